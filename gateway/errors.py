@@ -1,0 +1,196 @@
+"""The error family: one sentence, one stable code, one status; and the one handler that renders it.
+
+Every class states its status and code once and builds its sentence from facts, so that callers pass
+what was wrong and never how to say it. The family derives from Starlette's `HTTPException`: what is
+raised while a body is being read then keeps its status on its way through FastAPI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+
+
+class GatewayError(HTTPException):
+    """What a caller is told. `detail` is the sentence; it never holds a path, a stack or a secret."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "INTERNAL"
+    retry_after_s: ClassVar[int | None] = None
+
+    def __init__(self, sentence: str, *, headers: dict[str, str] | None = None) -> None:
+        headers = headers or {}
+        if self.retry_after_s is not None:
+            headers.setdefault("Retry-After", str(self.retry_after_s))
+        super().__init__(self.status, sentence, headers)
+
+
+class Malformed(GatewayError):
+    status, code = 400, "MALFORMED_REQUEST"
+
+
+class Forbidden(GatewayError):
+    status, code = 403, "FORBIDDEN"
+
+
+class NotFound(GatewayError):
+    status, code = 404, "NOT_FOUND"
+
+
+class UnknownModel(GatewayError):
+    status, code = 404, "MODEL_NOT_FOUND"
+
+    def __init__(self, model: str, version: str = "") -> None:
+        what = (
+            f"version {quoted(version)} of model {quoted(model)}"
+            if version
+            else f"model {quoted(model)}"
+        )
+        super().__init__(f"{what} is not known to Triton; GET /v1/models lists what there is")
+
+
+class NotAcceptable(GatewayError):
+    status, code = 406, "NOT_ACCEPTABLE"
+
+    def __init__(self, accept: str, offered: Iterable[str]) -> None:
+        super().__init__(
+            f"this answer cannot be given as {quoted(accept)}; it can be had as {listed(offered)}"
+        )
+
+
+class TooSlow(GatewayError):
+    status, code = 408, "REQUEST_TOO_SLOW"
+
+
+class Conflict(GatewayError):
+    status, code = 409, "CONFLICT"
+
+
+class TooLarge(GatewayError):
+    status, code = 413, "TOO_LARGE"
+
+
+class BodyTooLarge(TooLarge):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body is larger than the limit of {limit_bytes} bytes")
+
+
+class UnsupportedBody(GatewayError):
+    status, code = 415, "UNSUPPORTED_BODY"
+
+    def __init__(self, content_type: str, taken: Iterable[str]) -> None:
+        what = (
+            f"a body of type {quoted(content_type)}"
+            if content_type
+            else "a body without Content-Type"
+        )
+        super().__init__(f"{what} is not taken here; send {listed(taken)}")
+
+
+class DoesNotFit(GatewayError):
+    """Well-formed, but not what the model's metadata asks for."""
+
+    status, code = 422, "DOES_NOT_FIT_MODEL"
+
+
+class BadImage(DoesNotFit):
+    code = "BAD_IMAGE"
+
+
+class RefusedByModel(GatewayError):
+    """Triton or the model itself found the request invalid."""
+
+    status, code = 422, "REFUSED_BY_MODEL"
+
+
+class Overloaded(GatewayError):
+    status, code, retry_after_s = 429, "OVERLOADED", 1
+
+
+class ModelFault(GatewayError):
+    status, code = 500, "MODEL_FAULT"
+
+
+class BadUpstream(GatewayError):
+    """A replica answered what no Triton answers, or stopped in the middle."""
+
+    status, code = 502, "BAD_UPSTREAM"
+
+
+class Unavailable(GatewayError):
+    status, code, retry_after_s = 503, "UNAVAILABLE", 1
+
+
+class ModelNotReady(GatewayError):
+    status, code, retry_after_s = 503, "MODEL_NOT_READY", 1
+
+    def __init__(self, model: str, version: str = "") -> None:
+        what = (
+            f"version {quoted(version)} of model {quoted(model)}"
+            if version
+            else f"model {quoted(model)}"
+        )
+        super().__init__(f"{what} is not ready; load it, or try again when it has loaded")
+
+
+class DeadlinePassed(GatewayError):
+    status, code = 504, "DEADLINE_PASSED"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(
+            f"no answer within {limit_s:g} s; ask for more time with X-Request-Timeout, in seconds"
+        )
+
+
+# What the framework raises itself, by status; the sentence is ours, for its own is a bare phrase.
+FRAMEWORK = {
+    400: ("MALFORMED_REQUEST", "the request is malformed"),
+    404: ("NOT_FOUND", "there is nothing at this path; GET /docs shows the API"),
+    405: ("METHOD_NOT_ALLOWED", "this path does not take this method; see the Allow header"),
+    413: ("TOO_LARGE", "the request is too large"),
+}
+
+
+def quoted(text: str, limit: int = 80) -> str:
+    """`text` as it may stand in a sentence: printable, and no longer than `limit` characters."""
+    shown = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "'" + "".join(c if c.isprintable() else "�" for c in shown) + "'"
+
+
+def listed(names: Iterable[str], limit: int = 20) -> str:
+    """«a, b and c», cut after `limit` names."""
+    shown: Sequence[str] = list(names)
+    if len(shown) > limit:
+        shown = [*shown[:limit], f"{len(shown) - limit} more"]
+    if len(shown) < 2:
+        return "".join(shown) or "nothing"
+    return ", ".join(shown[:-1]) + " and " + shown[-1]
+
+
+def body_of(sentence: str, code: str, request_id: str) -> bytes:
+    """The body of every error: exactly these keys, `error` a string, as Triton's clients read it."""
+    return orjson.dumps({"error": sentence, "code": code, "request_id": request_id})
+
+
+async def render(request: Request, exc: Exception) -> Response:
+    """The one handler. What is not of the family is a fault of ours: logged in full, told in brief."""
+    request_id = str(request.scope.get("request_id", ""))
+    if isinstance(exc, GatewayError):
+        status, code, sentence = exc.status, exc.code, exc.detail
+    elif isinstance(exc, HTTPException):
+        status = exc.status_code
+        code, sentence = FRAMEWORK.get(status, (f"HTTP_{status}", str(exc.detail)))
+    else:
+        log.error("a fault in the gateway", exc_info=exc, extra={"request_id": request_id})
+        status, code = 500, "INTERNAL"
+        sentence = "the gateway failed; its log has the reason under this request id"
+    headers = getattr(exc, "headers", None)
+    return Response(body_of(sentence, code, request_id), status, headers, "application/json")

@@ -1,0 +1,30 @@
+"""The gateway's own metrics, on a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """One object per application. Only models that Triton knows become label values."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.duration = Histogram(
+            "gateway_request_duration_seconds",
+            "Time from a request's arrival to its answer's end.",
+            ("route", "model", "status"),
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self.scrape_failures = Counter(
+            "gateway_scrape_failures_total",
+            "Metrics pages of a replica that did not come.",
+            ("replica",),
+            registry=self.registry,
+        )
+
+    def page(self) -> str:
+        return generate_latest(self.registry).decode()

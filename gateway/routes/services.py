@@ -1,0 +1,41 @@
+"""What the handlers work with; made once by the application's lifespan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from gateway.errors import Malformed
+from gateway.fleet.pool import Fleet
+from gateway.limits import Decoders
+from gateway.metrics import Metrics
+from gateway.settings import Settings
+
+
+@dataclass(frozen=True)
+class Services:
+    settings: Settings
+    fleet: Fleet
+    decoders: Decoders
+    metrics: Metrics
+
+    def timeout_s(self, asked: str | None) -> float:
+        """The seconds a request may take; `asked` is its X-Request-Timeout. Raises `Malformed`."""
+        if asked is None:
+            return self.settings.request_timeout_s
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise Malformed("X-Request-Timeout takes a number of seconds above 0")
+        return min(seconds, self.settings.max_request_timeout_s)
+
+
+def services(request: Request) -> Services:
+    return cast(Services, request.app.state.services)
+
+
+ServicesDep = Annotated[Services, Depends(services)]

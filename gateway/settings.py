@@ -1,0 +1,65 @@
+"""Every knob, read once from the environment (prefix `GATEWAY_`), described once, and frozen."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class LogFormat(str, Enum):
+    console = "console"
+    json = "json"
+
+
+class LogLevel(str, Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class Settings(BaseSettings):
+    """The gateway's settings; `docs/settings.md` shows them, and a test compares the two."""
+
+    model_config = SettingsConfigDict(env_prefix="GATEWAY_", frozen=True, extra="ignore")
+
+    triton_urls: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("http://127.0.0.1:8000",),
+        description="The Triton replicas, separated by commas. gRPC and metrics are on 8001 and 8002 of the "
+        "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002",
+    )
+    max_body_bytes: int = Field(64 << 20, gt=0, description="The largest body of a request.")
+    max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
+    max_pixels_in_flight: int = Field(
+        100_000_000, gt=0, description="The most pixels that are decoded at the same time."
+    )
+    decode_threads: int = Field(
+        0, ge=0, description="Threads that decode images; 0 means one per core, four at most."
+    )
+    request_timeout_s: float = Field(
+        30.0, gt=0, description="How long a request may take when the client does not say."
+    )
+    max_request_timeout_s: float = Field(
+        300.0, gt=0, description="The most that a client may ask for with X-Request-Timeout."
+    )
+    connect_timeout_s: float = Field(
+        0.5, gt=0, description="How long connecting to a replica may take."
+    )
+    drain_s: float = Field(
+        10.0, ge=0, description="How long requests may go on after SIGTERM before they are cut."
+    )
+    log_level: LogLevel = Field(LogLevel.info, description="debug, info, warning or error.")
+    log_format: LogFormat = Field(
+        LogFormat.console, description="console for people, json for one JSON object a line."
+    )
+
+    @field_validator("triton_urls", mode="before")
+    @classmethod
+    def separated(cls, value: Any) -> Any:
+        """`a,b`: pydantic-settings itself would read a tuple as JSON."""
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value

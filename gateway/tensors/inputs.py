@@ -1,0 +1,371 @@
+"""Parts and a signature become tensors: the batch dimension found, nothing lost on the way. Pure.
+
+Every refusal names the input, what the model expects (datatype, shape, an example) and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import orjson
+from PIL import Image
+
+from gateway.errors import DoesNotFit, listed, quoted
+from gateway.tensors import images
+from gateway.tensors.dtypes import BF16, Datatype, Kind
+from gateway.tensors.payload import DATA_URI, Part, Payload, from_base64
+from gateway.tensors.signature import ImageSpec, Signature, Tensor
+
+SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "": lambda values: values,
+    "none": lambda values: values,
+    "0..1": lambda values: values / np.float32(255),
+    "-1..1": lambda values: values / np.float32(127.5) - np.float32(1),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one inference. Those of a batching model have the batch as first dimension."""
+
+    arrays: Mapping[str, np.ndarray]
+    batch_size: int = 0
+    batched: bool = False  # the request had a batch dimension, and so will its answer
+
+    def cut(self, max_batch_size: int) -> Iterator[Inputs]:
+        """The same in pieces that Triton takes, in order."""
+        if not self.batch_size or self.batch_size <= max_batch_size:
+            yield self
+            return
+        for start in range(0, self.batch_size, max_batch_size):
+            piece = {
+                name: array[start : start + max_batch_size] for name, array in self.arrays.items()
+            }
+            yield Inputs(piece, min(max_batch_size, self.batch_size - start), self.batched)
+
+
+def images_of(
+    payload: Payload, signature: Signature, limits: images.ImageLimits
+) -> list[Image.Image]:
+    """The encoded images among the parts, opened and within the limits, but not decoded."""
+    found = []
+    for name, parts in assigned(payload, signature).items():
+        if signature.inputs[name].image is not None:
+            blobs = chain.from_iterable(encoded(part.value) for part in parts)
+            found += [images.opened(blob, limits, name) for blob in blobs]
+    return found
+
+
+def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits) -> Inputs:
+    """The tensors that the model is sent. Raises `DoesNotFit`, `BadImage` or `TooLarge`."""
+    arrays: dict[str, np.ndarray] = {}
+    batched: dict[str, bool] = {}
+    for name, parts in assigned(payload, signature).items():
+        tensor = signature.inputs[name]
+        value, listed_in_json = array_of(parts, tensor, limits)
+        arrays[name], batched[name] = fitted(value, tensor, signature.batching, listed_in_json)
+    if not signature.batching:
+        return Inputs(arrays)
+    sizes = {name: len(array) for name, array in arrays.items()}
+    if len(set(sizes.values())) > 1:
+        counts = listed(f"{quoted(name)} has {size}" for name, size in sizes.items())
+        raise DoesNotFit(f"the inputs are batches of different sizes: {counts}")
+    return Inputs(arrays, next(iter(sizes.values()), 0), any(batched.values()))
+
+
+def assigned(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
+    """Which parts go to which input."""
+    parts = {name: found for name, found in payload.parts.items() if found}
+    required = signature.required or list(signature.inputs.values())
+    if len(parts) == 1 and len(required) == 1 and not parts.keys() & signature.inputs.keys():
+        return {required[0].name: next(iter(parts.values()))}
+    unknown = [name for name in parts if name not in signature.inputs]
+    if unknown:
+        what = f"the input {quoted(unknown[0])}" if unknown[0] else "a value without a name"
+        raise DoesNotFit(
+            f"the model has no place for {what}; its inputs are {described(signature)}"
+        )
+    missing = [tensor.name for tensor in signature.required if tensor.name not in parts]
+    if missing:
+        raise DoesNotFit(
+            f"the input {quoted(missing[0])} is missing; the model's inputs are {described(signature)}"
+        )
+    return parts
+
+
+def described(signature: Signature) -> str:
+    return listed(
+        f"{tensor.name} ({tensor.datatype.name} {shape_text(tensor.shape)}"
+        f"{', optional' if tensor.optional else ''})"
+        for tensor in signature.inputs.values()
+    )
+
+
+def array_of(
+    parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits
+) -> tuple[np.ndarray, bool]:
+    """The value of an input, with the dimensions it came with; and whether it was a JSON list."""
+    values = [one_array(part, tensor, limits) for part in parts]
+    if len(values) == 1:
+        return values[0], isinstance(parts[0].value, list)
+    shapes = {value.shape for value in values}
+    if len(shapes) > 1:
+        raise misfit(
+            tensor, f"values of the different shapes {listed(map(shape_text, sorted(shapes)))}"
+        )
+    return np.stack(values), True
+
+
+def one_array(part: Part, tensor: Tensor, limits: images.ImageLimits) -> np.ndarray:
+    value = part.value
+    if isinstance(value, np.ndarray):
+        return from_array(value, tensor)
+    if tensor.datatype.kind is Kind.BYTES:
+        return from_nested(value, tensor)
+    blobs = encoded(value)
+    if not blobs:
+        return from_nested(value, tensor)
+    spec = tensor.image
+    if spec is None:
+        raise misfit(tensor, "bytes, and its shape is not an image's")
+    decoded = [from_image(blob, tensor, spec, limits) for blob in blobs]
+    if not isinstance(value, list):
+        return decoded[0]
+    if len({array.shape for array in decoded}) > 1:
+        raise misfit(tensor, "images of different sizes, which no batch can hold")
+    return np.stack(decoded)
+
+
+def encoded(value: Any) -> list[bytes]:
+    """The encoded images that a value for a numeric input is, or none."""
+    if isinstance(value, bytes):
+        return [value]
+    if isinstance(value, str) and DATA_URI.match(value):
+        return [from_base64(value)]
+    if isinstance(value, list) and value and all(isinstance(item, (bytes, str)) for item in value):
+        blobs = [encoded(item) for item in value]
+        return [blob for found in blobs for blob in found] if all(blobs) else []
+    return []
+
+
+def from_image(
+    blob: bytes, tensor: Tensor, spec: ImageSpec, limits: images.ImageLimits
+) -> np.ndarray:
+    """A decoded image, scaled as the model's config hints."""
+    values = images.decoded(images.opened(blob, limits, tensor.name), spec, tensor.name)
+    if tensor.scale not in SCALES:
+        raise misfit(tensor, f"an image, and its gateway.scale is {quoted(tensor.scale)}")
+    if tensor.scale in ("", "none") and not tensor.mean and not tensor.std:
+        if tensor.datatype.name == "INT8":
+            raise misfit(tensor, "an image, whose values 0..255 do not fit without gateway.scale")
+        return values.astype(tensor.datatype.numpy)
+    scaled = SCALES[tensor.scale](values.astype(np.float32))
+    for hint, apply in ((tensor.mean, np.subtract), (tensor.std, np.divide)):
+        if hint:
+            scaled = apply(scaled, per_channel(hint, tensor, spec))
+    return from_array(np.rint(scaled) if tensor.datatype.kind is Kind.INTEGER else scaled, tensor)
+
+
+def per_channel(values: tuple[float, ...], tensor: Tensor, spec: ImageSpec) -> np.ndarray:
+    if len(values) not in (1, len(spec.mode)):
+        raise misfit(
+            tensor, f"an image of {len(spec.mode)} channels, and its config hints {len(values)}"
+        )
+    shape = (-1, 1, 1) if spec.layout.value == "NCHW" else (-1,)
+    return np.asarray(values, np.float32).reshape(shape)
+
+
+def from_nested(value: Any, tensor: Tensor) -> np.ndarray:
+    """What JSON holds, as an array of the model's datatype."""
+    leaves, shape = flattened(value, tensor)
+    kinds = set(map(type, leaves))
+    converted = CONVERSIONS[tensor.datatype.kind](leaves, kinds, tensor)
+    return converted.reshape(shape)
+
+
+def flattened(value: Any, tensor: Tensor) -> tuple[list[Any], tuple[int, ...]]:
+    """The leaves of nested lists, and their shape; no Python call per number."""
+    level, shape = [value], []
+    while level and set(map(type, level)) == {list}:
+        lengths = set(map(len, level))
+        if len(lengths) > 1:
+            raise misfit(
+                tensor, f"ragged lists: lengths {listed(map(str, sorted(lengths)))} side by side"
+            )
+        shape.append(lengths.pop())
+        level = list(chain.from_iterable(level))
+    if dict in map(type, level):
+        raise misfit(tensor, "an object, which is no value")
+    if list in map(type, level):
+        raise misfit(tensor, "ragged lists: values and lists side by side")
+    return level, tuple(shape)
+
+
+def booleans(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
+    if kinds - {bool}:
+        raise misfit(tensor, came(leaves, kinds - {bool}))
+    return np.array(leaves, bool)
+
+
+def integers(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
+    if kinds - {int, float}:
+        raise misfit(tensor, came(leaves, kinds - {int, float}))
+    if float in kinds:
+        fractional = next((leaf for leaf in leaves if int(leaf) != leaf), None)
+        if fractional is not None:
+            raise misfit(tensor, f"{fractional!r}, which is not whole")
+        leaves = [int(leaf) for leaf in leaves]
+    low, high = tensor.datatype.range
+    if leaves and (min(leaves) < low or max(leaves) > high):
+        outside = next(leaf for leaf in leaves if not low <= leaf <= high)
+        raise misfit(tensor, f"{outside}, which is outside {low}..{high}")
+    return np.array(leaves, tensor.datatype.numpy)
+
+
+def floats(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
+    if kinds - {int, float}:
+        raise misfit(tensor, came(leaves, kinds - {int, float}))
+    converted = in_range(np.array(leaves, np.float64), tensor)
+    if int in kinds:
+        lossy = (
+            a for a, b in zip(leaves, converted.tolist(), strict=True) if type(a) is int and a != b
+        )
+        whole = next(lossy, None)
+        if whole is not None:
+            raise misfit(
+                tensor, f"the integer {whole}, which {tensor.datatype.name} cannot hold exactly"
+            )
+    return converted
+
+
+def in_range(values: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Floats rounded to the model's precision; what would become infinite is refused."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = values.astype(tensor.datatype.numpy)
+    overflown = np.isinf(converted) & np.isfinite(values)
+    if overflown.any():
+        raise misfit(tensor, f"{values[overflown].flat[0]!s}, which is out of range")
+    return converted
+
+
+def blobs(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
+    if kinds - {str, bytes}:
+        raise misfit(tensor, came(leaves, kinds - {str, bytes}))
+    array = np.empty(len(leaves), object)
+    array[:] = [leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves]
+    return array
+
+
+CONVERSIONS: Mapping[Kind, Callable[[list[Any], set[type], Tensor], np.ndarray]] = {
+    Kind.BOOLEAN: booleans,
+    Kind.INTEGER: integers,
+    Kind.FLOAT: floats,
+    Kind.BYTES: blobs,
+}
+
+
+def from_array(array: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """A NumPy array in the model's datatype; refused where a value would change."""
+    wanted = tensor.datatype
+    if array.dtype == wanted.numpy:
+        return array
+    if wanted is BF16 and array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        return array.view(ml_dtypes.bfloat16)  # how NumPy stores BF16 in a file: as 2 raw bytes
+    kind = array.dtype.kind
+    if wanted.kind is Kind.BYTES and kind in "SU":
+        return blobs(array.ravel().tolist(), {str}, tensor).reshape(array.shape)
+    if wanted.kind is Kind.FLOAT and kind == "f":
+        return in_range(array, tensor)
+    if wanted.kind in (Kind.INTEGER, Kind.FLOAT) and kind in "iuf":
+        return exactly(array, tensor)
+    raise misfit(tensor, f"an array of {array.dtype}")
+
+
+def exactly(array: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """The array cast, when the cast changes no value; `!=` also finds what is not a number."""
+    with np.errstate(all="ignore"):
+        cast = array.astype(tensor.datatype.numpy)
+        wide = cast if cast.dtype.kind in "iuf" else cast.astype(np.float64)
+        # Comparing int64 with float64 rounds: go back to the array's own type as well.
+        changed = (wide.astype(array.dtype) != array) | ((wide < 0) != (array < 0))
+    if array.dtype.kind == "f":
+        low, high = tensor.datatype.range
+        changed |= ~((array >= low) & (array < float(high) + 1))
+    if changed.any():
+        raise misfit(
+            tensor, f"{array[changed].flat[0]!s}, which {tensor.datatype.name} cannot hold exactly"
+        )
+    return cast
+
+
+def fitted(
+    array: np.ndarray, tensor: Tensor, batching: bool, listed_in_json: bool
+) -> tuple[np.ndarray, bool]:
+    """The array with the dimensions that Triton wants; and whether it came as a batch."""
+    shape = tensor.shape
+    if not batching:
+        return unbatched(array, tensor), False
+    if shape == (1,) and array.ndim == 1 and (listed_in_json or len(array) != 1):
+        array = array.reshape(-1, 1)  # of single values, a list is a batch
+    if array.ndim == len(shape) + 1 and agrees(array.shape[1:], shape):
+        if len(array) == 0:
+            raise misfit(tensor, "a batch of 0")
+        return array, True
+    if agrees(array.shape, shape):
+        return array[np.newaxis], False
+    if array.ndim == 0 and all(size in (1, -1) for size in shape):
+        return array.reshape((1,) * (len(shape) + 1)), False
+    raise misfit(tensor, f"the shape {shape_text(array.shape)}")
+
+
+def unbatched(array: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """For a model that Triton does not batch; it may still have a first dimension of its own."""
+    shape = tensor.shape
+    if agrees(array.shape, shape):
+        return array
+    if array.ndim == 0 and all(size in (1, -1) for size in shape):
+        return array.reshape((1,) * len(shape))
+    if array.ndim == len(shape) - 1 and agrees((1, *array.shape), shape):
+        return array[np.newaxis]
+    raise misfit(tensor, f"the shape {shape_text(array.shape)}")
+
+
+def agrees(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(shape) == len(wanted) and all(
+        b in (-1, a) for a, b in zip(shape, wanted, strict=True)
+    )
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]" if shape else "a single value"
+
+
+def came(leaves: Sequence[Any], kinds: set[type]) -> str:
+    names = {str: "the text", bytes: "bytes", bool: "the boolean", type(None): "null"}
+    leaf = next(leaf for leaf in leaves if type(leaf) in kinds)
+    if isinstance(leaf, (bytes, type(None))):
+        return names[type(leaf)]
+    return f"{names.get(type(leaf), 'the number')} {quoted(str(leaf), 40)}"
+
+
+def example(tensor: Tensor) -> str:
+    """A small value of the datatype and shape, as JSON would hold it."""
+    value = orjson.dumps(tensor.datatype.example).decode()
+    if tensor.shape == (1,):
+        return value
+    for _ in tensor.shape:
+        value = f"[{value}, …]"
+    return value
+
+
+def misfit(tensor: Tensor, what_came: str) -> DoesNotFit:
+    datatype: Datatype = tensor.datatype
+    return DoesNotFit(
+        f"the input {quoted(tensor.name)} takes {datatype.kind.value} ({datatype.name} "
+        f"{shape_text(tensor.shape)}, for example {example(tensor)}); what came is {what_came}"
+    )

@@ -1,0 +1,188 @@
+"""Tensors become an answer: JSON, NumPy's files, or one output raw, as `Accept` asks. Pure."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from gateway.errors import NotAcceptable
+from gateway.tensors.dtypes import Kind
+from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS, media_type
+from gateway.tensors.signature import Signature, Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a model answered. The arrays of a batching model keep their batch dimension here."""
+
+    signature: Signature
+    arrays: Mapping[str, np.ndarray]
+    batched: bool
+    id: str = ""
+    version: str = ""
+    classified: bool = False
+
+    def array(self, name: str) -> np.ndarray:
+        """An output as the request asked for it: without a batch dimension if that had none."""
+        array = self.arrays[name]
+        return array if self.batched or not self.signature.batching else array[0]
+
+    def tensor(self, name: str) -> Tensor | None:
+        return self.signature.outputs.get(name)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    body: bytes
+    content_type: str
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """The answers to the pieces of one batch, as one answer."""
+    first = results[0]
+    if len(results) == 1:
+        return first
+    arrays = {
+        name: np.concatenate([result.arrays[name] for result in results]) for name in first.arrays
+    }
+    return Result(first.signature, arrays, True, first.id, first.version, first.classified)
+
+
+def as_json(result: Result) -> Rendered:
+    document = {
+        "id": result.id,
+        "model": result.signature.model,
+        "version": result.version,
+        "outputs": {name: value_of(result, name) for name in result.arrays},
+    }
+    return Rendered(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), JSON)
+
+
+def value_of(result: Result, name: str) -> Any:
+    """An output as orjson writes it. Of single values (shape [1]), a batch is a list."""
+    array, tensor = result.array(name), result.tensor(name)
+    if result.signature.batching and tensor is not None and tensor.shape == (1,):
+        array = array.reshape(array.shape[:-1]) if array.shape[-1:] == (1,) else array
+    if array.dtype.kind == "O":
+        content_type = tensor.content_type if tensor is not None else ""
+        if result.classified:
+            return nested(array, class_of)
+        return nested(array, parsed_json if content_type == JSON else text_or_base64)
+    return jsonable(array)
+
+
+def jsonable(array: np.ndarray) -> Any:
+    """Numbers as orjson writes them; what JSON has no number for, as protobuf's JSON mapping names it."""
+    if array.dtype.kind not in "biuf":
+        array = array.astype(np.float32)  # BF16, exactly
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        names = {np.inf: "Infinity", -np.inf: "-Infinity"}
+        return nested(array, lambda value: value if np.isfinite(value) else names.get(value, "NaN"))
+    return np.ascontiguousarray(array) if array.ndim else array.item()
+
+
+def nested(array: np.ndarray, convert: Callable[[Any], Any]) -> Any:
+    """Nested lists of the array's elements, each converted."""
+    if array.ndim == 0:
+        return convert(array.item())
+    return [nested(row, convert) if isinstance(row, np.ndarray) else convert(row) for row in array]
+
+
+def text_or_base64(value: bytes) -> Any:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"b64": base64.b64encode(value).decode()}
+
+
+def parsed_json(value: bytes) -> Any:
+    """An output that its model declares to be JSON is not quoted a second time."""
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return text_or_base64(value)
+
+
+def class_of(value: bytes) -> Any:
+    """The classification extension's `value:index[:label]`."""
+    score, index, *label = value.decode(errors="replace").split(":", 2)
+    return {"score": float(score), "index": int(index), **({"label": label[0]} if label else {})}
+
+
+def as_npy(result: Result) -> Rendered:
+    (name,) = result.arrays
+    file = io.BytesIO()
+    np.save(file, storable(result.array(name)), allow_pickle=False)
+    return Rendered(file.getvalue(), NPY)
+
+
+def as_npz(result: Result) -> Rendered:
+    file = io.BytesIO()
+    arrays = {name: storable(result.array(name)) for name in result.arrays}
+    np.savez(file, allow_pickle=False, **arrays)
+    return Rendered(file.getvalue(), NPZ)
+
+
+def storable(array: np.ndarray) -> np.ndarray:
+    """BYTES as NumPy's fixed-width bytes; BF16 as its two raw bytes, which is how NumPy stores it."""
+    if array.dtype.kind != "O":
+        return array
+    width = max((len(value) for value in array.flat), default=0)
+    return array.astype(f"S{max(width, 1)}")
+
+
+def as_raw(result: Result, content_type: str) -> Rendered:
+    (name,) = result.arrays
+    array = result.array(name)
+    return Rendered(array.item() if array.dtype.kind == "O" else array.tobytes(), content_type)
+
+
+def renderer(
+    accept: str, signature: Signature, outputs: Sequence[str]
+) -> Callable[[Result], Rendered]:
+    """What `Accept` chooses among the forms that these outputs have (RFC 9110, section 12.5.1).
+
+    Raises `NotAcceptable` before anything is sent to the model.
+    """
+    forms: dict[str, Callable[[Result], Rendered]] = {JSON: as_json, NPZ: as_npz}
+    if len(outputs) == 1:
+        forms[NPY] = as_npy
+        tensor = signature.outputs.get(outputs[0])
+        if tensor is not None and tensor.datatype.kind is Kind.BYTES:
+            raw = tensor.content_type if "*" not in tensor.content_type else ""
+            forms[OCTETS] = lambda result: as_raw(result, raw or OCTETS)
+            if tensor.content_type and tensor.content_type != JSON:
+                forms[tensor.content_type] = lambda result: as_raw(result, tensor.content_type)
+    for wanted in preferences(accept):
+        for form, render in forms.items():
+            if matches(wanted, form):
+                return render
+    raise NotAcceptable(accept, forms)
+
+
+def preferences(accept: str) -> list[str]:
+    """The media ranges of an `Accept` header, best first."""
+    ranges = []
+    for position, entry in enumerate(accept.split(",")):
+        name, parameters = media_type(entry)
+        try:
+            quality = float(parameters.get("q", "1"))
+        except ValueError:
+            quality = 1.0
+        if name and quality > 0:
+            ranges.append((-quality, position, name))
+    return [name for _, _, name in sorted(ranges)] or (["*/*"] if not accept.strip() else [])
+
+
+def matches(wanted: str, form: str) -> bool:
+    if wanted in ("*/*", form):
+        return True
+    kind, _, subtype = wanted.partition("/")
+    form_kind, _, form_subtype = form.partition("/")
+    return kind == form_kind and "*" in (subtype, form_subtype)

@@ -1,0 +1,167 @@
+"""What a model takes and gives, read from Triton's metadata and config of it. Pure: JSON in, value out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from gateway.errors import ModelFault, quoted
+from gateway.tensors.dtypes import Datatype, Kind, datatype
+
+CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
+Json = Mapping[str, Any]
+
+
+class Layout(str, Enum):
+    """Where an image's channels are."""
+
+    CHANNELS_FIRST = "NCHW"
+    CHANNELS_LAST = "NHWC"
+    GREY = "NHW"
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How an encoded image becomes this input; a size of -1 is the image's own."""
+
+    layout: Layout
+    mode: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output. `shape` is the model's own, without the batch dimension; -1 is any size."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    optional: bool = False
+    layout: Layout | None = None
+    content_type: str = ""
+    scale: str = ""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    labels: bool = False
+
+    @property
+    def image(self) -> ImageSpec | None:
+        """How an image fits, or None where the shape is not an image's.
+
+        A model without a batch dimension of Triton's may carry one of its own: [1, 3, 224, 224].
+        """
+        if self.datatype.kind in (Kind.BYTES, Kind.BOOLEAN):
+            return None
+        shape = self.shape[1:] if len(self.shape) == 4 and self.shape[0] in (-1, 1) else self.shape
+        if len(shape) == 2 and min(shape) not in (0, 1, 2, 3, 4):
+            return ImageSpec(Layout.GREY, "L", *shape)
+        if len(shape) != 3:
+            return None
+        layout = self.layout or guessed_layout(shape)
+        if layout is Layout.CHANNELS_FIRST and shape[0] in (-1, *CHANNELS):
+            return ImageSpec(layout, CHANNELS.get(shape[0], "RGB"), shape[1], shape[2])
+        if layout is Layout.CHANNELS_LAST and shape[2] in (-1, *CHANNELS):
+            return ImageSpec(layout, CHANNELS.get(shape[2], "RGB"), shape[0], shape[1])
+        return None
+
+
+def guessed_layout(shape: tuple[int, ...]) -> Layout | None:
+    """Where the channels are when the config's `format` does not say it."""
+    first, last = shape[0] in CHANNELS, shape[2] in CHANNELS
+    if last and (not first or (shape[0] == 1 and shape[2] > 1)):
+        return Layout.CHANNELS_LAST
+    if first:
+        return Layout.CHANNELS_FIRST
+    return Layout.CHANNELS_LAST if shape[2] == -1 else None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A model as its callers see it."""
+
+    model: str
+    version: str
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    max_batch_size: int = 0
+    versions: tuple[str, ...] = ()
+    platform: str = ""
+    decoupled: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def batching(self) -> bool:
+        """Triton batches this model: its tensors have a first dimension that `shape` leaves out."""
+        return self.max_batch_size > 0
+
+    @property
+    def required(self) -> list[Tensor]:
+        return [tensor for tensor in self.inputs.values() if not tensor.optional]
+
+
+def signature(metadata: Json, config: Json, version: str = "") -> Signature:
+    """Join `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""
+    parameters = {
+        key: str(value.get("string_value", ""))
+        for key, value in config.get("parameters", {}).items()
+    }
+    max_batch_size = int(config.get("max_batch_size", 0))
+
+    def tensors(side: str) -> dict[str, Tensor]:
+        configured = {entry["name"]: entry for entry in config.get(side, ())}
+        return {
+            entry["name"]: tensor(
+                entry, configured.get(entry["name"], {}), parameters, batching=max_batch_size > 0
+            )
+            for entry in metadata.get(f"{side}s", ())
+        }
+
+    return Signature(
+        model=metadata["name"],
+        version=version,
+        inputs=tensors("input"),
+        outputs=tensors("output"),
+        max_batch_size=max_batch_size,
+        versions=tuple(metadata.get("versions", ())),
+        platform=str(metadata.get("platform") or config.get("backend") or ""),
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        parameters=parameters,
+    )
+
+
+def tensor(
+    metadata: Json, config: Json, parameters: Mapping[str, str], *, batching: bool
+) -> Tensor:
+    """One tensor, with the hints that the config's parameters hold for it."""
+    name = metadata["name"]
+    shape = tuple(int(size) for size in metadata["shape"])
+    layouts = {"FORMAT_NCHW": Layout.CHANNELS_FIRST, "FORMAT_NHWC": Layout.CHANNELS_LAST}
+
+    def hint(kind: str) -> str:
+        return parameters.get(f"gateway.{kind}.{name}", "").strip()
+
+    return Tensor(
+        name=name,
+        datatype=datatype(metadata["datatype"]),
+        shape=shape[1:] if batching else shape,
+        optional=bool(config.get("optional", False)),
+        layout=layouts.get(config.get("format", "")),
+        content_type=hint("content_type"),
+        scale=hint("scale"),
+        mean=numbers(hint("mean"), f"gateway.mean.{name}"),
+        std=numbers(hint("std"), f"gateway.std.{name}"),
+        labels=bool(config.get("label_filename")),
+    )
+
+
+def numbers(text: str, key: str) -> tuple[float, ...]:
+    """`0.485,0.456,0.406`: one value per channel."""
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ModelFault(
+            f"the model's config has {key} = {quoted(text)}, which is not a list of numbers"
+        ) from None

@@ -1,0 +1,133 @@
+"""Triton's errors become ours: corrected by one table, and scrubbed of what no caller should see.
+
+Triton's own statuses mislead: everything but INTERNAL, NOT_FOUND, UNAVAILABLE and UNSUPPORTED is 400,
+a body that is not JSON is 500, a full queue is 503. So both the status and the words decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import orjson
+
+from gateway.errors import (
+    BadUpstream,
+    Conflict,
+    DeadlinePassed,
+    DoesNotFit,
+    GatewayError,
+    Malformed,
+    ModelFault,
+    ModelNotReady,
+    NotFound,
+    Overloaded,
+    RefusedByModel,
+    Unavailable,
+    UnknownModel,
+)
+
+# Python's stack, as Triton's Python backend appends it.
+STACK = re.compile(r"\s*\n\s*At:\s*\n.*", re.S)
+FOLDERS = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
+POINTER = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+REGION = re.compile(r"\b/?triton_(?:python_backend_shm_region|gateway)_[\w-]+")
+# What surrounds the reason and helps nobody to mend a request.
+WRAPPING = (
+    re.compile(r"^\[request id: [^\]]*\] "),
+    re.compile(r"^load failed for model '[^']*': (?:version \d+ is at UNAVAILABLE state: )?"),
+    re.compile(
+        r"^(?:Internal|Invalid argument|Not found|Unknown|Unsupported|Unavailable)(?:: | - )(?:- )?"
+    ),
+    re.compile(r"^in ensemble '[^']*', "),
+    re.compile(r"^Failed to process the request\(s\) for model(?: instance)? '[^']*', message: "),
+    re.compile(r"^(?:\w*Exception|ValueError|RuntimeError|TypeError): "),
+)
+
+
+def scrubbed(text: str) -> str:
+    """Triton's reason without stack, folders, addresses and names of shared memory; one line."""
+    text = STACK.sub("", text.strip())
+    before = ""
+    while text != before:
+        before = text
+        for wrapping in WRAPPING:
+            text = wrapping.sub("", text)
+    for secret in (FOLDERS, POINTER, REGION):
+        text = secret.sub("", text)
+    return " ".join(text.split()).rstrip(" ;")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of Triton, for the sentence of the error."""
+
+    model: str = ""
+    version: str = ""
+    timeout_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table: which answers it concerns, and what they mean."""
+
+    statuses: frozenset[int]
+    words: re.Pattern[str]
+    error: Callable[[str, Asked], GatewayError]
+
+
+def rule(statuses: set[int], words: str, error: Callable[[str, Asked], GatewayError]) -> Rule:
+    return Rule(frozenset(statuses), re.compile(words, re.I | re.S), error)
+
+
+ANY = {400, 404, 500, 501, 503}
+
+RULES = (
+    rule(ANY, r"unknown model|model .* is not found|failed to poll from model repository",
+         lambda _, asked: UnknownModel(asked.model, asked.version)),
+    rule(ANY, r"is not (at )?ready|not ready for inference|has no available versions|is unloaded",
+         lambda _, asked: ModelNotReady(asked.model, asked.version)),
+    rule(ANY, r"queue size|queue is full", lambda _, asked: Overloaded(
+        f"the queue of model '{asked.model}' is full; try again shortly")),
+    rule(ANY, r"timeout expired|timed out|deadline exceeded",
+         lambda _, asked: DeadlinePassed(asked.timeout_s)),
+    rule(ANY, r"server is (stopping|shutting|not ready|exiting)|exit timeout",
+         lambda *_: Unavailable("the replica is stopping; try again")),
+    rule(ANY, r"parse the request|failed to parse|unable to parse|request JSON|Unable to find 'inputs'",
+         lambda text, _: Malformed(f"Triton cannot read the request: {text}")),
+    rule(ANY, r"explicit model load|model control|POLL mode|is not allowed",
+         lambda text, _: Conflict(f"this Triton manages its models itself: {text}")),
+    rule(ANY, r"decoupled transaction", lambda _, asked: RefusedByModel(
+        f"model '{asked.model}' answers several times (decoupled) and must be streamed")),
+    rule({400, 501}, r"\bcuda\b|\bgpu\b|out of memory",
+         lambda text, asked: ModelFault(f"model '{asked.model}' failed: {text}")),
+    rule({400}, r"unexpected (shape|data-?type|size|number)|expected .* inputs? but got|input .* not found|"
+         r"unexpected inference (input|output)|byte size|batch[- ]size",
+         lambda text, _: DoesNotFit(text)),
+    rule({404}, "", lambda text, _: NotFound(text or "Triton has nothing at this path")),
+    rule({400, 501}, "", lambda text, _: RefusedByModel(text or "Triton refused the request")),
+    rule({503}, "", lambda text, _: Unavailable(text or "Triton cannot serve this now")),
+    rule({500}, "", lambda text, asked: ModelFault(
+        f"model '{asked.model}' failed: {text}" if asked.model else f"Triton failed: {text}")),
+)  # fmt: skip
+
+
+def text_of(body: bytes) -> str:
+    """The `error` of a Triton answer; empty where the body is something else."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    error = document.get("error", "") if isinstance(document, dict) else ""
+    return error if isinstance(error, str) else ""
+
+
+def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
+    """The error of ours that an answer of Triton's with this status means."""
+    text = text_of(body)
+    shown = scrubbed(text)
+    for row in RULES:
+        if status in row.statuses and row.words.search(text):
+            return row.error(shown, asked)
+    return BadUpstream(f"the replica answered {status}")

@@ -1,0 +1,107 @@
+"""Keeps one tritonserver, and sees to it that nothing of it outlives its owner.
+
+Run as a script of its own, on the standard library alone, between the owner and the server. The owner
+holds the other end of standard input: when that closes, however the owner ended, the server is stopped.
+The guard adopts every orphan of the server (a Python backend's stubs), ends them, and removes the
+server's shared-memory regions, so that a crash of any one side leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with_guard() -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wait_for_an_end(server: subprocess.Popen[bytes], signals: int) -> None:
+    """Return when the server has ended, the owner has gone, or a signal asks to stop."""
+    while server.poll() is None:
+        readable, _, _ = select.select([0, signals], [], [])
+        if 0 in readable and not os.read(0, 4096):
+            return
+        if signals in readable:
+            received = os.read(signals, 64)
+            if signal.SIGTERM in received or signal.SIGINT in received:
+                return
+
+
+def stop(server: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Ask the server to end, and after `grace_s` seconds insist."""
+    server.terminate()
+    try:
+        server.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def end_orphans() -> None:
+    """Kill and reap what the server left: as their subreaper we are now their parent."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        for pid in children.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def end_processes_of(prefix: str) -> None:
+    """Kill the stubs of a guard that was killed itself: its prefix is among their arguments."""
+    for arguments in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"\0{prefix}".encode() in arguments.read_bytes():
+                os.kill(int(arguments.parent.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has just ended, or is somebody else's
+
+
+def remove_shared_memory(prefix: str) -> None:
+    for region in SHARED_MEMORY.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
+
+
+def main(grace_s: str, shared_memory_prefix: str, *command: str) -> int:
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_guard,  # noqa: PLW1509 - there are no threads here
+    )
+    try:
+        wait_for_an_end(server, signals)
+        stop(server, float(grace_s))
+    finally:
+        end_orphans()
+        remove_shared_memory(shared_memory_prefix)
+    return server.returncode
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.exit(code if code >= 0 else 128 - code)

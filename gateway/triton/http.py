@@ -1,0 +1,487 @@
+"""One replica's HTTP API: an HTTP/1.1 client for this one purpose, on httptools and asyncio.
+
+A general client costs more per request than everything else the gateway does together. This one keeps
+a stack of idle connections per replica, writes a small request at once, streams both ways with
+back-pressure, and uses a connection again only after a complete and clean answer (RFC 9112, section 9.3).
+Every failure of the wire leaves here as one of our errors, body iteration included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, cast
+
+import httptools
+
+from gateway.errors import BadUpstream, DeadlinePassed, Unavailable
+
+Headers = list[tuple[bytes, bytes]]
+
+HIGH_WATER_BYTES: Final = 256 * 1024
+JOIN_UNDER_BYTES: Final = 64 * 1024
+MAX_HEADERS: Final = 200
+
+
+class NotSent(Unavailable):
+    """Nothing of the request reached the replica: it cannot have run, and may go to another."""
+
+
+class State(Enum):
+    IDLE = auto()
+    HEAD = auto()  # the request is on its way; no answer yet
+    BODY = auto()
+    DONE = auto()
+
+
+class Connection(asyncio.Protocol):
+    """A connection to a replica, and the exchange that is on it. One exchange at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._state = State.IDLE
+        self._clean = True
+        self._request_sent = True
+        self._error: BaseException | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._paused = False
+        self._until_close = False
+        self.status = 0
+        self.headers: Headers = []
+        self.idle_since = 0.0
+
+    # The transport calls these.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._state is State.IDLE:
+            self.abort()  # nobody asked: whatever it is, it must not become somebody's answer
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self.fail(BadUpstream("the replica's answer is not HTTP/1.1"), exc)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clean = False
+        if self._state is State.BODY and self._until_close and self._error is exc is None:
+            self.on_message_complete()  # RFC 9112, section 6.3: without a length it ends here
+        elif self._state in (State.HEAD, State.BODY):
+            self.fail(
+                BadUpstream("the replica closed the connection before its answer was complete"), exc
+            )
+        self._wake_writer()
+
+    def pause_writing(self) -> None:
+        if self._writable is None:
+            self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        self._wake_writer()
+
+    # The parser calls these.
+
+    def on_message_begin(self) -> None:
+        if self._state is State.DONE:
+            self._clean = False  # a second answer: nobody asked for it
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._state is State.HEAD:
+            if len(self.headers) >= MAX_HEADERS:
+                raise httptools.HttpParserError("too many headers")
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._state is not State.HEAD:
+            return
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            return
+        self._clean = self._clean and self._parser.should_keep_alive()
+        self._until_close = not any(
+            name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
+        )
+        self._state = State.BODY
+        self._arrived()
+
+    def on_body(self, body: bytes) -> None:
+        if self._state is not State.BODY:
+            return
+        self._chunks.append(body)
+        self._buffered += len(body)
+        if self._buffered > HIGH_WATER_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._arrived()
+
+    def on_message_complete(self) -> None:
+        if self._state is State.HEAD:  # an interim answer, such as 100 Continue
+            self.headers = []
+        elif self._state is State.BODY:
+            self._state = State.DONE
+            self._arrived()
+
+    # The exchange calls these.
+
+    @property
+    def usable(self) -> bool:
+        return self._clean and self._transport is not None and not self._transport.is_closing()
+
+    def begin(self, deadline: float) -> None:
+        """Open an exchange that must be answered at `deadline`, in the loop's time."""
+        self._state = State.HEAD
+        self._request_sent = False
+        self._error = None
+        self._until_close = False
+        self.headers = []
+        self.set_deadline(deadline)
+
+    def set_deadline(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = deadline - self._loop.time()
+        self._timer = self._loop.call_later(max(seconds, 0), self._expire, seconds)
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def sent(self) -> None:
+        """The request is complete: with a complete answer the connection may serve again."""
+        self._request_sent = True
+
+    async def drain(self) -> None:
+        """Wait until the replica takes more; raises when it no longer can."""
+        if self._writable is not None:
+            await self._writable
+        if self._error is not None:
+            raise self._error
+
+    async def head(self) -> None:
+        """Wait for the answer's status and headers."""
+        while self._state is State.HEAD:
+            await self._wait()
+        if self._error is not None and self._state is not State.DONE:
+            raise self._error
+
+    async def next_chunk(self) -> bytes:
+        """What has arrived of the body since the last call; empty at its end."""
+        while not self._chunks and self._state is State.BODY:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        if not self._chunks:
+            return b""
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    @property
+    def complete(self) -> bool:
+        """The whole answer is here; `next_chunk` will not wait."""
+        return self._state is State.DONE
+
+    def end(self) -> bool:
+        """Close the exchange: true if the connection can serve another."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        reusable = self._state is State.DONE and self._request_sent and self.usable
+        self._state = State.IDLE
+        self._chunks.clear()
+        self._buffered = 0
+        if not reusable:
+            self.abort()
+        return reusable
+
+    def abort(self) -> None:
+        self._clean = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+        """End the exchange: whoever waits for anything of it gets this error."""
+        error.__cause__ = cause or error.__cause__
+        if self._error is None:
+            self._error = error
+        if self._state is State.HEAD:
+            self._state = State.BODY  # whoever waits for the head finds the error
+        self.abort()
+        self._arrived()
+        self._wake_writer()
+
+    async def _wait(self) -> None:
+        self._arrival = self._loop.create_future()
+        try:
+            await self._arrival
+        finally:
+            self._arrival = None
+
+    def _arrived(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _wake_writer(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    def _expire(self, limit_s: float) -> None:
+        self.fail(DeadlinePassed(round(limit_s, 3)))
+
+
+class Answer:
+    """A replica's answer: status and headers now, the body as it comes. Leave it with `close()`."""
+
+    def __init__(self, connection: Connection, give_back: Callable[[Connection], None]) -> None:
+        self._connection: Connection | None = connection
+        self._give_back = give_back
+        self._sending: asyncio.Task[None] | None = None
+        self.status = connection.status
+        self.headers = connection.headers
+
+    def sending(self, task: asyncio.Task[None]) -> None:
+        """The request's body is still on its way, by this task, which ends with the answer."""
+        self._sending = task
+
+    @property
+    def complete(self) -> bool:
+        return self._connection is None or self._connection.complete
+
+    async def next_chunk(self) -> bytes:
+        return b"" if self._connection is None else await self._connection.next_chunk()
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        first = await self.next_chunk()
+        if self.complete and not first:
+            return first
+        chunks = [first]
+        while chunk := await self.next_chunk():
+            chunks.append(chunk)
+        return b"".join(chunks) if len(chunks) > 1 else first
+
+    def extend(self, deadline: float) -> None:
+        """The rest of the body may take until then, in the loop's time."""
+        if self._connection is not None and not self._connection.complete:
+            self._connection.set_deadline(deadline)
+
+    def header(self, name: bytes) -> bytes:
+        return next((value for key, value in self.headers if key == name), b"")
+
+    def close(self) -> None:
+        """Give the connection back; one that is not at its answer's end is closed."""
+        if self._sending is not None:
+            self._sending.cancel()
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            self._give_back(connection)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    def header(self, name: bytes) -> bytes:
+        return next((value for key, value in self.headers if key == name), b"")
+
+
+class Upstream:
+    """The connections to one replica's HTTP API."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        connect_timeout_s: float = 0.5,
+        idle_s: float = 4.0,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
+        self._idle: list[Connection] = []  # a stack: the most recently used first
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._host_line = f"host: {self._authority}\r\n".encode("latin-1")
+
+    async def send(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: bytes | AsyncIterator[bytes] = b"",
+        *,
+        timeout_s: float,
+        fresh: bool = False,
+    ) -> Answer:
+        """Send a request; the answer's head is here when this returns.
+
+        `headers` hold the framing (Content-Length, or Transfer-Encoding: chunked, for which a streamed
+        `body` is then cut into chunks). `fresh` asks for a new connection. Raises `NotSent`,
+        `BadUpstream` or `DeadlinePassed`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        connection = (None if fresh else self._take(loop)) or await self._connect(loop, timeout_s)
+        head, chunked = self._head(method, target, headers)
+        sending: asyncio.Task[None] | None = None
+        connection.begin(deadline)
+        try:
+            if isinstance(body, bytes):
+                write_at_once(connection, head, body)
+            else:
+                connection.write(head)
+                sending = loop.create_task(pump(connection, body, chunked=chunked))
+                sending.add_done_callback(lambda task: pumped(connection, task))
+            await connection.head()
+        except BaseException:
+            if sending is not None:
+                sending.cancel()
+            self._give_back(connection)
+            raise
+        answer = Answer(connection, self._give_back)
+        if sending is not None:
+            answer.sending(sending)
+        return answer
+
+    async def ask(
+        self,
+        method: bytes,
+        target: bytes,
+        body: bytes = b"",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        *,
+        timeout_s: float,
+        fresh: bool = False,
+    ) -> Reply:
+        """Send a whole request and read the whole answer."""
+        framing = (b"content-length", str(len(body)).encode())
+        answer = await self.send(
+            method, target, [framing, *headers], body, timeout_s=timeout_s, fresh=fresh
+        )
+        try:
+            return Reply(answer.status, answer.headers, await answer.read())
+        finally:
+            answer.close()
+
+    def close(self) -> None:
+        """Close the idle connections; a busy one closes itself when its exchange ends."""
+        self._idle_s = 0.0
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _head(
+        self, method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]
+    ) -> tuple[bytes, bool]:
+        lines = [method, b" ", target, b" HTTP/1.1\r\n", self._host_line]
+        chunked = False
+        for name, value in headers:
+            chunked = chunked or name == b"transfer-encoding"
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines), chunked
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and loop.time() - connection.idle_since < self._idle_s:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> Connection:
+        limit = min(self._connect_timeout_s, timeout_s)
+        try:
+            _, connection = await asyncio.wait_for(
+                loop.create_connection(
+                    lambda: Connection(loop), self._host, self._port, ssl=self._tls
+                ),
+                limit,
+            )
+        except (OSError, asyncio.TimeoutError) as exc:
+            raise NotSent(f"the replica {self._authority} cannot be reached") from exc
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        if not connection.end():
+            return
+        if self._idle_s <= 0:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(self._idle_s, self._sweep, loop)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Triton's shutdown waits for idle connections: none stays longer than the limit."""
+        now = loop.time()
+        kept = []
+        for connection in self._idle:
+            if now - connection.idle_since < self._idle_s and connection.usable:
+                kept.append(connection)
+            else:
+                connection.close()
+        self._idle = kept
+        self._sweeper = None
+        if kept:
+            wait = self._idle_s - (now - kept[0].idle_since)
+            self._sweeper = loop.call_later(max(wait, 0.05), self._sweep, loop)
+
+
+def write_at_once(connection: Connection, head: bytes, body: bytes) -> None:
+    """A small request leaves in one write, and so in one packet."""
+    if len(body) < JOIN_UNDER_BYTES:
+        connection.write(head + body)
+    else:
+        connection.write(head)
+        connection.write(body)
+    connection.sent()
+
+
+async def pump(connection: Connection, body: AsyncIterator[bytes], *, chunked: bool) -> None:
+    """Pass a request's body on as it comes."""
+    async for data in body:
+        if data:
+            connection.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+            await connection.drain()
+    if chunked:
+        connection.write(b"0\r\n\r\n")
+    connection.sent()
+
+
+def pumped(connection: Connection, task: asyncio.Task[None]) -> None:
+    """What the client did wrong while sending ends the exchange."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        connection.fail(error)

@@ -1,0 +1,96 @@
+"""Where the digits come from: handwriting, split once and for all, and the glyphs of fonts."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from .serving import FloatArray, IntArray
+
+HELD_OUT_SHARE = 0.2
+SPLIT_SEED = 0
+SIDE = 96
+
+UNSEEN_FONTS = (
+    "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta",
+    "cmr10", "cmb10", "cmss10", "cmtt10", "cmmi10",
+)  # fmt: skip
+
+
+class Split(NamedTuple):
+    """Handwritten digits as scikit-learn has them: [n, 8, 8], values 0..16, and their labels."""
+
+    seen: FloatArray
+    seen_labels: IntArray
+    held_out: FloatArray
+    held_out_labels: IntArray
+
+
+@cache
+def handwriting() -> Split:
+    """Split before anything else happens: no version of a held-out digit is ever trained on."""
+    digits = load_digits()
+    seen, held_out, seen_labels, held_out_labels = train_test_split(
+        digits.images.astype(np.float32),
+        digits.target.astype(np.int64),
+        test_size=HELD_OUT_SHARE,
+        random_state=SPLIT_SEED,
+        stratify=digits.target,
+    )
+    return Split(seen, seen_labels, held_out, held_out_labels)
+
+
+def picture(values: FloatArray) -> Image.Image:
+    """A handwritten digit of 8 x 8 values as a smooth picture, light on black, with a margin."""
+    levels = Image.fromarray(np.pad(values * (255 / 16) + 0.5, 1).astype(np.uint8))
+    return levels.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+
+
+def glyph(digit: int, font: Path, ground: int = 0, ink: int = 255, height: int = 64) -> Image.Image:
+    """A printed digit in the middle of a square picture; `height` is the font's, in pixels."""
+    side = height * 3 // 2
+    image = Image.new("L", (side, side), ground)
+    face = ImageFont.truetype(str(font), height)
+    ImageDraw.Draw(image).text((side / 2, side / 2), str(digit), fill=ink, font=face, anchor="mm")
+    return image
+
+
+def font_files(pattern: str) -> list[Path]:
+    """Fonts that come with matplotlib."""
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    return sorted(folder.glob(f"{pattern}.ttf"))
+
+
+def training_fonts() -> list[Path]:
+    """The faces of DejaVu; its two display faces are left out, because they have no digits."""
+    return [font for font in font_files("DejaVu*") if not font.stem.endswith("Display")]
+
+
+def unseen_fonts() -> list[Path]:
+    return [font for name in UNSEEN_FONTS for font in font_files(name)]
+
+
+def turned(image: Image.Image, angle: float) -> Image.Image:
+    """Turned about its middle, the corners filled with the ground."""
+    ground = image.getpixel((0, 0))
+    return image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=ground)
+
+
+def printed_digits(font: Path, seed: int, count: int = 50) -> tuple[list[Image.Image], IntArray]:
+    """Digits of one font in several sizes, contrasts and slight turns, as many of each."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 10
+    pictures = []
+    for label in labels:
+        dark, light = int(rng.integers(0, 90)), int(rng.integers(165, 256))
+        ground, ink = (light, dark) if rng.random() < 0.5 else (dark, light)
+        printed = glyph(int(label), font, ground, ink, int(rng.integers(24, 160)))
+        pictures.append(turned(printed, rng.uniform(-8, 8)))
+    return pictures, labels

@@ -1,0 +1,1 @@
+"""Builds the sentence-embedding model of `triton_repo/` from its published weights."""

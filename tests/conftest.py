@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from gateway.triton.embedded import EmbeddedTriton
+from tests.servers import ROOT, gateway_before, triton_on_free_ports
+
+
+@pytest.fixture(scope="session")
+def demo_triton() -> Iterator[EmbeddedTriton]:
+    """The real tritonserver with the models of triton_repo."""
+    with triton_on_free_ports(ROOT / "triton_repo", "ensemble", "text_ensemble") as triton:
+        yield triton
+
+
+@pytest.fixture(scope="session")
+def demo(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
+    """The gateway before the real tritonserver with the models of triton_repo."""
+    with gateway_before(demo_triton.options.url) as client:
+        yield client

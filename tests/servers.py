@@ -1,0 +1,131 @@
+"""Real servers for the tests, each gone when its test is, even if the tests themselves are killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from gateway.triton import guard
+from gateway.triton.embedded import EmbeddedTriton, Options
+
+ROOT = Path(__file__).parents[1]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on; held together, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in sockets]
+    finally:
+        for held in sockets:
+            held.close()
+
+
+def triton_on_free_ports(repository: Path, *load: str) -> EmbeddedTriton:
+    http, grpc, metrics = free_ports(3)
+    options = Options(
+        (repository,), load or ("*",), http_port=http, grpc_port=grpc, metrics_port=metrics
+    )
+    return EmbeddedTriton(options)
+
+
+class Command:
+    """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests."""
+
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, guarded: bool = True
+    ) -> None:
+        command = [sys.executable, "-m", "gateway", *arguments]
+        guards = [sys.executable, "-I", "-S", guard.__file__, "10", f"none{os.getpid()}"]
+        self._guarded = guarded
+        self.process = subprocess.Popen(
+            [*guards, *command] if guarded else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for raw in output:
+                with self._said:
+                    self.lines.append(raw.decode(errors="replace").rstrip())
+                    self._said.notify_all()
+        with self._said:
+            self._said.notify_all()
+
+    @property
+    def pid(self) -> int:
+        """The command's own process id; the guard above it is `process`."""
+        if not self._guarded:
+            return self.process.pid
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        while not (found := children.read_text().split()):
+            time.sleep(0.01)
+        return int(found[0])
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, words: str, timeout_s: float = 60) -> str:
+        """The first line with these words."""
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        with self._said:
+            while True:
+                for line in self.lines[seen:]:
+                    if words in line:
+                        return line
+                seen = len(self.lines)
+                ended = not self._reader.is_alive()
+                if ended or not self._said.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"it never said {words!r}:\n{self.output}")
+
+    def end(self, timeout_s: float = 20) -> int:
+        """Wait for the command's own end; its exit status."""
+        status = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return status
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+        self._reader.join(5)
+
+
+@contextmanager
+def gateway_before(*urls: str, **settings: str) -> Iterator[httpx.Client]:
+    """`triton-gateway serve` before these Tritons, and a client of it."""
+    (port,) = free_ports(1)
+    environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
+    environment["GATEWAY_TRITON_URLS"] = ",".join(urls)
+    with (
+        Command("serve", "--port", str(port), environment=environment) as command,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        command.wait_for("serving")
+        yield client

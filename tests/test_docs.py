@@ -1,0 +1,82 @@
+"""The documents tell the truth: their curls are run, and their tables compared with the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from gateway import errors
+from gateway.settings import Settings
+from tests.servers import ROOT
+
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def examples() -> Iterator[tuple[str, str, str]]:
+    """Every `$ command` of a console block, and what the document says that it prints."""
+    for path in DOCUMENTS:
+        for block in re.findall(r"```console\n(.*?)```", path.read_text(), re.DOTALL):
+            for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, answer = example.partition("\n")
+                yield path.name, command, answer.strip()
+
+
+def matches(answer: str, printed: str) -> bool:
+    """`…` in a document stands for anything."""
+    return (
+        re.fullmatch(".*".join(map(re.escape, answer.split("…"))), printed, re.DOTALL) is not None
+    )
+
+
+@pytest.mark.parametrize(("document", "command", "answer"), list(examples()))
+def test_an_example_prints_what_the_document_says(
+    demo: httpx.Client, document: str, command: str, answer: str
+) -> None:
+    words = shlex.split(command.replace("localhost:8080", str(demo.base_url).rstrip("/")))
+    assert words[0] == "curl", document
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert matches(answer, run.stdout.strip()), run.stdout
+
+
+def test_there_are_examples() -> None:
+    assert len([name for name, _, _ in examples() if name == "README.md"]) >= 5
+
+
+def family(base: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
+    for error in base.__subclasses__():
+        yield error
+        yield from family(error)
+
+
+def test_every_error_is_documented_and_no_other() -> None:
+    rows = re.findall(
+        r"^\| (\d{3}) \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE
+    )
+    documented = {(int(status), code) for status, code in rows}
+    known = {
+        (error.status, error.code) for error in (errors.GatewayError, *family(errors.GatewayError))
+    }
+    known |= {(status, code) for status, (code, _) in errors.FRAMEWORK.items()}
+    assert documented == known
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    rows = re.findall(
+        r"^\| `GATEWAY_(\w+)` \| `?([^|]*?)`? \| (.*) \|$",
+        (ROOT / "docs/settings.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name.lower(): text for name, _, text in rows}
+    assert documented == {name: field.description for name, field in Settings.model_fields.items()}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"

@@ -1,0 +1,72 @@
+"""Where the embedded Triton cannot run, it says so, and what works instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.triton.installation import (
+    CannotInstall,
+    Platform,
+    check_platform,
+    find_libpython,
+    library_folders,
+    reason,
+    requirements,
+)
+
+WORKS = Platform("Linux", "x86_64", "CPython", "3.11", ("glibc", "2.36"))
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+def test_three_pythons_work(python: str) -> None:
+    check_platform(replace(WORKS, python=python))
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (replace(WORKS, system="Darwin", machine="arm64"), "Linux x86-64 only"),
+        (replace(WORKS, machine="aarch64"), "Linux x86-64 only"),
+        (replace(WORKS, python="3.13"), "CPython 3.10 to 3.12"),
+        (replace(WORKS, implementation="PyPy"), "CPython 3.10 to 3.12"),
+        (replace(WORKS, libc=("glibc", "2.31")), "glibc 2.35 or newer, not glibc 2.31"),
+        (replace(WORKS, libc=("", "")), "glibc 2.35 or newer, not this libc"),
+    ],
+)
+def test_elsewhere_it_says_what_works(here: Platform, words: str) -> None:
+    with pytest.raises(CannotInstall) as caught:
+        check_platform(here)
+    assert words in str(caught.value)
+    assert "Docker" in str(caught.value)
+
+
+def test_a_python_without_a_shared_library_is_told_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(CannotInstall, match="apt-get install libpython3"):
+        find_libpython([tmp_path])
+    assert find_libpython(library_folders()).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE", "its hash differs"),
+        ("WARNING: Retrying: NewConnectionError: Name or service not known", "cannot be reached"),
+        ("ERROR: No matching distribution found for numpy==1.26.4", "cannot be reached or lacks"),
+        ("ERROR: No space left on device", "No space left on device"),
+        ("", "it gave no reason"),
+    ],
+)
+def test_pips_complaint_becomes_a_sentence(stderr: str, words: str) -> None:
+    assert words in reason(stderr)
+
+
+@pytest.mark.parametrize("name", ["models.txt", "tritonserver.txt", "gateway.txt", "dev.txt"])
+def test_every_lock_has_hashes_and_no_address(name: str) -> None:
+    lock = requirements(name).read_text()
+    pins = [line for line in lock.splitlines() if "==" in line]
+    assert pins
+    assert lock.count("--hash=sha256:") >= len(pins)
+    assert "://" not in lock

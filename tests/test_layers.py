@@ -1,0 +1,80 @@
+"""Imports go one way: from a layer to a lower one, or within a package (design: gateway/__init__)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.servers import ROOT
+
+LAYERS = {
+    "gateway.errors": 0,
+    "gateway.settings": 0,
+    "gateway.context": 0,
+    "gateway.tensors": 1,
+    "gateway.exposition": 1,
+    "gateway.tracing": 1,
+    "gateway.logs": 1,
+    "gateway.metrics": 1,
+    "gateway.triton": 2,
+    "gateway.auth": 2,
+    "gateway.limits": 2,
+    "gateway.fleet": 3,
+    "gateway.routes": 4,
+    "gateway.app": 5,
+    "gateway.server": 5,
+    "gateway.cli": 6,
+    "gateway.__main__": 7,
+}
+# Bytes in, values out: the code of these does no I/O, and so nothing asynchronous.
+PURE = ("gateway/tensors", "gateway/exposition.py", "gateway/settings.py")
+
+
+def part_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / "gateway").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name != "gateway":
+            yield name, path
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gateway"):
+            if node.module == "gateway":
+                yield from (f"gateway.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("gateway"))
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {part_of(name) for name, _ in modules()} == set(LAYERS)
+
+
+def test_imports_go_to_lower_layers_only() -> None:
+    upward = [
+        f"{name} imports {imported}"
+        for name, path in modules()
+        for imported in imports(path)
+        if part_of(imported) != part_of(name) and LAYERS[part_of(imported)] >= LAYERS[part_of(name)]
+    ]
+    assert not upward
+
+
+def test_what_is_pure_has_no_async_in_it() -> None:
+    kinds = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+    for place in PURE:
+        found = ROOT / place
+        for path in [found] if found.is_file() else sorted(found.rglob("*.py")):
+            asynchronous = [
+                node.lineno
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, kinds)
+            ]
+            assert not asynchronous, f"{path.relative_to(ROOT)}: {asynchronous}"

@@ -1,0 +1,254 @@
+"""`triton-gateway up` as a process: one command, clear sentences, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from gateway.triton.guard import SHARED_MEMORY
+from tests.servers import Command, free_ports
+
+CONFIG = """
+backend: "python"
+max_batch_size: 0
+input [{ name: "IN" data_type: TYPE_FP32 dims: [-1] }]
+output [{ name: "OUT" data_type: TYPE_FP32 dims: [-1] }]
+"""
+MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {initialize}
+
+    def execute(self, requests):
+        inputs = [pb_utils.get_input_tensor_by_name(request, "IN") for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", t.as_numpy())]) for t in inputs]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one small model."""
+    write_model(tmp_path, "pass")
+    return tmp_path
+
+
+def write_model(repository: Path, initialize: str) -> None:
+    folder = repository / "echo" / "1"
+    folder.mkdir(parents=True, exist_ok=True)
+    (repository / "echo" / "config.pbtxt").write_text(CONFIG)
+    (folder / "model.py").write_text(MODEL.format(initialize=initialize))
+
+
+class Up(Command):
+    """`up` with a repository, on ports of its own."""
+
+    def __init__(
+        self, repository: Path, *arguments: str, command: str = "up", guarded: bool = True
+    ) -> None:
+        gateway, http, grpc, metrics = free_ports(4)
+        flags = ["--triton-http-port", http, "--triton-grpc-port", grpc]
+        flags += ["--triton-metrics-port", metrics, "--model-repository", repository]
+        if command == "up":
+            flags += ["--port", gateway]
+        super().__init__(command, *map(str, flags), *arguments, guarded=guarded)
+        self.url = f"http://127.0.0.1:{gateway}"
+        self.triton = f"127.0.0.1:{http}"
+
+    def infer(self) -> httpx.Response:
+        return httpx.post(
+            f"{self.url}/v1/models/echo/infer", json={"inputs": [1.5, 2.5]}, timeout=30
+        )
+
+    def family(self) -> list[psutil.Process]:
+        """The command and everything below it: guard, tritonserver, stubs."""
+        process = psutil.Process(self.pid)
+        return [process, *process.children(recursive=True)]
+
+    def server(self) -> psutil.Process:
+        return next(process for process in self.family() if process.name() == "tritonserver")
+
+
+def assert_end(processes: list[psutil.Process]) -> None:
+    """They end within 5 s. A zombie has ended; its parent, here often the tests, has yet to look."""
+
+    def alive() -> list[psutil.Process]:
+        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    deadline = time.monotonic() + 5
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive()
+
+
+@contextmanager
+def nothing_left(up: Up) -> Iterator[None]:
+    """Within 5 s of the end of the block no process and no shared memory of `up` is left."""
+    family = up.family()
+    assert {"tritonserver"} <= {process.name() for process in family}
+    prefix = f"triton_gateway_{up.pid}_"
+    assert any(SHARED_MEMORY.glob(f"{prefix}*"))
+    yield
+    assert_end(family)
+    deadline = time.monotonic() + 1
+    while any(SHARED_MEMORY.glob(f"{prefix}*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_ends_nothing_is_left(repository: Path, number: signal.Signals) -> None:
+    # Without the tests' own guard, which would clean up in its place.
+    with Up(repository, guarded=False) as up:
+        up.wait_for("ready after")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        with nothing_left(up):
+            os.kill(up.pid, number)
+
+
+def test_it_ends_while_triton_is_still_starting(repository: Path) -> None:
+    write_model(repository, "import time; time.sleep(30)")
+    with Up(repository) as up:
+        deadline = time.monotonic() + 20
+        while len(up.family()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with nothing_left(up):
+            os.kill(up.pid, signal.SIGINT)
+        assert up.end() == 130
+
+
+def test_a_killed_triton_is_503_at_once_and_then_started_again(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        up.server().kill()
+        up.wait_for("starting it again")
+        refused = up.infer()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert httpx.get(f"{up.url}/livez").status_code == 200
+        ready = httpx.get(f"{up.url}/readyz")
+        assert ready.status_code == 503
+        assert up.triton in ready.text
+        up.wait_for("Triton is ready again")
+        assert up.infer().status_code == 200
+        assert httpx.get(f"{up.url}/readyz").status_code == 200
+
+
+def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        before = up.family()[1:]
+        psutil.Process(up.pid).children()[0].kill()
+        up.wait_for("Triton is ready again")
+        assert_end(before)
+        assert up.infer().status_code == 200
+
+
+def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        write_model(repository, "raise ValueError('the weights are gone')")
+        up.server().kill()
+        assert up.end() == 1
+        assert "Triton is gone and does not come back" in up.lines[-1]
+        assert "the weights are gone" in up.lines[-1]
+
+
+def test_a_model_that_does_not_load_ends_it_with_tritons_reason(repository: Path) -> None:
+    write_model(repository, "raise ValueError('no weights here')")
+    with Up(repository) as up:
+        assert up.end() == 1
+    assert up.lines[-1] == "triton-gateway: Triton could not load echo: no weights here"
+
+
+def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> None:
+    with Up(repository, "--load", "nobody") as up:
+        assert up.end() == 1
+    assert "nobody" in up.lines[-1]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port"]
+)
+def test_a_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with Up(repository, flag, str(port)) as up:
+            assert up.end() == 1
+    assert up.lines == [
+        f"triton-gateway: port {port} cannot be used (address already in use); name another with {flag}"
+    ]
+
+
+def test_no_model_repository_is_said(tmp_path: Path) -> None:
+    with Up(tmp_path / "nowhere") as up:
+        assert up.end() == 1
+    assert "there is no model repository" in up.lines[-1]
+    assert "--model-repository" in up.lines[-1]
+
+
+def test_triton_alone(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        assert httpx.get(f"http://{triton.triton}/v2/models/echo/ready").status_code == 200
+        with nothing_left(triton):
+            os.kill(triton.pid, signal.SIGINT)
+        assert triton.end() == 130
+
+
+def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: Path) -> None:
+    (closed,) = free_ports(1)
+    environment = {
+        "TRITON_GATEWAY_CACHE": str(tmp_path / "cache"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": f"http://127.0.0.1:{closed}/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_RETRIES": "0",
+    }
+    (gateway,) = free_ports(1)
+    arguments = ("up", "--port", str(gateway), "--model-repository", str(repository))
+    with Command(*arguments, environment=environment) as up:
+        assert up.end(60) == 1
+    assert "the package index cannot be reached" in up.lines[-1]
+    assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+
+
+def test_another_python_is_told_which_ones_work(tmp_path: Path) -> None:
+    """The check comes before anything else, so that a Python too new says it by itself."""
+    found = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
+    found += [
+        Path(path) for path in ("/usr/bin/python3.13", "/usr/bin/python3.14") if Path(path).exists()
+    ]
+    if not found:
+        pytest.skip("no Python newer than 3.12 on this machine")
+
+    code = "from gateway.triton.installation import install, CannotInstall\n"
+    code += "try: install(print)\nexcept CannotInstall as exc: print(exc)"
+    run = subprocess.run([found[-1], "-c", code], capture_output=True, text=True, check=True)
+    assert "CPython 3.10 to 3.12" in run.stdout
+    assert "Docker" in run.stdout
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with Command("serve", environment={"GATEWAY_MAX_BODY_BYTES": "many"}) as serve:
+        assert serve.end() == 1
+    assert "GATEWAY_MAX_BODY_BYTES cannot be 'many'" in serve.lines[-1]
+
+
+def test_a_wrong_address_is_named() -> None:
+    with Command("serve", environment={"GATEWAY_TRITON_URLS": "ftp://x"}) as serve:
+        assert serve.end() == 1
+    assert "'ftp://x' is no address of a Triton" in serve.lines[-1]

@@ -1,0 +1,192 @@
+"""Runs the ONNX graph beside this file on onnxruntime, where Triton has no backend for it.
+
+It knows no network: names, datatypes and shapes come from the configuration, against which the
+graph is checked. Requests that Triton hands over together share one run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+Tensors = dict[str, npt.NDArray[Any]]
+
+GRAPH = "model.onnx"
+PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
+
+ONNX_TYPES = {
+    "TYPE_BOOL": "tensor(bool)",
+    "TYPE_UINT8": "tensor(uint8)",
+    "TYPE_UINT16": "tensor(uint16)",
+    "TYPE_UINT32": "tensor(uint32)",
+    "TYPE_UINT64": "tensor(uint64)",
+    "TYPE_INT8": "tensor(int8)",
+    "TYPE_INT16": "tensor(int16)",
+    "TYPE_INT32": "tensor(int32)",
+    "TYPE_INT64": "tensor(int64)",
+    "TYPE_FP16": "tensor(float16)",
+    "TYPE_FP32": "tensor(float)",
+    "TYPE_FP64": "tensor(double)",
+}
+
+
+class Work(NamedTuple):
+    """A request's place in the call, and its tensors."""
+
+    place: int
+    tensors: Tensors
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        self.batches: bool = config["max_batch_size"] > 0
+        self.input_names: list[str] = [tensor["name"] for tensor in config["input"]]
+        self.output_names: list[str] = [tensor["name"] for tensor in config["output"]]
+        path = Path(args["model_repository"]) / args["model_version"] / GRAPH
+        self.session = _session(path, _threads(config))
+        _check("input", config["input"], self.session.get_inputs(), self.batches)
+        _check("output", config["output"], self.session.get_outputs(), self.batches)
+        _check_complete(self.session.get_inputs(), self.input_names)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """A response per request; one run for all whose shapes agree beyond the batch dimension."""
+        groups: dict[Any, list[Work]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            tensors = self._tensors(request)
+            groups[self._kind(tensors, index)].append(Work(index, tensors))
+        responses: list[Any] = [None] * len(requests)
+        for group in groups.values():
+            for work, response in zip(group, self._run_together(group), strict=True):
+                responses[work.place] = response
+        return responses
+
+    def _tensors(self, request: Any) -> Tensors:
+        found = {
+            name: pb_utils.get_input_tensor_by_name(request, name) for name in self.input_names
+        }
+        return {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+
+    def _kind(self, tensors: Tensors, index: int) -> Any:
+        """Requests of the same kind can be concatenated; without batches each is its own."""
+        if not self.batches:
+            return index
+        return tuple((name, values.shape[1:]) for name, values in tensors.items())
+
+    def _run_together(self, group: list[Work]) -> list[Any]:
+        if len(group) == 1:
+            return [self._run(group[0].tensors)]
+        joined = {
+            name: np.concatenate([work.tensors[name] for work in group])
+            for name in group[0].tensors
+        }
+        try:
+            outputs = self.session.run(self.output_names, joined)
+        except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
+            # One request can spoil the run for all (an index out of range): find out whose it is.
+            pb_utils.Logger.log_verbose(f"a shared run failed, each request runs alone: {error}")
+            return [self._run(work.tensors) for work in group]
+        sizes = [len(next(iter(work.tensors.values()))) for work in group]
+        ends = np.cumsum(sizes)[:-1]
+        shares = zip(*(np.split(output, ends) for output in outputs), strict=True)
+        return [self._response(share) for share in shares]
+
+    def _run(self, tensors: Tensors) -> Any:
+        try:
+            return self._response(self.session.run(self.output_names, tensors))
+        except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
+            return pb_utils.InferenceResponse(error=_failure(error))
+
+    def _response(self, outputs: Any) -> Any:
+        tensors = [
+            pb_utils.Tensor(name, np.ascontiguousarray(values))
+            for name, values in zip(self.output_names, outputs, strict=True)
+        ]
+        return pb_utils.InferenceResponse(tensors)
+
+
+def _failure(error: Exception) -> Any:
+    """What the caller is told: onnxruntime's own message names nodes and source files."""
+    pb_utils.Logger.log_error(f"the network failed: {error}")
+    if isinstance(error, InvalidArgument):
+        sentence = "the network cannot take these values"
+        return pb_utils.TritonError(sentence, pb_utils.TritonError.INVALID_ARG)
+    return pb_utils.TritonError("the network failed", pb_utils.TritonError.INTERNAL)
+
+
+def _threads(config: dict[str, Any]) -> int:
+    text = config.get("parameters", {}).get("intra_op_threads", {}).get("string_value", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise pb_utils.TritonModelException(
+            f"intra_op_threads must be a whole number of at least 1, not {text!r}"
+        )
+    return int(text)
+
+
+def _session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+    if not path.is_file():
+        raise pb_utils.TritonModelException(
+            f"there is no {GRAPH} in the version folder {path.parent.name}"
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    # Threads that spin while they wait take the processor from the other models.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    available = onnxruntime.get_available_providers()
+    providers = [name for name in PROVIDERS if name in available]
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
+        pb_utils.Logger.log_error(f"onnxruntime cannot load the graph: {error}")
+        raise pb_utils.TritonModelException(
+            f"onnxruntime {onnxruntime.__version__} cannot load {GRAPH}; the log says why"
+        ) from None
+
+
+def _check(direction: str, declared: list[dict[str, Any]], in_graph: Any, batches: bool) -> None:
+    """Whether the configuration describes the graph; found out now and not by a caller."""
+    graph = {tensor.name: tensor for tensor in in_graph}
+    for tensor in declared:
+        name = tensor["name"]
+        if name not in graph:
+            raise pb_utils.TritonModelException(
+                f"the ONNX graph has no {direction} {name}; it has {', '.join(graph)}"
+            )
+        wanted, found = ONNX_TYPES.get(tensor["data_type"]), graph[name].type
+        if wanted != found:
+            raise pb_utils.TritonModelException(
+                f"the {direction} {name} is {tensor['data_type']} in the configuration, "
+                f"and {found} in the ONNX graph"
+            )
+        dims = [int(size) for size in tensor["dims"]]
+        shape = [-1, *dims] if batches else dims
+        if not _agree(shape, graph[name].shape):
+            raise pb_utils.TritonModelException(
+                f"the {direction} {name} has the shape {shape} in the configuration, "
+                f"batch dimension included, and {graph[name].shape} in the ONNX graph"
+            )
+
+
+def _agree(declared: list[int], in_graph: list[int | str | None]) -> bool:
+    """A free dimension of the graph takes any size; a fixed one must be declared as it is."""
+    return len(declared) == len(in_graph) and all(
+        not isinstance(found, int) or found == wanted
+        for wanted, found in zip(declared, in_graph, strict=True)
+    )
+
+
+def _check_complete(in_graph: Any, declared: list[str]) -> None:
+    missing = [tensor.name for tensor in in_graph if tensor.name not in declared]
+    if missing:
+        raise pb_utils.TritonModelException(
+            f"the ONNX graph needs the input {missing[0]}, which the configuration does not declare"
+        )

@@ -1,0 +1,1 @@
+../../preprocessing/1/parameters.py

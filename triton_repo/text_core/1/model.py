@@ -1,0 +1,1 @@
+../../core/1/model.py
