@@ -66,6 +66,13 @@ class NotAcceptable(GatewayError):
         )
 
 
+class Unrepresentable(NotAcceptable):
+    """The form can be had in general, but not of this answer."""
+
+    def __init__(self, what: str, offered: Iterable[str]) -> None:
+        GatewayError.__init__(self, f"the answer is {what}; it can be had as {listed(offered)}")
+
+
 class TooSlow(GatewayError):
     status, code = 408, "REQUEST_TOO_SLOW"
 

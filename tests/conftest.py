@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
+from tests.models.zoo import Names, Zoo, write_repository
 from tests.servers import ROOT, gateway_before, triton_on_free_ports
 
 
@@ -21,3 +22,16 @@ def demo(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
     """The gateway before the real tritonserver with the models of triton_repo."""
     with gateway_before(demo_triton.options.url) as client:
         yield client
+
+
+@pytest.fixture(scope="session", params=["as written", "renamed"])
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
+    """The gateway before the test repository: once as it is written, once with every name drawn."""
+    names = Names(seed=7 if request.param == "renamed" else None)
+    folder = tmp_path_factory.mktemp("zoo")
+    write_repository(folder, names)
+    with (
+        triton_on_free_ports(folder) as triton,
+        gateway_before(triton.options.url) as client,
+    ):
+        yield Zoo(client, names)

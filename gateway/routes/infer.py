@@ -2,64 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 import numpy as np
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from gateway.errors import DeadlinePassed
 from gateway.fleet.pool import Call, output_names
 from gateway.limits import Decoders
-from gateway.routes.bodies import payload_of
+from gateway.routes.bodies import payload_of, whole_body
 from gateway.routes.services import Services, ServicesDep
+from gateway.tensors import predict as dialect
+from gateway.tensors import schema
 from gateway.tensors.images import ImageLimits, pixels
 from gateway.tensors.inputs import Inputs, images_of, to_inputs
-from gateway.tensors.outputs import jsonable, renderer, text_or_base64
+from gateway.tensors.outputs import Rendered, Result, jsonable, renderer, text_or_base64
 from gateway.tensors.payload import JSON, Limits, Payload
 from gateway.tensors.signature import Signature
 
 router = APIRouter(tags=["inference"])
+RESPONSES = schema.error_responses()
+BODY = {"requestBody": {"required": True, "content": schema.ANY_BODY}}
+ROWS_AT_A_TIME = 16
 FIRST_VALUES = 8
 # Converting numbers of this many bytes is worth a thread.
 LARGE_ARRAY_BYTES = 1 << 20
 
 
-@router.post("/v1/models/{model}/infer")
-@router.post("/v1/models/{model}/versions/{version}/infer")
-async def infer(request: Request, services: ServicesDep, model: str, version: str = "") -> Response:
-    """Inference from what people have: an image, a text, numbers, a form, JSON or NumPy's files."""
+@dataclass(frozen=True)
+class Exchange:
+    """One request to a model: what answers it, and until when."""
+
+    services: Services
+    signature: Signature
+    request_id: str
+    deadline: float
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(max_bytes=self.services.settings.max_body_bytes)
+
+    async def inputs(self, payload: Payload) -> Inputs:
+        limits = ImageLimits(self.services.settings.max_image_pixels)
+        return await converted(payload, self.signature, limits, self.services.decoders)
+
+    async def result(self, inputs: Inputs, payload: Payload) -> Result:
+        outputs = output_names(self.signature, payload.outputs)
+        request_id = payload.id or self.request_id
+        call = Call(outputs, payload.parameters, request_id, self.deadline)
+        return await self.services.fleet.infer(self.signature, inputs, call)
+
+
+@asynccontextmanager
+async def exchange(
+    request: Request, services: Services, model: str, version: str
+) -> AsyncIterator[Exchange]:
+    """Everything inside ends at the request's deadline. Raises `DeadlinePassed`."""
     timeout_s = services.timeout_s(request.headers.get("x-request-timeout"))
+    deadline = anyio.current_time() + timeout_s
     try:
         with anyio.fail_after(timeout_s):
-            return await answer(
-                request, services, await services.fleet.signature(model, version), timeout_s
-            )
+            signature = await services.fleet.signature(model, version)
+            request.scope["model"] = signature.model
+            yield Exchange(services, signature, request.scope["request_id"], deadline)
     except TimeoutError as exc:
         raise DeadlinePassed(timeout_s) from exc
 
 
-async def answer(
-    request: Request, services: Services, signature: Signature, timeout_s: float
+@router.post("/v1/models/{model}/infer", responses=RESPONSES, openapi_extra=BODY)
+@router.post("/v1/models/{model}/versions/{version}/infer", responses=RESPONSES, openapi_extra=BODY)
+async def infer(
+    request: Request,
+    services: ServicesDep,
+    model: str,
+    version: str = "",
+    dry_run: Annotated[bool, Query(description="Answer the tensors, and send nothing.")] = False,
 ) -> Response:
-    deadline = anyio.current_time() + timeout_s
-    limits = Limits(max_bytes=services.settings.max_body_bytes)
-    payload = await payload_of(request, limits, services.decoders)
-    outputs = output_names(signature, payload.outputs)
-    render = renderer(
-        request.headers.get("accept", ""), signature, outputs or tuple(signature.outputs)
-    )
-    image_limits = ImageLimits(services.settings.max_image_pixels)
-    inputs = await converted(payload, signature, image_limits, services.decoders)
-    if request.query_params.get("dry_run", "").lower() in ("1", "true", "yes"):
-        return Response(orjson.dumps(described(signature, inputs)), media_type=JSON)
-    request.scope["model"] = signature.model
-    call = Call(outputs, payload.parameters, payload.id or request.scope["request_id"], deadline)
-    result = await services.fleet.infer(signature, inputs, call)
-    rendered = render(result)
+    """Inference from what people have: an image, a text, numbers, a form, JSON or NumPy's files."""
+    async with exchange(request, services, model, version) as asked:
+        payload = await payload_of(request, asked.limits, services.decoders)
+        outputs = output_names(asked.signature, payload.outputs) or tuple(asked.signature.outputs)
+        render = renderer(request.headers.get("accept", ""), asked.signature, outputs)
+        inputs = await asked.inputs(payload)
+        if dry_run:
+            return Response(orjson.dumps(described(asked.signature, inputs)), media_type=JSON)
+        return response(render(await asked.result(inputs, payload)))
+
+
+@router.post("/v1/models/{model}:predict", responses=RESPONSES)
+@router.post("/v1/models/{model}/versions/{version}:predict", responses=RESPONSES)
+async def predict(
+    request: Request, services: ServicesDep, model: str, version: str = ""
+) -> Response:
+    """KServe's V1 dialect: `instances` (rows) → `predictions`, or `inputs` (columns) → `outputs`."""
+    async with exchange(request, services, model, version) as asked:
+        body = await whole_body(request, asked.limits.max_bytes)
+        rows, columns = dialect.rows_or_columns(body, asked.limits)
+        if rows is None:
+            payload = dialect.from_columns(columns)
+            result = await asked.result(await asked.inputs(payload), payload)
+            return response(dialect.outputs(result))
+        return response(dialect.predictions(await results_of(rows, asked)))
+
+
+async def results_of(rows: list[Any], asked: Exchange) -> list[Result]:
+    """One inference of all rows where the model has a batch dimension, else one for each."""
+    if asked.signature.stackable:
+        payload = dialect.from_rows(rows)
+        inputs = await asked.inputs(payload)
+        return [await asked.result(inputs, payload)]
+    gate = asyncio.Semaphore(ROWS_AT_A_TIME)
+
+    async def one(row: Any) -> Result:
+        async with gate:
+            payload = dialect.from_row(row)
+            return await asked.result(await asked.inputs(payload), payload)
+
+    return list(await asyncio.gather(*map(one, rows)))
+
+
+def response(rendered: Rendered) -> Response:
     return Response(rendered.body, media_type=rendered.content_type)
 
 

@@ -67,7 +67,7 @@ def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits
     batched: dict[str, bool] = {}
     for name, parts in assigned(payload, signature).items():
         tensor = signature.inputs[name]
-        value, listed_in_json = array_of(parts, tensor, limits)
+        value, listed_in_json = array_of(parts, tensor, limits, stacked=payload.stacked)
         arrays[name], batched[name] = fitted(value, tensor, signature.batching, listed_in_json)
     if not signature.batching:
         return Inputs(arrays)
@@ -107,11 +107,11 @@ def described(signature: Signature) -> str:
 
 
 def array_of(
-    parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits
+    parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits, *, stacked: bool
 ) -> tuple[np.ndarray, bool]:
     """The value of an input, with the dimensions it came with; and whether it was a JSON list."""
     values = [one_array(part, tensor, limits) for part in parts]
-    if len(values) == 1:
+    if len(values) == 1 and not stacked:
         return values[0], isinstance(parts[0].value, list)
     shapes = {value.shape for value in values}
     if len(shapes) > 1:

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 import orjson
 
-from gateway.errors import NotAcceptable
+from gateway.errors import NotAcceptable, Unrepresentable
 from gateway.tensors.dtypes import Kind
 from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS, media_type
 from gateway.tensors.signature import Signature, Tensor
+
+MAGIC = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"RIFF": "image/webp",
+    b"GIF8": "image/gif",
+}
 
 
 @dataclass(frozen=True)
@@ -133,14 +140,25 @@ def storable(array: np.ndarray) -> np.ndarray:
     """BYTES as NumPy's fixed-width bytes; BF16 as its two raw bytes, which is how NumPy stores it."""
     if array.dtype.kind != "O":
         return array
+    if any(value[-1:] == b"\0" for value in array.flat):
+        raise Unrepresentable("bytes that end in NUL, which a NumPy file would lose", [JSON])
     width = max((len(value) for value in array.flat), default=0)
     return array.astype(f"S{max(width, 1)}")
 
 
 def as_raw(result: Result, content_type: str) -> Rendered:
+    """The only element of the only output."""
     (name,) = result.arrays
     array = result.array(name)
-    return Rendered(array.item() if array.dtype.kind == "O" else array.tobytes(), content_type)
+    if array.size != 1:
+        raise Unrepresentable(f"{array.size} values, and one body holds one", [JSON])
+    value = array.item()
+    return Rendered(value, sniffed(value) if "*" in content_type else content_type)
+
+
+def sniffed(value: bytes) -> str:
+    """The type of an image by its first bytes."""
+    return next((kind for magic, kind in MAGIC.items() if value.startswith(magic)), OCTETS)
 
 
 def renderer(
@@ -155,10 +173,9 @@ def renderer(
         forms[NPY] = as_npy
         tensor = signature.outputs.get(outputs[0])
         if tensor is not None and tensor.datatype.kind is Kind.BYTES:
-            raw = tensor.content_type if "*" not in tensor.content_type else ""
-            forms[OCTETS] = lambda result: as_raw(result, raw or OCTETS)
+            forms[OCTETS] = lambda result: as_raw(result, tensor.content_type or OCTETS)
             if tensor.content_type and tensor.content_type != JSON:
-                forms[tensor.content_type] = lambda result: as_raw(result, tensor.content_type)
+                forms[tensor.content_type] = forms[OCTETS]
     for wanted in preferences(accept):
         for form, render in forms.items():
             if matches(wanted, form):

@@ -62,6 +62,7 @@ class Payload:
     outputs: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
+    stacked: bool = False  # every part is one element of a batch, even when there is only one
 
 
 def media_type(content_type: str) -> tuple[str, dict[str, str]]:

@@ -98,6 +98,12 @@ class Signature:
         return self.max_batch_size > 0
 
     @property
+    def stackable(self) -> bool:
+        """Its tensors have a batch dimension: Triton's, or one of the model's own, of any size."""
+        tensors = [*self.inputs.values(), *self.outputs.values()]
+        return self.batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
+
+    @property
     def required(self) -> list[Tensor]:
         return [tensor for tensor in self.inputs.values() if not tensor.optional]
 

@@ -1,0 +1,114 @@
+"""A request that works, made from a model's signature: as a curl line and in Python. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.tensors.dtypes import Kind
+from gateway.tensors.payload import JSON
+from gateway.tensors.signature import Layout, Signature, Tensor
+
+ANY_SIZE = 2
+# Above this, an example is written as a program that makes the values.
+MANY_VALUES = 64
+
+
+@dataclass(frozen=True)
+class Example:
+    """A body that the model takes: of a file, of a text, or of JSON."""
+
+    content_type: str
+    file: str = ""
+    text: str = ""
+    json: Any = None
+
+
+def example(signature: Signature) -> Example:
+    """The simplest request: the only input alone, or every required input by name."""
+    required = signature.required
+    if len(required) != 1:
+        values = {tensor.name: json_example(tensor) for tensor in required}
+        return Example(JSON, json={"inputs": values})
+    (tensor,) = required
+    if tensor.datatype.kind is Kind.BYTES and whole(tensor):
+        if tensor.content_type.startswith("image/"):
+            return Example("image/png", file="image.png")
+        return Example("text/plain", text="some text")
+    if tensor.image is not None and tensor.image.layout is not Layout.GREY:
+        return Example("image/png", file="image.png")
+    return Example(JSON, json={"inputs": {tensor.name: json_example(tensor)}})
+
+
+def whole(tensor: Tensor) -> bool:
+    """One value is enough for it."""
+    return all(size in (1, -1) for size in tensor.shape)
+
+
+def json_example(tensor: Tensor) -> Any:
+    """A value of the tensor's own shape; unknown sizes are 2, `[1]` is a single value."""
+    value: Any = tensor.datatype.example
+    if tensor.shape == (1,):
+        return value
+    for size in reversed(tensor.shape):
+        value = [value] * (ANY_SIZE if size < 0 else size)
+    return value
+
+
+def path_of(signature: Signature) -> str:
+    version = f"/versions/{signature.version}" if signature.version else ""
+    return f"/v1/models/{signature.model}{version}/infer"
+
+
+def count(value: Any) -> int:
+    return sum(map(count, value)) if isinstance(value, list) else 1
+
+
+def is_long(document: Mapping[str, Any]) -> bool:
+    return sum(count(value) for value in document["inputs"].values()) > MANY_VALUES
+
+
+def curl(signature: Signature, base_url: str) -> str:
+    """A line to paste into a shell."""
+    shown = example(signature)
+    url = shlex.quote(f"{base_url}{path_of(signature)}")
+    header = f"-H {shlex.quote(f'Content-Type: {shown.content_type}')}"
+    if shown.file:
+        return f"curl -s --data-binary @{shown.file} {header} {url}"
+    if shown.text:
+        return f"curl -s -d {shlex.quote(shown.text)} {header} {url}"
+    if is_long(shown.json):
+        program = f"import json; print(json.dumps({compact(shown.json)}))"
+        return f"python3 -c {shlex.quote(program)} | curl -s -d @- {header} {url}"
+    return f"curl -s -d {shlex.quote(orjson.dumps(shown.json).decode())} {header} {url}"
+
+
+def python(signature: Signature, base_url: str) -> str:
+    """The same in Python, on the standard library alone."""
+    shown = example(signature)
+    if shown.file:
+        body = f'open("{shown.file}", "rb").read()'
+    elif shown.text:
+        body = f"{shown.text!r}.encode()"
+    else:
+        body = f"json.dumps({compact(shown.json)}).encode()"
+    return (
+        "import json, urllib.request\n"
+        f"body = {body}\n"
+        f'headers = {{"Content-Type": "{shown.content_type}"}}\n'
+        f"request = urllib.request.Request({base_url + path_of(signature)!r}, body, headers)\n"
+        'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
+    )
+
+
+def compact(value: Any) -> str:
+    """A Python expression of the value, in which equal rows are written once."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {compact(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{compact(value[0])}] * {len(value)}" if value else "[]"
+    return repr(value)

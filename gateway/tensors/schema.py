@@ -1,0 +1,182 @@
+"""A model's signature as JSON Schema (draft 2020-12) and OpenAPI 3.1. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.tensors.dtypes import Datatype, Kind
+from gateway.tensors.examples import json_example, path_of
+from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTETS
+from gateway.tensors.signature import Signature, Tensor
+
+Schema = dict[str, Any]
+BASE64: Schema = {
+    "type": "object",
+    "properties": {"b64": {"type": "string", "contentEncoding": "base64"}},
+    "required": ["b64"],
+    "additionalProperties": False,
+}
+BINARY: Schema = {"type": "string", "format": "binary"}
+ERROR: Schema = {
+    "type": "object",
+    "properties": {
+        "error": {"type": "string", "description": "one sentence"},
+        "code": {"type": "string", "description": "a stable name"},
+        "request_id": {"type": "string"},
+    },
+    "required": ["error", "code", "request_id"],
+}
+ERRORS = {
+    "400": "The request is malformed.",
+    "404": "The model or version is not known.",
+    "406": "The answer has no form that Accept allows.",
+    "413": "The body or an image is too large.",
+    "415": "The body's type is not taken.",
+    "422": "The request does not fit the model; the sentence says what does.",
+    "429": "Triton's queue is full.",
+    "500": "The model failed.",
+    "502": "The replica answered nonsense.",
+    "503": "Nothing can serve the model now.",
+    "504": "There was no answer in time.",
+}
+
+# What `POST /v1/models/{model}/infer` takes, before the model is known.
+ANY_BODY = {
+    "image/*": {"schema": BINARY},
+    OCTETS: {"schema": BINARY},
+    "text/plain": {"schema": {"type": "string"}},
+    MULTIPART: {"schema": {"type": "object", "additionalProperties": BINARY}},
+    JSON: {
+        "schema": {
+            "type": "object",
+            "properties": {
+                "inputs": {"description": "A value, or an object of values by input name."},
+                "outputs": {"type": "array", "items": {"type": "string"}},
+                "parameters": {"type": "object"},
+                "id": {"type": "string"},
+            },
+            "required": ["inputs"],
+        }
+    },
+    NPY: {"schema": BINARY},
+    NPZ: {"schema": BINARY},
+}
+
+
+def error_responses() -> dict[int | str, dict[str, Any]]:
+    content = {JSON: {"schema": ERROR}}
+    return {status: {"description": text, "content": content} for status, text in ERRORS.items()}
+
+
+def element(datatype: Datatype) -> Schema:
+    if datatype.kind is Kind.BYTES:
+        return {"anyOf": [{"type": "string"}, BASE64]}
+    if datatype.kind is Kind.BOOLEAN:
+        return {"type": "boolean"}
+    if datatype.kind is Kind.INTEGER:
+        low, high = datatype.range
+        return {"type": "integer", "minimum": low, "maximum": high}
+    return {"type": "number"}
+
+
+def value_schema(tensor: Tensor, *, batching: bool, is_input: bool) -> Schema:
+    """A value of the tensor alone; for a batching model, a batch as well."""
+    item = element(tensor.datatype)
+    if batching and tensor.shape == (1,):
+        one = item
+    else:
+        one = item
+        for size in reversed(tensor.shape):
+            one = {"type": "array", "items": one}
+            if size >= 0:
+                one |= {"minItems": size, "maxItems": size}
+    forms = [one, {"type": "array", "items": one}] if batching else [one]
+    if is_input and all(size in (1, -1) for size in tensor.shape):
+        forms.append(item)
+    if is_input and tensor.image is not None:
+        forms.append(BASE64)
+    distinct = [form for position, form in enumerate(forms) if form not in forms[:position]]
+    return distinct[0] if len(distinct) == 1 else {"anyOf": distinct}
+
+
+def request_schema(signature: Signature) -> Schema:
+    values = {
+        name: value_schema(tensor, batching=signature.batching, is_input=True)
+        for name, tensor in signature.inputs.items()
+    }
+    named: Schema = {
+        "type": "object",
+        "properties": values,
+        "required": [tensor.name for tensor in signature.required],
+        "additionalProperties": False,
+    }
+    required = signature.required
+    inputs = {"anyOf": [named, values[required[0].name]]} if len(required) == 1 else named
+    return {
+        "type": "object",
+        "properties": {
+            "inputs": inputs,
+            "outputs": {"type": "array", "items": {"enum": list(signature.outputs)}},
+            "parameters": {"type": "object"},
+            "id": {"type": "string"},
+        },
+        "required": ["inputs"],
+        "additionalProperties": False,
+    }
+
+
+def response_schema(signature: Signature) -> Schema:
+    values = {
+        # What a model declares to be JSON can be anything.
+        name: {}
+        if tensor.content_type == JSON
+        else value_schema(tensor, batching=signature.batching, is_input=False)
+        for name, tensor in signature.outputs.items()
+    }
+    return {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "model": {"const": signature.model},
+            "version": {"type": "string"},
+            "outputs": {"type": "object", "properties": values},
+        },
+        "required": ["id", "model", "version", "outputs"],
+    }
+
+
+def openapi(signature: Signature) -> dict[str, Any]:
+    """The document of this one model."""
+    examples = {tensor.name: json_example(tensor) for tensor in signature.required}
+    content: dict[str, Any] = {
+        JSON: {"schema": request_schema(signature), "example": {"inputs": examples}},
+        NPZ: {"schema": BINARY},
+        MULTIPART: {
+            "schema": {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY)}
+        },
+    }
+    if len(signature.required) == 1:
+        (tensor,) = signature.required
+        content[NPY] = {"schema": BINARY}
+        if tensor.datatype.kind is Kind.BYTES or tensor.image is not None:
+            content |= {"image/*": {"schema": BINARY}, OCTETS: {"schema": BINARY}}
+        if tensor.datatype.kind is Kind.BYTES:
+            content["text/plain"] = {"schema": {"type": "string"}}
+    success = {
+        "description": "The model's outputs.",
+        "content": {JSON: {"schema": response_schema(signature)}},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": signature.model, "version": signature.version or "latest"},
+        "paths": {
+            path_of(signature): {
+                "post": {
+                    "operationId": "infer",
+                    "summary": f"Inference with {signature.model}",
+                    "requestBody": {"required": True, "content": content},
+                    "responses": {"200": success, **error_responses()},
+                }
+            }
+        },
+    }

@@ -1,0 +1,103 @@
+"""The one Python model of the test repository: what it does is a parameter of its config.
+
+It knows its tensors by their place in the config, never by name.
+"""
+
+import io
+import json
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from PIL import Image
+
+
+def identity(inputs):
+    return inputs
+
+
+def means(inputs):
+    """Of an image: each channel's mean, and the image itself, both as FP32."""
+    image = inputs[0].astype(np.float32)
+    return [image.mean(axis=tuple(range(1, image.ndim))).reshape(-1, 1), image]
+
+
+def arithmetic(inputs):
+    return [inputs[0] + inputs[1], inputs[0] * inputs[1]]
+
+
+def scaled(inputs):
+    """x·factor + offset; both may be missing."""
+    x, factor, offset = inputs
+    return [x * (1 if factor is None else factor) + (0 if offset is None else offset)]
+
+
+def not_utf8(inputs):
+    rows = [[bytes([255, 254]) + value for value in row] for row in inputs[0]]
+    return [np.array(rows, dtype=object)]
+
+
+def picture(inputs):
+    """A PNG, grey, as wide as the number says."""
+    pictures = []
+    for width in inputs[0].ravel():
+        file = io.BytesIO()
+        Image.new("L", (int(width), 3), 77).save(file, "PNG")
+        pictures.append([file.getvalue()])
+    return [np.array(pictures, dtype=object)]
+
+
+def as_json(inputs):
+    return [np.array([[json.dumps({"got": v.decode()}).encode()] for (v,) in inputs[0]], object)]
+
+
+def sleeping(inputs):
+    time.sleep(float(inputs[0].ravel()[0]))
+    return inputs
+
+
+def failing(inputs):
+    raise ValueError(f"boom {inputs[0].ravel()[0]!r} at 0x7f00deadbeef in /srv/secret/weights.bin")
+
+
+def not_finite(inputs):
+    return [np.array([[np.nan, np.inf, -np.inf, 1.5]] * len(inputs[0]), np.float32)]
+
+
+BEHAVIOURS = {
+    function.__name__: function
+    for function in (
+        identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
+    )
+}  # fmt: skip
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        self.inputs = [entry["name"] for entry in config["input"]]
+        self.outputs = [entry["name"] for entry in config["output"]]
+        self.behaviour = config["parameters"]["behaviour"]["string_value"]
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        tensors = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]
+        if self.behaviour == "pass_through":  # whatever NumPy has no type for
+            made = [
+                pb_utils.Tensor.from_dlpack(name, tensor.to_dlpack())
+                for name, tensor in zip(self.outputs, tensors, strict=True)
+            ]
+            return pb_utils.InferenceResponse(made)
+        if self.behaviour == "refusing":
+            code, _, text = tensors[0].as_numpy().ravel()[0].decode().partition(":")
+            error = pb_utils.TritonError(text, getattr(pb_utils.TritonError, code))
+            return pb_utils.InferenceResponse(error=error)
+        arrays = [None if tensor is None else tensor.as_numpy() for tensor in tensors]
+        results = BEHAVIOURS[self.behaviour](arrays)
+        tensors = [
+            pb_utils.Tensor(name, array) for name, array in zip(self.outputs, results, strict=True)
+        ]
+        wanted = request.requested_output_names()
+        return pb_utils.InferenceResponse([t for t in tensors if t.name() in wanted])

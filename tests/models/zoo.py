@@ -1,0 +1,227 @@
+"""The test repository: many small models, written with whatever names are wanted.
+
+The tests speak of models and tensors by the names below. The repository may hold quite other ones:
+nothing in the gateway may know a name.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SOURCE = Path(__file__).with_name("model.py")
+NUMERIC = [
+    "BOOL",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "FP16",
+    "FP32",
+    "FP64",
+]
+DATATYPES = (*NUMERIC, "BF16", "BYTES")
+
+
+@dataclass(frozen=True)
+class T:
+    """A tensor of a config: its dims are the model's own."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    layout: str = ""
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    behaviour: str
+    inputs: tuple[T, ...]
+    outputs: tuple[T, ...]
+    max_batch_size: int = 0
+    hints: Mapping[str, str] = field(default_factory=dict)  # "scale.X": "0..1", by the tests' names
+
+
+def identity(name: str, datatype: str, dims: tuple[int, ...], batch: int = 0) -> Model:
+    behaviour = "pass_through" if datatype == "BF16" else "identity"
+    return Model(name, behaviour, (T("X", datatype, dims),), (T("Y", datatype, dims),), batch)
+
+
+def image(
+    name: str,
+    dims: tuple[int, ...],
+    batch: int = 8,
+    datatype: str = "FP32",
+    layout: str = "",
+    **hints: str,
+) -> Model:
+    """Answers what it got as FP32, and with a batch dimension of Triton's each image's mean."""
+    given = (T("X", datatype, dims, layout=layout),)
+    hinted = {f"{kind}.X": value for kind, value in hints.items()}
+    return Model(
+        name, "means", given, (T("MEAN", "FP32", (1,)), T("Y", "FP32", dims)), batch, hinted
+    )
+
+
+LABELS = ("cat", "dog", "a bird: any")
+
+MODELS = (
+    *(identity(f"batched_{d}", d, (-1, -1), 8) for d in DATATYPES),
+    *(identity(f"plain_{d}", d, (-1, -1)) for d in DATATYPES),
+    identity("single_BYTES", "BYTES", (1,), 8),
+    identity("single_INT32", "INT32", (1,), 8),
+    identity("plain_single_BYTES", "BYTES", (1,)),
+    identity("vector_FP32", "FP32", (-1,), 8),
+    identity("plain_vector_FP32", "FP32", (-1,)),
+    identity("large_FP32", "FP32", (3, 224, 224), 8),
+    Model(
+        "pair", "arithmetic",
+        (T("A", "INT32", (2,)), T("B", "INT32", (2,))),
+        (T("SUM", "INT32", (2,)), T("PRODUCT", "INT32", (2,))),
+        8,
+    ),
+    Model(
+        "optional", "scaled",
+        (T("X", "FP32", (-1,)), T("FACTOR", "FP32", (1,), True), T("OFFSET", "FP32", (1,), True)),
+        (T("Y", "FP32", (-1,)),),
+        8,
+    ),
+    image("nchw", (3, 6, 4), layout="FORMAT_NCHW"),
+    image("nchw_guessed", (3, 6, 4)),
+    image("nhwc", (6, 4, 3), layout="FORMAT_NHWC"),
+    image("nhwc_free", (-1, -1, 3), datatype="UINT8"),
+    image("nchw_free", (3, -1, -1), datatype="UINT8"),
+    image("grey_nchw", (1, -1, -1)),
+    image("rgba", (-1, -1, 4), datatype="UINT8"),
+    image("half", (3, 6, 4), datatype="FP16"),
+    image("signed", (3, 6, 4), datatype="INT8"),
+    image("unit", (3, 6, 4), scale="0..1"),
+    image("centred", (6, 4, 3), scale="-1..1"),
+    image("standard", (3, 6, 4), scale="0..1", mean="0.485,0.456,0.406", std="0.229,0.224,0.225"),
+    Model("grey_plain", "identity", (T("X", "UINT8", (-1, -1)),), (T("Y", "UINT8", (-1, -1)),)),
+    Model("own_batch", "identity", (T("X", "FP32", (1, 3, -1, -1)),), (T("Y", "FP32", (1, 3, -1, -1)),)),
+    Model("free_batch", "identity", (T("X", "UINT8", (-1, -1, -1, 3)),), (T("Y", "UINT8", (-1, -1, -1, 3)),)),
+    Model("not_utf8", "not_utf8", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
+    Model(
+        "picture", "picture", (T("WIDTH", "INT32", (1,)),), (T("PNG", "BYTES", (1,)),), 8,
+        {"content_type.PNG": "image/png"},
+    ),
+    Model(
+        "json", "as_json", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8,
+        {"content_type.Y": "application/json"},
+    ),
+    Model(
+        "classes", "identity", (T("X", "FP32", (3,)),), (T("SCORES", "FP32", (3,), labels=LABELS),), 8,
+    ),
+    Model("sleeping", "sleeping", (T("SECONDS", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 8),
+    Model("failing", "failing", (T("X", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 8),
+    Model("refusing", "refusing", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
+    Model("not_finite", "not_finite", (T("X", "FP32", (1,)),), (T("Y", "FP32", (4,)),), 8),
+)  # fmt: skip
+
+
+class Names:
+    """The tests' names and those in the repository; the same, or drawn at random."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._drawn: dict[tuple[str, str], str] = {}
+
+    def model(self, name: str) -> str:
+        return self._name("model", name, "abcXYZ019._-")
+
+    def tensor(self, name: str) -> str:
+        return self._name("tensor", name, "abcXYZ019._-:/ é")
+
+    def _name(self, kind: str, name: str, letters: str) -> str:
+        if self._random is None:
+            return name
+        if (kind, name) not in self._drawn:
+            middle = "".join(self._random.choices(letters, k=self._random.randint(3, 12)))
+            # A digit or letter at either end: a folder may be no "..", nor end in a blank.
+            self._drawn[kind, name] = f"m{middle}{len(self._drawn)}"
+        return self._drawn[kind, name]
+
+
+def write_repository(folder: Path, names: Names, models: Iterable[Model] = MODELS) -> None:
+    for model in models:
+        version = folder / names.model(model.name) / "1"
+        version.mkdir(parents=True)
+        shutil.copy(SOURCE, version)
+        (version.parent / "config.pbtxt").write_text(config(model, names))
+        for tensor in model.outputs:
+            if tensor.labels:
+                (version.parent / "labels.txt").write_text("\n".join(tensor.labels))
+
+
+def config(model: Model, names: Names) -> str:
+    parameters = {"behaviour": model.behaviour}
+    for hint, value in model.hints.items():
+        kind, _, tensor = hint.partition(".")
+        parameters[f"gateway.{kind}.{names.tensor(tensor)}"] = value
+    lines = ['backend: "python"', f"max_batch_size: {model.max_batch_size}"]
+    lines += [f"input {{ {entry(tensor, names)} }}" for tensor in model.inputs]
+    lines += [f"output {{ {entry(tensor, names)} }}" for tensor in model.outputs]
+    lines += [
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+        for key, value in parameters.items()
+    ]
+    return "\n".join(lines)
+
+
+def entry(tensor: T, names: Names) -> str:
+    datatype = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+    dims = ", ".join(map(str, tensor.dims))
+    parts = [f'name: "{names.tensor(tensor.name)}" data_type: TYPE_{datatype} dims: [{dims}]']
+    if tensor.optional:
+        parts.append("optional: true")
+    if tensor.layout:
+        parts.append(f"format: {tensor.layout}")
+    if tensor.labels:
+        parts.append('label_filename: "labels.txt"')
+    return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """A client of the gateway before the test repository, which translates the tests' names."""
+
+    client: httpx.Client
+    names: Names
+
+    def path(self, model: str, verb: str = "/infer") -> str:
+        return f"/v1/models/{httpx.URL(self.names.model(model)).raw_path.decode()}{verb}"
+
+    def post(self, model: str, verb: str = "/infer", **request: Any) -> httpx.Response:
+        return self.client.post(self.path(model, verb), **request)
+
+    def infer(self, model: str, inputs: Any, **document: Any) -> httpx.Response:
+        """JSON, with the names of the inputs translated."""
+        return self.post(model, json={"inputs": self.named(inputs), **document})
+
+    def named(self, values: Any) -> Any:
+        """An object by input names, in the repository's names; `{"b64"}` and other values as they are."""
+        if not isinstance(values, dict) or values.keys() == {"b64"}:
+            return values
+        return {self.names.tensor(name): value for name, value in values.items()}
+
+    def outputs(self, response: httpx.Response) -> dict[str, Any]:
+        """The outputs of a good answer by the tests' names."""
+        assert response.status_code == 200, response.text
+        back = {
+            drawn: name for (kind, name), drawn in self.names._drawn.items() if kind == "tensor"
+        }
+        return {back.get(name, name): value for name, value in response.json()["outputs"].items()}
