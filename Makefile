@@ -7,7 +7,7 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 
 SENTENCES := triton_repo/text_core/1/model.onnx
 
-.PHONY: run test check fmt lock clean models
+.PHONY: run test check fmt bench lock clean models
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
@@ -23,6 +23,9 @@ check: $(VENV)/.dev
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 models: $(VENV)/.gateway
 	@$(BIN)/python -m models.sentences

@@ -19,7 +19,6 @@ from gateway.metrics import Metrics
 from gateway.routes import health, infer, metrics, models, repository
 from gateway.routes.edge import Edge
 from gateway.routes.services import Services
-from gateway.routes.v2 import PassThrough
 from gateway.settings import Settings
 
 ROUTERS = (infer.router, models.router, repository.router, health.router, metrics.router)
@@ -37,12 +36,14 @@ def create_app(settings: Settings) -> ASGIApp:
             stack.callback(fleet.close)
             decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight)
             stack.callback(decoders.close)
-            app.state.services = Services(settings, fleet, decoders, Metrics())
+            edge.services = app.state.services = Services(settings, fleet, decoders, Metrics())
             yield
+            edge.services = None
 
     app = FastAPI(title="triton-gateway", version=version("triton-gateway"), lifespan=lifespan)
+    edge = Edge(app)
     for router in ROUTERS:
         app.include_router(router)
     for exception in HANDLED:
         app.add_exception_handler(exception, errors.render)
-    return Edge(PassThrough(app), app)
+    return edge

@@ -19,12 +19,21 @@ class Metrics:
             buckets=BUCKETS,
             registry=self.registry,
         )
+        self._durations: dict[tuple[str, str, int], Histogram] = {}
         self.scrape_failures = Counter(
             "gateway_scrape_failures_total",
             "Metrics pages of a replica that did not come.",
             ("replica",),
             registry=self.registry,
         )
+
+    def observe(self, route: str, model: str, status: int, duration_s: float) -> None:
+        # prometheus_client's own look-up of a child takes a lock and makes strings each time.
+        key = (route, model, status)
+        child = self._durations.get(key)
+        if child is None:
+            child = self._durations[key] = self.duration.labels(route, model, str(status))
+        child.observe(duration_s)
 
     def page(self) -> str:
         return generate_latest(self.registry).decode()

@@ -9,13 +9,23 @@ from fastapi import Request
 
 from gateway.errors import BodyTooLarge, Malformed, UnsupportedBody
 from gateway.limits import Decoders
-from gateway.tensors.payload import MULTIPART, Form, Limits, Payload, media_type, read_payload
+from gateway.tensors.payload import (
+    JSON,
+    MULTIPART,
+    NPZ,
+    Form,
+    Limits,
+    Payload,
+    media_type,
+    read_payload,
+)
 
 # zlib's window sizes: 16 more means gzip's header; deflate is zlib's (RFC 9110, section 8.4.1).
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 INFLATE_STEP_BYTES = 1 << 20
-# Above this, parsing is worth a thread: the event loop would notice.
+# Above this, parsing is worth a thread: the event loop would notice. Other types are taken as they are.
 LARGE_BODY_BYTES = 256 * 1024
+TO_BE_PARSED = (JSON, NPZ)
 
 
 async def payload_of(request: Request, limits: Limits, decoders: Decoders) -> Payload:
@@ -28,7 +38,7 @@ async def payload_of(request: Request, limits: Limits, decoders: Decoders) -> Pa
         return form.payload()
     chunks = [chunk async for chunk in body_of(request, limits.max_bytes)]
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if len(body) < LARGE_BODY_BYTES:
+    if len(body) < LARGE_BODY_BYTES or media_type(content_type)[0] not in TO_BE_PARSED:
         return read_payload(body, content_type, limits)
     return await decoders.run(0, lambda: read_payload(body, content_type, limits))
 

@@ -34,7 +34,8 @@ class Services:
         return min(seconds, self.settings.max_request_timeout_s)
 
 
-def services(request: Request) -> Services:
+async def services(request: Request) -> Services:
+    """A coroutine, because FastAPI runs any other dependency in a thread."""
     return cast(Services, request.app.state.services)
 
 

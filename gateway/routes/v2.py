@@ -10,8 +10,8 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -31,7 +31,9 @@ from gateway.triton.http import Answer, Headers
 log = logging.getLogger(__name__)
 
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
-OWN_PATHS = ("/v2/repository",)
+OWN_PATHS = b"/v2/repository"
+CLIENT_LEFT = 499
+NO_NAMES = {"model": "", "version": ""}
 MAX_ERROR_BYTES = 1 << 20
 
 
@@ -72,81 +74,73 @@ HOP_BY_HOP = frozenset(
 NOT_SENT_ON = HOP_BY_HOP | frozenset(
     b"host expect authorization x-api-key x-request-timeout".split()
 )
+# A `Connection` that names these would cut the body loose.
+FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 NOT_RELAYED = HOP_BY_HOP | frozenset((b"transfer-encoding",))
 
 
-class PassThrough:
-    """Answers `/v2` itself, ahead of the framework; the rest, the repository included, is the app's."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_passed(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        started = False
-
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await pass_through(self._app.state.services, scope, receive, noted)
-        except ClientDisconnect:
-            return
-        except Exception as exc:  # noqa: BLE001 - the border of the process: everything is answered
-            if started:
-                # An answer that is cut off must look like one: uvicorn closes the connection.
-                log.warning("an answer was cut off: %s", exc)
-                return
-            request = Request(scope, receive)
-            await (await render(request, exc))(scope, receive, send)
+def is_passed(raw_path: bytes) -> bool:
+    """Under `/v2`, but not the repository, which is ours. Triton does not decode paths: neither do we."""
+    return raw_path[:4] in (b"/v2", b"/v2/") and not raw_path.startswith(OWN_PATHS)
 
 
-def is_passed(path: str) -> bool:
-    return path.startswith("/v2") and not path.startswith(OWN_PATHS) and path[3:4] in ("", "/")
+async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
+    """Answer a request from Triton; its status. Every failure is answered as well."""
+    relay = Relay(send, scope)
+    try:
+        await passed(services, scope, receive, relay)
+    except ClientDisconnect:
+        return CLIENT_LEFT
+    except Exception as exc:  # noqa: BLE001 - the border of the process: everything is answered
+        if relay.status:
+            # An answer that is cut off must look like one: uvicorn closes the connection.
+            log.warning("an answer was cut off: %s", exc)
+            return relay.status
+        response = await render(Request(scope, receive), exc)
+        response.headers["x-request-id"] = scope["request_id"]
+        await response(scope, receive, send)
+        return response.status_code
+    return relay.status
 
 
-async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
-    allowed, names = look_up(scope)
+async def passed(services: Services, scope: Scope, receive: Receive, relay: Relay) -> None:
+    method: str = scope["method"]
+    allowed, names = look_up(scope["raw_path"].decode("latin-1"), method)
     if allowed.admin:
         require_admin(scope)
-    scope["route_name"] = "/v2"
     headers, asked_s, length = sent_on(scope["headers"])
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
     timeout_s = services.timeout_s(asked_s)
-    body = await body_of(receive, headers, length, limit)
     answer = await services.fleet.choose().http.send(
         # Triton answers HEAD with a body, which would be read as the next answer.
-        b"GET" if scope["method"] == "HEAD" else scope["method"].encode(),
+        b"GET" if method == "HEAD" else method.encode(),
         target_of(scope),
         headers,
-        body,
+        await body_of(receive, headers, length, limit),
         timeout_s=timeout_s,
     )
     try:
         if answer.status >= 400:
-            asked = Asked(names.get("model") or "", names.get("version") or "", timeout_s)
+            asked = Asked(names["model"], names["version"], timeout_s)
             raise await corrected(answer, asked, health=allowed.health)
-        await relay(answer, send, head_only=scope["method"] == "HEAD")
+        scope["model"] = names["model"]
+        await relay.answer(answer, head_only=method == "HEAD")
     finally:
         answer.close()
 
 
-def look_up(scope: Scope) -> tuple[Rule, dict[str, str | None]]:
-    """The rule for this path and method. Raises `NotFound`, `Forbidden` or 405."""
-    path = scope["path"]
+@lru_cache(1024)
+def look_up(path: str, method: str) -> tuple[Rule, dict[str, str]]:
+    """The rule for this path and method, with model and version. Raises `NotFound`, `Forbidden` or 405."""
     for row in RULES:
         if match := row.path.fullmatch(path):
             if row.refusal:
                 raise Forbidden(row.refusal)
-            if scope["method"] not in row.methods:
+            if method not in row.methods:
                 raise WrongMethod(row.methods)
-            return row, match.groupdict()
+            return row, NO_NAMES | match.groupdict("")
     raise NotFound("Triton's API has nothing at this path; GET /docs shows what there is")
 
 
@@ -160,25 +154,32 @@ class WrongMethod(GatewayError):
 
 def target_of(scope: Scope) -> bytes:
     """Path and query as the client wrote them."""
-    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    path: bytes = scope["raw_path"]
     query: bytes = scope["query_string"]
     return b"%b?%b" % (path, query) if query else path
 
 
 def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None]:
     """The headers for Triton; the time the client asks for; and the body's length."""
-    named: set[bytes] = set()
+    kept: Headers = []
+    named: list[bytes] = []
     timeout: str | None = None
     length: int | None = None
-    for name, value in headers:
+    for header in headers:
+        name = header[0]
         if name == b"content-length":
-            length = int(value)
-        elif name == b"connection":
-            named.update(token.strip().lower() for token in value.split(b","))
-        elif name == b"x-request-timeout":
-            timeout = value.decode("latin-1")
-    dropped = NOT_SENT_ON | (named - {b"content-length", b"transfer-encoding"})
-    return [(name, value) for name, value in headers if name not in dropped], timeout, length
+            length = int(header[1])
+        elif name in NOT_SENT_ON:
+            if name == b"connection":
+                named += (token.strip().lower() for token in header[1].split(b","))
+            elif name == b"x-request-timeout":
+                timeout = header[1].decode("latin-1")
+            continue
+        kept.append(header)
+    if named:
+        dropped = set(named) - FRAMING
+        kept = [header for header in kept if header[0] not in dropped]
+    return kept, timeout, length
 
 
 async def body_of(
@@ -227,16 +228,23 @@ async def corrected(answer: Answer, asked: Asked, *, health: bool) -> GatewayErr
     return complaint(answer.status, bytes(body), asked)
 
 
-async def relay(answer: Answer, send: Send, *, head_only: bool) -> None:
-    """The answer, as it comes."""
-    headers = [(name, value) for name, value in answer.headers if name not in NOT_RELAYED]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    if head_only:
-        await send({"type": "http.response.body", "body": b""})
-        return
-    while True:
-        chunk = await answer.next_chunk()
-        last = answer.complete
-        await send({"type": "http.response.body", "body": chunk, "more_body": not last})
-        if last:
-            return
+class Relay:
+    """Passes an answer on as it comes; `status` is 0 until it began."""
+
+    def __init__(self, send: Send, scope: Scope) -> None:
+        self._send = send
+        self._scope = scope
+        self.status = 0
+
+    async def answer(self, answer: Answer, *, head_only: bool) -> None:
+        headers = [header for header in answer.headers if header[0] not in NOT_RELAYED]
+        headers.append((b"x-request-id", self._scope["request_id"].encode()))
+        self.status = answer.status
+        await self._send(
+            {"type": "http.response.start", "status": answer.status, "headers": headers}
+        )
+        last = False
+        while not last:
+            chunk = b"" if head_only else await answer.next_chunk()
+            last = head_only or answer.complete
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})

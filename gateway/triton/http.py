@@ -12,7 +12,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Final, cast
 
 import httptools
@@ -24,17 +23,18 @@ Headers = list[tuple[bytes, bytes]]
 HIGH_WATER_BYTES: Final = 256 * 1024
 JOIN_UNDER_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 200
+FRAMING: Final = (b"content-length", b"transfer-encoding")
 
 
 class NotSent(Unavailable):
     """Nothing of the request reached the replica: it cannot have run, and may go to another."""
 
 
-class State(Enum):
-    IDLE = auto()
-    HEAD = auto()  # the request is on its way; no answer yet
-    BODY = auto()
-    DONE = auto()
+# The states of an exchange; bare numbers, because they are compared a dozen times per request.
+IDLE: Final = 0
+HEAD: Final = 1  # the request is on its way; no answer yet
+BODY: Final = 2
+DONE: Final = 3
 
 
 class Connection(asyncio.Protocol):
@@ -44,13 +44,16 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._state = State.IDLE
+        self._state = IDLE
         self._clean = True
         self._request_sent = True
         self._error: BaseException | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._deadline = 0.0
+        self._limit_s = 0.0
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._paused = False
@@ -65,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._state is State.IDLE:
+        if self._state == IDLE:
             self.abort()  # nobody asked: whatever it is, it must not become somebody's answer
             return
         try:
@@ -75,9 +78,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clean = False
-        if self._state is State.BODY and self._until_close and self._error is exc is None:
+        if self._state == BODY and self._until_close and self._error is exc is None:
             self.on_message_complete()  # RFC 9112, section 6.3: without a length it ends here
-        elif self._state in (State.HEAD, State.BODY):
+        elif self._state in (HEAD, BODY):
             self.fail(
                 BadUpstream("the replica closed the connection before its answer was complete"), exc
             )
@@ -93,31 +96,25 @@ class Connection(asyncio.Protocol):
     # The parser calls these.
 
     def on_message_begin(self) -> None:
-        if self._state is State.DONE:
-            self._clean = False  # a second answer: nobody asked for it
+        if self._state == DONE:
+            raise httptools.HttpParserError("a second answer, for which nobody asked")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state is State.HEAD:
-            if len(self.headers) >= MAX_HEADERS:
-                raise httptools.HttpParserError("too many headers")
-            self.headers.append((name.lower(), value))
+        self.headers.append((name.lower(), value))
+        if len(self.headers) > MAX_HEADERS:
+            raise httptools.HttpParserError("too many headers")
 
     def on_headers_complete(self) -> None:
-        if self._state is not State.HEAD:
-            return
         self.status = self._parser.get_status_code()
         if self.status < 200:
             return
-        self._clean = self._clean and self._parser.should_keep_alive()
-        self._until_close = not any(
-            name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
-        )
-        self._state = State.BODY
+        if not self._parser.should_keep_alive():
+            self._clean = False
+            self._until_close = not any(name in FRAMING for name, _ in self.headers)
+        self._state = BODY
         self._arrived()
 
     def on_body(self, body: bytes) -> None:
-        if self._state is not State.BODY:
-            return
         self._chunks.append(body)
         self._buffered += len(body)
         if self._buffered > HIGH_WATER_BYTES and not self._paused and self._transport is not None:
@@ -126,10 +123,10 @@ class Connection(asyncio.Protocol):
         self._arrived()
 
     def on_message_complete(self) -> None:
-        if self._state is State.HEAD:  # an interim answer, such as 100 Continue
+        if self._state == HEAD:  # an interim answer, such as 100 Continue
             self.headers = []
-        elif self._state is State.BODY:
-            self._state = State.DONE
+        elif self._state == BODY:
+            self._state = DONE
             self._arrived()
 
     # The exchange calls these.
@@ -138,20 +135,40 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._clean and self._transport is not None and not self._transport.is_closing()
 
-    def begin(self, deadline: float) -> None:
-        """Open an exchange that must be answered at `deadline`, in the loop's time."""
-        self._state = State.HEAD
+    def begin(self, timeout_s: float) -> None:
+        """Open an exchange that must be answered within that time."""
+        self._state = HEAD
         self._request_sent = False
         self._error = None
         self._until_close = False
         self.headers = []
-        self.set_deadline(deadline)
+        self.allow(timeout_s)
 
-    def set_deadline(self, deadline: float) -> None:
+    def allow(self, timeout_s: float) -> None:
+        """What is waited for must come within this time from now.
+
+        A timer per exchange would cost more than reading its answer: the one that is running stays,
+        and looks, when it fires, whether it is time.
+        """
+        self._limit_s = timeout_s
+        self._deadline = self._loop.time() + timeout_s
+        if self._timer is None or self._timer_at > self._deadline:
+            self._arm()
+
+    def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        seconds = deadline - self._loop.time()
-        self._timer = self._loop.call_later(max(seconds, 0), self._expire, seconds)
+        self._timer_at = self._deadline
+        self._timer = self._loop.call_at(self._deadline, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._state == IDLE or self._state == DONE:
+            return
+        if self._loop.time() >= self._deadline:
+            self.fail(DeadlinePassed(round(self._limit_s, 3)))
+        else:
+            self._arm()
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -170,17 +187,17 @@ class Connection(asyncio.Protocol):
 
     async def head(self) -> None:
         """Wait for the answer's status and headers."""
-        while self._state is State.HEAD:
-            await self._wait()
-        if self._error is not None and self._state is not State.DONE:
+        while self._state == HEAD:
+            await self._arriving()
+        if self._error is not None and self._state != DONE:
             raise self._error
 
     async def next_chunk(self) -> bytes:
         """What has arrived of the body since the last call; empty at its end."""
-        while not self._chunks and self._state is State.BODY:
+        while not self._chunks and self._state == BODY:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            await self._arriving()
         if not self._chunks:
             return b""
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
@@ -194,15 +211,12 @@ class Connection(asyncio.Protocol):
     @property
     def complete(self) -> bool:
         """The whole answer is here; `next_chunk` will not wait."""
-        return self._state is State.DONE
+        return self._state == DONE
 
     def end(self) -> bool:
         """Close the exchange: true if the connection can serve another."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        reusable = self._state is State.DONE and self._request_sent and self.usable
-        self._state = State.IDLE
+        reusable = self._state == DONE and self._request_sent and self.usable
+        self._state = IDLE
         self._chunks.clear()
         self._buffered = 0
         if not reusable:
@@ -211,30 +225,34 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._clean = False
+        self._disarm()
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
+        self._disarm()
         if self._transport is not None:
             self._transport.close()
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
         """End the exchange: whoever waits for anything of it gets this error."""
         error.__cause__ = cause or error.__cause__
         if self._error is None:
             self._error = error
-        if self._state is State.HEAD:
-            self._state = State.BODY  # whoever waits for the head finds the error
+        if self._state == HEAD:
+            self._state = BODY  # whoever waits for the head finds the error
         self.abort()
         self._arrived()
         self._wake_writer()
 
-    async def _wait(self) -> None:
+    def _arriving(self) -> asyncio.Future[None]:
         self._arrival = self._loop.create_future()
-        try:
-            await self._arrival
-        finally:
-            self._arrival = None
+        return self._arrival
 
     def _arrived(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -244,9 +262,6 @@ class Connection(asyncio.Protocol):
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
-
-    def _expire(self, limit_s: float) -> None:
-        self.fail(DeadlinePassed(round(limit_s, 3)))
 
 
 class Answer:
@@ -280,10 +295,10 @@ class Answer:
             chunks.append(chunk)
         return b"".join(chunks) if len(chunks) > 1 else first
 
-    def extend(self, deadline: float) -> None:
-        """The rest of the body may take until then, in the loop's time."""
+    def allow(self, timeout_s: float) -> None:
+        """What is waited for next may take this long."""
         if self._connection is not None and not self._connection.complete:
-            self._connection.set_deadline(deadline)
+            self._connection.allow(timeout_s)
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.headers if key == name), b"")
@@ -326,6 +341,8 @@ class Upstream:
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
+        # Kept: asking for the running loop is a system call each time.
+        self._loop = asyncio.get_running_loop()
         self._idle: list[Connection] = []  # a stack: the most recently used first
         self._sweeper: asyncio.TimerHandle | None = None
         self._authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -347,18 +364,16 @@ class Upstream:
         `body` is then cut into chunks). `fresh` asks for a new connection. Raises `NotSent`,
         `BadUpstream` or `DeadlinePassed`.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        connection = (None if fresh else self._take(loop)) or await self._connect(loop, timeout_s)
+        connection = (None if fresh else self._take()) or await self._connect(timeout_s)
         head, chunked = self._head(method, target, headers)
         sending: asyncio.Task[None] | None = None
-        connection.begin(deadline)
+        connection.begin(timeout_s)
         try:
             if isinstance(body, bytes):
                 write_at_once(connection, head, body)
             else:
                 connection.write(head)
-                sending = loop.create_task(pump(connection, body, chunked=chunked))
+                sending = self._loop.create_task(pump(connection, body, chunked=chunked))
                 sending.add_done_callback(lambda task: pumped(connection, task))
             await connection.head()
         except BaseException:
@@ -411,20 +426,20 @@ class Upstream:
         lines.append(b"\r\n")
         return b"".join(lines), chunked
 
-    def _take(self, loop: asyncio.AbstractEventLoop) -> Connection | None:
+    def _take(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable and loop.time() - connection.idle_since < self._idle_s:
+            if connection.usable and self._loop.time() - connection.idle_since < self._idle_s:
                 return connection
             connection.close()
         return None
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> Connection:
+    async def _connect(self, timeout_s: float) -> Connection:
         limit = min(self._connect_timeout_s, timeout_s)
         try:
             _, connection = await asyncio.wait_for(
-                loop.create_connection(
-                    lambda: Connection(loop), self._host, self._port, ssl=self._tls
+                self._loop.create_connection(
+                    lambda: Connection(self._loop), self._host, self._port, ssl=self._tls
                 ),
                 limit,
             )
@@ -438,15 +453,14 @@ class Upstream:
         if self._idle_s <= 0:
             connection.close()
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
+        connection.idle_since = self._loop.time()
         self._idle.append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(self._idle_s, self._sweep, loop)
+            self._sweeper = self._loop.call_later(self._idle_s, self._sweep)
 
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _sweep(self) -> None:
         """Triton's shutdown waits for idle connections: none stays longer than the limit."""
-        now = loop.time()
+        now = self._loop.time()
         kept = []
         for connection in self._idle:
             if now - connection.idle_since < self._idle_s and connection.usable:
@@ -457,7 +471,7 @@ class Upstream:
         self._sweeper = None
         if kept:
             wait = self._idle_s - (now - kept[0].idle_since)
-            self._sweeper = loop.call_later(max(wait, 0.05), self._sweep, loop)
+            self._sweeper = self._loop.call_later(max(wait, 0.05), self._sweep)
 
 
 def write_at_once(connection: Connection, head: bytes, body: bytes) -> None:

@@ -64,10 +64,19 @@ def not_finite(inputs):
     return [np.array([[np.nan, np.inf, -np.inf, 1.5]] * len(inputs[0]), np.float32)]
 
 
+def length(inputs):
+    return [np.array([[len(value)] for (value,) in inputs[0]], np.int32)]
+
+
+def mean(inputs):
+    return [inputs[0].mean(axis=(1, 2, 3), dtype=np.float32).reshape(-1, 1)]
+
+
 BEHAVIOURS = {
     function.__name__: function
     for function in (
         identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
+        length, mean,
     )
 }  # fmt: skip
 

@@ -1,0 +1,171 @@
+"""`make bench`: one table per question, every ratio within one run.
+
+Each server is loaded in turn, round after round, so that a slow minute of the machine hits all of
+them; the median of the rounds counts. CPU is user and system time of the server's process tree,
+divided by the number of requests that wrk counted. Any failed request ends the run.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import psutil
+import typer
+from PIL import Image
+from tritonclient.http import InferenceServerClient, InferInput
+
+from benchmarks import servers
+from benchmarks.load import Measured, Request, measure
+from gateway.triton.embedded import EmbeddedTriton
+from tests.servers import triton_on_free_ports
+
+RESULTS = Path(__file__).with_name("results.md")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server and the path and body by which it does the work."""
+
+    name: str
+    url: str
+    process: psutil.Process
+    request: Request
+
+
+def v2_infer(name: str, array: np.ndarray, datatype: str) -> Request:
+    """The same inference as Triton's own client would post it."""
+    tensor = InferInput("X", list(array.shape), datatype).set_data_from_numpy(array)
+    body, length = InferenceServerClient.generate_request_body([tensor])
+    return Request(body, {"Inference-Header-Content-Length": str(length)})
+
+
+def jpeg() -> bytes:
+    file = io.BytesIO()
+    noise = np.random.default_rng(0).normal(128, 20, (480, 640, 3)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(noise).resize((640, 480)).save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def rounds(
+    targets: list[Target], connections: int, seconds: float, count: int
+) -> Mapping[str, Measured]:
+    found: dict[str, list[Measured]] = {target.name: [] for target in targets}
+    for number in range(count):
+        for target in targets:
+            print(f"  round {number + 1} of {count}: {target.name}", file=sys.stderr, flush=True)
+            result = measure(target.url, target.request, target.process, connections, seconds)
+            found[target.name].append(result)
+    return {
+        name: Measured(*map(statistics.median, zip(*map(astuple, results), strict=True)))
+        for name, results in found.items()
+    }
+
+
+def table(title: str, measured: Mapping[str, Measured], base: str) -> Iterator[str]:
+    yield f"\n**{title}**\n"
+    yield f"| | requests/s | of {base} | p50 ms | p99 ms | CPU µs per request | of {base} | MiB |"
+    yield "|---|---|---|---|---|---|---|---|"
+    reference = measured[base]
+    for name, m in measured.items():
+        yield (
+            f"| {name} | {m.requests_per_s:,.0f} | {m.requests_per_s / reference.requests_per_s:.2f} "
+            f"| {m.p50_ms:.2f} | {m.p99_ms:.2f} | {m.cpu_us:.0f} | {m.cpu_us / reference.cpu_us:.2f} "
+            f"| {m.memory_mib:.0f} |"
+        )
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = (names or [platform.machine()])[0]
+    return f"{os.cpu_count()} cores ({model}), CPython {platform.python_version()}"
+
+
+def friendly(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+    """What the conversion of `/v1` costs, beside the same work in a plain FastAPI route."""
+    address = f"127.0.0.1:{triton.options.http_port}"
+    gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url))
+    plain_url, plain = stack.enter_context(servers.plain_fastapi(address))
+    nginx_url, nginx = stack.enter_context(servers.nginx(address))
+    picture = jpeg()
+    array = np.random.default_rng(0).random((3, 224, 224), np.float32)
+    work = {
+        "a JPEG of 640×480 to a BYTES input": (
+            "blob", Request(picture, {"Content-Type": "image/jpeg"}), np.array([[picture]], object), "BYTES",
+        ),
+        "a 3×224×224 FP32 array by npy": (
+            "array", Request(npy(array), {"Content-Type": "application/x-npy"}), array[None], "FP32",
+        ),
+    }  # fmt: skip
+    for title, (model, request, tensor, datatype) in work.items():
+        targets = [
+            Target("nginx, the tensor ready-made", f"{nginx_url}/v2/models/{model}/infer", nginx,
+                   v2_infer(model, tensor, datatype)),
+            Target("gateway /v1", f"{gateway_url}/v1/models/{model}/infer", gateway, request),
+            Target("plain FastAPI", f"{plain_url}/{model}", plain, request),
+        ]  # fmt: skip
+        yield from table(title, rounds(targets, 4, seconds, count), "nginx, the tensor ready-made")
+
+
+def pass_through(
+    triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
+) -> Iterator[str]:
+    """What standing in front of Triton costs."""
+    address = f"127.0.0.1:{triton.options.http_port}"
+    gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url))
+    plain_url, plain = stack.enter_context(servers.plain_fastapi(address))
+    nginx_url, nginx = stack.enter_context(servers.nginx(address))
+    array = np.random.default_rng(0).random((1, 256), np.float32)
+    request, path = v2_infer("small", array, "FP32"), "/v2/models/small/infer"
+    server = psutil.Process(triton.guard_pid)
+    targets = [
+        Target("direct", f"http://{address}{path}", server, request),
+        Target("nginx", f"{nginx_url}{path}", nginx, request),
+        Target("gateway /v2", f"{gateway_url}{path}", gateway, request),
+        Target("plain FastAPI", f"{plain_url}/small", plain, Request(array.tobytes(), {})),
+    ]
+    for connections in (16, 1):
+        title = (
+            f"1 KB binary infer, {connections} connection{'s' * (connections > 1)}, one worker each"
+        )
+        yield from table(title, rounds(targets, connections, seconds, count), "nginx")
+
+
+def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
+    """Print the tables, and keep them in benchmarks/results.md when all were made."""
+    suites = {"pass-through": pass_through, "friendly": friendly}
+    lines = [
+        "# Results of the last run",
+        f"\n{datetime.now(timezone.utc):%Y-%m-%d}, {machine()}. The machine is shared: believe the ratios.",
+        f"\n{__doc__.partition(chr(10))[2].strip()}",
+    ]
+    with ExitStack() as stack:
+        repository = stack.enter_context(servers.repository())
+        triton = stack.enter_context(triton_on_free_ports(repository))
+        for name, suite in suites.items():
+            if only in ("", name):
+                lines += suite(triton, stack, seconds, count)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if not only:
+        RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,128 @@
+"""What is measured, and what it is measured against: each server as a process, gone at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.models.zoo import Model, Names, T, write_repository
+from tests.servers import ROOT, Command, free_ports
+
+MODELS = (
+    Model("small", "identity", (T("X", "FP32", (256,)),), (T("Y", "FP32", (256,)),), 64),
+    Model("blob", "length", (T("X", "BYTES", (1,)),), (T("Y", "INT32", (1,)),), 64),
+    Model("array", "mean", (T("X", "FP32", (3, 224, 224)),), (T("Y", "FP32", (1,)),), 64),
+)
+
+NGINX = """
+worker_processes {workers}; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ worker_connections 4096; }}
+http {{
+    access_log off; client_max_body_size 1g; client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy; proxy_request_buffering off; proxy_buffering off;
+    keepalive_requests 1000000000;
+    upstream triton {{ server {triton}; keepalive 64; keepalive_requests 1000000000; }}
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{ proxy_pass http://triton; proxy_http_version 1.1; proxy_set_header Connection ""; }}
+    }}
+}}
+"""
+
+
+@contextmanager
+def repository() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_repository(Path(folder), Names(), MODELS)
+        for config in Path(folder).glob("*/config.pbtxt"):
+            config.write_text(config.read_text() + "\ndynamic_batching { }\n")
+        yield Path(folder)
+
+
+@contextmanager
+def process(command: list[str], url: str, **environment: str) -> Iterator[psutil.Process]:
+    """A server that answers at `url` when this gives it."""
+    started = subprocess.Popen(
+        command, env={**os.environ, **environment}, cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_for(url)
+        yield psutil.Process(started.pid)
+    finally:
+        started.terminate()
+        started.wait(20)
+
+
+def wait_for(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            httpx.get(url, timeout=1)
+        except httpx.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+@contextmanager
+def gateway(
+    triton: str, workers: int = 1, settings: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": triton,
+        "GATEWAY_LOG_LEVEL": "warning",
+        **(settings or {}),
+    }
+    arguments = ["serve", "--port", str(port)]
+    if workers > 1:
+        arguments += ["--workers", str(workers)]
+    with Command(*arguments, environment=environment) as command:
+        command.wait_for("serving")
+        yield f"http://127.0.0.1:{port}", psutil.Process(command.pid)
+
+
+@contextmanager
+def nginx(triton: str, workers: int = 1) -> Iterator[tuple[str, psutil.Process]]:
+    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if binary is None:
+        sys.exit("make bench compares with nginx: apt-get install nginx-light wrk")
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "nginx.conf"
+        config.write_text(NGINX.format(folder=folder, port=port, triton=triton, workers=workers))
+        url = f"http://127.0.0.1:{port}"
+        with process([binary, "-c", str(config)], f"{url}/v2/health/live") as running:
+            yield url, running
+
+
+@contextmanager
+def plain_fastapi(triton: str) -> Iterator[tuple[str, psutil.Process]]:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "uvicorn", "benchmarks.baselines.fastapi_app:app"]
+    command += [
+        "--port",
+        str(port),
+        "--loop",
+        "uvloop",
+        "--http",
+        "httptools",
+        "--log-level",
+        "warning",
+    ]
+    command += ["--no-access-log"]
+    url = f"http://127.0.0.1:{port}"
+    with process(command, f"{url}/docs", TRITON=triton) as running:
+        yield url, running
