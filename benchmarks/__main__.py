@@ -79,14 +79,14 @@ def rounds(
 
 def table(title: str, measured: Mapping[str, Measured], base: str) -> Iterator[str]:
     yield f"\n**{title}**\n"
-    yield f"| | requests/s | of {base} | p50 ms | p99 ms | CPU µs per request | of {base} | MiB |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield f"| | requests/s | of {base} | p50 ms | p99 ms | CPU µs per request | of {base} | MiB | growth |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     reference = measured[base]
     for name, m in measured.items():
         yield (
             f"| {name} | {m.requests_per_s:,.0f} | {m.requests_per_s / reference.requests_per_s:.2f} "
             f"| {m.p50_ms:.2f} | {m.p99_ms:.2f} | {m.cpu_us:.0f} | {m.cpu_us / reference.cpu_us:.2f} "
-            f"| {m.memory_mib:.0f} |"
+            f"| {m.peak_mib:.0f} | {m.growth_mib:.1f} |"
         )
 
 
@@ -147,9 +147,45 @@ def pass_through(
         yield from table(title, rounds(targets, connections, seconds, count), "nginx")
 
 
+def large(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+    """64 MiB in and out: streamed, or held?"""
+    address = f"127.0.0.1:{triton.options.http_port}"
+    settings = {"GATEWAY_MAX_BODY_BYTES": str(1 << 30)}
+    gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url, 1, settings))
+    nginx_url, nginx = stack.enter_context(servers.nginx(address))
+    request = v2_infer("large", np.ones(1 << 24, np.float32), "FP32")
+    path = "/v2/models/large/infer"
+    targets = [
+        Target("nginx", f"{nginx_url}{path}", nginx, request),
+        Target("gateway /v2", f"{gateway_url}{path}", gateway, request),
+    ]
+    yield from table(
+        "64 MiB in and out, 1 connection", rounds(targets, 1, 2 * seconds, count), "nginx"
+    )
+
+
+def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+    """What a second process brings, where there are cores for it, wrk and Triton."""
+    one = stack.enter_context(servers.gateway(triton.options.url))
+    two = stack.enter_context(servers.gateway(triton.options.url, workers=2))
+    request = v2_infer("small", np.ones((1, 256), np.float32), "FP32")
+    targets = [
+        Target(name, f"{url}/v2/models/small/infer", process, request)
+        for name, (url, process) in {"one worker": one, "two workers": two}.items()
+    ]
+    yield from table(
+        "1 KB, 32 connections, workers", rounds(targets, 32, seconds, count), "one worker"
+    )
+
+
 def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
     """Print the tables, and keep them in benchmarks/results.md when all were made."""
-    suites = {"pass-through": pass_through, "friendly": friendly}
+    suites = {
+        "pass-through": pass_through,
+        "large": large,
+        "friendly": friendly,
+        "workers": workers,
+    }
     lines = [
         "# Results of the last run",
         f"\n{datetime.now(timezone.utc):%Y-%m-%d}, {machine()}. The machine is shared: believe the ratios.",

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +39,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Measured:
-    """`cpu_us` is the processor time of the server's process tree per request."""
+    """Of the server's process tree: processor time per request, memory at its peak and its growth."""
 
     requests_per_s: float
     p50_ms: float
     p99_ms: float
     cpu_us: float
-    memory_mib: float
+    peak_mib: float
+    growth_mib: float
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -53,6 +55,32 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 def cpu_s(process: psutil.Process) -> float:
     return sum(sum(member.cpu_times()[:2]) for member in family(process))
+
+
+def memory_mib(process: psutil.Process) -> float:
+    return sum(member.memory_info().rss for member in family(process)) / 2**20
+
+
+class Peak:
+    """Looks at the memory ten times a second."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self.mib = 0.0
+        self._process = process
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.1):
+            self.mib = max(self.mib, memory_mib(self._process))
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 def measure(
@@ -67,17 +95,22 @@ def measure(
             f"[{json.dumps(k)}]={json.dumps(v)}" for k, v in request.headers.items()
         )
         script.write_text(SCRIPT % (json.dumps(str(body)), headers))
-        before = cpu_s(server)
-        run = subprocess.run(
-            [wrk, "-t1", f"-c{connections}", f"-d{seconds:g}s", "-s", str(script), url],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        before, idle_mib = cpu_s(server), memory_mib(server)
+        command = [wrk, "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "30s"]
+        with Peak(server) as peak:
+            run = subprocess.run(
+                [*command, "-s", str(script), url], capture_output=True, text=True, check=True
+            )
         spent = cpu_s(server) - before
     found = re.search(r"RESULT (\d+) (\d+) ([\d.]+) ([\d.]+) (\d+)", run.stdout)
     if found is None or int(found[5]):
         raise RuntimeError(f"{url}: requests failed\n{run.stdout}")
     count, duration_us, p50_us, p99_us = int(found[1]), *map(float, found.groups()[1:4])
-    memory = sum(member.memory_info().rss for member in family(server)) / 2**20
     return Measured(
-        count / duration_us * 1e6, p50_us / 1e3, p99_us / 1e3, spent / count * 1e6, memory
+        requests_per_s=count / duration_us * 1e6,
+        p50_ms=p50_us / 1e3,
+        p99_ms=p99_us / 1e3,
+        cpu_us=spent / count * 1e6,
+        peak_mib=peak.mib,
+        growth_mib=peak.mib - idle_mib,
     )

@@ -20,6 +20,7 @@ from tests.servers import ROOT, Command, free_ports
 
 MODELS = (
     Model("small", "identity", (T("X", "FP32", (256,)),), (T("Y", "FP32", (256,)),), 64),
+    Model("large", "identity", (T("X", "FP32", (-1,)),), (T("Y", "FP32", (-1,)),)),
     Model("blob", "length", (T("X", "BYTES", (1,)),), (T("Y", "INT32", (1,)),), 64),
     Model("array", "mean", (T("X", "FP32", (3, 224, 224)),), (T("Y", "FP32", (1,)),), 64),
 )
@@ -45,7 +46,8 @@ def repository() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         write_repository(Path(folder), Names(), MODELS)
         for config in Path(folder).glob("*/config.pbtxt"):
-            config.write_text(config.read_text() + "\ndynamic_batching { }\n")
+            if "max_batch_size: 0" not in config.read_text():
+                config.write_text(config.read_text() + "\ndynamic_batching { }\n")
         yield Path(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from gateway import logs
 from gateway.app import create_app
 from gateway.fleet.replica import BadAddress
-from gateway.server import server
+from gateway.server import run_workers, server
 from gateway.settings import Settings
 from gateway.triton.embedded import (
     CannotStart,
@@ -43,6 +44,7 @@ Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")
 HttpPort = Annotated[int, typer.Option("--triton-http-port", help="Triton's HTTP port.")]
 GrpcPort = Annotated[int, typer.Option("--triton-grpc-port", help="Triton's gRPC port.")]
 MetricsPort = Annotated[int, typer.Option("--triton-metrics-port", help="Triton's metrics port.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes that serve; one per core at most.")]
 Repository = Annotated[
     list[Path] | None,
     typer.Option(
@@ -143,16 +145,16 @@ def triton(
 
 
 @cli.command()
-def serve(host: Host = "127.0.0.1", port: Port = 8080) -> None:
+def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: Workers = 1) -> None:
     """Start the gateway alone, before the Tritons of GATEWAY_TRITON_URLS."""
     check_port(host, port, "--port")
     settings = read_settings()
     tritons = ", ".join(settings.triton_urls)
-
-    def ready() -> None:
-        say(f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
-
-    server(create_app(settings), settings, host, port, ready).run()
+    ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+    if workers > 1:
+        run_workers(settings, host, port, workers, ready)
+    else:
+        server(create_app(settings), settings, host, port, ready).run()
 
 
 def options_of(

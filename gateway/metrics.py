@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -36,4 +39,9 @@ class Metrics:
         child.observe(duration_s)
 
     def page(self) -> str:
-        return generate_latest(self.registry).decode()
+        """This process's metrics, or all workers' when there are several (`--workers`)."""
+        registry = self.registry
+        if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+        return generate_latest(registry).decode()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import os
 import socket
+import tempfile
 from collections.abc import Callable
 from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.supervisors import Multiprocess
 
 from gateway.settings import Settings
 
 KEEP_ALIVE_S = 75
-# Collecting every 700 new objects is every few requests; what a request leaves has no cycles.
-GC_THRESHOLD = 10_000
 JOIN_UNDER_BYTES = 64 * 1024
 
 
@@ -75,21 +75,19 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # What is alive now stays: the collector need not look at it again, which would take 30 ms.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(GC_THRESHOLD, 20, 50)
         if self.started:
             self._on_ready()
 
 
-def server(
-    app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
-) -> Server:
-    config = uvicorn.Config(
+def config_of(
+    app: ASGIApp | str, settings: Settings, host: str, port: int, workers: int = 1
+) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
+        factory=isinstance(app, str),
         host=host,
         port=port,
+        workers=workers,
         loop="uvloop",
         http=Protocol,
         ws="none",
@@ -103,4 +101,28 @@ def server(
         timeout_graceful_shutdown=int(settings.drain_s) or None,
         proxy_headers=False,
     )
-    return Server(config, on_ready)
+
+
+def server(
+    app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
+) -> Server:
+    """One process. The settings are those that the app was made with."""
+    return Server(config_of(app, settings, host, port), on_ready)
+
+
+def run_workers(
+    settings: Settings, host: str, port: int, workers: int, on_ready: Callable[[], None]
+) -> None:
+    """Several processes on one socket, each with an app of its own, made from the environment.
+
+    Their metrics add up: each writes into files of one folder, and any of them reads all.
+    """
+    with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        config = config_of("gateway.app:app_from_environment", settings, host, port, workers)
+        listening = config.bind_socket()
+        listening.listen(
+            config.backlog
+        )  # who comes before the first worker is up has to wait, no more
+        on_ready()
+        Multiprocess(config, sockets=[listening]).run()

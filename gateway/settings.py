@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -31,6 +32,13 @@ class Settings(BaseSettings):
         description="The Triton replicas, separated by commas. gRPC and metrics are on 8001 and 8002 of the "
         "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002",
     )
+    triton_ca_file: Path | None = Field(
+        None, description="The authority that signed the certificates of https:// replicas."
+    )
+    triton_cert_file: Path | None = Field(
+        None, description="The gateway's own certificate for replicas that ask for one (PEM)."
+    )
+    triton_key_file: Path | None = Field(None, description="The key of that certificate (PEM).")
     max_body_bytes: int = Field(64 << 20, gt=0, description="The largest body of a request.")
     max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
     max_pixels_in_flight: int = Field(

@@ -132,6 +132,13 @@ def test_a_batch_above_the_models_is_cut_and_joined_in_order(zoo: Zoo) -> None:
         assert zoo.outputs(zoo.infer("single_INT32", values)) == {"Y": values}
 
 
+def test_an_error_in_a_cut_batch_says_where(zoo: Zoo) -> None:
+    values = ["INVALID_ARG:the third is bad"] * 10
+    response = zoo.infer("refusing", values)
+    assert_error(response, 422, "REFUSED_BY_MODEL", "the third is bad")
+    assert "in the part of the batch with items" in response.json()["error"]
+
+
 def test_32_files_in_one_form_are_32_answers_in_order(zoo: Zoo) -> None:
     files = [("any", (f"{number}.txt", str(number))) for number in range(32)]
     expected = [str(number) for number in range(32)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from gateway.errors import (
     BadUpstream,
     DoesNotFit,
     ModelNotReady,
+    RefusedByModel,
     UnknownModel,
     listed,
     quoted,
@@ -43,14 +45,28 @@ class Call:
     headers: Headers = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Wire:
+    """How replicas are reached."""
+
+    connect_timeout_s: float
+    tls: ssl.SSLContext | None = None
+
+
 class Replica:
     """One Triton and the connections to it."""
 
-    def __init__(self, address: Address, connect_timeout_s: float) -> None:
+    def __init__(self, address: Address, wire: Wire) -> None:
         self.address = address
-        self.http = Upstream(address.host, address.port, connect_timeout_s=connect_timeout_s)
+        self.http = Upstream(
+            address.host,
+            address.port,
+            tls=wire.tls if address.tls else None,
+            connect_timeout_s=wire.connect_timeout_s,
+        )
+        # Triton's metrics port speaks plain HTTP, whatever stands before the other.
         self.metrics = Upstream(
-            address.host, address.metrics_port, connect_timeout_s=connect_timeout_s
+            address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
         )
 
     def close(self) -> None:
@@ -70,8 +86,8 @@ class Known:
 class Fleet:
     """All replicas. The first is asked; the others are for when there is more than one."""
 
-    def __init__(self, addresses: Sequence[Address], connect_timeout_s: float) -> None:
-        self.replicas = [Replica(address, connect_timeout_s) for address in addresses]
+    def __init__(self, addresses: Sequence[Address], wire: Wire) -> None:
+        self.replicas = [Replica(address, wire) for address in addresses]
         self._known: dict[tuple[str, str], Known] = {}
 
     def close(self) -> None:
@@ -142,12 +158,21 @@ class Fleet:
         pieces = list(inputs.cut(model.max_batch_size))
         if len(pieces) == 1:
             return await self._infer_piece(model, pieces[0], call)
-        tasks = [asyncio.create_task(self._infer_piece(model, piece, call)) for piece in pieces]
+        tasks = [asyncio.create_task(self._infer_part(model, piece, call)) for piece in pieces]
         try:
             return joined(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _infer_part(self, model: Signature, piece: Inputs, call: Call) -> Result:
+        """A piece of a batch; what the model says of «item 2» is counted within the piece."""
+        try:
+            return await self._infer_piece(model, piece, call)
+        except (RefusedByModel, DoesNotFit) as exc:
+            first, last = piece.offset + 1, piece.offset + piece.batch_size
+            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
+            raise
 
     async def _infer_piece(self, model: Signature, inputs: Inputs, call: Call) -> Result:
         timeout_s = call.deadline - asyncio.get_running_loop().time()

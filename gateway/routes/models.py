@@ -33,6 +33,13 @@ async def models(services: ServicesDep) -> dict[str, Any]:
     return {"models": list(found.values())}
 
 
+@router.get("/v2/models")
+async def v2_models(services: ServicesDep) -> dict[str, list[str]]:
+    """The models that are ready, as KServe lists them; Triton itself has no such path."""
+    listed = (await models(services))["models"]
+    return {"models": [model["name"] for model in listed if model["ready"]]}
+
+
 @router.get("/v1/models/{model}")
 @router.get("/v1/models/{model}/versions/{version}")
 async def model(

@@ -31,7 +31,6 @@ from gateway.triton.http import Answer, Headers
 log = logging.getLogger(__name__)
 
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
-OWN_PATHS = b"/v2/repository"
 CLIENT_LEFT = 499
 NO_NAMES = {"model": "", "version": ""}
 MAX_ERROR_BYTES = 1 << 20
@@ -81,7 +80,9 @@ NOT_RELAYED = HOP_BY_HOP | frozenset((b"transfer-encoding",))
 
 def is_passed(raw_path: bytes) -> bool:
     """Under `/v2`, but not the repository, which is ours. Triton does not decode paths: neither do we."""
-    return raw_path[:4] in (b"/v2", b"/v2/") and not raw_path.startswith(OWN_PATHS)
+    if raw_path[:4] not in (b"/v2", b"/v2/"):
+        return False
+    return not raw_path.startswith(b"/v2/repository") and raw_path != b"/v2/models"
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:

@@ -36,6 +36,7 @@ class Inputs:
     arrays: Mapping[str, np.ndarray]
     batch_size: int = 0
     batched: bool = False  # the request had a batch dimension, and so will its answer
+    offset: int = 0  # of a piece, in the batch that it was cut from
 
     def cut(self, max_batch_size: int) -> Iterator[Inputs]:
         """The same in pieces that Triton takes, in order."""
@@ -43,10 +44,9 @@ class Inputs:
             yield self
             return
         for start in range(0, self.batch_size, max_batch_size):
-            piece = {
-                name: array[start : start + max_batch_size] for name, array in self.arrays.items()
-            }
-            yield Inputs(piece, min(max_batch_size, self.batch_size - start), self.batched)
+            end = min(start + max_batch_size, self.batch_size)
+            piece = {name: array[start:end] for name, array in self.arrays.items()}
+            yield Inputs(piece, end - start, self.batched, start)
 
 
 def images_of(

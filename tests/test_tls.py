@@ -1,0 +1,102 @@
+"""`https://` replicas: trusted by their authority, and shown the gateway's own certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+import trustme
+
+from gateway.app import tls_context
+from gateway.errors import GatewayError
+from gateway.fleet.pool import Wire
+from gateway.fleet.replica import Address, address
+from gateway.settings import Settings
+from gateway.triton.http import Reply, Upstream
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def files(authority: trustme.CA, tmp_path: Path) -> Path:
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    own = authority.issue_cert("gateway")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "gateway.pem")
+    own.private_key_pem.write_to_path(tmp_path / "gateway.key")
+    return tmp_path
+
+
+def server_context(authority: trustme.CA, *, name: str, wants_client: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert(name).configure_cert(context)
+    if wants_client:
+        authority.configure_trust(context)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+async def asked(context: ssl.SSLContext, settings: Settings) -> Reply:
+    """A request to a server with this TLS, by a client with these settings."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ANSWER)
+            await reader.read()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    replica: Address = address(f"https://127.0.0.1:{port}")
+    wire = Wire(2.0, tls_context(settings, [replica]))
+    upstream = Upstream(replica.host, replica.port, tls=wire.tls, connect_timeout_s=2.0)
+    try:
+        return await upstream.ask(b"GET", b"/", timeout_s=5)
+    finally:
+        upstream.close()
+        server.close()
+        await server.wait_closed()
+
+
+def test_a_replica_is_trusted_by_its_authority(authority: trustme.CA, files: Path) -> None:
+    context = server_context(authority, name="127.0.0.1", wants_client=False)
+    reply = asyncio.run(asked(context, Settings(triton_ca_file=files / "ca.pem")))
+    assert (reply.status, reply.body) == (200, b"hello")
+
+
+def test_a_replica_of_another_name_or_authority_is_not(authority: trustme.CA, files: Path) -> None:
+    trusting = Settings(triton_ca_file=files / "ca.pem")
+    for context, settings in (
+        (server_context(authority, name="other.example", wants_client=False), trusting),
+        (server_context(trustme.CA(), name="127.0.0.1", wants_client=False), trusting),
+        (server_context(authority, name="127.0.0.1", wants_client=False), Settings()),
+    ):
+        with pytest.raises(GatewayError, match="cannot be reached") as caught:
+            asyncio.run(asked(context, settings))
+        assert caught.value.status == 503
+
+
+def test_the_gateway_shows_its_own_certificate(authority: trustme.CA, files: Path) -> None:
+    context = server_context(authority, name="127.0.0.1", wants_client=True)
+    settings = Settings(
+        triton_ca_file=files / "ca.pem",
+        triton_cert_file=files / "gateway.pem",
+        triton_key_file=files / "gateway.key",
+    )
+    assert asyncio.run(asked(context, settings)).body == b"hello"
+    with pytest.raises(GatewayError):
+        asyncio.run(asked(context, Settings(triton_ca_file=files / "ca.pem")))
+
+
+def test_plain_addresses_need_no_tls() -> None:
+    assert tls_context(Settings(), [address("http://127.0.0.1:8000")]) is None
