@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ from gateway.triton.embedded import (
     EmbeddedTriton,
     ModelControl,
     Options,
+    check_distinct,
     check_port,
     say,
 )
@@ -89,6 +91,7 @@ def up(
         triton_grpc_port,
         triton_metrics_port,
     )
+    check_distinct({"--port": port, **options.ports})
     check_port(host, port, "--port")
     settings = read_settings(triton_urls=(options.url,))
 
@@ -132,7 +135,8 @@ def triton(
 
     def gone(reason: str) -> None:
         reasons.append(reason)
-        signal.raise_signal(signal.SIGTERM)
+        # From another thread: only a signal to the main one wakes it.
+        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
     with EmbeddedTriton(options, on_gone=gone):
         say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")

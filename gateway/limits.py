@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,26 +21,23 @@ class Budget:
         self._free = total
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    @asynccontextmanager
-    async def take(self, weight: int) -> AsyncIterator[None]:
+    async def take(self, weight: int) -> int:
+        """Wait for one's turn; give back what this returns."""
         weight = min(weight, self._total)
-        if self._queue or weight > self._free:
-            turn = asyncio.get_running_loop().create_future()
-            self._queue.append((weight, turn))
-            try:
-                await turn
-            except BaseException:
-                if turn.done() and not turn.cancelled():
-                    self._give(weight)
-                raise
-        else:
+        if not self._queue and weight <= self._free:
             self._free -= weight
+            return weight
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((weight, turn))
         try:
-            yield
-        finally:
-            self._give(weight)
+            await turn
+        except BaseException:
+            # Whoever leaves the queue may have had the turn, or stood before one who can go.
+            self.give(weight if turn.done() and not turn.cancelled() else 0)
+            raise
+        return weight
 
-    def _give(self, weight: int) -> None:
+    def give(self, weight: int) -> None:
         self._free += weight
         while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
             weight, turn = self._queue.popleft()
@@ -55,10 +52,18 @@ class Decoders:
     def __init__(self, threads: int, max_pixels_in_flight: int) -> None:
         self._threads = ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "decode")
         self._pixels = Budget(max_pixels_in_flight)
+        self._loop = asyncio.get_running_loop()
 
     async def run(self, pixels: int, work: Callable[[], T]) -> T:
-        async with self._pixels.take(pixels):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """The result of `work`. Who leaves does not stop the thread: its pixels count until it ends."""
+        taken = await self._pixels.take(pixels)
+        future = self._threads.submit(work)
+        future.add_done_callback(lambda _: self._ended(taken))
+        return await asyncio.wrap_future(future)
+
+    def _ended(self, pixels: int) -> None:
+        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            self._loop.call_soon_threadsafe(self._pixels.give, pixels)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

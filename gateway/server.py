@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import tempfile
@@ -11,10 +12,12 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.supervisors import Multiprocess
 
+from gateway.errors import Malformed, body_of
 from gateway.settings import Settings
+from gateway.tracing import request_id_of
 
 KEEP_ALIVE_S = 75
 JOIN_UNDER_BYTES = 64 * 1024
@@ -52,18 +55,57 @@ class Corked:
         return getattr(self._transport, name)
 
     def _flush(self) -> None:
-        if self._held:
-            held, self._held = self._held, b""
+        held, self._held = self._held, b""
+        if held and not self._transport.is_closing():
             self._transport.write(held)
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol on httptools, with corked answers."""
+    """uvicorn's protocol on httptools, with answers in one write, and stricter in four places."""
+
+    _task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(
-            cast(asyncio.Transport, Corked(cast(asyncio.Transport, transport), self.loop))
+        corked = Corked(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, corked))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """A client that leaves is not waited for: what works for it is cancelled."""
+        super().connection_lost(exc)
+        if self._task is not None and self.cycle is not None and not self.cycle.response_complete:
+            self._task.cancel()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            # httptools would take the body for the other protocol's, and so for the next request.
+            self.send_400_response("this server does not change protocols: send no Upgrade header")
+            return
+        # A copy: trailers, which come later, are no headers (RFC 9110, section 6.5.1).
+        self.scope["headers"] = list(self.headers)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered in the shape of every other error."""
+        request_id = request_id_of(())
+        body = body_of(msg, Malformed.code, request_id)
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\n\r\n"
         )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._task = self.loop.create_task(cycle.run_asgi(app))
+        self._task.add_done_callback(self.tasks.discard)
+        self.tasks.add(self._task)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """It was answered."""
 
 
 class Server(uvicorn.Server):
@@ -98,7 +140,7 @@ def config_of(
         server_header=False,
         date_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(settings.drain_s) or None,
+        timeout_graceful_shutdown=max(math.ceil(settings.drain_s), 1),
         proxy_headers=False,
     )
 

@@ -59,6 +59,7 @@ class Command:
             start_new_session=True,
         )
         self.lines: list[str] = []
+        self._deaf = False
         self._said = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -67,6 +68,8 @@ class Command:
         assert self.process.stdout is not None
         with self.process.stdout as output:
             for raw in output:
+                if self._deaf:
+                    break
                 with self._said:
                     self.lines.append(raw.decode(errors="replace").rstrip())
                     self._said.notify_all()
@@ -100,6 +103,10 @@ class Command:
                 ended = not self._reader.is_alive()
                 if ended or not self._said.wait(deadline - time.monotonic()):
                     raise AssertionError(f"it never said {words!r}:\n{self.output}")
+
+    def stop_reading(self) -> None:
+        """Close our end of its output, at the next line that it writes."""
+        self._deaf = True
 
     def end(self, timeout_s: float = 20) -> int:
         """Wait for the command's own end; its exit status."""

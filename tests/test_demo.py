@@ -243,6 +243,14 @@ def test_a_load_may_not_bring_code(demo: httpx.Client) -> None:
         assert "switched off" in response.json()["error"]
 
 
+def test_two_equal_keys_do_not_get_code_past_the_guard(demo: httpx.Client) -> None:
+    """Triton would read the first, orjson reads the last."""
+    body = '{"parameters": {"config": "{}"}, "parameters": {}}'
+    response = demo.post("/v2/repository/models/ensemble/load", content=body)
+    assert response.status_code == 200
+    assert demo.get("/v2/models/ensemble/config").json()["platform"] == "ensemble"
+
+
 def test_the_metrics_page_is_one_page(demo: httpx.Client) -> None:
     demo.post("/v1/models/ensemble/infer", content=SEVEN, headers=PNG)
     page = demo.get("/metrics").text

@@ -645,6 +645,55 @@ def test_a_compressed_body_that_is_none_is_400_and_a_bomb_413(zoo: Zoo) -> None:
     )
 
 
+def test_several_gzip_members_are_one_body_and_garbage_is_none(zoo: Zoo) -> None:
+    headers = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
+    body = gzip.compress(b"one, ") + gzip.compress(b"two")
+    assert zoo.outputs(zoo.post("single_BYTES", content=body, headers=headers)) == {"Y": "one, two"}
+    garbage = gzip.compress(b"one") + bytes(1 << 20)
+    response = zoo.post("single_BYTES", content=garbage, headers=headers)
+    assert_error(response, 400, "MALFORMED_REQUEST", "Content-Encoding")
+
+
+def raw_answer(zoo: Zoo, request: bytes) -> bytes:
+    """All that the gateway answers to these bytes, until it closes."""
+    url = zoo.client.base_url
+    with socket.create_connection((url.host, url.port or 80), 10) as connection:
+        connection.sendall(request)
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+    return answer
+
+
+def test_an_upgrade_is_refused_before_its_body_is_taken_for_a_request(zoo: Zoo) -> None:
+    path = zoo.path("single_BYTES")
+    request = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+        "Content-Type: text/plain\r\nContent-Length: 40\r\n\r\nGET /livez HTTP/1.1\r\nHost: smuggled\r\n\r\n"
+    )
+    answer = raw_answer(zoo, request.encode())
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b'"code":"MALFORMED_REQUEST"' in answer
+
+
+def test_what_is_no_http_is_answered_in_the_same_shape(zoo: Zoo) -> None:
+    answer = raw_answer(zoo, b"NONSENSE\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"code":"MALFORMED_REQUEST"' in answer
+
+
+def test_trailers_do_not_become_headers(zoo: Zoo) -> None:
+    request = (
+        f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        "Content-Type: text/plain\r\nConnection: close\r\n\r\n"
+        "5\r\nhello\r\n0\r\nX-Request-Timeout: never\r\nX-Request-ID: trailing\r\n\r\n"
+    )
+    answer = raw_answer(zoo, request.encode())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"trailing" not in answer
+
+
 def test_a_body_over_the_limit_is_413_before_it_is_read(zoo: Zoo) -> None:
     url, path = zoo.client.base_url, zoo.path("single_BYTES")
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -205,6 +205,37 @@ def test_triton_alone(repository: Path) -> None:
         with nothing_left(triton):
             os.kill(triton.pid, signal.SIGINT)
         assert triton.end() == 130
+
+
+def test_triton_alone_ends_when_its_server_does_not_come_back(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        write_model(repository, "raise ValueError('the weights are gone')")
+        triton.server().kill()
+        assert triton.end() == 1
+        assert "the weights are gone" in triton.lines[-1]
+
+
+def test_it_goes_on_when_nobody_reads_what_it_says(repository: Path) -> None:
+    with Up(repository, guarded=False) as up:
+        up.wait_for("ready after")
+        up.stop_reading()
+        up.server().kill()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                if up.infer().status_code == 200:
+                    break
+            time.sleep(0.1)
+        assert up.infer().status_code == 200
+        with nothing_left(up):
+            os.kill(up.pid, signal.SIGTERM)
+
+
+def test_two_flags_with_one_port_are_named(repository: Path) -> None:
+    with Up(repository, "--port", "9999", "--triton-grpc-port", "9999") as up:
+        assert up.end() == 1
+    assert "--port and --triton-grpc-port both name port 9999" in up.lines[-1]
 
 
 def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: Path) -> None:

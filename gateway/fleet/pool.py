@@ -30,6 +30,8 @@ from gateway.triton.http import Headers, Reply, Upstream
 
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
 METADATA_TIMEOUT_S = 5.0
+# What a path's segment may hold as it is (RFC 3986, section 3.3); Triton does not decode the rest.
+UNQUOTED = "!$&'()*+,;=:@"
 # Triton and what we know of the model disagree: read it again.
 CONTRADICTIONS = (UnknownModel, ModelNotReady, DoesNotFit)
 
@@ -89,8 +91,11 @@ class Fleet:
     def __init__(self, addresses: Sequence[Address], wire: Wire) -> None:
         self.replicas = [Replica(address, wire) for address in addresses]
         self._known: dict[tuple[str, str], Known] = {}
+        self._reading: dict[tuple[str, str], asyncio.Task[Signature]] = {}
 
     def close(self) -> None:
+        for task in self._reading.values():
+            task.cancel()
         for known in self._known.values():
             if known.refresh is not None:
                 known.refresh.cancel()
@@ -114,18 +119,31 @@ class Fleet:
 
     async def signature(self, model: str, version: str = "") -> Signature:
         """What a model takes and gives. Raises `UnknownModel` or `ModelNotReady`."""
-        if version and not version.isdecimal():
+        if version and not (version.isascii() and version.isdigit() and len(version) < 20):
             raise UnknownModel(model, version)
+        version = version and str(int(version))
         key, now = (model, version), asyncio.get_running_loop().time()
         known = self._known.get(key)
         if known is None:
-            read = await self._read_signature(model, version)
-            self._known[key] = Known(read, now)
-            return read
+            return await self._first_read(key)
         if now - known.read_at > FRESH_S and known.refresh is None:
             known.refresh = asyncio.create_task(self._read_signature(model, version))
             known.refresh.add_done_callback(lambda task: self._refreshed(key, task))
         return known.signature
+
+    async def _first_read(self, key: tuple[str, str]) -> Signature:
+        """Read once, however many ask at the same time."""
+        task = self._reading.get(key)
+        if task is None:
+            task = self._reading[key] = asyncio.create_task(self._read_signature(*key))
+            task.add_done_callback(lambda task: self._first_known(key, task))
+        return await asyncio.shield(task)
+
+    def _first_known(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
+        if self._reading.get(key) is not task:
+            return  # forgotten meanwhile: what it read may be old
+        del self._reading[key]
+        self._refreshed(key, task)
 
     def forget(self, model: str) -> None:
         """What was known of a model is doubtful: it was loaded, unloaded, or contradicts us."""
@@ -133,6 +151,8 @@ class Fleet:
             known = self._known.pop(key)
             if known.refresh is not None:
                 known.refresh.cancel()
+        for key in [key for key in self._reading if key[0] == model]:
+            self._reading.pop(key)
 
     def _refreshed(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
         if task.cancelled():
@@ -213,7 +233,7 @@ class Fleet:
 
 def model_path(model: str, version: str = "") -> str:
     """Triton's path of a model. Triton does not decode it: what must be quoted is no model's name."""
-    path = f"/v2/models/{quote(model, safe='')}"
+    path = f"/v2/models/{quote(model, safe=UNQUOTED)}"
     return f"{path}/versions/{version}" if version else path
 
 
@@ -228,4 +248,4 @@ def output_names(model: Signature, wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def repository_path(model: str, action: str) -> str:
-    return f"/v2/repository/models/{quote(model, safe='')}/{action}"
+    return f"/v2/repository/models/{quote(model, safe=UNQUOTED)}/{action}"

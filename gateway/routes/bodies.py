@@ -68,15 +68,23 @@ async def body_of(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def inflated(chunks: AsyncIterator[bytes], window: int) -> AsyncIterator[bytes]:
-    """A compressed body in plain pieces of at most 1 MiB, so that the limit is met in time."""
+    """A compressed body in plain pieces of at most 1 MiB, so that the limit is met in time.
+
+    Several gzip members one after the other are one body (RFC 1952, section 2.2); anything else after
+    the end is an error.
+    """
     inflater = zlib.decompressobj(window)
+    fed = False
     try:
         async for chunk in chunks:
             compressed = chunk
             while compressed:
+                if inflater.eof:
+                    inflater = zlib.decompressobj(window)
+                fed = True
                 yield inflater.decompress(compressed, INFLATE_STEP_BYTES)
-                compressed = inflater.unconsumed_tail
+                compressed = inflater.unconsumed_tail or inflater.unused_data
     except zlib.error:
         raise Malformed("the body is not what its Content-Encoding says") from None
-    if not inflater.eof:
+    if not (fed and inflater.eof):
         raise Malformed("the compressed body ends too early")

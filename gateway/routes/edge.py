@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from time import perf_counter
 
@@ -38,6 +39,8 @@ class Edge:
                 status = await pass_through(services, scope, receive, send)
             else:
                 status = await self._framed(scope, receive, send)
+        except asyncio.CancelledError:
+            log.debug("the client left")  # the server cancels us then; there is nobody to answer
         finally:
             observe(services, scope, status, perf_counter() - began)
 

@@ -20,6 +20,7 @@ from gateway.errors import (
     BodyTooLarge,
     Forbidden,
     GatewayError,
+    Malformed,
     NotFound,
     Unavailable,
     render,
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 CLIENT_LEFT = 499
+USUAL_LENGTH = 256
 NO_NAMES = {"model": "", "version": ""}
 MAX_ERROR_BYTES = 1 << 20
 
@@ -127,13 +129,17 @@ async def passed(services: Services, scope: Scope, receive: Receive, relay: Rela
             asked = Asked(names["model"], names["version"], timeout_s)
             raise await corrected(answer, asked, health=allowed.health)
         scope["model"] = names["model"]
-        await relay.answer(answer, head_only=method == "HEAD")
+        await relay.answer(answer, timeout_s, head_only=method == "HEAD")
     finally:
         answer.close()
 
 
-@lru_cache(1024)
 def look_up(path: str, method: str) -> tuple[Rule, dict[str, str]]:
+    """As below; the usual paths are looked up once."""
+    return (usual if len(path) <= USUAL_LENGTH else found)(path, method)
+
+
+def found(path: str, method: str) -> tuple[Rule, dict[str, str]]:
     """The rule for this path and method, with model and version. Raises `NotFound`, `Forbidden` or 405."""
     for row in RULES:
         if match := row.path.fullmatch(path):
@@ -143,6 +149,9 @@ def look_up(path: str, method: str) -> tuple[Rule, dict[str, str]]:
                 raise WrongMethod(row.methods)
             return row, NO_NAMES | match.groupdict("")
     raise NotFound("Triton's API has nothing at this path; GET /docs shows what there is")
+
+
+usual = lru_cache(1024)(found)
 
 
 class WrongMethod(GatewayError):
@@ -193,6 +202,8 @@ async def body_of(
     first: bytes = message.get("body", b"")
     if message.get("more_body", False):
         return streamed(first, receive, limit)
+    if length is not None and len(first) != length:
+        raise Malformed(f"the body has {len(first)} bytes, and its Content-Length says {length}")
     if length is None:
         headers[:] = [header for header in headers if header[0] != b"transfer-encoding"]
         headers.append((b"content-length", b"%d" % len(first)))
@@ -229,6 +240,15 @@ async def corrected(answer: Answer, asked: Asked, *, health: bool) -> GatewayErr
     return complaint(answer.status, bytes(body), asked)
 
 
+def relayed(headers: Headers) -> Headers:
+    """An answer's headers without those that concern the replica's connection only."""
+    dropped = NOT_RELAYED
+    for name, value in headers:
+        if name == b"connection":
+            dropped |= {token.strip().lower() for token in value.split(b",")} - FRAMING
+    return [header for header in headers if header[0] not in dropped]
+
+
 class Relay:
     """Passes an answer on as it comes; `status` is 0 until it began."""
 
@@ -237,8 +257,9 @@ class Relay:
         self._scope = scope
         self.status = 0
 
-    async def answer(self, answer: Answer, *, head_only: bool) -> None:
-        headers = [header for header in answer.headers if header[0] not in NOT_RELAYED]
+    async def answer(self, answer: Answer, timeout_s: float, *, head_only: bool) -> None:
+        """Each piece of a stream may take as long as its beginning might have taken."""
+        headers = relayed(answer.headers)
         headers.append((b"x-request-id", self._scope["request_id"].encode()))
         self.status = answer.status
         await self._send(
@@ -246,6 +267,7 @@ class Relay:
         )
         last = False
         while not last:
+            answer.allow(timeout_s)
             chunk = b"" if head_only else await answer.next_chunk()
             last = head_only or answer.complete
             await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})

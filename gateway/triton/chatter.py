@@ -55,10 +55,15 @@ class Chatter:
             self.failures[failure["model"]] = reason
             return f"Triton: failed to load '{failure['model']}': {reason}"
         if match[1] in "EF":
-            self.complaint = self.complaint or " ".join(message.split())
+            self.complaint = " ".join(message.split())
         if match[1] in "WEF" or ESSENCE.search(message):
             return f"Triton: {' '.join(message.split())}"
         return None
+
+    def forget(self) -> None:
+        """The server is up: what it complained of does not explain a later end."""
+        self.failures.clear()
+        self.complaint = ""
 
 
 def unquoted(message: str) -> str:

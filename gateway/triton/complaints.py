@@ -28,8 +28,10 @@ from gateway.errors import (
     UnknownModel,
 )
 
+# Clients' words come back in Triton's errors: what is searched is bounded.
+LONGEST = 2048
 # Python's stack, as Triton's Python backend appends it.
-STACK = re.compile(r"\s*\n\s*At:\s*\n.*", re.S)
+STACK = re.compile(r"\n[ \t]*At:[ \t]*\n.*", re.S)
 FOLDERS = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
 POINTER = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 REGION = re.compile(r"\b/?triton_(?:python_backend_shm_region|gateway)_[\w-]+")
@@ -48,7 +50,7 @@ WRAPPING = (
 
 def scrubbed(text: str) -> str:
     """Triton's reason without stack, folders, addresses and names of shared memory; one line."""
-    text = STACK.sub("", text.strip())
+    text = STACK.sub("", text[:LONGEST].strip())
     before = ""
     while text != before:
         before = text
@@ -84,7 +86,7 @@ def rule(statuses: set[int], words: str, error: Callable[[str, Asked], GatewayEr
 ANY = {400, 404, 500, 501, 503}
 
 RULES = (
-    rule(ANY, r"unknown model|model .* is not found|failed to poll from model repository",
+    rule(ANY, r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository",
          lambda _, asked: UnknownModel(asked.model, asked.version)),
     rule(ANY, r"is not (at )?ready|not ready for inference|has no available versions|is unloaded",
          lambda _, asked: ModelNotReady(asked.model, asked.version)),
@@ -102,8 +104,8 @@ RULES = (
         f"model '{asked.model}' answers several times (decoupled) and must be streamed")),
     rule({400, 501}, r"\bcuda\b|\bgpu\b|out of memory",
          lambda text, asked: ModelFault(f"model '{asked.model}' failed: {text}")),
-    rule({400}, r"unexpected (shape|data-?type|size|number)|expected .* inputs? but got|input .* not found|"
-         r"unexpected inference (input|output)|byte size|batch[- ]size",
+    rule({400}, r"unexpected (shape|data-?type|size|number)|expected [^,]{0,40} inputs? but got|"
+         r"input .* not found|unexpected inference (input|output)|byte size|batch[- ]size",
          lambda text, _: DoesNotFit(text)),
     rule({404}, "", lambda text, _: NotFound(text or "Triton has nothing at this path")),
     rule({400, 501}, "", lambda text, _: RefusedByModel(text or "Triton refused the request")),
@@ -125,7 +127,7 @@ def text_of(body: bytes) -> str:
 
 def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
     """The error of ours that an answer of Triton's with this status means."""
-    text = text_of(body)
+    text = text_of(body)[:LONGEST]
     shown = scrubbed(text)
     for row in RULES:
         if status in row.statuses and row.words.search(text):

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -85,8 +86,10 @@ class Options:
 
 
 def say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """To a person, on standard error; that nobody reads it any more must not stop anything."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 class Life:
@@ -127,6 +130,7 @@ class Life:
                     raise CannotStart(self._why_it_waits()) from None
             else:
                 raise CannotStart(self.why_it_ended())
+        self._chatter.forget()
 
     def _why_it_waits(self) -> str:
         limit_s = self._options.start_timeout_s
@@ -137,10 +141,8 @@ class Life:
         if self._chatter.failures:
             failed = "; ".join(f"{model}: {why}" for model, why in self._chatter.failures.items())
             return f"Triton could not load {failed}"
-        last = self._chatter.last[-1] if self._chatter.last else "it said nothing"
-        return (
-            f"Triton ended with status {self.process.returncode}: {self._chatter.complaint or last}"
-        )
+        words = self._chatter.complaint or self._chatter.last
+        return f"Triton ended with status {self.process.returncode}: {words}"
 
     def stop(self) -> None:
         """Close the guard's lifeline and wait; what a killed guard left is removed here."""
@@ -176,6 +178,7 @@ class EmbeddedTriton:
 
     def __enter__(self) -> EmbeddedTriton:
         check_repositories(self.options.model_repositories)
+        check_distinct(self.options.ports)
         for flag, port in self.options.ports.items():
             check_port(self.options.host, port, flag)
         self._files = install(self._say)
@@ -230,7 +233,7 @@ class EmbeddedTriton:
                     )
                 self._say(f"{why}; starting it again")
                 self._begin()
-            except CannotStart as exc:
+            except (CannotStart, OSError) as exc:
                 if not self._closing.is_set():
                     self._on_gone(f"{why}; {exc}")
                 return
@@ -243,6 +246,15 @@ def check_repositories(folders: tuple[Path, ...]) -> None:
             raise CannotStart(
                 f"there is no model repository at {folder}; name one with --model-repository"
             )
+
+
+def check_distinct(ports: Mapping[str, int]) -> None:
+    """Raise `CannotStart` when two flags name one port."""
+    flags: dict[int, str] = {}
+    for flag, port in ports.items():
+        if port in flags:
+            raise CannotStart(f"{flags[port]} and {flag} both name port {port}; give each its own")
+        flags[port] = flag
 
 
 def check_port(host: str, port: int, flag: str) -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -40,6 +41,16 @@ def wait_for_an_end(server: subprocess.Popen[bytes], signals: int) -> None:
             received = os.read(signals, 64)
             if signal.SIGTERM in received or signal.SIGINT in received:
                 return
+            reap_orphans(server.pid)
+
+
+def reap_orphans(server: int) -> None:
+    """Bury adopted processes that ended by themselves, but leave the server to its own `poll`."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == server:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def stop(server: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -57,12 +68,15 @@ def end_orphans() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
-        for pid in children.read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+        with suppress(OSError):  # without this file there is no list of them
+            for pid in children.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
         try:
-            os.wait()
+            ended, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
+        if ended == 0:
+            time.sleep(0.01)
 
 
 def end_processes_of(prefix: str) -> None:

@@ -23,6 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 HIGH_WATER_BYTES: Final = 256 * 1024
 JOIN_UNDER_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 200
+MAX_HEAD_BYTES: Final = 128 * 1024
 FRAMING: Final = (b"content-length", b"transfer-encoding")
 
 
@@ -58,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         self._paused = False
         self._until_close = False
+        self._head_bytes = 0
         self.status = 0
         self.headers: Headers = []
         self.idle_since = 0.0
@@ -75,6 +77,10 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self.fail(BadUpstream("the replica's answer is not HTTP/1.1"), exc)
+        if self._state == HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.fail(BadUpstream("the replica's answer has too large a header"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clean = False
@@ -100,12 +106,15 @@ class Connection(asyncio.Protocol):
             raise httptools.HttpParserError("a second answer, for which nobody asked")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-        if len(self.headers) > MAX_HEADERS:
-            raise httptools.HttpParserError("too many headers")
+        if self._state == HEAD:  # and not in the trailers, which nobody announced
+            self.headers.append((name.lower(), value))
+            if len(self.headers) > MAX_HEADERS:
+                raise httptools.HttpParserError("too many headers")
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
+        if self.status < 100:
+            raise httptools.HttpParserError("a status that is none")
         if self.status < 200:
             return
         if not self._parser.should_keep_alive():
@@ -141,6 +150,7 @@ class Connection(asyncio.Protocol):
         self._request_sent = False
         self._error = None
         self._until_close = False
+        self._head_bytes = 0
         self.headers = []
         self.allow(timeout_s)
 
@@ -215,13 +225,19 @@ class Connection(asyncio.Protocol):
 
     def end(self) -> bool:
         """Close the exchange: true if the connection can serve another."""
-        reusable = self._state == DONE and self._request_sent and self.usable
+        reusable = self._state == DONE and self._request_sent and self.usable and self._drained
         self._state = IDLE
         self._chunks.clear()
         self._buffered = 0
         if not reusable:
             self.abort()
         return reusable
+
+    @property
+    def _drained(self) -> bool:
+        """Nothing of this exchange is left, on its way out or in, that would meet the next one."""
+        transport = cast(asyncio.Transport, self._transport)
+        return not self._paused and transport.get_write_buffer_size() == 0
 
     def abort(self) -> None:
         self._clean = False
@@ -365,6 +381,8 @@ class Upstream:
         `BadUpstream` or `DeadlinePassed`.
         """
         connection = (None if fresh else self._take()) or await self._connect(timeout_s)
+        if not connection.usable:  # it was closed as soon as it was open
+            raise NotSent(f"the replica {self._authority} closes connections")
         head, chunked = self._head(method, target, headers)
         sending: asyncio.Task[None] | None = None
         connection.begin(timeout_s)
@@ -435,15 +453,18 @@ class Upstream:
         return None
 
     async def _connect(self, timeout_s: float) -> Connection:
-        limit = min(self._connect_timeout_s, timeout_s)
+        if timeout_s <= 0:
+            raise DeadlinePassed(0)
         try:
             _, connection = await asyncio.wait_for(
                 self._loop.create_connection(
                     lambda: Connection(self._loop), self._host, self._port, ssl=self._tls
                 ),
-                limit,
+                min(self._connect_timeout_s, timeout_s),
             )
-        except (OSError, asyncio.TimeoutError) as exc:
+        except (OSError, UnicodeError, asyncio.TimeoutError) as exc:
+            if timeout_s < self._connect_timeout_s and isinstance(exc, asyncio.TimeoutError):
+                raise DeadlinePassed(round(timeout_s, 3)) from exc
             raise NotSent(f"the replica {self._authority} cannot be reached") from exc
         return connection
 

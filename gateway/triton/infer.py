@@ -16,6 +16,7 @@ from gateway.triton.http import Headers, Reply
 
 # What tritonclient lets escape when an answer is not one.
 UNREADABLE = (
+    RecursionError,
     ValueError,
     KeyError,
     TypeError,

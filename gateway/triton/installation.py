@@ -70,7 +70,13 @@ def install(say: Callable[[str], None]) -> Installation:
     check_platform(Platform.here())
     libpython = find_libpython(library_folders())
     cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise CannotInstall(
+            f"the cache folder {cache} cannot be made ({exc.strerror}); "
+            "name another with TRITON_GATEWAY_CACHE"
+        ) from exc
     models = prepare_models_environment(cache, say)
     files = fetch_server(cache, models, say)
     triton = files / "pytriton" / "tritonserver"
@@ -229,9 +235,19 @@ def reason(stderr: str) -> str:
 @contextmanager
 def building(folder: Path) -> Iterator[tuple[Path, bool]]:
     """A folder that is either complete or rebuilt, by one process at a time: (folder, is work needed)."""
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+    complete = folder / COMPLETE
+    if complete.exists():
+        yield folder, False
+        return
+    try:
+        lock = folder.with_name(f".{folder.name}.lock").open("w")
+    except OSError as exc:
+        raise CannotInstall(
+            f"nothing can be written to {folder.parent} ({exc.strerror}); "
+            "name another cache folder with TRITON_GATEWAY_CACHE"
+        ) from exc
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        complete = folder / COMPLETE
         if complete.exists():
             yield folder, False
             return

@@ -89,7 +89,25 @@ class TritonPythonModel:
         self.behaviour = config["parameters"]["behaviour"]["string_value"]
 
     def execute(self, requests):
+        if self.behaviour == "ticking":
+            for request in requests:
+                self.tick(request)
+            return None  # as a decoupled model must
         return [self.answer(request) for request in requests]
+
+    def tick(self, request):
+        """COUNT answers, SECONDS apart: its number, and when it was made. A negative COUNT fails then."""
+        given = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]
+        count, pause_s = (tensor.as_numpy()[0] for tensor in given)
+        sender = request.get_response_sender()
+        for number in range(abs(count)):
+            time.sleep(float(pause_s))
+            values = np.array([number], np.int32), np.array([time.time()])
+            made = [pb_utils.Tensor(*pair) for pair in zip(self.outputs, values, strict=True)]
+            sender.send(pb_utils.InferenceResponse(made))
+        if count < 0:
+            failing([np.array([count])])
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def answer(self, request):
         tensors = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]

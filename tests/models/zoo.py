@@ -53,6 +53,7 @@ class Model:
     outputs: tuple[T, ...]
     max_batch_size: int = 0
     hints: Mapping[str, str] = field(default_factory=dict)  # "scale.X": "0..1", by the tests' names
+    decoupled: bool = False
 
 
 def identity(name: str, datatype: str, dims: tuple[int, ...], batch: int = 0) -> Model:
@@ -132,6 +133,14 @@ MODELS = (
     Model("not_finite", "not_finite", (T("X", "FP32", (1,)),), (T("Y", "FP32", (4,)),), 8),
 )  # fmt: skip
 
+# Apart from the others: it answers several times, which `/infer` refuses.
+TICKING = Model(
+    "ticking", "ticking",
+    (T("COUNT", "INT32", (1,)), T("SECONDS", "FP32", (1,))),
+    (T("NUMBER", "INT32", (1,)), T("MADE", "FP64", (1,))),
+    decoupled=True,
+)  # fmt: skip
+
 
 class Names:
     """The tests' names and those in the repository; the same, or drawn at random."""
@@ -173,6 +182,8 @@ def config(model: Model, names: Names) -> str:
         kind, _, tensor = hint.partition(".")
         parameters[f"gateway.{kind}.{names.tensor(tensor)}"] = value
     lines = ['backend: "python"', f"max_batch_size: {model.max_batch_size}"]
+    if model.decoupled:
+        lines.append("model_transaction_policy { decoupled: true }")
     lines += [f"input {{ {entry(tensor, names)} }}" for tensor in model.inputs]
     lines += [f"output {{ {entry(tensor, names)} }}" for tensor in model.outputs]
     lines += [

@@ -1,0 +1,90 @@
+"""Triton's errors become ours: the table by its rows, and what must not leave."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from gateway.triton.complaints import Asked, complaint, scrubbed
+
+STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected", "code"),
+    [
+        (400, "Request for unknown model: 'm' is not found", 404, "MODEL_NOT_FOUND"),
+        (
+            503,
+            "Request for unknown model: 'm' version 9 is not at ready state",
+            404,
+            "MODEL_NOT_FOUND",
+        ),
+        (400, "Request for unknown model: 'm' has no available versions", 404, "MODEL_NOT_FOUND"),
+        (400, "Model 'm' is not ready", 503, "MODEL_NOT_READY"),
+        (503, "Exceeds maximum queue size", 429, "OVERLOADED"),
+        (503, "Request timeout expired", 504, "DEADLINE_PASSED"),
+        (
+            500,
+            "failed to parse the request JSON buffer: Invalid value. at 0",
+            400,
+            "MALFORMED_REQUEST",
+        ),
+        (503, "explicit model load / unload is not allowed if polling is enabled", 409, "CONFLICT"),
+        (400, "doesn't support models with decoupled transaction policy", 422, "REFUSED_BY_MODEL"),
+        (
+            400,
+            "unexpected shape for input 'X' for model 'm'. Expected [2], got [3]",
+            422,
+            "DOES_NOT_FIT_MODEL",
+        ),
+        (400, "CUDA error: an illegal memory access", 500, "MODEL_FAULT"),
+        (500, "boom" + STACK, 500, "MODEL_FAULT"),
+        (501, "unsupported", 422, "REFUSED_BY_MODEL"),
+        (400, "anything else", 422, "REFUSED_BY_MODEL"),
+        (503, "anything else", 503, "UNAVAILABLE"),
+        (418, "a teapot", 502, "BAD_UPSTREAM"),
+    ],
+)
+def test_status_and_words_decide(status: int, text: str, expected: int, code: str) -> None:
+    error = complaint(status, orjson.dumps({"error": text}), Asked("m", "", 1.0))
+    assert (error.status, error.code) == (expected, code)
+    assert "model.py" not in error.detail
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b'{"error": 5}', b"<html>", b'{"error": ""}']
+)
+def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
+    for status in (400, 404, 500, 503):
+        assert complaint(status, body, Asked("m")).detail
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("in ensemble 'e', no ink found", "no ink found"),
+        ("[request id: 5] batch-size must be <= 8", "batch-size must be <= 8"),
+        ("Failed to process the request(s) for model 'x_0', message: ValueError: bad" + STACK, "bad"),
+        ("cannot read /srv/secret/weights.bin", "cannot read weights.bin"),
+        ("pointer 0x7f00deadbeef", "pointer"),
+        ("region triton_python_backend_shm_region_1a-2b is gone", "region is gone"),
+        ("load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: "
+         "TritonModelException: no file" + STACK + ";\n", "no file"),
+        ("a ratio of 3/4 and a URL http://host/path stay", "a ratio of 3/4 and a URL http://host/path stay"),
+    ],
+)  # fmt: skip
+def test_what_helps_nobody_is_scrubbed(text: str, told: str) -> None:
+    assert scrubbed(text) == told
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "part", ["\n", "\n ", "model ", "input ", "At:\n", "/a", "in ensemble '", "0x"]
+)
+def test_no_text_of_a_clients_making_takes_long(part: str) -> None:
+    """Triton's errors quote input names and ids: each pattern must be linear, or what it reads short."""
+    text = part * (1_000_000 // len(part))
+    for status in (400, 500):
+        complaint(status, orjson.dumps({"error": text}), Asked("m"))
+    scrubbed(text)
