@@ -14,6 +14,7 @@ LAYERS = {
     "gateway.context": 0,
     "gateway.tensors": 1,
     "gateway.exposition": 1,
+    "gateway.sse": 1,
     "gateway.tracing": 1,
     "gateway.logs": 1,
     "gateway.metrics": 1,
@@ -28,7 +29,7 @@ LAYERS = {
     "gateway.__main__": 7,
 }
 # Bytes in, values out: the code of these does no I/O, and so nothing asynchronous.
-PURE = ("gateway/tensors", "gateway/exposition.py", "gateway/settings.py")
+PURE = ("gateway/tensors", "gateway/exposition.py", "gateway/sse.py", "gateway/settings.py")
 
 
 def part_of(module: str) -> str:

@@ -26,7 +26,8 @@ from gateway.errors import (
     render,
 )
 from gateway.routes.services import Services
-from gateway.triton.complaints import Asked, complaint
+from gateway.sse import EVENT_STREAM, ScrubbedErrors
+from gateway.triton.complaints import Asked, complaint, scrubbed_event
 from gateway.triton.http import Answer, Headers
 
 log = logging.getLogger(__name__)
@@ -265,9 +266,14 @@ class Relay:
         await self._send(
             {"type": "http.response.start", "status": answer.status, "headers": headers}
         )
+        events = None
+        if answer.header(b"content-type").startswith(EVENT_STREAM):
+            events = ScrubbedErrors(scrubbed_event)
         last = False
         while not last:
             answer.allow(timeout_s)
             chunk = b"" if head_only else await answer.next_chunk()
             last = head_only or answer.complete
+            if events is not None:
+                chunk = events.feed(chunk) + (events.end() if last else b"")
             await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})

@@ -90,13 +90,17 @@ RULES = (
          lambda _, asked: UnknownModel(asked.model, asked.version)),
     rule(ANY, r"is not (at )?ready|not ready for inference|has no available versions|is unloaded",
          lambda _, asked: ModelNotReady(asked.model, asked.version)),
+    rule(ANY, r"model version is not available", lambda _, asked: UnknownModel(asked.model, asked.version)),
+    rule(ANY, r"Failed to process the request\(s\)", lambda text, asked: ModelFault(
+        f"model '{asked.model}' failed: {text}")),
     rule(ANY, r"queue size|queue is full", lambda _, asked: Overloaded(
         f"the queue of model '{asked.model}' is full; try again shortly")),
     rule(ANY, r"timeout expired|timed out|deadline exceeded",
          lambda _, asked: DeadlinePassed(asked.timeout_s)),
     rule(ANY, r"server is (stopping|shutting|not ready|exiting)|exit timeout",
          lambda *_: Unavailable("the replica is stopping; try again")),
-    rule(ANY, r"parse the request|failed to parse|unable to parse|request JSON|Unable to find 'inputs'",
+    rule(ANY, r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
+         r"Unable to find 'inputs'",
          lambda text, _: Malformed(f"Triton cannot read the request: {text}")),
     rule(ANY, r"explicit model load|model control|POLL mode|is not allowed",
          lambda text, _: Conflict(f"this Triton manages its models itself: {text}")),
@@ -118,11 +122,16 @@ RULES = (
 def text_of(body: bytes) -> str:
     """The `error` of a Triton answer; empty where the body is something else."""
     try:
-        document = orjson.loads(body)
+        document = orjson.loads(body.removeprefix(b"data: ").rstrip())  # bare, or as an event
     except orjson.JSONDecodeError:
         return ""
     error = document.get("error", "") if isinstance(document, dict) else ""
     return error if isinstance(error, str) else ""
+
+
+def scrubbed_event(payload: bytes) -> bytes:
+    """The JSON of an error that comes in the middle of a stream, without what must not leave."""
+    return orjson.dumps({"error": scrubbed(text_of(payload)) or "the stream failed"})
 
 
 def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:

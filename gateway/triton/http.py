@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._until_close = False
         self._head_bytes = 0
+        self._body_bytes = 0
         self.status = 0
         self.headers: Headers = []
         self.idle_since = 0.0
@@ -73,11 +74,13 @@ class Connection(asyncio.Protocol):
         if self._state == IDLE:
             self.abort()  # nobody asked: whatever it is, it must not become somebody's answer
             return
+        body_bytes = self._body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self.fail(BadUpstream("the replica's answer is not HTTP/1.1"), exc)
-        if self._state == HEAD:
+        # Without end, neither a header nor a trailer would ever reach a callback.
+        if self._state in (HEAD, BODY) and self._body_bytes == body_bytes:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.fail(BadUpstream("the replica's answer has too large a header"))
@@ -126,6 +129,7 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
         self._buffered += len(body)
+        self._body_bytes += len(body)
         if self._buffered > HIGH_WATER_BYTES and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
@@ -151,6 +155,7 @@ class Connection(asyncio.Protocol):
         self._error = None
         self._until_close = False
         self._head_bytes = 0
+        self._body_bytes = 0
         self.headers = []
         self.allow(timeout_s)
 

@@ -1,0 +1,43 @@
+"""Events pass byte for byte, but for errors, however the bytes are split."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.sse import ScrubbedErrors
+
+GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
+BAD = b'data: {"error":"boom /srv/x"}\n\n'
+OTHER = b": a comment\n\nevent: x\ndata: 1\n\n"
+
+
+def passed(stream: bytes, cuts: list[int]) -> bytes:
+    scrubber = ScrubbedErrors(lambda payload: b"<" + payload[:9] + b">")
+    ends = sorted({cut % (len(stream) + 1) for cut in cuts} | {len(stream)})
+    pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    return b"".join(map(scrubber.feed, pieces)) + scrubber.end()
+
+
+@given(st.lists(st.sampled_from([GOOD, BAD, OTHER]), max_size=6), st.lists(st.integers(0, 999)))
+def test_only_errors_are_rewritten_wherever_the_stream_is_cut(
+    events: list[bytes], cuts: list[int]
+) -> None:
+    expected = [b'data: <{"error":>\n\n' if event is BAD else event for event in events]
+    assert passed(b"".join(events), cuts) == b"".join(expected)
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 999)))
+def test_what_is_no_error_passes_byte_for_byte(junk: bytes, cuts: list[int]) -> None:
+    stream = b"data: {}\n\n" + junk.replace(b"error", b"")
+    assert passed(stream, cuts) == stream
+
+
+def test_an_event_goes_on_as_soon_as_it_is_whole_and_others_at_once() -> None:
+    scrubber = ScrubbedErrors(bytes)
+    assert scrubber.feed(b'data: {"te') == b'data: {"te'
+    assert scrubber.feed(b'xt": 1}\n\ndata: {"err') == b'xt": 1}\n\n'
+    assert scrubber.feed(b'or": 2}\n') == b""
+    assert scrubber.feed(b"\n") == b'data: {"error": 2}\n\n'
+    assert scrubber.feed(b'data: {"error": 3') == b""
+    assert scrubber.end() == b'data: {"error": 3\n\n'
