@@ -277,15 +277,15 @@ class Telling:
 
 
 def chunked(wire: bytes, body: bytes) -> Telling:
-    return Telling(
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + wire, body, (CHUNKED,)
-    )
+    return Telling(HEAD_CHUNKED + wire, body, (CHUNKED,))
 
 
 def of_length(body: bytes) -> tuple[tuple[bytes, bytes], ...]:
     return ((b"content-length", b"%d" % len(body)),)
 
 
+HEAD = b"HTTP/1.1 200 OK\r\n"
+HEAD_CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 LIKE_AN_ANSWER = b"HTTP/1.1 500 No\r\nContent-Length: 1\r\n\r\n!"
 TELLINGS = {
     "a length": Telling(plain(b"hello"), b"hello", of_length(b"hello")),
@@ -317,6 +317,12 @@ TELLINGS = {
     "chunk extensions": chunked(b'5;a=b\r\nhello\r\n1;c="d;e"\r\n!\r\n0;last\r\n\r\n', b"hello!"),
     "trailers": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nX-Next: 2\r\n\r\n", b"hello"),
     "one trailer": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n", b"hello"),
+    "a trailer that closes": Telling(
+        HEAD_CHUNKED + b"2\r\nok\r\n0\r\nConnection: close\r\n\r\n",
+        b"ok",
+        (CHUNKED,),
+        reused=False,
+    ),
     "no chunk": chunked(b"0\r\n\r\n", b""),
     "204": Telling(b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n", b"", ((b"x-a", b"b"),), 204),
     "304 with the length of what it does not send": Telling(
@@ -754,8 +760,6 @@ def test_an_error_of_the_body_ends_the_exchange_with_that_error(run: Run, when: 
 
 # What a replica does wrong.
 
-HEAD = b"HTTP/1.1 200 OK\r\n"
-HEAD_CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 CUT_OFF = {
     "nothing": b"",
     "in the version": b"HTT",

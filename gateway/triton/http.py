@@ -130,6 +130,7 @@ class Connection(asyncio.Protocol):
         self._chunks.append(body)
         self._buffered += len(body)
         self._body_bytes += len(body)
+        self._head_bytes = 0
         if self._buffered > HIGH_WATER_BYTES and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
@@ -139,6 +140,7 @@ class Connection(asyncio.Protocol):
         if self._state == HEAD:  # an interim answer, such as 100 Continue
             self.headers = []
         elif self._state == BODY:
+            self._clean = self._clean and self._parser.should_keep_alive()  # a trailer may close
             self._state = DONE
             self._arrived()
 
