@@ -19,7 +19,6 @@ from gateway.errors import Malformed, body_of
 from gateway.settings import Settings
 from gateway.tracing import request_id_of
 
-KEEP_ALIVE_S = 75
 JOIN_UNDER_BYTES = 64 * 1024
 
 
@@ -64,6 +63,8 @@ class Protocol(HttpToolsProtocol):
     """uvicorn's protocol on httptools, with answers in one write, and stricter in four places."""
 
     _task: asyncio.Task[None] | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         corked = Corked(cast(asyncio.Transport, transport), self.loop)
@@ -72,8 +73,35 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """A client that leaves is not waited for: what works for it is cancelled."""
         super().connection_lost(exc)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._task is not None and self.cycle is not None and not self.cycle.response_complete:
             self._task.cancel()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but for the timer: one per connection looks, when it fires, if it is time."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self._idle_since = self.loop.time()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._idle_timer is None:
+            self._look_later(self.timeout_keep_alive)
+
+    def _look_later(self, seconds: float) -> None:
+        self._idle_timer = self.loop.call_later(seconds, self._look_if_idle)
+
+    def _look_if_idle(self) -> None:
+        self._idle_timer = None
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return  # the end of the answer sets the next timer
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._look_later(left)
+        else:
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -139,7 +167,7 @@ def config_of(
         # Triton's own are passed on; a second pair would be a second answer's.
         server_header=False,
         date_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=max(math.ceil(settings.drain_s), 1),
         proxy_headers=False,
     )

@@ -56,6 +56,9 @@ class Settings(BaseSettings):
     connect_timeout_s: float = Field(
         0.5, gt=0, description="How long connecting to a replica may take."
     )
+    keep_alive_s: int = Field(
+        75, gt=0, description="How long a client's connection may be idle, in seconds."
+    )
     drain_s: float = Field(
         10.0, ge=0, description="How long requests may go on after SIGTERM before they are cut."
     )
