@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
 SENTENCES := triton_repo/text_core/1/model.onnx
 
-.PHONY: run test check fmt bench lock clean models
+.PHONY: run test check fmt bench bench-peers lock clean models
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
@@ -27,6 +28,9 @@ fmt: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+bench-peers: $(PEERS)/.ready
+	@echo "make bench now includes KServe's transformer"
+
 models: $(VENV)/.gateway
 	@$(BIN)/python -m models.sentences
 
@@ -44,12 +48,20 @@ $(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
 
+# KServe, only to be measured; its pins are not ours.
+$(PEERS)/.ready: requirements/peers.txt
+	@echo "preparing the peers' environment in $(PEERS)"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/peers.txt
+	@touch $@
+
 lock:
 	$(LOCK) pyproject.toml -o requirements/gateway.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
 	$(LOCK) --group models -o requirements/models.txt
+	$(LOCK) --group peers -o requirements/peers.txt
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache

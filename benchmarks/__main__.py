@@ -8,6 +8,7 @@ divided by the number of requests that wrk counted. Any failed request ends the 
 from __future__ import annotations
 
 import io
+import json
 import os
 import platform
 import statistics
@@ -140,6 +141,12 @@ def pass_through(
         Target("gateway /v2", f"{gateway_url}{path}", gateway, request),
         Target("plain FastAPI", f"{plain_url}/small", plain, Request(array.tobytes(), {})),
     ]
+    if servers.has_kserve():
+        kserve_url, kserve = stack.enter_context(servers.kserve_transformer(address))
+        body = json.dumps({"instances": array.tolist()}).encode()
+        posted = Request(body, {"Content-Type": "application/json"})
+        url = f"{kserve_url}/v1/models/small:predict"
+        targets.append(Target("KServe transformer, V1 JSON", url, kserve, posted))
     for connections in (16, 1):
         title = (
             f"1 KB binary infer, {connections} connection{'s' * (connections > 1)}, one worker each"

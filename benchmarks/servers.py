@@ -25,6 +25,8 @@ MODELS = (
     Model("array", "mean", (T("X", "FP32", (3, 224, 224)),), (T("Y", "FP32", (1,)),), 64),
 )
 
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+
 NGINX = """
 worker_processes {workers}; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 4096; }}
@@ -127,4 +129,22 @@ def plain_fastapi(triton: str) -> Iterator[tuple[str, psutil.Process]]:
     command += ["--no-access-log"]
     url = f"http://127.0.0.1:{port}"
     with process(command, f"{url}/docs", TRITON=triton) as running:
+        yield url, running
+
+
+def has_kserve() -> bool:
+    """Whether `make bench-peers` was run."""
+    return (PEERS.parents[1] / ".ready").exists()
+
+
+@contextmanager
+def kserve_transformer(triton: str) -> Iterator[tuple[str, psutil.Process]]:
+    """For the model `small`; in an environment of its own."""
+    (port,) = free_ports(1)
+    command = [str(PEERS), "-W", "ignore", "-m", "benchmarks.baselines.kserve_transformer"]
+    command += ["--http_port", str(port), "--workers", "1", "--enable_grpc", "false"]
+    command += ["--model_name", "small", "--predictor_host", triton, "--predictor_protocol", "v2"]
+    command += ["--enable_latency_logging", "false"]
+    url = f"http://127.0.0.1:{port}"
+    with process(command, f"{url}/v1/models/small", KSERVE_LOGLEVEL="WARNING") as running:
         yield url, running

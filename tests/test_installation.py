@@ -63,7 +63,10 @@ def test_pips_complaint_becomes_a_sentence(stderr: str, words: str) -> None:
     assert words in reason(stderr)
 
 
-@pytest.mark.parametrize("name", ["models.txt", "tritonserver.txt", "gateway.txt", "dev.txt"])
+LOCKS = ["models.txt", "tritonserver.txt", "gateway.txt", "dev.txt", "peers.txt", "sentences.txt"]
+
+
+@pytest.mark.parametrize("name", LOCKS)
 def test_every_lock_has_hashes_and_no_address(name: str) -> None:
     lock = requirements(name).read_text()
     pins = [line for line in lock.splitlines() if "==" in line]
