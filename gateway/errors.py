@@ -19,6 +19,10 @@ from starlette.responses import Response
 log = logging.getLogger(__name__)
 
 
+# What curl -d says of a body when it is told nothing else.
+CURL_DEFAULT = "application/x-www-form-urlencoded"
+
+
 class GatewayError(HTTPException):
     """What a caller is told. `detail` is the sentence; it never holds a path, a stack or a secret."""
 
@@ -73,10 +77,6 @@ class Unrepresentable(NotAcceptable):
         GatewayError.__init__(self, f"the answer is {what}; it can be had as {listed(offered)}")
 
 
-class TooSlow(GatewayError):
-    status, code = 408, "REQUEST_TOO_SLOW"
-
-
 class Conflict(GatewayError):
     status, code = 409, "CONFLICT"
 
@@ -94,12 +94,11 @@ class UnsupportedBody(GatewayError):
     status, code = 415, "UNSUPPORTED_BODY"
 
     def __init__(self, content_type: str, taken: Iterable[str]) -> None:
-        what = (
-            f"a body of type {quoted(content_type)}"
-            if content_type
-            else "a body without Content-Type"
-        )
-        super().__init__(f"{what} is not taken here; send {listed(taken)}")
+        what = f"a body of type {quoted(content_type)}" if content_type else "a body without a type"
+        sentence = f"{what} is not taken here; send {listed(taken)}"
+        if content_type == CURL_DEFAULT:
+            sentence += " (curl -d needs a -H 'Content-Type: …' beside it)"
+        super().__init__(sentence)
 
 
 class DoesNotFit(GatewayError):

@@ -20,7 +20,7 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
             404,
             "MODEL_NOT_FOUND",
         ),
-        (400, "Request for unknown model: 'm' has no available versions", 404, "MODEL_NOT_FOUND"),
+        (400, "Request for unknown model: 'm' has no available versions", 503, "MODEL_NOT_READY"),
         (400, "Model 'm' is not ready", 503, "MODEL_NOT_READY"),
         (503, "Exceeds maximum queue size", 429, "OVERLOADED"),
         (503, "Request timeout expired", 504, "DEADLINE_PASSED"),

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
-from tests.servers import ROOT
+from gateway.triton.embedded import EmbeddedTriton
+from tests.servers import ROOT, Command, free_ports
 
 IMAGES = ROOT / "docs" / "images"
 SEVEN = (IMAGES / "seven.png").read_bytes()
@@ -215,6 +217,48 @@ def test_health_and_metadata_pass_through(demo: httpx.Client) -> None:
     assert demo.get("/v2/models/ensemble/ready").status_code == 200
     metadata = demo.get("/v2/models/ensemble").json()
     assert [tensor["name"] for tensor in metadata["inputs"]] == ["image"]
+
+
+def test_an_unloaded_model_is_not_unknown(demo: httpx.Client) -> None:
+    assert demo.post("/v2/repository/models/text_ensemble/unload").status_code == 200
+    try:
+        response = demo.post("/v1/models/text_ensemble/infer", content=b"x", headers=TEXT)
+        assert_error(response, 503, "MODEL_NOT_READY", "load it")
+    finally:
+        assert demo.post("/v2/repository/models/text_ensemble/load").status_code == 200
+
+
+def test_the_full_reason_is_in_the_log_under_the_request_id(demo_triton: EmbeddedTriton) -> None:
+    (port,) = free_ports(1)
+    environment = {"GATEWAY_TRITON_URLS": demo_triton.options.url, "GATEWAY_LOG_FORMAT": "json"}
+    with Command("serve", "--port", str(port), environment=environment) as serve:
+        serve.wait_for("serving")
+        url = f"http://127.0.0.1:{port}/v1/models/ensemble/infer"
+        httpx.post(url, content=b"junk", headers={**PNG, "X-Request-ID": "find-me"})
+        line = json.loads(serve.wait_for("Triton answered"))
+    assert line["request_id"] == "find-me"
+    assert "in ensemble 'ensemble', the image cannot be decoded" in line["message"]
+
+
+def test_a_large_form_leaves_no_file(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    environment = {"GATEWAY_TRITON_URLS": demo_triton.options.url, "TMPDIR": str(tmp_path)}
+    with Command("serve", "--port", str(port), environment=environment) as serve:
+        serve.wait_for("serving")
+        files = [("image", (f"{number}.png", bytes(4 << 20))) for number in range(8)]
+        response = httpx.post(
+            f"http://127.0.0.1:{port}/v1/models/ensemble/infer", files=files, timeout=30
+        )
+        assert_error(response, 422, "REFUSED_BY_MODEL", "image 1 of 8")
+        held = [Path(file.path) for file in psutil.Process(serve.pid).open_files()]
+    assert not [path for path in held if path.is_relative_to(tmp_path)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_curl_without_a_content_type_is_told_what_to_add(demo: httpx.Client) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    response = demo.post("/v1/models/text_ensemble/infer", content=b"hi", headers=headers)
+    assert_error(response, 415, "UNSUPPORTED_BODY", "-H 'Content-Type: …'")
 
 
 def test_a_model_is_unloaded_and_loaded_again(demo: httpx.Client) -> None:

@@ -6,6 +6,7 @@ a body that is not JSON is 500, a full queue is 503. So both the status and the 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +29,11 @@ from gateway.errors import (
     UnknownModel,
 )
 
+log = logging.getLogger(__name__)
+
 # Clients' words come back in Triton's errors: what is searched is bounded.
 LONGEST = 2048
+LOGGED = 16_384
 # Python's stack, as Triton's Python backend appends it.
 STACK = re.compile(r"\n[ \t]*At:[ \t]*\n.*", re.S)
 FOLDERS = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
@@ -86,9 +90,10 @@ def rule(statuses: set[int], words: str, error: Callable[[str, Asked], GatewayEr
 ANY = {400, 404, 500, 501, 503}
 
 RULES = (
+    rule(ANY, r"has no available versions", lambda _, asked: ModelNotReady(asked.model, asked.version)),
     rule(ANY, r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository",
          lambda _, asked: UnknownModel(asked.model, asked.version)),
-    rule(ANY, r"is not (at )?ready|not ready for inference|has no available versions|is unloaded",
+    rule(ANY, r"is not (at )?ready|not ready for inference|is unloaded",
          lambda _, asked: ModelNotReady(asked.model, asked.version)),
     rule(ANY, r"model version is not available", lambda _, asked: UnknownModel(asked.model, asked.version)),
     rule(ANY, r"Failed to process the request\(s\)", lambda text, asked: ModelFault(
@@ -131,11 +136,13 @@ def text_of(body: bytes) -> str:
 
 def scrubbed_event(payload: bytes) -> bytes:
     """The JSON of an error that comes in the middle of a stream, without what must not leave."""
+    log.warning("Triton's stream failed: %s", payload[:LOGGED].decode(errors="replace"))
     return orjson.dumps({"error": scrubbed(text_of(payload)) or "the stream failed"})
 
 
 def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
-    """The error of ours that an answer of Triton's with this status means."""
+    """The error of ours that an answer of Triton's with this status means. The log has all of it."""
+    log.warning("Triton answered %d: %s", status, body[:LOGGED].decode(errors="replace"))
     text = text_of(body)[:LONGEST]
     shown = scrubbed(text)
     for row in RULES:
