@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import hashlib
+import logging
+import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,16 +20,24 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from gateway import errors, logs
-from gateway.fleet.pool import Fleet, Wire
-from gateway.fleet.replica import Address, address
+from gateway.fleet.declared import ModelsFile
+from gateway.fleet.models import Models
+from gateway.fleet.pool import Pool
+from gateway.fleet.replica import Source, Wire, source
+from gateway.fleet.repository import Repository, Terms
+from gateway.fleet.state import BadState, Store, store
 from gateway.limits import Decoders
 from gateway.metrics import Metrics
-from gateway.routes import health, infer, metrics, models, repository
+from gateway.routes import health, infer, models, repository
+from gateway.routes import metrics as metrics_page
 from gateway.routes.edge import Edge
 from gateway.routes.services import Services
 from gateway.settings import Settings
+from gateway.triton.grpc import Tls
 
-ROUTERS = (infer.router, models.router, repository.router, health.router, metrics.router)
+log = logging.getLogger(__name__)
+
+ROUTERS = (infer.router, models.router, repository.router, health.router, metrics_page.router)
 HANDLED = (HTTPException, RequestValidationError, Exception)
 
 
@@ -37,6 +51,13 @@ def spare_the_collector() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
+async def flush_every_second(metrics: Metrics) -> None:
+    """Another worker may be asked for the metrics page."""
+    while True:
+        await asyncio.sleep(1)
+        metrics.flush()
+
+
 def app_from_environment() -> ASGIApp:
     """For a worker process, which shares nothing with the one that started it."""
     settings = Settings()
@@ -44,9 +65,9 @@ def app_from_environment() -> ASGIApp:
     return create_app(settings)
 
 
-def tls_context(settings: Settings, addresses: Sequence[Address]) -> ssl.SSLContext | None:
+def tls_context(settings: Settings, sources: Sequence[Source]) -> ssl.SSLContext | None:
     """How `https://` replicas are trusted, and how the gateway shows itself to them."""
-    if not any(address.tls for address in addresses):
+    if not any(source.address.tls for source in sources):
         return None
     context = ssl.create_default_context(cafile=settings.triton_ca_file)
     if settings.triton_cert_file is not None:
@@ -54,20 +75,56 @@ def tls_context(settings: Settings, addresses: Sequence[Address]) -> ssl.SSLCont
     return context
 
 
+def kept_by(settings: Settings) -> Store:
+    """Where it is kept what the API loaded. Raises `BadState`."""
+    if settings.state:
+        return store(settings.state)
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    # A file for this fleet: what was loaded on another one does not concern it.
+    fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
+    try:
+        return store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
+    except BadState as exc:
+        log.warning("what is loaded by the API will be forgotten at the next start: %s", exc)
+        return store("memory:")
+
+
 def create_app(settings: Settings) -> ASGIApp:
-    """The gateway before the Tritons of `settings.triton_urls`. Raises `BadAddress`."""
-    addresses = [address(url) for url in settings.triton_urls]
-    wire = Wire(settings.connect_timeout_s, tls_context(settings, addresses))
+    """The gateway before the Tritons of `settings.triton_urls`.
+
+    Raises `BadAddress`, `BadModelsFile` or `BadState` for settings that cannot be used.
+    """
+    sources = [source(url) for url in settings.triton_urls]
+    wire = Wire(settings.connect_timeout_s, tls_context(settings, sources))
+    terms = Terms(
+        settings.load_timeout_s,
+        Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file),
+    )
+    file = ModelsFile(settings.models_file)
+    file.open()
+    kept = kept_by(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            fleet = Fleet(addresses, wire)
-            stack.callback(fleet.close)
+            pool = await stack.enter_async_context(
+                Pool(sources, wire, poll_s=settings.poll_interval_s, dns_s=settings.dns_interval_s)
+            )
+            models = Models(pool)
+            stack.callback(models.close)
+            repository = await stack.enter_async_context(
+                Repository(pool, models, kept, file, terms)
+            )
             decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight)
             stack.callback(decoders.close)
+            metrics = Metrics()
+            stack.callback(metrics.flush)
+            flushing = asyncio.create_task(flush_every_second(metrics))
+            stack.callback(flushing.cancel)
             spare_the_collector()
-            edge.services = app.state.services = Services(settings, fleet, decoders, Metrics())
+            edge.services = app.state.services = Services(
+                settings, pool, models, repository, decoders, metrics
+            )
             yield
             edge.services = None
 

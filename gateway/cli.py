@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,9 @@ from pydantic import ValidationError
 
 from gateway import logs
 from gateway.app import create_app
+from gateway.fleet.declared import BadModelsFile
 from gateway.fleet.replica import BadAddress
+from gateway.fleet.state import BadState
 from gateway.server import run_workers, server
 from gateway.settings import Settings
 from gateway.triton.embedded import (
@@ -26,7 +29,9 @@ from gateway.triton.embedded import (
     Options,
     check_distinct,
     check_port,
+    ports_of,
     say,
+    side_by_side,
 )
 from gateway.triton.installation import CannotInstall
 
@@ -47,6 +52,14 @@ HttpPort = Annotated[int, typer.Option("--triton-http-port", help="Triton's HTTP
 GrpcPort = Annotated[int, typer.Option("--triton-grpc-port", help="Triton's gRPC port.")]
 MetricsPort = Annotated[int, typer.Option("--triton-metrics-port", help="Triton's metrics port.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that serve; one per core at most.")]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=16,
+        help="How many Tritons to start; each has ports 100 higher than the one before.",
+    ),
+]
 Repository = Annotated[
     list[Path] | None,
     typer.Option(
@@ -80,8 +93,9 @@ def up(
     model_repository: Repository = None,
     model_control: Control = ModelControl.explicit,
     load: Load = None,
+    replicas: Replicas = 1,
 ) -> None:
-    """Start an embedded Triton and the gateway before it."""
+    """Start an embedded Triton, or several, and the gateway before it."""
     began = time.monotonic()
     options = options_of(
         model_repository,
@@ -91,9 +105,10 @@ def up(
         triton_grpc_port,
         triton_metrics_port,
     )
-    check_distinct({"--port": port, **options.ports})
+    fleet = [options.replica(number) for number in range(replicas)]
+    check_distinct({"--port": port, **ports_of(fleet)})
     check_port(host, port, "--port")
-    settings = read_settings(triton_urls=(options.url,))
+    settings = read_settings(triton_urls=tuple(options.url for options in fleet))
 
     def ready() -> None:
         say(
@@ -105,12 +120,15 @@ def up(
 
     def gone(reason: str) -> None:
         reasons.append(reason)
-        gateway.should_exit = True
+        if len(reasons) == replicas:
+            gateway.should_exit = True
+        else:
+            say(f"{reason}; the gateway goes on with the others")
 
-    with EmbeddedTriton(options, on_gone=gone):
+    with side_by_side(tritons_of(fleet, gone)):
         gateway.run()
-    if reasons:
-        raise Failure(f"Triton is gone and does not come back: {reasons[0]}")
+    if len(reasons) == replicas:
+        raise Failure(reasons[-1])
 
 
 @cli.command()
@@ -144,7 +162,7 @@ def triton(
             signal.pause()
         except SystemExit:
             if reasons:
-                raise Failure(f"Triton is gone and does not come back: {reasons[0]}") from None
+                raise Failure(reasons[0]) from None
             raise
 
 
@@ -155,10 +173,11 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: Workers = 1) -> 
     settings = read_settings()
     tritons = ", ".join(settings.triton_urls)
     ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+    app = create_app(settings)  # what cannot be used is said here, and not by each worker
     if workers > 1:
         run_workers(settings, host, port, workers, ready)
     else:
-        server(create_app(settings), settings, host, port, ready).run()
+        server(app, settings, host, port, ready).run()
 
 
 def options_of(
@@ -178,6 +197,16 @@ def options_of(
         grpc_port=grpc_port,
         metrics_port=metrics_port,
     )
+
+
+def tritons_of(fleet: Sequence[Options], on_gone: Callable[[str], None]) -> list[EmbeddedTriton]:
+    """What one of several says begins with its address."""
+    return [
+        EmbeddedTriton(
+            options, on_gone=on_gone, label=f"{options.address}: " if len(fleet) > 1 else ""
+        )
+        for options in fleet
+    ]
 
 
 def read_settings(**known: Any) -> Settings:
@@ -204,6 +233,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         cli()
-    except (Failure, CannotInstall, CannotStart, BadAddress) as exc:
+    except (Failure, CannotInstall, CannotStart, BadAddress, BadModelsFile, BadState) as exc:
         say(f"triton-gateway: {exc}")
         sys.exit(1)

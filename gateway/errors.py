@@ -8,8 +8,8 @@ raised while a body is being read then keeps its status on its way through FastA
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -29,6 +29,7 @@ class GatewayError(HTTPException):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "INTERNAL"
     retry_after_s: ClassVar[int | None] = None
+    report: Mapping[str, Any] | None = None  # management tells what came of it on each replica
 
     def __init__(self, sentence: str, *, headers: dict[str, str] | None = None) -> None:
         headers = headers or {}
@@ -147,6 +148,15 @@ class ModelNotReady(GatewayError):
         super().__init__(f"{what} is not ready; load it, or try again when it has loaded")
 
 
+class StateUnavailable(GatewayError):
+    """What the API asked of models cannot be read or kept; what was kept before is as it was."""
+
+    status, code, retry_after_s = 503, "STATE_UNAVAILABLE", 1
+
+    def __init__(self, action: str, reason: str) -> None:
+        super().__init__(f"what the API asked of models cannot be {action} now: {reason}")
+
+
 class DeadlinePassed(GatewayError):
     status, code = 504, "DEADLINE_PASSED"
 
@@ -181,9 +191,16 @@ def listed(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(shown[:-1]) + " and " + shown[-1]
 
 
-def body_of(sentence: str, code: str, request_id: str) -> bytes:
-    """The body of every error: exactly these keys, `error` a string, as Triton's clients read it."""
-    return orjson.dumps({"error": sentence, "code": code, "request_id": request_id})
+def body_of(
+    sentence: str, code: str, request_id: str, report: Mapping[str, Any] | None = None
+) -> bytes:
+    """The body of every error: exactly these keys, `error` a string, as Triton's clients read it.
+
+    Those of model management have their report as well.
+    """
+    return orjson.dumps(
+        {"error": sentence, "code": code, "request_id": request_id, **(report or {})}
+    )
 
 
 async def render(request: Request, exc: Exception) -> Response:
@@ -199,4 +216,7 @@ async def render(request: Request, exc: Exception) -> Response:
         status, code = 500, "INTERNAL"
         sentence = "the gateway failed; its log has the reason under this request id"
     headers = getattr(exc, "headers", None)
-    return Response(body_of(sentence, code, request_id), status, headers, "application/json")
+    report = getattr(exc, "report", None)
+    return Response(
+        body_of(sentence, code, request_id, report), status, headers, "application/json"
+    )

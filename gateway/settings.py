@@ -30,8 +30,30 @@ class Settings(BaseSettings):
     triton_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         ("http://127.0.0.1:8000",),
         description="The Triton replicas, separated by commas. gRPC and metrics are on 8001 and 8002 of the "
-        "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002",
+        "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002. "
+        "dns+http://NAME:8000 stands for every address of a name, looked up again and again.",
     )
+    poll_interval_s: float = Field(
+        0.5, gt=0, le=60, description="How often every replica is looked at."
+    )
+    dns_interval_s: float = Field(
+        5.0, gt=0, description="How often the names of dns+http:// are looked up."
+    )
+    models_file: Path | None = Field(
+        None,
+        description="A YAML file of the models that must be served: models: [NAME, …]. They are kept loaded, "
+        "and /readyz waits for them.",
+    )
+    ready_quorum: int = Field(
+        1, gt=0, description="On how many replicas a declared model must be ready for /readyz."
+    )
+    state: str = Field(
+        "",
+        description="Where it is kept what was loaded and unloaded by the API: file:///path/state.json, "
+        "redis://host:6379/0 when several gateways share it, or memory:. Empty: a file for this fleet in "
+        "the user's state folder (XDG_STATE_HOME).",
+    )
+    load_timeout_s: float = Field(300.0, gt=0, description="How long a model's load may take.")
     triton_ca_file: Path | None = Field(
         None, description="The authority that signed the certificates of https:// replicas."
     )

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
 from gateway.triton import guard
-from gateway.triton.embedded import EmbeddedTriton, Options
+from gateway.triton.embedded import EmbeddedTriton, Options, prepared
 
 ROOT = Path(__file__).parents[1]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; held together, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()
+def free_ports(count: int, *further: int) -> list[int]:
+    """Ports that nobody listens on, nor on those `further` up; held together, so that they differ."""
+    with ExitStack() as stack:
+
+        def hold(port: int) -> int:
+            held = stack.enter_context(socket.socket())
+            held.bind(("127.0.0.1", port))
+            return int(held.getsockname()[1])
+
+        ports: list[int] = []
+        while len(ports) < count:
+            port = hold(0)
+            with suppress(OSError, OverflowError):
+                for more in further:
+                    hold(port + more)
+                ports.append(port)
+        return ports
 
 
 def triton_on_free_ports(repository: Path, *load: str) -> EmbeddedTriton:
@@ -54,7 +62,8 @@ class Command:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            # What a test loads is not for the next one, unless it says so.
+            env={**os.environ, "GATEWAY_STATE": "memory:", **(environment or {})},
             cwd=ROOT,
             start_new_session=True,
         )
@@ -136,3 +145,86 @@ def gateway_before(*urls: str, **settings: str) -> Iterator[httpx.Client]:
     ):
         command.wait_for("serving")
         yield client
+
+
+class Triton:
+    """A tritonserver that a test ends and starts again as it likes, always on the same ports."""
+
+    def __init__(self, repository: Path, *load: str) -> None:
+        self.repository = repository
+        http, grpc, metrics = free_ports(3)
+        self.options = Options(
+            (repository,), load, http_port=http, grpc_port=grpc, metrics_port=metrics
+        )
+        self._files = prepared([self.options], print)
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.options.http_port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the server itself, the guard's only child."""
+        assert self._guard is not None
+        children = Path(f"/proc/{self._guard.pid}/task/{self._guard.pid}/children")
+        return int(children.read_text().split()[0])
+
+    def start(self) -> None:
+        """Returns at once; `wait` for it."""
+        prefix = f"triton_gateway_test_{os.getpid()}_{time.monotonic_ns():x}_"
+        guards = [sys.executable, "-I", "-S", guard.__file__, "10", prefix]
+        command = self.options.command(self._files, prefix)
+        # Triton's own default: who keeps a connection open to it makes its end take this long.
+        patient = [
+            "--exit-timeout-secs=30" if "--exit-timeout" in word else word for word in command
+        ]
+        self._guard = subprocess.Popen(
+            [*guards, *patient],
+            env=self._files.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float = 30) -> None:
+        """Until it serves."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"http://{self.address}/v2/health/live", timeout=1).is_success:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.05)
+        raise AssertionError(f"the Triton at {self.address} does not start")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Without a word."""
+        self.signal(signal.SIGKILL)
+        self.end()
+
+    def end(self) -> None:
+        """Until nothing is left of it."""
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait(30)
+            self._guard = None
+
+    def ended(self, timeout_s: float) -> float:
+        """Seconds until it has ended by itself."""
+        assert self._guard is not None
+        began = time.monotonic()
+        self._guard.wait(timeout_s)
+        return time.monotonic() - began
+
+    def __enter__(self) -> Triton:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

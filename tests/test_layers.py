@@ -23,6 +23,7 @@ LAYERS = {
     "gateway.limits": 2,
     "gateway.fleet": 3,
     "gateway.routes": 4,
+    "gateway.protocol": 4,
     "gateway.app": 5,
     "gateway.server": 5,
     "gateway.cli": 6,

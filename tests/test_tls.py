@@ -11,8 +11,7 @@ import trustme
 
 from gateway.app import tls_context
 from gateway.errors import GatewayError
-from gateway.fleet.pool import Wire
-from gateway.fleet.replica import Address, address
+from gateway.fleet.replica import Wire, source
 from gateway.settings import Settings
 from gateway.triton.http import Reply, Upstream
 
@@ -57,8 +56,9 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> Reply:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
-    replica: Address = address(f"https://127.0.0.1:{port}")
-    wire = Wire(2.0, tls_context(settings, [replica]))
+    entry = source(f"https://127.0.0.1:{port}")
+    replica = entry.address
+    wire = Wire(2.0, tls_context(settings, [entry]))
     upstream = Upstream(replica.host, replica.port, tls=wire.tls, connect_timeout_s=2.0)
     try:
         return await upstream.ask(b"GET", b"/", timeout_s=5)
@@ -99,4 +99,4 @@ def test_the_gateway_shows_its_own_certificate(authority: trustme.CA, files: Pat
 
 
 def test_plain_addresses_need_no_tls() -> None:
-    assert tls_context(Settings(), [address("http://127.0.0.1:8000")]) is None
+    assert tls_context(Settings(), [source("http://127.0.0.1:8000")]) is None

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from gateway.triton.embedded import REPLICA_STEP
 from gateway.triton.guard import SHARED_MEMORY
 from tests.servers import Command, free_ports
 
@@ -25,6 +26,7 @@ input [{ name: "IN" data_type: TYPE_FP32 dims: [-1] }]
 output [{ name: "OUT" data_type: TYPE_FP32 dims: [-1] }]
 """
 MODEL = """
+import os, time
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -55,16 +57,25 @@ class Up(Command):
     """`up` with a repository, on ports of its own."""
 
     def __init__(
-        self, repository: Path, *arguments: str, command: str = "up", guarded: bool = True
+        self,
+        repository: Path,
+        *arguments: str,
+        command: str = "up",
+        guarded: bool = True,
+        replicas: int = 1,
     ) -> None:
-        gateway, http, grpc, metrics = free_ports(4)
+        further = [REPLICA_STEP * number for number in range(1, replicas)]
+        gateway, http, grpc, metrics = free_ports(4, *further)
         flags = ["--triton-http-port", http, "--triton-grpc-port", grpc]
         flags += ["--triton-metrics-port", metrics, "--model-repository", repository]
         if command == "up":
             flags += ["--port", gateway]
+        if replicas > 1:
+            flags += ["--replicas", replicas]
         super().__init__(command, *map(str, flags), *arguments, guarded=guarded)
         self.url = f"http://127.0.0.1:{gateway}"
-        self.triton = f"127.0.0.1:{http}"
+        self.tritons = [f"127.0.0.1:{http + more}" for more in (0, *further)]
+        self.triton = self.tritons[0]
 
     def infer(self) -> httpx.Response:
         return httpx.post(
@@ -76,8 +87,18 @@ class Up(Command):
         process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
 
+    def servers(self) -> list[psutil.Process]:
+        """The tritonservers, in the order of their ports."""
+        found = [process for process in self.family() if process.name() == "tritonserver"]
+        return sorted(found, key=http_port)
+
     def server(self) -> psutil.Process:
-        return next(process for process in self.family() if process.name() == "tritonserver")
+        return self.servers()[0]
+
+
+def http_port(server: psutil.Process) -> list[int]:
+    flag = "--http-port="
+    return [int(part.removeprefix(flag)) for part in server.cmdline() if part.startswith(flag)]
 
 
 def assert_end(processes: list[psutil.Process]) -> None:
@@ -118,7 +139,7 @@ def test_however_it_ends_nothing_is_left(repository: Path, number: signal.Signal
 
 
 def test_it_ends_while_triton_is_still_starting(repository: Path) -> None:
-    write_model(repository, "import time; time.sleep(30)")
+    write_model(repository, "time.sleep(30)")
     with Up(repository) as up:
         deadline = time.monotonic() + 20
         while len(up.family()) < 4 and time.monotonic() < deadline:
@@ -141,8 +162,16 @@ def test_a_killed_triton_is_503_at_once_and_then_started_again(repository: Path)
         assert ready.status_code == 503
         assert up.triton in ready.text
         up.wait_for("Triton is ready again")
-        assert up.infer().status_code == 200
+        assert_serves_soon(up)
         assert httpx.get(f"{up.url}/readyz").status_code == 200
+
+
+def assert_serves_soon(up: Up) -> None:
+    """The gateway looks for a lost Triton a few times a second."""
+    deadline = time.monotonic() + 2
+    while (answer := up.infer()).status_code != 200:
+        assert (answer.status_code, time.monotonic() < deadline) == (503, True)
+        time.sleep(0.02)
 
 
 def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
@@ -152,7 +181,7 @@ def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
         psutil.Process(up.pid).children()[0].kill()
         up.wait_for("Triton is ready again")
         assert_end(before)
-        assert up.infer().status_code == 200
+        assert_serves_soon(up)
 
 
 def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repository: Path) -> None:

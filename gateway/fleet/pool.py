@@ -1,251 +1,357 @@
-"""The fleet as one Triton: who is asked, and what the models look like."""
+"""The replicas: found, watched, chosen from, asked."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import quote
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
+import anyio
 import orjson
 
 from gateway.errors import (
     BadUpstream,
-    DoesNotFit,
+    DeadlinePassed,
+    GatewayError,
     ModelNotReady,
-    RefusedByModel,
+    Unavailable,
     UnknownModel,
-    listed,
-    quoted,
 )
-from gateway.fleet.replica import Address
-from gateway.tensors.inputs import Inputs
-from gateway.tensors.outputs import Result, joined
-from gateway.tensors.signature import Signature, signature
-from gateway.triton import infer
+from gateway.fleet.balance import less_loaded
+from gateway.fleet.health import Budget, State, may_eject
+from gateway.fleet.index import index_of
+from gateway.fleet.replica import Address, Replica, Source, Wire
 from gateway.triton.complaints import Asked, complaint
-from gateway.triton.http import Headers, Reply, Upstream
+from gateway.triton.http import Answer, Headers, NotSent
 
-FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
-METADATA_TIMEOUT_S = 5.0
-# What a path's segment may hold as it is (RFC 3986, section 3.3); Triton does not decode the rest.
-UNQUOTED = "!$&'()*+,;=:@"
-# Triton and what we know of the model disagree: read it again.
-CONTRADICTIONS = (UnknownModel, ModelNotReady, DoesNotFit)
+log = logging.getLogger(__name__)
 
+Body = bytes | AsyncIterator[bytes]
+Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
-@dataclass(frozen=True)
-class Call:
-    """What the caller wants beside the tensors."""
-
-    outputs: tuple[str, ...]
-    parameters: Mapping[str, Any]
-    request_id: str
-    deadline: float  # in the loop's time
-    headers: Headers = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How replicas are reached."""
-
-    connect_timeout_s: float
-    tls: ssl.SSLContext | None = None
+PROBE_TIMEOUT_S: Final = 1.0
+LEAST_PAUSE_S: Final = 0.05
+TIMER_S: Final = 0.001  # how exact timers are
+LOOK_FOR_THE_LOST_S: Final = 0.2
+FIRST_LOOK_S: Final = 2.0
+INDEX: Final = b"/v2/repository/index"
+MAX_ERROR_BYTES: Final = 1 << 20
+MAX_CANDIDATE_LISTS: Final = 10_000
+USUAL_WEIGHT: Final = 0.05
+# A replica that says so has not run the request.
+NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
+ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
 
 
-class Replica:
-    """One Triton and the connections to it."""
+class NoReplica(Unavailable):
+    code = "NO_REPLICA"
 
-    def __init__(self, address: Address, wire: Wire) -> None:
-        self.address = address
-        self.http = Upstream(
-            address.host,
-            address.port,
-            tls=wire.tls if address.tls else None,
-            connect_timeout_s=wire.connect_timeout_s,
-        )
-        # Triton's metrics port speaks plain HTTP, whatever stands before the other.
-        self.metrics = Upstream(
-            address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
-        )
-
-    def close(self) -> None:
-        self.http.close()
-        self.metrics.close()
+    def __init__(self) -> None:
+        super().__init__("no Triton can be reached; GET /readyz says what is wrong with each")
 
 
-@dataclass
-class Known:
-    """A signature, when it was read, and the task that reads it again."""
-
-    signature: Signature
-    read_at: float
-    refresh: asyncio.Task[Signature] | None = None
+async def resolve(name: str) -> list[str]:
+    """The addresses that a name stands for. Raises `OSError`."""
+    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in found})
 
 
-class Fleet:
-    """All replicas. The first is asked; the others are for when there is more than one."""
+class Pool:
+    """All replicas. Use it as a context manager: inside, they are watched."""
 
-    def __init__(self, addresses: Sequence[Address], wire: Wire) -> None:
-        self.replicas = [Replica(address, wire) for address in addresses]
-        self._known: dict[tuple[str, str], Known] = {}
-        self._reading: dict[tuple[str, str], asyncio.Task[Signature]] = {}
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        wire: Wire,
+        *,
+        poll_s: float = 0.5,
+        dns_s: float = 5.0,
+        resolve: Resolve = resolve,
+    ) -> None:
+        self.replicas: dict[Address, Replica] = {}
+        self.changes = asyncio.Event()  # set when a replica's state or models are not as before
+        self._sources = sources
+        self._wire = wire
+        self._poll_s = poll_s
+        self._dns_s = dns_s
+        self._resolve = resolve
+        self._loop = asyncio.get_running_loop()
+        self._watches: dict[Address, asyncio.Task[None]] = {}
+        self._found: dict[Source, frozenset[Address]] = {}
+        self._finders: list[asyncio.Task[None]] = []
+        self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
+        self._usual_s: dict[str, float] = {}
+        self._budget = Budget()
 
-    def close(self) -> None:
-        for task in self._reading.values():
+    async def __aenter__(self) -> Pool:
+        for source in self._sources:
+            if not source.by_dns:
+                self._found[source] = frozenset((source.address,))
+        self._replace()
+        named = [source for source in self._sources if source.by_dns]
+        with anyio.move_on_after(FIRST_LOOK_S):
+            await asyncio.gather(*map(self._find, named))
+            await asyncio.gather(*map(self.look, self.replicas.values()))
+        self._finders = [asyncio.create_task(self._keep_finding(source)) for source in named]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._finders, *self._watches.values()]
+        for task in tasks:
             task.cancel()
-        for known in self._known.values():
-            if known.refresh is not None:
-                known.refresh.cancel()
-        for replica in self.replicas:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self.replicas.values():
             replica.close()
 
-    def choose(self) -> Replica:
-        return self.replicas[0]
+    # Who there is.
 
-    async def ask(
-        self, method: bytes, path: str, body: bytes = b"", *, asked: Asked, timeout_s: float
-    ) -> Any:
-        """A JSON answer of Triton's, or its complaint as an error of ours."""
-        reply = await self.choose().http.ask(method, path.encode(), body, timeout_s=timeout_s)
-        if reply.status != 200:
-            raise complaint(reply.status, reply.body, asked)
+    async def _keep_finding(self, source: Source) -> None:
+        while True:
+            await asyncio.sleep(self._dns_s)
+            await self._find(source)
+
+    async def _find(self, source: Source) -> None:
+        """What the name stands for now; the last good answer stays when there is none."""
         try:
-            return orjson.loads(reply.body) if reply.body else None
+            hosts = list(await asyncio.wait_for(self._resolve(source.address.host), self._dns_s))
+        except (OSError, UnicodeError, asyncio.TimeoutError) as exc:
+            log.warning(
+                "the name %s cannot be looked up: %s", source.address.host, exc or "timeout"
+            )
+            return
+        if not hosts:
+            log.warning("the name %s stands for no address", source.address.host)
+            return
+        name = source.address.host
+        self._found[source] = frozenset(
+            replace(source.address, host=host, name=name) for host in hosts
+        )
+        self._replace()
+
+    def _replace(self) -> None:
+        wanted = {address for found in self._found.values() for address in found}
+        for address in self.replicas.keys() - wanted:
+            log.warning("the replica %s is gone", address)
+            self._watches.pop(address).cancel()
+            self.replicas.pop(address).close()
+        for address in sorted(wanted - self.replicas.keys(), key=str):
+            replica = self.replicas[address] = Replica(address, self._wire)
+            self._watches[address] = asyncio.create_task(self._watch(replica))
+        self._changed()
+
+    # How they are.
+
+    async def _watch(self, replica: Replica) -> None:
+        while True:
+            await self.look(replica)
+            await asyncio.sleep(LEAST_PAUSE_S)
+            down = self.state(replica) is State.DOWN  # a refusal costs little, and its return counts
+            pause_s = min(self._poll_s, LOOK_FOR_THE_LOST_S) if down else self._poll_s
+            with anyio.move_on_after(pause_s - LEAST_PAUSE_S):
+                await replica.doubted.wait()
+            replica.doubted.clear()
+            replica.pace.tick()
+
+    def state(self, replica: Replica) -> State:
+        return replica.health.state(self._loop.time())
+
+    def ejected_for_s(self, replica: Replica) -> float:
+        return max(replica.health.ejected_until - self._loop.time(), 0.0)
+
+    async def refresh(self) -> None:
+        """Look at all of them now."""
+        await asyncio.gather(*map(self.look, list(self.replicas.values())))
+
+    async def look(self, replica: Replica) -> None:
+        """On a fresh connection: a Triton that is stopping answers on old ones as if well."""
+        try:
+            reply = await replica.http.ask(b"POST", INDEX, timeout_s=PROBE_TIMEOUT_S, fresh=True)
+        except GatewayError as exc:
+            self._unwell(replica, exc)
+            return
+        try:
+            if reply.status != 200:
+                raise ValueError(f"Triton answers {reply.status}")
+            changed = reply.body != replica.index_bytes
+            if changed:
+                replica.index = index_of(orjson.loads(reply.body))
+                replica.index_bytes = reply.body
+        except ValueError as exc:
+            self._unwell(replica, BadUpstream(str(exc)))
+            return
+        was = replica.health
+        if was.refuses or was.misses:
+            replica.health = was.answered()
+            self._told(replica, was.state(self._loop.time()))
+            changed = True
+        replica.reason = ""
+        if changed:
+            self._changed()
+
+    def _unwell(self, replica: Replica, error: GatewayError) -> None:
+        was = replica.health.state(self._loop.time())
+        refused = isinstance(error, NotSent) and error.refused
+        replica.health = replica.health.refused() if refused else replica.health.missed()
+        replica.reason = error.detail
+        self._told(replica, was)
+
+    def _told(self, replica: Replica, was: State) -> None:
+        """Of a change of its state, once."""
+        state = replica.health.state(self._loop.time())
+        if state == was:
+            return
+        replica.http.keeps = state in (State.UP, State.EJECTED)
+        if not replica.http.keeps:
+            replica.drop_idle()
+            replica.index_bytes = b""  # what comes back may be another
+            log.warning("the replica %s is %s: %s", replica.address, state.name, replica.reason)
+        else:
+            log.info("the replica %s is %s", replica.address, state.name)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._candidates.clear()
+        self.changes.set()
+
+    # Which of them.
+
+    def choose(self, model: str = "", version: str = "", but: Replica | None = None) -> Replica:
+        """The less loaded of two that can serve the model. Raises `NoReplica`."""
+        candidates = self._candidates.get((model, version))
+        if candidates is None:
+            candidates = self._look_up(model, version)
+        if but is not None:
+            candidates = tuple(replica for replica in candidates if replica is not but)
+        if not candidates:
+            raise NoReplica
+        return less_loaded(candidates)
+
+    def _look_up(self, model: str, version: str) -> tuple[Replica, ...]:
+        """Those on which it is ready, the healthy before the others; where it is nowhere ready, Triton
+        itself says why."""
+        now = self._loop.time()
+        states = {replica: replica.health.state(now) for replica in self.replicas.values()}
+        alive = [replica for replica, state in states.items() if state != State.DOWN]
+        ready = [replica for replica in alive if replica.index.ready(model, version)]
+        among = ready if model and ready else alive
+        best = min((states[replica] for replica in among), default=State.DOWN)
+        if best != State.UP:
+            best = State.SLOW  # in need: all that may live
+        found = tuple(replica for replica in among if states[replica] <= best)
+        if len(self._candidates) > MAX_CANDIDATE_LISTS:
+            self._candidates.clear()
+        self._candidates[model, version] = found
+        return found
+
+    # And asked.
+
+    async def send(
+        self, asked: Asked, method: bytes, target: bytes, headers: Headers, body: Body = b""
+    ) -> Answer:
+        """Triton's answer to a request of the model `asked.model`, if it is a success.
+
+        Asks a second replica when the first cannot have run it. Raises what the failure means.
+        """
+        tried: Replica | None = None
+        deadline = self._loop.time() + asked.timeout_s
+        self._budget.earn()
+        while True:
+            replica = self.choose(asked.model, asked.version, tried)
+            began = self._loop.time()
+            try:
+                answer = await replica.http.send(
+                    method, target, headers, body, timeout_s=deadline - began
+                )
+                if answer.status < 400:
+                    if len(self.replicas) > 1:
+                        self._succeeded(replica, asked.model, self._loop.time() - began)
+                    return answer
+                error = await complained(answer, asked)
+                if isinstance(error, (ModelNotReady, UnknownModel)):
+                    self._contradicted(replica, asked)
+            except ON_THE_WIRE as exc:
+                error = exc
+                self._failed(replica, error, began)
+            if tried is not None or not self._may_retry(error, replica, asked, body):
+                raise error
+            log.warning("asking another replica than %s: %s", replica.address, error.detail)
+            tried = replica
+
+    async def ask(self, asked: Asked, method: bytes, path: str, body: bytes = b"") -> Any:
+        """A JSON answer of Triton's. Raises `BadUpstream` for one that is not."""
+        headers = [(b"content-length", b"%d" % len(body))]
+        answer = await self.send(asked, method, path.encode(), headers, body)
+        try:
+            text = await answer.read()
+        finally:
+            answer.close()
+        try:
+            return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as exc:
             raise BadUpstream("the replica answered what is not JSON") from exc
 
-    async def signature(self, model: str, version: str = "") -> Signature:
-        """What a model takes and gives. Raises `UnknownModel` or `ModelNotReady`."""
-        if version and not (version.isascii() and version.isdigit() and len(version) < 20):
-            raise UnknownModel(model, version)
-        version = version and str(int(version))
-        key, now = (model, version), asyncio.get_running_loop().time()
-        known = self._known.get(key)
-        if known is None:
-            return await self._first_read(key)
-        if now - known.read_at > FRESH_S and known.refresh is None:
-            known.refresh = asyncio.create_task(self._read_signature(model, version))
-            known.refresh.add_done_callback(lambda task: self._refreshed(key, task))
-        return known.signature
-
-    async def _first_read(self, key: tuple[str, str]) -> Signature:
-        """Read once, however many ask at the same time."""
-        task = self._reading.get(key)
-        if task is None:
-            task = self._reading[key] = asyncio.create_task(self._read_signature(*key))
-            task.add_done_callback(lambda task: self._first_known(key, task))
-        return await asyncio.shield(task)
-
-    def _first_known(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
-        if self._reading.get(key) is not task:
-            return  # forgotten meanwhile: what it read may be old
-        del self._reading[key]
-        self._refreshed(key, task)
-
-    def forget(self, model: str) -> None:
-        """What was known of a model is doubtful: it was loaded, unloaded, or contradicts us."""
-        for key in [key for key in self._known if key[0] == model]:
-            known = self._known.pop(key)
-            if known.refresh is not None:
-                known.refresh.cancel()
-        for key in [key for key in self._reading if key[0] == model]:
-            self._reading.pop(key)
-
-    def _refreshed(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
-        if task.cancelled():
-            return
-        if task.exception() is not None:
-            self._known.pop(key, None)
-        else:
-            self._known[key] = Known(task.result(), asyncio.get_running_loop().time())
-
-    async def _read_signature(self, model: str, version: str) -> Signature:
-        asked, path = Asked(model, version), model_path(model, version)
-        metadata, config = await asyncio.gather(
-            self.ask(b"GET", path, asked=asked, timeout_s=METADATA_TIMEOUT_S),
-            self.ask(b"GET", f"{path}/config", asked=asked, timeout_s=METADATA_TIMEOUT_S),
-        )
-        try:
-            return signature(metadata, config, version)
-        except (KeyError, TypeError, AttributeError) as exc:
-            raise BadUpstream(f"the replica's metadata of model '{model}' cannot be read") from exc
-
-    async def infer(self, model: Signature, inputs: Inputs, call: Call) -> Result:
-        """The model's answer; a batch larger than it takes is cut, sent side by side, and joined."""
-        pieces = list(inputs.cut(model.max_batch_size))
-        if len(pieces) == 1:
-            return await self._infer_piece(model, pieces[0], call)
-        tasks = [asyncio.create_task(self._infer_part(model, piece, call)) for piece in pieces]
-        try:
-            return joined(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _infer_part(self, model: Signature, piece: Inputs, call: Call) -> Result:
-        """A piece of a batch; what the model says of «item 2» is counted within the piece."""
-        try:
-            return await self._infer_piece(model, piece, call)
-        except (RefusedByModel, DoesNotFit) as exc:
-            first, last = piece.offset + 1, piece.offset + piece.batch_size
-            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
-            raise
-
-    async def _infer_piece(self, model: Signature, inputs: Inputs, call: Call) -> Result:
-        timeout_s = call.deadline - asyncio.get_running_loop().time()
-        headers, body = infer.encoded(
-            model,
-            inputs.arrays,
-            call.outputs,
-            call.parameters,
-            request_id=call.request_id,
-            timeout_us=max(int(timeout_s * 1e6), 1),
-        )
-        path = f"{model_path(model.model, model.version)}/infer".encode()
-        reply = await self._posted(path, [*headers, *call.headers], body, timeout_s)
-        if reply.status != 200:
-            error = complaint(
-                reply.status, reply.body, Asked(model.model, model.version, timeout_s)
+    def _may_retry(self, error: GatewayError, replica: Replica, asked: Asked, body: Body) -> bool:
+        """Only what cannot have run; and of a body that is being streamed nothing is left."""
+        if not isinstance(error, NOT_RUN):
+            return False
+        if isinstance(error, NotSent):
+            others = any(
+                other is not replica for other in self._look_up(asked.model, asked.version)
             )
-            if isinstance(error, CONTRADICTIONS):
-                self.forget(model.model)
-            raise error
-        arrays, version = infer.decoded(reply)
-        return Result(
-            model,
-            arrays,
-            inputs.batched,
-            call.request_id,
-            version,
-            classified=bool(call.parameters.get("classification")),
-        )
+        else:
+            others = isinstance(body, bytes) and any(
+                other is not replica and other.index.ready(asked.model, asked.version)
+                for other in self._look_up(asked.model, asked.version)
+            )
+        return others and self._budget.spend()
 
-    async def _posted(self, path: bytes, headers: Headers, body: bytes, timeout_s: float) -> Reply:
-        answer = await self.choose().http.send(b"POST", path, headers, body, timeout_s=timeout_s)
-        try:
-            return Reply(answer.status, answer.headers, await answer.read())
-        finally:
-            answer.close()
+    def _succeeded(self, replica: Replica, model: str, took_s: float) -> None:
+        if replica.health.failures:
+            replica.health = replica.health.succeeded()
+        usual_s = self._usual_s.get(model, took_s)
+        replica.pace.answered(took_s, usual_s)
+        self._usual_s[model] = usual_s + USUAL_WEIGHT * (took_s - usual_s)
+
+    def _failed(self, replica: Replica, error: GatewayError, began: float) -> None:
+        """What requests experience. A deadline that passed while others were answered is the model's, and
+        one so short that not even a probe need have been answered says nothing."""
+        now = self._loop.time()
+        was = replica.health.state(now)
+        telling_s = min(self._poll_s + LEAST_PAUSE_S, PROBE_TIMEOUT_S)
+        answers = replica.http.last_answer > began or now - began < telling_s
+        if isinstance(error, DeadlinePassed) and answers:
+            return
+        if isinstance(error, NotSent) and error.refused:
+            replica.health = replica.health.refused()
+            replica.reason = error.detail
+        ejected = sum(other.health.ejected_until > now for other in self.replicas.values())
+        allowed = may_eject(len(self.replicas), ejected)
+        replica.health = replica.health.failed(now, may_eject=allowed)
+        replica.doubted.set()
+        if replica.health.ejected_until > now and was is not State.EJECTED:
+            replica.reason = error.detail
+            # A timer of uvloop's can be a hair early, when the replica would still be left out.
+            self._loop.call_at(replica.health.ejected_until + TIMER_S, self._changed)
+        self._told(replica, was)
+
+    def _contradicted(self, replica: Replica, asked: Asked) -> None:
+        """It has not the model that its index promised: it was unloaded behind our back."""
+        if replica.index.ready(asked.model, asked.version):
+            replica.index = replica.index.without(asked.model)
+            replica.index_bytes = b""
+            replica.doubted.set()
+            self._changed()
 
 
-def model_path(model: str, version: str = "") -> str:
-    """Triton's path of a model. Triton does not decode it: what must be quoted is no model's name."""
-    path = f"/v2/models/{quote(model, safe=UNQUOTED)}"
-    return f"{path}/versions/{version}" if version else path
-
-
-def output_names(model: Signature, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The outputs to ask for; none are all. Raises `DoesNotFit` for one that the model does not have."""
-    unknown = [name for name in wanted if name not in model.outputs]
-    if unknown:
-        raise DoesNotFit(
-            f"the model has no output {quoted(unknown[0])}; its outputs are {listed(model.outputs)}"
-        )
-    return tuple(wanted)
-
-
-def repository_path(model: str, action: str) -> str:
-    return f"/v2/repository/models/{quote(model, safe=UNQUOTED)}/{action}"
+async def complained(answer: Answer, asked: Asked) -> GatewayError:
+    """Triton's complaint as an error of ours; the connection is given back."""
+    body = bytearray()
+    try:
+        while len(body) < MAX_ERROR_BYTES and (chunk := await answer.next_chunk()):
+            body += chunk
+    finally:
+        answer.close()
+    return complaint(answer.status, bytes(body), asked)

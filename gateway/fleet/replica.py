@@ -1,11 +1,22 @@
-"""One Triton of the fleet: where its three APIs are."""
+"""One Triton of the fleet: where its three APIs are, and what is known of it."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import ssl
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-GRPC_PORT, METRICS_PORT = 8001, 8002
+from gateway.fleet.balance import Pace
+from gateway.fleet.health import Health
+from gateway.fleet.index import NOTHING, Index
+from gateway.triton.http import Upstream
+
+HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+PORT = re.compile("[0-9]{1,5}")
+SCHEMES = {"http": (False, False), "https": (True, False)}
+SCHEMES |= {f"dns+{scheme}": (tls, True) for scheme, (tls, _) in SCHEMES.items()}
 
 
 class BadAddress(ValueError):
@@ -18,26 +29,92 @@ class Address:
 
     host: str
     port: int
-    grpc_port: int
-    metrics_port: int
+    grpc_port: int = GRPC_PORT
+    metrics_port: int = METRICS_PORT
     tls: bool = False
+    name: str = ""  # what its certificate is for, where `host` is what the name stands for
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return joined(self.host, self.port)
+
+    @property
+    def grpc(self) -> str:
+        return joined(self.host, self.grpc_port)
 
 
-def address(url: str) -> Address:
+@dataclass(frozen=True)
+class Source:
+    """An entry of `GATEWAY_TRITON_URLS`: one address, or a name that stands for several."""
+
+    address: Address
+    by_dns: bool = False
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def source(url: str) -> Source:
     """Read one entry of `GATEWAY_TRITON_URLS`. Raises `BadAddress`."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise BadAddress(f"{url!r} is no address of a Triton; write http://HOST:8000")
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = HTTP_PORT if parts.port is None else parts.port
+    except ValueError as exc:
+        raise BadAddress(f"{url!r} is no address of a Triton: {exc}") from None
+    if not port or parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/"):
+        raise BadAddress(
+            f"{url!r} is no address of a Triton; write http://HOST:8000 or dns+http://NAME:8000"
+        )
+    tls, by_dns = SCHEMES[parts.scheme]
     ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in ports or not value.isdigit():
+        if name not in ports or not PORT.fullmatch(value) or not 0 < int(value) < 65536:
             raise BadAddress(f"{url!r}: after the ? only grpc=PORT and metrics=PORT can stand")
         ports[name] = int(value)
-    try:
-        port = parts.port or 8000
-    except ValueError:
-        raise BadAddress(f"{url!r} has a port that is none") from None
-    return Address(parts.hostname, port, ports["grpc"], ports["metrics"], parts.scheme == "https")
+    return Source(Address(parts.hostname, port, ports["grpc"], ports["metrics"], tls), by_dns)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How replicas are reached."""
+
+    connect_timeout_s: float
+    tls: ssl.SSLContext | None = None
+
+
+class Replica:
+    """One Triton, the connections to it, and what its last probe and the requests said."""
+
+    def __init__(self, address: Address, wire: Wire) -> None:
+        self.address = address
+        self.health = Health()
+        self.index: Index = NOTHING
+        self.index_bytes = b""
+        self.reason = "not asked yet"
+        self.pace = Pace()
+        self.doubted = asyncio.Event()  # look at it now, not at the next tick
+        self.http = Upstream(
+            address.host,
+            address.port,
+            tls=wire.tls if address.tls else None,
+            server_name=address.name,
+            connect_timeout_s=wire.connect_timeout_s,
+        )
+        # Triton's metrics port speaks plain HTTP, whatever stands before the other.
+        self.metrics = Upstream(
+            address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
+        )
+
+    @property
+    def load(self) -> float:
+        """What the choice compares."""
+        return (self.http.outstanding + 1) * self.pace.slowness
+
+    def drop_idle(self) -> None:
+        """Leave no connection open that a stopping Triton would wait for."""
+        self.http.drop_idle()
+        self.metrics.drop_idle()
+
+    def close(self) -> None:
+        self.http.close()
+        self.metrics.close()

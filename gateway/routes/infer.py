@@ -15,7 +15,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.errors import DeadlinePassed
-from gateway.fleet.pool import Call, output_names
+from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import payload_of, whole_body
 from gateway.routes.services import Services, ServicesDep
@@ -57,7 +57,7 @@ class Exchange:
         outputs = output_names(self.signature, payload.outputs)
         request_id = payload.id or self.request_id
         call = Call(outputs, payload.parameters, request_id, self.deadline)
-        return await self.services.fleet.infer(self.signature, inputs, call)
+        return await self.services.models.infer(self.signature, inputs, call)
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ async def exchange(
     deadline = anyio.current_time() + timeout_s
     try:
         with anyio.fail_after(timeout_s):
-            signature = await services.fleet.signature(model, version)
+            signature = await services.models.signature(model, version)
             request.scope["model"] = signature.model
             yield Exchange(services, signature, request.scope["request_id"], deadline)
     except TimeoutError as exc:

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.errors import GatewayError
 from gateway.exposition import merge
-from gateway.fleet.pool import Replica
+from gateway.fleet.replica import Replica
 from gateway.routes.services import Services, ServicesDep
 
 router = APIRouter(tags=["metrics"])
@@ -20,7 +20,7 @@ SCRAPE_TIMEOUT_S = 2.0
 async def metrics(services: ServicesDep) -> Response:
     """A replica that does not answer costs its own samples, never the page."""
     found = await asyncio.gather(
-        *(page_of(services, replica) for replica in services.fleet.replicas)
+        *(page_of(services, replica) for replica in services.pool.replicas.values())
     )
     pages = {str(replica.address): page for replica, page in found if page}
     return Response(merge(services.metrics.page(), pages), media_type=CONTENT_TYPE_LATEST)

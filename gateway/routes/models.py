@@ -6,31 +6,69 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from gateway.fleet.health import State
+from gateway.fleet.index import merged
+from gateway.fleet.pool import NoReplica, Pool
+from gateway.fleet.replica import Replica
 from gateway.routes.services import ServicesDep
 from gateway.tensors import examples, schema
 from gateway.tensors.signature import Signature, Tensor
-from gateway.triton.complaints import Asked
 
 router = APIRouter(tags=["models"])
-TIMEOUT_S = 5.0
 
 
 @router.get("/v1/models")
 async def models(services: ServicesDep) -> dict[str, Any]:
-    """Every model of the repository with its versions and their states."""
-    index = await services.fleet.ask(
-        b"POST", "/v2/repository/index", asked=Asked(), timeout_s=TIMEOUT_S
-    )
+    """Every model: its versions, its state on each replica, and why it is there."""
+    pool, repository = services.pool, services.repository
+    indexes = {
+        str(replica.address): replica.index
+        for replica in pool.replicas.values()
+        if pool.state(replica) <= State.EJECTED
+    }
+    if not indexes:
+        raise NoReplica
     found: dict[str, dict[str, Any]] = {}
-    for entry in index or ():
-        model = found.setdefault(entry["name"], {"name": entry["name"], "versions": []})
-        if "version" in entry:
-            model["versions"].append(
-                {key: entry[key] for key in ("version", "state", "reason") if entry.get(key)}
-            )
-    for model in found.values():
-        model["ready"] = any(version.get("state") == "READY" for version in model["versions"])
-    return {"models": list(found.values())}
+    for entry in merged(indexes):
+        name = entry.pop("name")
+        model = found.setdefault(name, {"name": name, "versions": []})
+        if entry:
+            model["versions"].append(entry)
+    for name in repository.declared.keys() - found.keys():
+        found[name] = {"name": name, "versions": []}
+    for name, model in found.items():
+        model["ready"] = any(index.ready(name) for index in indexes.values())
+        model["replicas"] = {address: index.state(name).state for address, index in indexes.items()}
+        if name in repository.declared:
+            model["declared"] = True
+        if name in repository.wishes:
+            model["wished"] = "loaded" if repository.wishes[name].loaded else "unloaded"
+        if name in repository.errors:
+            model["last_error"] = repository.errors[name]
+    return {"models": [found[name] for name in sorted(found)]}
+
+
+@router.get("/v1/replicas")
+async def replicas(services: ServicesDep) -> dict[str, Any]:
+    """Every Triton of the fleet, and how it is."""
+    pool = services.pool
+    return {"replicas": [replica_described(pool, replica) for replica in pool.replicas.values()]}
+
+
+def replica_described(pool: Pool, replica: Replica) -> dict[str, Any]:
+    state = pool.state(replica)
+    told: dict[str, Any] = {
+        "address": str(replica.address),
+        "state": state.name,
+        "outstanding": replica.http.outstanding,
+        "slowness": round(replica.pace.slowness, 2),
+        "models": {name: replica.index.state(name).state for name in sorted(replica.index.models)},
+    }
+    if state is State.EJECTED:
+        told["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
+    if replica.reason:
+        told["reason"] = replica.reason
+    return told
 
 
 @router.get("/v2/models")
@@ -46,7 +84,7 @@ async def model(
     request: Request, services: ServicesDep, model: str, version: str = ""
 ) -> dict[str, Any]:
     """What a model takes and gives, and a request to paste that works."""
-    signature = await services.fleet.signature(model, version)
+    signature = await services.models.signature(model, version)
     base_url = str(request.base_url).rstrip("/")
     return {
         **described(signature),
@@ -59,7 +97,7 @@ async def model(
 @router.get("/v1/models/{model}/versions/{version}/openapi.json")
 async def openapi(services: ServicesDep, model: str, version: str = "") -> dict[str, Any]:
     """The API description of this one model, with its own inputs and outputs."""
-    return schema.openapi(await services.fleet.signature(model, version))
+    return schema.openapi(await services.models.signature(model, version))
 
 
 def described(signature: Signature) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from gateway.errors import Malformed
-from gateway.fleet.pool import Fleet
+from gateway.fleet.models import Models
+from gateway.fleet.pool import Pool
+from gateway.fleet.repository import Repository
 from gateway.limits import Decoders
 from gateway.metrics import Metrics
 from gateway.settings import Settings
@@ -17,7 +19,9 @@ from gateway.settings import Settings
 @dataclass(frozen=True)
 class Services:
     settings: Settings
-    fleet: Fleet
+    pool: Pool
+    models: Models
+    repository: Repository
     decoders: Decoders
     metrics: Metrics
 

@@ -22,12 +22,11 @@ from gateway.errors import (
     GatewayError,
     Malformed,
     NotFound,
-    Unavailable,
     render,
 )
 from gateway.routes.services import Services
-from gateway.sse import EVENT_STREAM, ScrubbedErrors
-from gateway.triton.complaints import Asked, complaint, scrubbed_event
+from gateway.sse import ScrubbedErrors
+from gateway.triton.complaints import Asked, scrubbed_event
 from gateway.triton.http import Answer, Headers
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 CLIENT_LEFT = 499
 USUAL_LENGTH = 256
 NO_NAMES = {"model": "", "version": ""}
-MAX_ERROR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,49 +88,46 @@ def is_passed(raw_path: bytes) -> bool:
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Answer a request from Triton; its status. Every failure is answered as well."""
-    relay = Relay(send, scope)
+    status = 0
+    answer = None
     try:
-        await passed(services, scope, receive, relay)
+        method: str = scope["method"]
+        rule, names = look_up(scope["raw_path"].decode("latin-1"), method)
+        if rule.admin:
+            require_admin(scope)
+        headers, asked_s, length = sent_on(scope["headers"])
+        limit = services.settings.max_body_bytes
+        if length is not None and length > limit:
+            raise BodyTooLarge(limit)
+        timeout_s = services.timeout_s(asked_s)
+        body = body_of(await receive(), receive, headers, length, limit)
+        whom = Asked(names["model"], names["version"], timeout_s, rule.health)
+        # Triton answers HEAD with a body, which would be read as the next answer.
+        sent_as = b"GET" if method == "HEAD" else method.encode()
+        answer = await services.pool.send(whom, sent_as, target_of(scope), headers, body)
+        scope["model"] = names["model"]
+        start = start_of(answer, scope)
+        status = answer.status
+        await send(start)
+        if answer.complete and not answer.is_event_stream:
+            await send({"type": "http.response.body", "body": answer.rest()})
+        else:
+            await relay(answer, scope, send, timeout_s)
     except ClientDisconnect:
         return CLIENT_LEFT
     except Exception as exc:  # noqa: BLE001 - the border of the process: everything is answered
-        if relay.status:
-            # An answer that is cut off must look like one: uvicorn closes the connection.
+        if status:
+            # An answer that is cut off must look like one: the server closes the connection.
             log.warning("an answer was cut off: %s", exc)
-            return relay.status
+            return status
         response = await render(Request(scope, receive), exc)
         response.headers["x-request-id"] = scope["request_id"]
         await response(scope, receive, send)
         return response.status_code
-    return relay.status
-
-
-async def passed(services: Services, scope: Scope, receive: Receive, relay: Relay) -> None:
-    method: str = scope["method"]
-    allowed, names = look_up(scope["raw_path"].decode("latin-1"), method)
-    if allowed.admin:
-        require_admin(scope)
-    headers, asked_s, length = sent_on(scope["headers"])
-    limit = services.settings.max_body_bytes
-    if length is not None and length > limit:
-        raise BodyTooLarge(limit)
-    timeout_s = services.timeout_s(asked_s)
-    answer = await services.fleet.choose().http.send(
-        # Triton answers HEAD with a body, which would be read as the next answer.
-        b"GET" if method == "HEAD" else method.encode(),
-        target_of(scope),
-        headers,
-        await body_of(receive, headers, length, limit),
-        timeout_s=timeout_s,
-    )
-    try:
-        if answer.status >= 400:
-            asked = Asked(names["model"], names["version"], timeout_s)
-            raise await corrected(answer, asked, health=allowed.health)
-        scope["model"] = names["model"]
-        await relay.answer(answer, timeout_s, head_only=method == "HEAD")
     finally:
-        answer.close()
+        if answer is not None:
+            answer.close()
+    return status
 
 
 def look_up(path: str, method: str) -> tuple[Rule, dict[str, str]]:
@@ -193,11 +188,10 @@ def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None]:
     return kept, timeout, length
 
 
-async def body_of(
-    receive: Receive, headers: Headers, length: int | None, limit: int
+def body_of(
+    message: Message, receive: Receive, headers: Headers, length: int | None, limit: int
 ) -> bytes | AsyncIterator[bytes]:
     """The body whole when it came at once, else as it comes."""
-    message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     first: bytes = message.get("body", b"")
@@ -229,51 +223,35 @@ async def streamed(first: bytes, receive: Receive, limit: int) -> AsyncIterator[
         yield data
 
 
-async def corrected(answer: Answer, asked: Asked, *, health: bool) -> GatewayError:
-    """Triton's complaint as an error of ours."""
-    if health:
-        return Unavailable(
-            "not ready" if not asked.model else f"model '{asked.model}' is not ready"
-        )
-    body = bytearray()
-    while len(body) < MAX_ERROR_BYTES and (chunk := await answer.next_chunk()):
-        body += chunk
-    return complaint(answer.status, bytes(body), asked)
+def start_of(answer: Answer, scope: Scope) -> Message:
+    """The answer's head, without what concerns the replica's connection only."""
+    kept = [header for header in answer.headers if header[0] not in NOT_RELAYED]
+    if len(kept) < len(answer.headers):
+        named = {
+            token.strip().lower()
+            for name, value in answer.headers
+            if name == b"connection"
+            for token in value.split(b",")
+        }
+        kept = [header for header in kept if header[0] not in named - FRAMING]
+    kept.append((b"x-request-id", scope["request_id"].encode()))
+    return {"type": "http.response.start", "status": answer.status, "headers": kept}
 
 
-def relayed(headers: Headers) -> Headers:
-    """An answer's headers without those that concern the replica's connection only."""
-    dropped = NOT_RELAYED
-    for name, value in headers:
-        if name == b"connection":
-            dropped |= {token.strip().lower() for token in value.split(b",")} - FRAMING
-    return [header for header in headers if header[0] not in dropped]
-
-
-class Relay:
-    """Passes an answer on as it comes; `status` is 0 until it began."""
-
-    def __init__(self, send: Send, scope: Scope) -> None:
-        self._send = send
-        self._scope = scope
-        self.status = 0
-
-    async def answer(self, answer: Answer, timeout_s: float, *, head_only: bool) -> None:
-        """Each piece of a stream may take as long as its beginning might have taken."""
-        headers = relayed(answer.headers)
-        headers.append((b"x-request-id", self._scope["request_id"].encode()))
-        self.status = answer.status
-        await self._send(
-            {"type": "http.response.start", "status": answer.status, "headers": headers}
-        )
-        events = None
-        if answer.header(b"content-type").startswith(EVENT_STREAM):
-            events = ScrubbedErrors(scrubbed_event)
-        last = False
-        while not last:
-            answer.allow(timeout_s)
-            chunk = b"" if head_only else await answer.next_chunk()
-            last = head_only or answer.complete
-            if events is not None:
-                chunk = events.feed(chunk) + (events.end() if last else b"")
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})
+async def relay(answer: Answer, scope: Scope, send: Send, timeout_s: float) -> None:
+    """Pass the answer's body on as it comes; each piece may take as long as its beginning might have."""
+    if scope["method"] == "HEAD":
+        await send({"type": "http.response.body"})
+        return
+    events = None
+    if answer.is_event_stream:
+        events = ScrubbedErrors(scrubbed_event)
+        await send({"type": "http.response.body", "more_body": True})  # the head goes ahead
+    last = False
+    while not last:
+        answer.allow(timeout_s)
+        chunk = await answer.next_chunk()
+        last = answer.complete
+        if events is not None:
+            chunk = events.feed(chunk) + (events.end() if last else b"")
+        await send({"type": "http.response.body", "body": chunk, "more_body": not last})

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import orjson
 
@@ -27,6 +28,7 @@ from gateway.errors import (
     RefusedByModel,
     Unavailable,
     UnknownModel,
+    quoted,
 )
 
 log = logging.getLogger(__name__)
@@ -65,13 +67,19 @@ def scrubbed(text: str) -> str:
     return " ".join(text.split()).rstrip(" ;")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked of Triton, for the sentence of the error."""
+class LoadFailed(GatewayError):
+    """Triton could not load the model, for a reason that lies in the model."""
+
+    status, code = 422, "LOAD_FAILED"
+
+
+class Asked(NamedTuple):
+    """What is asked of Triton: for the choice of a replica, and for the sentence of an error."""
 
     model: str = ""
     version: str = ""
     timeout_s: float = 0.0
+    health: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ def rule(statuses: set[int], words: str, error: Callable[[str, Asked], GatewayEr
 
 
 ANY = {400, 404, 500, 501, 503}
+MANAGES_ITSELF = re.compile(r"explicit model load|model control|POLL mode|is not allowed", re.I)
 
 RULES = (
     rule(ANY, r"has no available versions", lambda _, asked: ModelNotReady(asked.model, asked.version)),
@@ -107,7 +116,7 @@ RULES = (
     rule(ANY, r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
          r"Unable to find 'inputs'",
          lambda text, _: Malformed(f"Triton cannot read the request: {text}")),
-    rule(ANY, r"explicit model load|model control|POLL mode|is not allowed",
+    rule(ANY, MANAGES_ITSELF.pattern,
          lambda text, _: Conflict(f"this Triton manages its models itself: {text}")),
     rule(ANY, r"decoupled transaction", lambda _, asked: RefusedByModel(
         f"model '{asked.model}' answers several times (decoupled) and must be streamed")),
@@ -142,6 +151,10 @@ def scrubbed_event(payload: bytes) -> bytes:
 
 def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
     """The error of ours that an answer of Triton's with this status means. The log has all of it."""
+    if asked.health:  # Triton says 400 with an empty body
+        return (
+            ModelNotReady(asked.model, asked.version) if asked.model else Unavailable("not ready")
+        )
     log.warning("Triton answered %d: %s", status, body[:LOGGED].decode(errors="replace"))
     text = text_of(body)[:LONGEST]
     shown = scrubbed(text)
@@ -149,3 +162,15 @@ def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
         if status in row.statuses and row.words.search(text):
             return row.error(shown, asked)
     return BadUpstream(f"the replica answered {status}")
+
+
+def refusal(status: int, body: bytes, model: str) -> GatewayError:
+    """Why a load or an unload was refused: by Triton's mode, or by what the model is."""
+    log.warning("Triton answered %d: %s", status, body[:LOGGED].decode(errors="replace"))
+    text = text_of(body)[:LONGEST]
+    shown = scrubbed(text)
+    if MANAGES_ITSELF.search(text):
+        return Conflict(f"this Triton does not take loads, it manages its models itself: {shown}")
+    if not shown:
+        return BadUpstream(f"the replica answered {status}")
+    return LoadFailed(f"model {quoted(model)}: {shown}")

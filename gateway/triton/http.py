@@ -12,11 +12,13 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, cast
 
 import httptools
 
 from gateway.errors import BadUpstream, DeadlinePassed, Unavailable
+from gateway.sse import EVENT_STREAM
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -28,7 +30,14 @@ FRAMING: Final = (b"content-length", b"transfer-encoding")
 
 
 class NotSent(Unavailable):
-    """Nothing of the request reached the replica: it cannot have run, and may go to another."""
+    """Nothing of the request reached the replica: it cannot have run, and may go to another.
+
+    `refused` when nobody listens there; else no connection came about in time.
+    """
+
+    def __init__(self, sentence: str, *, refused: bool = True) -> None:
+        super().__init__(sentence)
+        self.refused = refused
 
 
 # The states of an exchange; bare numbers, because they are compared a dozen times per request.
@@ -215,6 +224,9 @@ class Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             await self._arriving()
+        return self.taken()
+
+    def taken(self) -> bytes:
         if not self._chunks:
             return b""
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
@@ -287,6 +299,14 @@ class Connection(asyncio.Protocol):
         self._writable = None
 
 
+def header_of(headers: Headers, name: bytes) -> bytes:
+    """The first of that name; empty if there is none."""
+    for header in headers:
+        if header[0] == name:
+            return header[1]
+    return b""
+
+
 class Answer:
     """A replica's answer: status and headers now, the body as it comes. Leave it with `close()`."""
 
@@ -304,6 +324,14 @@ class Answer:
     @property
     def complete(self) -> bool:
         return self._connection is None or self._connection.complete
+
+    @property
+    def is_event_stream(self) -> bool:
+        return header_of(self.headers, b"content-type").startswith(EVENT_STREAM)
+
+    def rest(self) -> bytes:
+        """What has arrived of the body, and was not taken yet."""
+        return b"" if self._connection is None else self._connection.taken()
 
     async def next_chunk(self) -> bytes:
         return b"" if self._connection is None else await self._connection.next_chunk()
@@ -324,7 +352,7 @@ class Answer:
             self._connection.allow(timeout_s)
 
     def header(self, name: bytes) -> bytes:
-        return next((value for key, value in self.headers if key == name), b"")
+        return header_of(self.headers, name)
 
     def close(self) -> None:
         """Give the connection back; one that is not at its answer's end is closed."""
@@ -344,7 +372,7 @@ class Reply:
     body: bytes
 
     def header(self, name: bytes) -> bytes:
-        return next((value for key, value in self.headers if key == name), b"")
+        return header_of(self.headers, name)
 
 
 class Upstream:
@@ -356,12 +384,17 @@ class Upstream:
         port: int,
         *,
         tls: ssl.SSLContext | None = None,
+        server_name: str = "",
         connect_timeout_s: float = 0.5,
         idle_s: float = 4.0,
     ) -> None:
         self._host = host
         self._port = port
         self._tls = tls
+        self._server_name = server_name or host
+        self.keeps = True  # whether a connection that has served waits for the next request
+        self.outstanding = 0
+        self.last_answer = 0.0  # in the loop's time
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         # Kept: asking for the running loop is a system call each time.
@@ -387,26 +420,31 @@ class Upstream:
         `body` is then cut into chunks). `fresh` asks for a new connection. Raises `NotSent`,
         `BadUpstream` or `DeadlinePassed`.
         """
-        connection = (None if fresh else self._take()) or await self._connect(timeout_s)
-        if not connection.usable:  # it was closed as soon as it was open
-            raise NotSent(f"the replica {self._authority} closes connections")
-        head, chunked = self._head(method, target, headers)
+        connection: Connection | None = None
         sending: asyncio.Task[None] | None = None
-        connection.begin(timeout_s)
+        self.outstanding += 1
         try:
+            connection = None if fresh else self._take()
+            if connection is None:
+                connection = await self._connect(timeout_s)
+                if not connection.usable:
+                    raise NotSent(f"the replica {self._authority} closes connections")
+            head, chunked = self._head(method, target, headers)
+            connection.begin(timeout_s)
             if isinstance(body, bytes):
                 write_at_once(connection, head, body)
             else:
                 connection.write(head)
                 sending = self._loop.create_task(pump(connection, body, chunked=chunked))
-                sending.add_done_callback(lambda task: pumped(connection, task))
+                sending.add_done_callback(partial(pumped, connection))
             await connection.head()
         except BaseException:
             if sending is not None:
                 sending.cancel()
-            self._give_back(connection)
+            self._end(connection)
             raise
-        answer = Answer(connection, self._give_back)
+        self.last_answer = self._loop.time()
+        answer = Answer(connection, self._drop if fresh else self._end)
         if sending is not None:
             answer.sending(sending)
         return answer
@@ -436,6 +474,9 @@ class Upstream:
         self._idle_s = 0.0
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -465,20 +506,35 @@ class Upstream:
         try:
             _, connection = await asyncio.wait_for(
                 self._loop.create_connection(
-                    lambda: Connection(self._loop), self._host, self._port, ssl=self._tls
+                    lambda: Connection(self._loop),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name if self._tls else None,
                 ),
                 min(self._connect_timeout_s, timeout_s),
             )
         except (OSError, UnicodeError, asyncio.TimeoutError) as exc:
             if timeout_s < self._connect_timeout_s and isinstance(exc, asyncio.TimeoutError):
                 raise DeadlinePassed(round(timeout_s, 3)) from exc
-            raise NotSent(f"the replica {self._authority} cannot be reached") from exc
+            refused = not isinstance(exc, asyncio.TimeoutError)
+            raise NotSent(
+                f"the replica {self._authority} cannot be reached", refused=refused
+            ) from exc
         return connection
 
-    def _give_back(self, connection: Connection) -> None:
-        if not connection.end():
+    def _drop(self, connection: Connection) -> None:
+        """A fresh connection was asked for to see that there is one: it is not kept."""
+        self.outstanding -= 1
+        if connection.end():
+            connection.close()
+
+    def _end(self, connection: Connection | None) -> None:
+        """The exchange is over; its connection waits for the next, if it can."""
+        self.outstanding -= 1
+        if connection is None or not connection.end():
             return
-        if self._idle_s <= 0:
+        if self._idle_s <= 0 or not self.keeps:
             connection.close()
             return
         connection.idle_since = self._loop.time()

@@ -1,0 +1,143 @@
+"""The models file: what must be served. It is the readiness contract, and no call unloads what it names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+import yaml
+
+log = logging.getLogger(__name__)
+
+# PyYAML lets through whatever its constructors raise, such as for `!!int x` or the date 2020-13-45.
+UNREADABLE: Final = (
+    yaml.YAMLError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+VERSION: Final = re.compile("[0-9]{1,19}")
+
+
+class BadModelsFile(ValueError):
+    """A models file that cannot be read, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A model that must be served; without `versions`, any of them will do."""
+
+    name: str
+    versions: tuple[str, ...] = ()
+    config: Mapping[str, Any] | str | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Of its load."""
+        return {} if self.config is None else {"config": self.config}
+
+
+class Loader(yaml.SafeLoader):
+    """Without aliases, with which a short text stands for an endless one, and without keys that stand
+    twice, of which PyYAML takes the last."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*NAME), which is not taken here")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise ValueError(f"{twice[0]!r} stands twice in one object")
+        return super().construct_mapping(node, deep)
+
+
+def declared_in(text: str) -> dict[str, Declared]:
+    """The models that a models file names. Raises `BadModelsFile`."""
+    try:
+        document = yaml.load(text, Loader)  # noqa: S506 - a safe one
+        orjson.dumps(document)  # Triton takes nothing else
+    except UNREADABLE as exc:
+        raise BadModelsFile(f"it cannot be read: {' '.join(str(exc).split())}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict) or set(document) != {"models"}:
+        raise BadModelsFile("it must hold one key, as in\nmodels: [NAME, …]".replace("\n", " "))
+    entries = [] if document["models"] is None else document["models"]
+    if not isinstance(entries, list):
+        raise BadModelsFile("'models' must be a list")
+    found = [one(entry) for entry in entries]
+    models = {model.name: model for model in found}
+    if len(models) < len(found):
+        raise BadModelsFile("a model is named twice")
+    return models
+
+
+def one(entry: Any) -> Declared:
+    if isinstance(entry, str) and entry:
+        return Declared(entry)
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
+        raise BadModelsFile(f"{repr(entry)[:80]} is no model; write its name, or {{name: NAME}}")
+    if unknown := set(entry) - {"name", "versions", "config"}:
+        raise BadModelsFile(
+            f"model {entry['name']!r} has {min(map(str, unknown))!r}; it can have versions and config"
+        )
+    versions = entry.get("versions") or []
+    if not isinstance(versions, list) or not all(map(is_version, versions)):
+        raise BadModelsFile(f"the versions of model {entry['name']!r} must be a list of numbers")
+    config = entry.get("config")
+    if config is not None and not isinstance(config, (dict, str)):
+        raise BadModelsFile(f"the config of model {entry['name']!r} must be an object")
+    return Declared(entry["name"], tuple(str(version) for version in versions), config)
+
+
+def is_version(value: Any) -> bool:
+    return VERSION.fullmatch(str(value)) is not None
+
+
+@dataclass
+class ModelsFile:
+    """The file, read again when it changes. A broken one leaves the last good one in force."""
+
+    path: Path | None
+    models: Mapping[str, Declared] = field(default_factory=dict)
+    _seen: tuple[int, ...] = ()
+
+    def open(self) -> None:
+        """The first read. Raises `BadModelsFile`."""
+        try:
+            self._read()
+        except (OSError, UnicodeDecodeError, BadModelsFile) as exc:
+            raise BadModelsFile(f"the models file {self.path}: {exc}") from None
+
+    def look(self) -> bool:
+        """Read it again if it changed; whether the models did."""
+        before = self.models
+        try:
+            self._read()
+        except (OSError, UnicodeDecodeError, BadModelsFile) as exc:
+            log.error("the models file %s stays as it was: %s", self.path, exc)
+        return self.models != before
+
+    def _read(self) -> None:
+        if self.path is None:
+            return
+        seen: tuple[int, ...] = (0,)
+        with suppress(OSError):
+            found = self.path.stat()  # through links: a ConfigMap's files are such
+            seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if seen == self._seen:
+            return  # a broken one is complained of once
+        self._seen = seen
+        self.models = declared_in(self.path.read_text())

@@ -1,0 +1,195 @@
+"""What the models of the fleet look like, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from gateway.errors import (
+    BadUpstream,
+    DoesNotFit,
+    ModelNotReady,
+    RefusedByModel,
+    UnknownModel,
+    listed,
+    quoted,
+)
+from gateway.fleet.pool import Pool
+from gateway.tensors.inputs import Inputs
+from gateway.tensors.outputs import Result, joined
+from gateway.tensors.signature import Signature, signature
+from gateway.triton import infer
+from gateway.triton.complaints import Asked
+from gateway.triton.http import Headers, Reply
+
+FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
+METADATA_TIMEOUT_S = 5.0
+# What a path's segment may hold as it is (RFC 3986, section 3.3); Triton does not decode the rest.
+UNQUOTED = "!$&'()*+,;=:@"
+# Triton and what we know of the model disagree: read it again.
+CONTRADICTIONS = (UnknownModel, ModelNotReady, DoesNotFit)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the caller wants beside the tensors."""
+
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Any]
+    request_id: str
+    deadline: float  # in the loop's time
+    headers: Headers = field(default_factory=list)
+
+
+@dataclass
+class Known:
+    """A signature, when it was read, and the task that reads it again."""
+
+    signature: Signature
+    read_at: float
+    refresh: asyncio.Task[Signature] | None = None
+
+
+class Models:
+    """What the models take and give, read when first asked for and kept fresh; and their answers."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._known: dict[tuple[str, str], Known] = {}
+        self._reading: dict[tuple[str, str], asyncio.Task[Signature]] = {}
+
+    def close(self) -> None:
+        for task in self._reading.values():
+            task.cancel()
+        for known in self._known.values():
+            if known.refresh is not None:
+                known.refresh.cancel()
+
+    async def signature(self, model: str, version: str = "") -> Signature:
+        """What a model takes and gives. Raises `UnknownModel` or `ModelNotReady`."""
+        if version and not (version.isascii() and version.isdigit() and len(version) < 20):
+            raise UnknownModel(model, version)
+        version = version and str(int(version))
+        key, now = (model, version), asyncio.get_running_loop().time()
+        known = self._known.get(key)
+        if known is None:
+            return await self._first_read(key)
+        if now - known.read_at > FRESH_S and known.refresh is None:
+            known.refresh = asyncio.create_task(self._read_signature(model, version))
+            known.refresh.add_done_callback(lambda task: self._refreshed(key, task))
+        return known.signature
+
+    async def _first_read(self, key: tuple[str, str]) -> Signature:
+        """Read once, however many ask at the same time."""
+        task = self._reading.get(key)
+        if task is None:
+            task = self._reading[key] = asyncio.create_task(self._read_signature(*key))
+            task.add_done_callback(lambda task: self._first_known(key, task))
+        return await asyncio.shield(task)
+
+    def _first_known(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
+        if self._reading.get(key) is not task:
+            return  # forgotten meanwhile: what it read may be old
+        del self._reading[key]
+        self._refreshed(key, task)
+
+    def forget(self, model: str) -> None:
+        """What was known of a model is doubtful: it was loaded, unloaded, or contradicts us."""
+        for key in [key for key in self._known if key[0] == model]:
+            known = self._known.pop(key)
+            if known.refresh is not None:
+                known.refresh.cancel()
+        for key in [key for key in self._reading if key[0] == model]:
+            self._reading.pop(key)
+
+    def _refreshed(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
+        if task.cancelled():
+            return
+        if task.exception() is not None:
+            self._known.pop(key, None)
+        else:
+            self._known[key] = Known(task.result(), asyncio.get_running_loop().time())
+
+    async def _read_signature(self, model: str, version: str) -> Signature:
+        asked, path = Asked(model, version, METADATA_TIMEOUT_S), model_path(model, version)
+        metadata, config = await asyncio.gather(
+            self._pool.ask(asked, b"GET", path), self._pool.ask(asked, b"GET", f"{path}/config")
+        )
+        try:
+            return signature(metadata, config, version)
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise BadUpstream(f"the replica's metadata of model '{model}' cannot be read") from exc
+
+    async def infer(self, model: Signature, inputs: Inputs, call: Call) -> Result:
+        """The model's answer; a batch larger than it takes is cut, sent side by side, and joined."""
+        pieces = list(inputs.cut(model.max_batch_size))
+        if len(pieces) == 1:
+            return await self._infer_piece(model, pieces[0], call)
+        tasks = [asyncio.create_task(self._infer_part(model, piece, call)) for piece in pieces]
+        try:
+            return joined(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _infer_part(self, model: Signature, piece: Inputs, call: Call) -> Result:
+        """A piece of a batch; what the model says of «item 2» is counted within the piece."""
+        try:
+            return await self._infer_piece(model, piece, call)
+        except (RefusedByModel, DoesNotFit) as exc:
+            first, last = piece.offset + 1, piece.offset + piece.batch_size
+            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
+            raise
+
+    async def _infer_piece(self, model: Signature, inputs: Inputs, call: Call) -> Result:
+        timeout_s = call.deadline - asyncio.get_running_loop().time()
+        headers, body = infer.encoded(
+            model,
+            inputs.arrays,
+            call.outputs,
+            call.parameters,
+            request_id=call.request_id,
+            timeout_us=max(int(timeout_s * 1e6), 1),
+        )
+        path = f"{model_path(model.model, model.version)}/infer".encode()
+        asked = Asked(model.model, model.version, timeout_s)
+        try:
+            reply = await self._posted(asked, path, [*headers, *call.headers], body)
+        except CONTRADICTIONS:
+            self.forget(model.model)
+            raise
+        arrays, version = infer.decoded(reply)
+        return Result(
+            model,
+            arrays,
+            inputs.batched,
+            call.request_id,
+            version,
+            classified=bool(call.parameters.get("classification")),
+        )
+
+    async def _posted(self, asked: Asked, path: bytes, headers: Headers, body: bytes) -> Reply:
+        answer = await self._pool.send(asked, b"POST", path, headers, body)
+        try:
+            return Reply(answer.status, answer.headers, await answer.read())
+        finally:
+            answer.close()
+
+
+def model_path(model: str, version: str = "") -> str:
+    """Triton's path of a model. Triton does not decode it: what must be quoted is no model's name."""
+    path = f"/v2/models/{quote(model, safe=UNQUOTED)}"
+    return f"{path}/versions/{version}" if version else path
+
+
+def output_names(model: Signature, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The outputs to ask for; none are all. Raises `DoesNotFit` for one that the model does not have."""
+    unknown = [name for name in wanted if name not in model.outputs]
+    if unknown:
+        raise DoesNotFit(
+            f"the model has no output {quoted(unknown[0])}; its outputs are {listed(model.outputs)}"
+        )
+    return tuple(wanted)

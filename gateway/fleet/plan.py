@@ -1,0 +1,126 @@
+"""What is to be done so that a replica has the models it should have. Values only: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.fleet.declared import Declared
+from gateway.fleet.health import State
+from gateway.fleet.index import Index
+from gateway.fleet.state import Wish
+
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 300.0
+MOST_DOUBLINGS: Final = 16  # then it is the longest, and a power without bound would not be a float
+
+
+@dataclass(frozen=True)
+class Action:
+    """A load or an unload of a model."""
+
+    model: str
+    load: bool
+    parameters: Mapping[str, Any]
+
+
+def wanted(wishes: Mapping[str, Wish], declared: Mapping[str, Declared]) -> dict[str, Wish]:
+    """What should be loaded and what not; a declared model is, whatever was asked by the API.
+
+    The parameters of its last load stay: that is how one changes the config of a declared model.
+    """
+    found = dict(wishes)
+    for name, model in declared.items():
+        if name not in found or not found[name].loaded:
+            found[name] = Wish(True, model.parameters)
+    return found
+
+
+def actions(
+    wishes: Mapping[str, Wish], index: Index, behind: Collection[str] = ()
+) -> Iterator[Action]:
+    """What this replica lacks. A model of which nothing is wished is left as it is.
+
+    `behind` are models whose last load did not reach the replica: an older one may be ready there.
+    """
+    for model, wish in wishes.items():
+        ready = index.ready(model)
+        lacking = (not ready or model in behind) if wish.loaded else ready
+        if lacking and not index.busy(model):
+            yield Action(model, wish.loaded, wish.parameters if wish.loaded else {})
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """When a model that failed may be tried again."""
+
+    failures: int = 0
+    not_before: float = 0.0
+
+    def failed(self, now: float) -> Backoff:
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(self.failures, MOST_DOUBLINGS), LONGEST_PAUSE_S)
+        return Backoff(self.failures + 1, now + pause_s)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A replica, as readiness looks at it."""
+
+    address: str
+    state: State
+    index: Index
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether requests can be served, and what is missing where."""
+
+    ready: bool
+    document: Mapping[str, Any]
+
+
+def readiness(
+    replicas: Collection[Seen], declared: Mapping[str, Declared], quorum: int, *, draining: bool
+) -> Readiness:
+    """Ready: a replica lives, and every declared model is ready on `quorum` replicas, or on all if there
+    are fewer."""
+    alive = [replica for replica in replicas if replica.state <= State.EJECTED]
+    needed = max(min(quorum, len(replicas)), 1)
+    missing: dict[str, Any] = {}
+    for name, model in declared.items():
+        there = [replica for replica in alive if has(replica.index, model)]
+        if len(there) < needed:
+            missing[name] = {
+                replica.address: reason(replica, model)
+                for replica in replicas
+                if replica not in there
+            }
+    ready = bool(alive) and not missing and not draining
+    document: dict[str, Any] = {"ready": ready}
+    if draining:
+        document["draining"] = True
+    document["replicas"] = {
+        replica.address: "ready" if replica.state == State.UP else told(replica)
+        for replica in replicas
+    }
+    if missing:
+        document["missing"] = missing
+    return Readiness(ready, document)
+
+
+def has(index: Index, model: Declared) -> bool:
+    return all(index.ready(model.name, version) for version in model.versions or ("",))
+
+
+def told(replica: Seen) -> str:
+    state = replica.state.name.lower()
+    return f"{state}: {replica.reason}" if replica.reason else state
+
+
+def reason(replica: Seen, model: Declared) -> str:
+    if replica.state > State.EJECTED:
+        return told(replica)
+    found = replica.index.state(model.name)
+    return f"{found.state}: {found.reason}" if found.reason else found.state

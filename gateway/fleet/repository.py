@@ -1,0 +1,537 @@
+"""Models, managed on the whole fleet: a load means loaded on every replica, now and after its restart.
+
+What is asked is written down first (`state`), then done on every replica side by side, then looked at
+until it is true. What could not be done then, the reconciler does: it compares what each replica has
+with what it should have, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import quote
+
+import anyio
+import orjson
+
+from gateway.errors import (
+    BadUpstream,
+    Conflict,
+    DeadlinePassed,
+    GatewayError,
+    StateUnavailable,
+    UnknownModel,
+    listed,
+    quoted,
+)
+from gateway.fleet.declared import ModelsFile
+from gateway.fleet.health import State
+from gateway.fleet.index import READY, UNAVAILABLE, UNLOADED, Index, Version, names
+from gateway.fleet.models import UNQUOTED, Models, model_path
+from gateway.fleet.plan import Action, Backoff, actions, wanted
+from gateway.fleet.pool import NoReplica, Pool
+from gateway.fleet.replica import Replica
+from gateway.fleet.state import Store, Wish
+from gateway.triton import grpc
+from gateway.triton.complaints import Asked, LoadFailed, refusal
+from gateway.triton.grpc import FILE, NoGrpc, Tls
+from gateway.triton.http import NotSent
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 1.0
+LEAST_PAUSE_S: Final = 0.1
+AT_A_TIME: Final = 2  # loads by the reconciler, per replica
+LOOK_EVERY_S: Final = 0.1
+CONFIGS_AT_A_TIME: Final = 16
+CONFIG_TIMEOUT_S: Final = 5.0
+UNREACHABLE: Final = "UNREACHABLE"
+# The replica may be well, but could not be asked: what was wished stays wished.
+NOT_ASKED: Final = (NotSent, BadUpstream, DeadlinePassed)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it on one replica; without an error it is done."""
+
+    state: str
+    error: GatewayError | None = None
+
+    def told(self) -> dict[str, str]:
+        found = {"state": self.state}
+        return found if self.error is None else {**found, "reason": self.error.detail}
+
+
+@dataclass
+class Report:
+    """A load or an unload on every replica; the outcomes come in as they are known."""
+
+    model: str
+    load: bool
+    replicas: int
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> dict[str, GatewayError]:
+        return {
+            address: outcome.error
+            for address, outcome in self.outcomes.items()
+            if outcome.error is not None
+        }
+
+    @property
+    def refused(self) -> bool:
+        """Every replica could be asked, and none did it."""
+        failed = self.failed
+        asked = not any(isinstance(error, NOT_ASKED) for error in failed.values())
+        return asked and len(failed) == len(self.outcomes)
+
+    def document(self) -> dict[str, Any]:
+        done = bool(self.replicas) and not self.failed and len(self.outcomes) == self.replicas
+        states = [outcome.state for outcome in self.outcomes.values() if outcome.error is not None]
+        state = (
+            (READY if self.load else UNAVAILABLE) if done else states[0] if states else "PENDING"
+        )
+        told = {address: outcome.told() for address, outcome in sorted(self.outcomes.items())}
+        return {"model": self.model, "state": state, "replicas": told}
+
+    def error(self) -> GatewayError:
+        """What the caller is told when it was not done everywhere."""
+        failed = self.failed
+        first = next(iter(failed.values()))
+        if self.refused:
+            same = all(type(error) is type(first) for error in failed.values())
+            error = first if same else LoadFailed(first.detail)
+        else:
+            error = PartlyDone(self.model, self.load, len(self.outcomes), failed)
+        error.report = self.document()
+        return error
+
+
+class PartlyDone(BadUpstream):
+    code = "PARTLY_DONE"
+
+    def __init__(
+        self, model: str, load: bool, count: int, failed: Mapping[str, GatewayError]
+    ) -> None:
+        what = "loaded" if load else "unloaded"
+        address, error = next(iter(failed.items()))
+        super().__init__(
+            f"model {quoted(model)} is {what} on {count - len(failed)} of {count} replicas; the gateway "
+            f"goes on trying; on {address}: {error.detail}"
+        )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How models are managed."""
+
+    load_timeout_s: float = 300.0
+    tls: Tls | None = None
+
+
+class Repository:
+    """The fleet's model management. Use it as a context manager: inside, it reconciles."""
+
+    def __init__(
+        self, pool: Pool, models: Models, store: Store, file: ModelsFile, terms: Terms
+    ) -> None:
+        self.wishes: Mapping[str, Wish] = {}
+        self.errors: dict[str, str] = {}  # of a model: why its last load failed, and where
+        self._pool = pool
+        self._models = models
+        self._store = store
+        self._file = file
+        self._terms = terms
+        self._turns: dict[str, Turn] = {}
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._backoff: dict[tuple[str, str], Backoff] = {}
+        self._behind: dict[str, set[str]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Repository:
+        await self._read_wishes()
+        self._spawn(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._tasks, *self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._store.close()
+
+    @property
+    def declared(self) -> Mapping[str, Any]:
+        return self._file.models
+
+    # What callers ask.
+
+    async def index(self) -> dict[str, Index]:
+        """The index of every replica that can be asked, by address. Raises `NoReplica`."""
+        await self._pool.refresh()
+        found = {
+            str(replica.address): replica.index
+            for replica in self._pool.replicas.values()
+            if self._pool.state(replica) <= State.EJECTED
+        }
+        if not found:
+            raise NoReplica
+        return found
+
+    async def load(self, model: str, parameters: Mapping[str, Any]) -> Report:
+        """Load it on every replica. Raises what the report means when that is not everywhere."""
+        return await self._whole(self._load(model, parameters, Report(model, True, 0)))
+
+    async def unload(self, model: str, unload_dependents: bool) -> Report:
+        """Unload it from every replica. Raises as `load` does."""
+        return await self._whole(self._unload(model, unload_dependents, Report(model, False, 0)))
+
+    async def begin(self, model: str, load: bool, parameters: Mapping[str, Any]) -> str:
+        """Do it without being waited for: the name of the operation, for `operation`."""
+        operation = secrets.token_hex(16)
+        report = Report(model, load, 0)
+        await self._store.record(operation, progress(operation, report, "running"))
+        work = (
+            self._load(model, parameters, report)
+            if load
+            else self._unload(model, bool(parameters.get("unload_dependents")), report)
+        )
+        self._spawn(self._recorded(operation, report, work))
+        return operation
+
+    async def operation(self, operation: str) -> Mapping[str, Any] | None:
+        return await self._store.operation(operation)
+
+    async def _recorded(
+        self, operation: str, report: Report, work: Coroutine[Any, Any, Report]
+    ) -> None:
+        task = self._spawn(work)
+        told = 0
+        while not task.done():
+            await asyncio.wait([task], timeout=LOOK_EVERY_S)
+            if len(report.outcomes) > told:
+                told = len(report.outcomes)
+                await self._store.record(operation, progress(operation, report, "running"))
+        error = task.exception()
+        if error is None:
+            document = progress(operation, report, "succeeded")
+        elif isinstance(error, GatewayError):
+            document = progress(operation, report, "failed", error)
+        else:
+            raise error
+        await self._store.record(operation, document)
+
+    async def _whole(self, work: Coroutine[Any, Any, Report]) -> Report:
+        """A caller who leaves does not leave a model loaded on half of the fleet."""
+        return await asyncio.shield(self._spawn(work))
+
+    async def _load(self, model: str, parameters: Mapping[str, Any], report: Report) -> Report:
+        async with self._turn(model):
+            brings = any(name.startswith(FILE) for name in parameters)
+            if not brings and model not in names((await self.index()).values()):
+                raise UnknownModel(model)
+            if not parameters and model in self.declared:
+                parameters = self.declared[model].parameters
+            before = self.wishes.get(model)
+            await self._wish(model, Wish(True, dict(parameters)))
+            await self._everywhere(report, Action(model, True, parameters))
+            if report.refused:
+                await self._wish(model, before)
+            return self._finished(report)
+
+    async def _unload(self, model: str, unload_dependents: bool, report: Report) -> Report:
+        async with self._turn(model):
+            if model in self.declared:
+                raise Conflict(
+                    f"model {quoted(model)} is declared in the models file; take it out there first"
+                )
+            if model not in names((await self.index()).values()):
+                raise UnknownModel(model)
+            if not unload_dependents and (needing := await self._needing(model)):
+                raise Conflict(
+                    f"model {quoted(model)} is needed by {listed(map(quoted, needing))}; unload that "
+                    'first, or say {"parameters": {"unload_dependents": true}}'
+                )
+            before = self.wishes.get(model)
+            await self._wish(model, Wish(False, {}))
+            parameters = {"unload_dependents": True} if unload_dependents else {}
+            await self._everywhere(report, Action(model, False, parameters))
+            if report.refused:
+                await self._wish(model, before)
+            return self._finished(report)
+
+    def _finished(self, report: Report) -> Report:
+        if report.failed:
+            raise report.error()
+        return report
+
+    async def _needing(self, model: str) -> list[str]:
+        """The ensembles that are ready and have the model as a step."""
+        replicas = list(self._pool.replicas.values())
+        ready = {
+            name
+            for replica in replicas
+            for name in replica.index.models
+            if name != model and replica.index.ready(name)
+        }
+        gate = asyncio.Semaphore(CONFIGS_AT_A_TIME)
+
+        async def steps(name: str) -> set[str]:
+            async with gate:
+                asked = Asked(name, timeout_s=CONFIG_TIMEOUT_S)
+                try:
+                    config = await self._pool.ask(asked, b"GET", f"{model_path(name)}/config")
+                except GatewayError:
+                    return set()  # it was unloaded meanwhile
+            steps = config.get("ensemble_scheduling", {}).get("step", ())
+            return {step.get("model_name", "") for step in steps}
+
+        ordered = sorted(ready)
+        found = await asyncio.gather(*map(steps, ordered))
+        return [name for name, needed in zip(ordered, found, strict=True) if model in needed]
+
+    # What is done.
+
+    async def _everywhere(self, report: Report, action: Action) -> None:
+        """Every outcome, never only the first failure."""
+        replicas = list(self._pool.replicas.values())
+        report.replicas = len(replicas)
+
+        async def one(replica: Replica) -> None:
+            address = str(replica.address)
+            try:
+                await self._do(replica, action)
+                report.outcomes[address] = Outcome(READY if action.load else UNAVAILABLE)
+            except GatewayError as exc:
+                state = replica.index.state(action.model).state
+                reached = self._pool.state(replica) <= State.EJECTED
+                report.outcomes[address] = Outcome(state if reached else UNREACHABLE, exc)
+
+        await asyncio.gather(*map(one, replicas))
+
+    async def _do(self, replica: Replica, action: Action) -> None:
+        """On one replica, and until its index says so. Raises what went wrong."""
+        address, model = str(replica.address), action.model
+        behind = self._behind.setdefault(address, set())
+        if action.load:
+            behind.add(model)
+        try:
+            if self._pool.state(replica) is State.DOWN:
+                raise NotSent(replica.reason)
+            await self._unless_gone(replica, self._done(replica, action))
+        except GatewayError as exc:
+            if not isinstance(exc, NOT_ASKED):
+                behind.discard(model)
+            if action.load:
+                self.errors[model] = f"on {address}: {exc.detail}"
+            await self._pool.look(replica)
+            raise
+        finally:
+            self._models.forget(model)
+        behind.discard(model)
+        self.errors.pop(model, None)
+
+    async def _done(self, replica: Replica, action: Action) -> None:
+        await self._asked(replica, action)
+        holds = Index.ready if action.load else Index.settled
+        await self._until(replica, lambda index: holds(index, action.model), action)
+
+    async def _asked(self, replica: Replica, action: Action) -> None:
+        address, timeout_s = replica.address, self._terms.load_timeout_s
+        tls = self._terms.tls if address.tls else None
+        try:
+            if action.load:
+                await grpc.load(address.grpc, action.model, action.parameters, timeout_s, tls)
+            else:
+                dependents = bool(action.parameters.get("unload_dependents"))
+                await grpc.unload(address.grpc, action.model, dependents, timeout_s, tls)
+        except NoGrpc as exc:
+            await self._pool.look(replica)
+            if self._pool.state(replica) is not State.UP:
+                raise
+            log.warning("%s: managing models over HTTP, which stalls inference", exc.detail)
+            await self._asked_over_http(replica, action)
+
+    async def _asked_over_http(self, replica: Replica, action: Action) -> None:
+        verb = "load" if action.load else "unload"
+        path = f"/v2/repository/models/{quote(action.model, safe=UNQUOTED)}/{verb}"
+        body = orjson.dumps({"parameters": dict(action.parameters)})
+        timeout_s = self._terms.load_timeout_s
+        reply = await replica.http.ask(
+            b"POST", path.encode(), body, timeout_s=timeout_s, fresh=True
+        )
+        if reply.status != 200:
+            raise refusal(reply.status, reply.body, action.model)
+
+    async def _unless_gone(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+        """A load may take minutes; one on a replica that is gone is not waited for."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LOOK_EVERY_S)
+                here = self._pool.replicas.get(replica.address) is replica
+                if not task.done() and (not here or self._pool.state(replica) is State.DOWN):
+                    reason = replica.reason or "its address is gone"
+                    raise NotSent(f"the replica went away meanwhile: {reason}")
+            await task
+        finally:
+            task.cancel()
+
+    async def _until(
+        self, replica: Replica, holds: Callable[[Index], bool], action: Action
+    ) -> None:
+        """Triton says done before it is: look until it is true."""
+        with anyio.move_on_after(self._terms.load_timeout_s):
+            while True:
+                await self._pool.look(replica)
+                if holds(replica.index):
+                    return
+                found = replica.index.state(action.model)
+                if (
+                    action.load
+                    and found.state == UNAVAILABLE
+                    and found.reason not in ("", UNLOADED)
+                ):
+                    raise LoadFailed(found.reason)
+                await asyncio.sleep(LOOK_EVERY_S)
+        raise DeadlinePassed(self._terms.load_timeout_s)
+
+    # What is wished, and kept up.
+
+    async def _wish(self, model: str, wish: Wish | None) -> None:
+        await self._store.wish(model, wish)
+        wishes = {name: found for name, found in self.wishes.items() if name != model}
+        self.wishes = wishes if wish is None else {**wishes, model: wish}
+        for key in [key for key in self._backoff if key[1] == model]:
+            del self._backoff[key]
+
+    async def _read_wishes(self) -> None:
+        try:
+            self.wishes = await self._store.wishes()
+        except StateUnavailable as exc:
+            log.warning("%s; going on with what was known", exc.detail)
+
+    async def _keep(self) -> None:
+        while True:
+            await self._read_wishes()
+            self._file.look()
+            if await self._store.leads():
+                self._reconcile()
+            await asyncio.sleep(LEAST_PAUSE_S)
+            with anyio.move_on_after(TICK_S - LEAST_PAUSE_S):
+                await self._pool.changes.wait()
+            self._pool.changes.clear()
+
+    def _reconcile(self) -> None:
+        """Start what is lacking; a little at a time, and nothing that failed a moment ago."""
+        wishes = wanted(self.wishes, self.declared)
+        for replica in list(self._pool.replicas.values()):
+            address = str(replica.address)
+            if self._pool.state(replica) > State.EJECTED:
+                # What comes back is another process: what failed before says nothing of it.
+                for key in [key for key in self._backoff if key[0] == address]:
+                    del self._backoff[key]
+                continue
+            running = sum(key[0] == address for key in self._running)
+            for action in actions(wishes, replica.index, self._behind.get(address, ())):
+                if running >= AT_A_TIME:
+                    break
+                if self._may_start(address, action.model):
+                    running += 1
+                    self._start(replica, action)
+
+    def _may_start(self, address: str, model: str) -> bool:
+        key = (address, model)
+        if key in self._running or model in self._turns:
+            return False
+        backoff = self._backoff.get(key)
+        return backoff is None or asyncio.get_running_loop().time() >= backoff.not_before
+
+    def _start(self, replica: Replica, action: Action) -> None:
+        key = (str(replica.address), action.model)
+        self._running[key] = asyncio.create_task(self._reconciled(key, replica, action))
+        self._running[key].add_done_callback(lambda _: self._ended(key))
+
+    def _ended(self, key: tuple[str, str]) -> None:
+        self._running.pop(key, None)
+        self._pool.changes.set()
+
+    async def _reconciled(self, key: tuple[str, str], replica: Replica, action: Action) -> None:
+        verb = "loading" if action.load else "unloading"
+        log.warning("%s model %s on %s, as was asked for all replicas", verb, key[1], key[0])
+        try:
+            await self._do(replica, action)
+        except GatewayError as exc:
+            now = asyncio.get_running_loop().time()
+            self._backoff[key] = self._backoff.get(key, Backoff()).failed(now)
+            log.warning("%s model %s on %s failed: %s", verb, key[1], key[0], exc.detail)
+        else:
+            self._backoff.pop(key, None)
+
+    # One at a time.
+
+    @asynccontextmanager
+    async def _turn(self, model: str) -> AsyncIterator[None]:
+        """Calls for one model follow one another, and the reconciler lets them."""
+        turn = self._turns.setdefault(model, Turn())
+        turn.waiting += 1
+        try:
+            async with turn.lock:
+                running = [task for key, task in self._running.items() if key[1] == model]
+                if running:
+                    await asyncio.wait(running)
+                yield
+        finally:
+            turn.waiting -= 1
+            if not turn.waiting:
+                del self._turns[model]
+                self._pool.changes.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+@dataclass
+class Turn:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+
+
+def progress(
+    operation: str, report: Report, state: str, error: GatewayError | None = None
+) -> dict[str, Any]:
+    """What `GET /v1/operations/{id}` answers."""
+    action = "load" if report.load else "unload"
+    document = {"id": operation, "action": action, **report.document(), "operation": state}
+    if error is not None:
+        document |= {"error": error.detail, "code": error.code}
+    return document
+
+
+def merged_detail(indexes: Mapping[str, Index], entry: Mapping[str, str]) -> dict[str, Any]:
+    """An entry of the merged index with each replica's own state."""
+    name, number = entry["name"], entry.get("version")
+    if number is None:
+        return dict(entry)
+    missing = Version(UNAVAILABLE, "not loaded")
+    found = {
+        address: index.models.get(name, {}).get(number, missing)
+        for address, index in indexes.items()
+    }
+    return {
+        **entry,
+        "replicas": {
+            address: {"state": version.state}
+            | ({"reason": version.reason} if version.reason else {})
+            for address, version in found.items()
+        },
+    }
