@@ -86,7 +86,7 @@ class Budget:
     saved: float = 10.0
 
     def earn(self) -> None:
-        """A request was sent."""
+        """A request was answered."""
         if self.saved < 10.0:
             self.saved += self.share
 

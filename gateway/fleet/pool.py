@@ -148,7 +148,9 @@ class Pool:
         while True:
             await self.look(replica)
             await asyncio.sleep(LEAST_PAUSE_S)
-            down = self.state(replica) is State.DOWN  # a refusal costs little, and its return counts
+            down = (
+                self.state(replica) is State.DOWN
+            )  # a refusal costs little, and its return counts
             pause_s = min(self._poll_s, LOOK_FOR_THE_LOST_S) if down else self._poll_s
             with anyio.move_on_after(pause_s - LEAST_PAUSE_S):
                 await replica.doubted.wait()
@@ -256,15 +258,12 @@ class Pool:
         Asks a second replica when the first cannot have run it. Raises what the failure means.
         """
         tried: Replica | None = None
-        deadline = self._loop.time() + asked.timeout_s
-        self._budget.earn()
+        left_s = asked.timeout_s
         while True:
             replica = self.choose(asked.model, asked.version, tried)
             began = self._loop.time()
             try:
-                answer = await replica.http.send(
-                    method, target, headers, body, timeout_s=deadline - began
-                )
+                answer = await replica.http.send(method, target, headers, body, timeout_s=left_s)
                 if answer.status < 400:
                     if len(self.replicas) > 1:
                         self._succeeded(replica, asked.model, self._loop.time() - began)
@@ -275,7 +274,8 @@ class Pool:
             except ON_THE_WIRE as exc:
                 error = exc
                 self._failed(replica, error, began)
-            if tried is not None or not self._may_retry(error, replica, asked, body):
+            left_s -= self._loop.time() - began
+            if tried or left_s <= 0 or not self._may_retry(error, replica, asked, body):
                 raise error
             log.warning("asking another replica than %s: %s", replica.address, error.detail)
             tried = replica
@@ -309,6 +309,7 @@ class Pool:
         return others and self._budget.spend()
 
     def _succeeded(self, replica: Replica, model: str, took_s: float) -> None:
+        self._budget.earn()
         if replica.health.failures:
             replica.health = replica.health.succeeded()
         usual_s = self._usual_s.get(model, took_s)

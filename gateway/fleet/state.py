@@ -497,6 +497,13 @@ else
 end
 return revision
 """
+WISHES = """
+local change = redis.call('GET', KEYS[2])
+if change and change == ARGV[1] then
+  return {change}
+end
+return {change or '', redis.call('HGETALL', KEYS[1])}
+"""
 LEAD = """
 local leader = redis.call('GET', KEYS[1])
 if leader and leader ~= ARGV[1] then
@@ -565,26 +572,26 @@ class Redis:
         )
         self._failures = (exceptions.RedisError, OSError, UnicodeError, asyncio.TimeoutError)
         self._token = secrets.token_hex(16)
-        self._change: bytes | None = None
+        self._leading = False
+        self._change = b""
         self._wishes: Mapping[str, Wish] = {}
         self._prefix = prefix
         self._trouble = Trouble(str(server))
 
     async def wishes(self) -> Mapping[str, Wish]:
-        """A wish can hold a whole model: all are read only when one has changed."""
-        change = await self._ask(READ, "GET", f"{self._prefix}change")
-        if change is None or change != self._change:
-            self._wishes = await self._read()
-            self._change = change  # older than what was read, or as old
-        return self._wishes
+        """A wish can hold a whole model: they are sent only when one has changed."""
+        keys = f"{self._prefix}wishes", f"{self._prefix}change"
+        return await self._ask(
+            READ, "EVAL", WISHES, len(keys), *keys, self._change, of=self._changed
+        )
 
-    async def _read(self) -> Mapping[str, Wish]:
-        kept = await self._ask(READ, "HGETALL", f"{self._prefix}wishes")
-        try:
-            return {name.decode(): wish_of(decoded(raw)) for name, raw in kept.items()}
-        except (Unreadable, UnicodeDecodeError):
-            reason = f"Redis holds what is no wish in {self._prefix}wishes"
-            raise self._trouble.begins(READ, reason) from None
+    def _changed(self, answer: Any) -> Mapping[str, Wish]:
+        change, *hashes = answer
+        for found in hashes:
+            pairs = zip(found[::2], found[1::2], strict=True)
+            self._wishes = {name.decode(): wish_of(decoded(raw)) for name, raw in pairs}
+        self._change = change
+        return self._wishes
 
     async def wish(self, model: str, wish: Wish | None) -> int:
         keys = [f"{self._prefix}{name}" for name in ("wishes", "revision", "change")]
@@ -593,44 +600,50 @@ class Redis:
         if wish is not None:
             # Less the brace: the script begins the object with the revision.
             arguments.append(orjson.dumps(encodable(wish))[1:])
-        return int(await self._ask(KEPT, "EVAL", WISH, len(keys), *keys, *arguments))
+        return await self._ask(KEPT, "EVAL", WISH, len(keys), *keys, *arguments, of=int)
 
     async def leads(self) -> bool:
         arguments = (f"{self._prefix}leader", self._token, LEASE_MS)
         try:
-            return bool(await self._ask(KEPT, "EVAL", LEAD, 1, *arguments))
+            self._leading = await self._ask(KEPT, "EVAL", LEAD, 1, *arguments, of=bool)
         except StateUnavailable:
             # Nobody can say who leads. If nobody did, a replica that restarts now would stay empty;
             # if all do, it is told several times to load the same, which changes nothing.
             return True
+        return self._leading
 
     async def record(self, operation: str, document: Mapping[str, Any]) -> None:
         require_operation(operation)
         raw = orjson.dumps(document)
-        await self._ask(KEPT, "SET", self._operation_key(operation), raw, "EX", KEPT_S)
+        await self._ask(KEPT, "SET", self._operation_key(operation), raw, "EX", KEPT_S, of=bool)
 
     async def operation(self, operation: str) -> Mapping[str, Any] | None:
         if not is_operation(operation):
             return None
-        raw = await self._ask(READ, "GET", self._operation_key(operation))
-        document: Mapping[str, Any] | None = orjson.loads(raw or b"null")
-        return document
+        key = self._operation_key(operation)
+        return await self._ask(READ, "GET", key, of=lambda raw: raw and decoded(raw))
 
     async def close(self) -> None:
         """Another leads at once, and not only when the lease has lapsed."""
-        with suppress(StateUnavailable):
-            await self._ask(KEPT, "EVAL", RESIGN, 1, f"{self._prefix}leader", self._token)
+        if self._leading:
+            with suppress(StateUnavailable):
+                arguments = (f"{self._prefix}leader", self._token)
+                await self._ask(KEPT, "EVAL", RESIGN, 1, *arguments, of=bool)
         with suppress(*self._failures):
             await self._client.aclose()
 
     def _operation_key(self, operation: str) -> str:
         return f"{self._prefix}operation:{operation}"
 
-    async def _ask(self, action: str, *command: str | bytes | int) -> Any:
+    async def _ask(self, action: str, *command: str | bytes | int, of: Callable[[Any], T]) -> T:
+        """What `of` makes of the answer."""
         asked = self._client.execute_command(*command)
         try:
-            answer = await asyncio.wait_for(asked, COMMAND_TIMEOUT_S)
+            made = of(await asyncio.wait_for(asked, COMMAND_TIMEOUT_S))
+        except (Unreadable, UnicodeDecodeError):
+            reason = f"Redis holds what no gateway wrote, at {self._prefix}*"
+            raise self._trouble.begins(action, reason) from None
         except self._failures as exc:
             raise self._trouble.begins(action, why_redis(exc)) from None
         self._trouble.ends(action)
-        return answer
+        return made
