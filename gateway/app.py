@@ -8,10 +8,12 @@ import hashlib
 import logging
 import os
 import ssl
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -26,6 +28,7 @@ from gateway.fleet.pool import Pool
 from gateway.fleet.replica import Source, Wire, source
 from gateway.fleet.repository import Repository, Terms
 from gateway.fleet.state import BadState, Store, store
+from gateway.fleet.view import FleetView
 from gateway.limits import Decoders
 from gateway.metrics import Metrics
 from gateway.routes import health, infer, models, repository
@@ -36,6 +39,9 @@ from gateway.settings import Settings
 from gateway.triton.grpc import Tls
 
 log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+LAGS = 20  # ten seconds: a scrape every ten sees the worst
 
 ROUTERS = (infer.router, models.router, repository.router, health.router, metrics_page.router)
 HANDLED = (HTTPException, RequestValidationError, Exception)
@@ -51,10 +57,15 @@ def spare_the_collector() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
-async def flush_every_second(metrics: Metrics) -> None:
-    """Another worker may be asked for the metrics page."""
+async def tick(metrics: Metrics) -> None:
+    """See how late the event loop is; and pass on what was counted, for another worker's page."""
+    loop = asyncio.get_running_loop()
+    lags: deque[float] = deque(maxlen=LAGS)
     while True:
-        await asyncio.sleep(1)
+        due = loop.time() + TICK_S
+        await asyncio.sleep(TICK_S)
+        lags.append(max(loop.time() - due, 0.0))
+        metrics.loop_lag.set(max(lags))
         metrics.flush()
 
 
@@ -105,27 +116,34 @@ def create_app(settings: Settings) -> ASGIApp:
     kept = kept_by(settings)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with AsyncExitStack() as stack:
+            metrics = Metrics()
             pool = await stack.enter_async_context(
-                Pool(sources, wire, poll_s=settings.poll_interval_s, dns_s=settings.dns_interval_s)
+                Pool(
+                    sources,
+                    wire,
+                    metrics=metrics,
+                    poll_s=settings.poll_interval_s,
+                    dns_s=settings.dns_interval_s,
+                )
             )
             models = Models(pool)
             stack.callback(models.close)
             repository = await stack.enter_async_context(
                 Repository(pool, models, kept, file, terms)
             )
-            decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight)
+            metrics.views.register(FleetView(pool, repository))
+            decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
             stack.callback(decoders.close)
-            metrics = Metrics()
             stack.callback(metrics.flush)
-            flushing = asyncio.create_task(flush_every_second(metrics))
-            stack.callback(flushing.cancel)
+            ticking = asyncio.create_task(tick(metrics))
+            stack.callback(ticking.cancel)
             spare_the_collector()
             edge.services = app.state.services = Services(
                 settings, pool, models, repository, decoders, metrics
             )
-            yield
+            yield {"connections": metrics.connections}  # for the server, which counts them
             edge.services = None
 
     app = FastAPI(title="triton-gateway", version=version("triton-gateway"), lifespan=lifespan)

@@ -1,7 +1,39 @@
-"""What belongs to the request that is being served, for those who are not handed it: the log."""
+"""What becomes known of a request while it is served: for its line in the log, and for the metrics."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
-current_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+class Notes:
+    """Of one request. Model and version only when Triton knows them: they become label values."""
+
+    __slots__ = (
+        "attempts",
+        "bytes_in",
+        "bytes_out",
+        "key",
+        "model",
+        "replica",
+        "request_id",
+        "route",
+        "trace_id",
+        "upstream_s",
+        "version",
+    )
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.route = ""
+        self.model = ""
+        self.version = ""
+        self.replica = ""  # that was asked last
+        self.attempts = 0
+        self.upstream_s = 0.0  # waited for Triton
+        self.bytes_in = 0  # of the request's body
+        self.bytes_out = 0
+        self.key = ""  # the name of the caller's key
+        self.trace_id = ""
+
+
+current: ContextVar[Notes | None] = ContextVar("notes", default=None)

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
+from gateway.metrics import Metrics
+
 T = TypeVar("T")
 
 
@@ -49,17 +51,26 @@ class Budget:
 class Decoders:
     """The threads that turn payloads into tensors, and the pixels they may hold."""
 
-    def __init__(self, threads: int, max_pixels_in_flight: int) -> None:
+    def __init__(self, threads: int, max_pixels_in_flight: int, metrics: Metrics) -> None:
         self._threads = ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "decode")
         self._pixels = Budget(max_pixels_in_flight)
+        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
 
     async def run(self, pixels: int, work: Callable[[], T]) -> T:
         """The result of `work`. Who leaves does not stop the thread: its pixels count until it ends."""
-        taken = await self._pixels.take(pixels)
-        future = self._threads.submit(work)
-        future.add_done_callback(lambda _: self._ended(taken))
+        self._metrics.decodes_waiting.inc()
+        try:
+            taken = await self._pixels.take(pixels)
+            future = self._threads.submit(self._timed, work)
+            future.add_done_callback(lambda _: self._ended(taken))
+        finally:
+            self._metrics.decodes_waiting.dec()
         return await asyncio.wrap_future(future)
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        with self._metrics.decode.time():
+            return work()
 
     def _ended(self, pixels: int) -> None:
         with suppress(RuntimeError):  # the loop is gone: nobody waits any more

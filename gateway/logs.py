@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from gateway.context import current_request_id
+from gateway.context import current
 from gateway.settings import LogFormat, Settings
 
 PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
@@ -18,7 +18,8 @@ PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_i
 class WithRequestId(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if not getattr(record, "request_id", ""):
-            record.request_id = current_request_id.get()
+            notes = current.get()
+            record.request_id = notes.request_id if notes is not None else ""
         return True
 
 

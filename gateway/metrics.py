@@ -1,71 +1,194 @@
-"""The gateway's own metrics, on a registry of their own."""
+"""The gateway's own metrics. Only models that Triton knows become label values.
+
+The way of a small request touches none of prometheus_client's objects, which take a lock or two for each
+sample: it counts into plain numbers, and these are passed on every second and for every page.
+"""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from collections import Counter as Counts
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+from gateway.context import Notes
+
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+DECODE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+CLIENT_LEFT: Final = 499
+CLASSES: Final = {
+    status: str(CLIENT_LEFT) if status == CLIENT_LEFT else f"{status // 100}xx"
+    for status in range(100, 600)
+}
+PASSED, FRAMED = "/v2", "/v1"  # through the gateway, or made here
 
 
 class Pending:
-    """Durations that were counted, and not passed on yet.
+    """What was counted of one kind of request, and not passed on yet."""
 
-    prometheus_client takes two locks for each, which on the way of a small request is too much.
-    """
-
-    __slots__ = ("counts", "seconds")
+    __slots__ = ("bytes_in", "bytes_out", "counts", "seconds", "upstream_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKETS) + 1)
         self.seconds = 0.0
+        self.upstream_s = 0.0
+        self.bytes_in = 0
+        self.bytes_out = 0
 
 
 class Metrics:
-    """One object per application. Only models that Triton knows become label values."""
+    """One object per application; what it is asked of other objects is in `views`."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
+        self.views = CollectorRegistry()
+        self.in_flight = {PASSED: 0, FRAMED: 0}
+        self._pending: dict[tuple[str, str, str, str], Pending] = {}
+        self.attempts_seen: Counts[tuple[str, str]] = Counts()
+        kind = ("route", "model", "version")
+
         self.duration = Histogram(
             "gateway_request_duration_seconds",
             "Time from a request's arrival to its answer's end.",
-            ("route", "model", "status"),
+            (*kind, "status"),
             buckets=BUCKETS,
-            registry=self.registry,
+            registry=registry,
         )
-        self._pending: dict[tuple[str, str, int], Pending] = {}
+        self.upstream = Counter(
+            "gateway_request_upstream_seconds_total",
+            "Time that requests waited for Triton; the rest of their duration is the gateway's own.",
+            kind,
+            registry=registry,
+        )
+        self.bytes_in = Counter(
+            "gateway_request_bytes_total", "Bytes of requests' bodies.", kind, registry=registry
+        )
+        self.bytes_out = Counter(
+            "gateway_answer_bytes_total", "Bytes of answers' bodies.", kind, registry=registry
+        )
+        self.running = Gauge(
+            "gateway_requests_in_flight",
+            "Requests that are being served: passed through (/v2), or made here (/v1).",
+            ("route",),
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self.decode = Histogram(
+            "gateway_image_decode_seconds",
+            "Time in a thread that turns images or large arrays into tensors.",
+            buckets=DECODE_BUCKETS,
+            registry=registry,
+        )
+        self.decodes_waiting = Gauge(
+            "gateway_decodes_waiting",
+            "Requests whose images wait for a thread, or for pixels to become free.",
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self.attempts = Counter(
+            "gateway_upstream_attempts_total",
+            "Requests sent to a replica, by what came of it: answered, refused, bad_answer, deadline.",
+            ("replica", "outcome"),
+            registry=registry,
+        )
+        self.retries = Counter(
+            "gateway_upstream_retries_total",
+            "Requests that went to another replica, because this one had not run them.",
+            ("replica",),
+            registry=registry,
+        )
+        self.ejections = Counter(
+            "gateway_upstream_ejections_total",
+            "Times that a replica was left alone for a while, because requests to it failed.",
+            ("replica",),
+            registry=registry,
+        )
+        self.model_actions = Counter(
+            "gateway_model_actions_total",
+            "Loads and unloads on a replica, by who asked (api, reconciler) and outcome (done, failed).",
+            ("action", "by", "outcome"),
+            registry=registry,
+        )
         self.scrape_failures = Counter(
             "gateway_scrape_failures_total",
             "Metrics pages of a replica that did not come.",
             ("replica",),
-            registry=self.registry,
+            registry=registry,
         )
+        self.connections = Gauge(
+            "gateway_connections",
+            "Clients' connections that are open.",
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self.loop_lag = Gauge(
+            "gateway_event_loop_lag_seconds",
+            "How late the event loop came to what was due, at worst in the last seconds.",
+            multiprocess_mode="livemax",
+            registry=registry,
+        )
+        build = Gauge(
+            "gateway_build_info",
+            "1, with the gateway's version.",
+            ("version",),
+            multiprocess_mode="livemax",
+            registry=registry,
+        )
+        build.labels(version("triton-gateway")).set(1)
 
-    def observe(self, route: str, model: str, status: int, duration_s: float) -> None:
-        key = (route, model, status)
+    # On the way of every request: plain numbers.
+
+    def observe(self, notes: Notes, status: int, duration_s: float) -> None:
+        key = (notes.route, notes.model, notes.version, CLASSES[status])
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = Pending()
         pending.counts[bisect_left(BUCKETS, duration_s)] += 1
         pending.seconds += duration_s
+        pending.upstream_s += notes.upstream_s
+        pending.bytes_in += notes.bytes_in
+        pending.bytes_out += notes.bytes_out
+
+    # From time to time.
 
     def flush(self) -> None:
         """Pass on what was counted since the last time."""
-        for (route, model, status), pending in self._pending.items():
-            histogram = self.duration.labels(route, model, str(status))
+        waiting, self._pending = self._pending, {}
+        for (route, model, number, status), pending in waiting.items():
+            histogram = self.duration.labels(route, model, number, status)
             for bucket, count in zip(histogram._buckets, pending.counts, strict=True):
                 bucket.inc(count)
             histogram._sum.inc(pending.seconds)
-        self._pending.clear()
+            self.upstream.labels(route, model, number).inc(pending.upstream_s)
+            self.bytes_in.labels(route, model, number).inc(pending.bytes_in)
+            self.bytes_out.labels(route, model, number).inc(pending.bytes_out)
+        attempts, self.attempts_seen = self.attempts_seen, Counts()
+        for labels, count in attempts.items():
+            self.attempts.labels(*labels).inc(count)
+        for route, count in self.in_flight.items():
+            self.running.labels(route).set(count)
 
     def page(self) -> str:
         """This process's metrics, or all workers' when there are several (`--workers`)."""
         self.flush()
         registry = self.registry
         if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            forget_the_dead(Path(folder))
             registry = CollectorRegistry()
             MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
-        return generate_latest(registry).decode()
+        return generate_latest(registry).decode() + generate_latest(self.views).decode()
+
+
+def forget_the_dead(folder: Path) -> None:
+    """A worker that is gone has no connections and no requests; what it counted stays counted."""
+    for file in folder.glob("gauge_live*_*.db"):
+        pid = file.stem.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with suppress(FileNotFoundError):  # another worker was quicker
+                file.unlink()

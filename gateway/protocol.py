@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 import httptools
 import uvicorn
+from prometheus_client import Gauge
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.server import ServerState
 
@@ -53,6 +54,8 @@ class Protocol(asyncio.Protocol):
         self._tasks = server_state.tasks
         self._connections = cast("set[Protocol]", server_state.connections)
         self._state = app_state
+        # The application may yield from its lifespan where connections are to be counted.
+        self._counted: Gauge | None = app_state.get("connections")
         self._keep_alive_s = config.timeout_keep_alive
         self._parser = httptools.HttpRequestParser(self)
         self._addresses: dict[str, Any] = {}
@@ -74,6 +77,8 @@ class Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
+        if self._counted is not None:
+            self._counted.inc()
         tls = transport.get_extra_info("sslcontext") is not None
         self._addresses = {
             "server": address_of(transport.get_extra_info("sockname")),
@@ -86,6 +91,8 @@ class Protocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """A client that leaves is not waited for: what works for it is cancelled."""
         self._connections.discard(self)
+        if self._counted is not None:
+            self._counted.dec()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self.resume_writing()

@@ -12,6 +12,7 @@ from random import random
 from typing import Final, Protocol, TypeVar
 
 WEIGHT: Final = 0.2  # of the newest answer
+SLACK_S: Final = 0.005  # what a busy gateway adds to an answer by chance is not the replica's pace
 MOST: Final = 20.0
 LEAST: Final = 0.2
 FORGETS: Final = 0.93  # a tick: of half a second
@@ -51,7 +52,7 @@ class Pace:
     slowness: float = 1.0
 
     def answered(self, took_s: float, usual_s: float) -> None:
-        ratio = took_s / usual_s if usual_s > 0 else 1.0
+        ratio = (took_s + SLACK_S) / (usual_s + SLACK_S)
         self.slowness += WEIGHT * (min(max(ratio, LEAST), MOST) - self.slowness)
 
     def tick(self) -> None:

@@ -7,11 +7,13 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, Final
 
 import anyio
 import orjson
 
+from gateway.context import current
 from gateway.errors import (
     BadUpstream,
     DeadlinePassed,
@@ -24,6 +26,7 @@ from gateway.fleet.balance import less_loaded
 from gateway.fleet.health import Budget, State, may_eject
 from gateway.fleet.index import index_of
 from gateway.fleet.replica import Address, Replica, Source, Wire
+from gateway.metrics import Metrics
 from gateway.triton.complaints import Asked, complaint
 from gateway.triton.http import Answer, Headers, NotSent
 
@@ -37,6 +40,7 @@ LEAST_PAUSE_S: Final = 0.05
 TIMER_S: Final = 0.001  # how exact timers are
 LOOK_FOR_THE_LOST_S: Final = 0.2
 FIRST_LOOK_S: Final = 2.0
+CANCEL_AGAIN_S: Final = 0.2
 INDEX: Final = b"/v2/repository/index"
 MAX_ERROR_BYTES: Final = 1 << 20
 MAX_CANDIDATE_LISTS: Final = 10_000
@@ -44,6 +48,7 @@ USUAL_WEIGHT: Final = 0.05
 # A replica that says so has not run the request.
 NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
 ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
+OUTCOMES: Final = dict(zip(ON_THE_WIRE, ("refused", "bad_answer", "deadline"), strict=True))
 
 
 class NoReplica(Unavailable):
@@ -67,12 +72,14 @@ class Pool:
         sources: Sequence[Source],
         wire: Wire,
         *,
+        metrics: Metrics | None = None,
         poll_s: float = 0.5,
         dns_s: float = 5.0,
         resolve: Resolve = resolve,
     ) -> None:
         self.replicas: dict[Address, Replica] = {}
         self.changes = asyncio.Event()  # set when a replica's state or models are not as before
+        self.metrics = metrics or Metrics()
         self._sources = sources
         self._wire = wire
         self._poll_s = poll_s
@@ -99,10 +106,7 @@ class Pool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [*self._finders, *self._watches.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended([*self._finders, *self._watches.values()])
         for replica in self.replicas.values():
             replica.close()
 
@@ -145,7 +149,7 @@ class Pool:
     # How they are.
 
     async def _watch(self, replica: Replica) -> None:
-        while True:
+        while self.replicas.get(replica.address) is replica:  # see `ended`
             await self.look(replica)
             await asyncio.sleep(LEAST_PAUSE_S)
             down = (
@@ -248,6 +252,14 @@ class Pool:
         self._candidates[model, version] = found
         return found
 
+    def knows(self, model: str, version: str = "") -> bool:
+        """Whether a replica has it in its index: a name of a client's making is in none."""
+        return any(
+            model in replica.index.models
+            and (not version or version in replica.index.models[model])
+            for replica in self.replicas.values()
+        )
+
     # And asked.
 
     async def send(
@@ -260,24 +272,29 @@ class Pool:
         tried: Replica | None = None
         left_s = asked.timeout_s
         while True:
-            replica = self.choose(asked.model, asked.version, tried)
-            began = self._loop.time()
+            candidates = self._candidates.get(asked[:2], ())
+            alone = len(candidates) == 1 and tried is None
+            replica = candidates[0] if alone else self.choose(asked.model, asked.version, tried)
+            began = perf_counter()  # the loop's own time stands still for a millisecond
             try:
                 answer = await replica.http.send(method, target, headers, body, timeout_s=left_s)
+                took_s = self._attempted(replica, began, "answered")
                 if answer.status < 400:
                     if len(self.replicas) > 1:
-                        self._succeeded(replica, asked.model, self._loop.time() - began)
+                        self._succeeded(replica, asked.model, took_s)
                     return answer
                 error = await complained(answer, asked)
                 if isinstance(error, (ModelNotReady, UnknownModel)):
                     self._contradicted(replica, asked)
             except ON_THE_WIRE as exc:
                 error = exc
+                self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"))
                 self._failed(replica, error, began)
-            left_s -= self._loop.time() - began
+            left_s -= perf_counter() - began
             if tried or left_s <= 0 or not self._may_retry(error, replica, asked, body):
                 raise error
-            log.warning("asking another replica than %s: %s", replica.address, error.detail)
+            log.warning("asking another replica than %s: %s", replica.name, error.detail)
+            self.metrics.retries.labels(replica.name).inc()
             tried = replica
 
     async def ask(self, asked: Asked, method: bytes, path: str, body: bytes = b"") -> Any:
@@ -307,6 +324,17 @@ class Pool:
                 for other in self._look_up(asked.model, asked.version)
             )
         return others and self._budget.spend()
+
+    def _attempted(self, replica: Replica, began: float, outcome: str) -> float:
+        """Note how long it took, in seconds."""
+        took_s = perf_counter() - began
+        self.metrics.attempts_seen[replica.name, outcome] += 1
+        notes = current.get()
+        if notes is not None:
+            notes.replica = replica.name
+            notes.attempts += 1
+            notes.upstream_s += took_s
+        return took_s
 
     def _succeeded(self, replica: Replica, model: str, took_s: float) -> None:
         self._budget.earn()
@@ -345,6 +373,15 @@ class Pool:
             replica.index_bytes = b""
             replica.doubted.set()
             self._changed()
+
+
+async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel them until they end: before Python 3.12, `asyncio.wait_for` can lose a cancellation."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def complained(answer: Answer, asked: Asked) -> GatewayError:

@@ -87,6 +87,7 @@ class Replica:
 
     def __init__(self, address: Address, wire: Wire) -> None:
         self.address = address
+        self.name = str(address)
         self.health = Health()
         self.index: Index = NOTHING
         self.index_bytes = b""

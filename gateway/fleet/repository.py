@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
@@ -34,7 +34,7 @@ from gateway.fleet.health import State
 from gateway.fleet.index import READY, UNAVAILABLE, UNLOADED, Index, Version, names
 from gateway.fleet.models import UNQUOTED, Models, model_path
 from gateway.fleet.plan import Action, Backoff, actions, wanted
-from gateway.fleet.pool import NoReplica, Pool
+from gateway.fleet.pool import NoReplica, Pool, ended
 from gateway.fleet.replica import Replica
 from gateway.fleet.state import Store, Wish
 from gateway.triton import grpc
@@ -160,10 +160,7 @@ class Repository:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [*self._tasks, *self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended([*self._tasks, *self._running.values()])
         await self._store.close()
 
     @property
@@ -306,7 +303,7 @@ class Repository:
         async def one(replica: Replica) -> None:
             address = str(replica.address)
             try:
-                await self._do(replica, action)
+                await self._do(replica, action, "api")
                 report.outcomes[address] = Outcome(READY if action.load else UNAVAILABLE)
             except GatewayError as exc:
                 state = replica.index.state(action.model).state
@@ -315,8 +312,9 @@ class Repository:
 
         await asyncio.gather(*map(one, replicas))
 
-    async def _do(self, replica: Replica, action: Action) -> None:
+    async def _do(self, replica: Replica, action: Action, by: str) -> None:
         """On one replica, and until its index says so. Raises what went wrong."""
+        verb = "load" if action.load else "unload"
         address, model = str(replica.address), action.model
         behind = self._behind.setdefault(address, set())
         if action.load:
@@ -326,6 +324,7 @@ class Repository:
                 raise NotSent(replica.reason)
             await self._unless_gone(replica, self._done(replica, action))
         except GatewayError as exc:
+            self._pool.metrics.model_actions.labels(verb, by, "failed").inc()
             if not isinstance(exc, NOT_ASKED):
                 behind.discard(model)
             if action.load:
@@ -334,6 +333,7 @@ class Repository:
             raise
         finally:
             self._models.forget(model)
+        self._pool.metrics.model_actions.labels(verb, by, "done").inc()
         behind.discard(model)
         self.errors.pop(model, None)
 
@@ -412,10 +412,8 @@ class Repository:
             del self._backoff[key]
 
     async def _read_wishes(self) -> None:
-        try:
+        with suppress(StateUnavailable):  # of which the store tells; what was known stays
             self.wishes = await self._store.wishes()
-        except StateUnavailable as exc:
-            log.warning("%s; going on with what was known", exc.detail)
 
     async def _keep(self) -> None:
         while True:
@@ -466,7 +464,7 @@ class Repository:
         verb = "loading" if action.load else "unloading"
         log.warning("%s model %s on %s, as was asked for all replicas", verb, key[1], key[0])
         try:
-            await self._do(replica, action)
+            await self._do(replica, action, "reconciler")
         except GatewayError as exc:
             now = asyncio.get_running_loop().time()
             self._backoff[key] = self._backoff.get(key, Backoff()).failed(now)

@@ -9,9 +9,10 @@ from time import perf_counter
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.context import current_request_id
+from gateway.context import Notes, current
+from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
 from gateway.routes.services import Services
-from gateway.routes.v2 import CLIENT_LEFT, is_passed, pass_through
+from gateway.routes.v2 import is_passed, pass_through
 from gateway.tracing import request_id_of
 
 log = logging.getLogger(__name__)
@@ -30,45 +31,74 @@ class Edge:
             await self._framework(scope, receive, send)
             return
         began = perf_counter()
-        request_id = scope["request_id"] = request_id_of(scope["headers"])
-        current_request_id.set(request_id)
+        notes = Notes(request_id_of(scope["headers"]))
+        current.set(notes)
+        scope["request_id"] = notes.request_id
+        scope["notes"] = notes
+        way = PASSED if is_passed(scope["raw_path"]) else FRAMED
+        in_flight = services.metrics.in_flight
+        in_flight[way] += 1
         status = CLIENT_LEFT
         try:
-            if is_passed(scope["raw_path"]):
-                scope["route_name"] = "/v2"
+            if way is PASSED:
+                notes.route = PASSED
                 status = await pass_through(services, scope, receive, send)
             else:
-                status = await self._framed(scope, receive, send)
+                status = await self._framed(scope, receive, send, notes)
         except asyncio.CancelledError:
             log.debug("the client left")  # the server cancels us then; there is nobody to answer
         finally:
-            observe(services, scope, status, perf_counter() - began)
+            in_flight[way] -= 1
+            duration_s = perf_counter() - began
+            services.metrics.observe(notes, status, duration_s)
+            if log.isEnabledFor(logging.INFO):
+                tell(scope, notes, status, duration_s)
 
-    async def _framed(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _framed(self, scope: Scope, receive: Receive, send: Send, notes: Notes) -> int:
         status = CLIENT_LEFT
-        header = (b"x-request-id", scope["request_id"].encode())
+        header = (b"x-request-id", notes.request_id.encode())
+
+        async def receive_counted() -> Message:
+            message = await receive()
+            notes.bytes_in += len(message.get("body", b""))
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), header]
+            else:
+                notes.bytes_out += len(message.get("body", b""))
             await send(message)
 
-        await self._framework(scope, receive, send_with_id)
+        try:
+            await self._framework(scope, receive_counted, send_with_id)
+        finally:
+            # Only what a table of ours holds is a label: a path of a client's making is not.
+            notes.route = getattr(scope.get("route"), "path", "")
         return status
 
 
-def observe(services: Services, scope: Scope, status: int, duration_s: float) -> None:
-    """Only what Triton confirmed is a label: a path and a name of a client's making are not."""
-    route = str(scope.get("route_name") or getattr(scope.get("route"), "path", ""))
-    model = scope.get("model", "")
-    services.metrics.observe(route, model, status, duration_s)
-    if log.isEnabledFor(logging.INFO):
-        log.info(
-            "%s %s %d",
-            scope["method"],
-            scope["path"],
-            status,
-            extra={"model": model, "duration_ms": round(duration_s * 1000, 2)},
-        )
+def tell(scope: Scope, notes: Notes, status: int, duration_s: float) -> None:
+    """The request's line in the log."""
+    log.info(
+        "%s %s %d",
+        scope["method"],
+        scope["path"],
+        status,
+        extra={
+            "route": notes.route,
+            "model": notes.model,
+            "version": notes.version,
+            "replica": notes.replica,
+            "attempts": notes.attempts,
+            "duration_ms": round(duration_s * 1000, 2),
+            "upstream_ms": round(notes.upstream_s * 1000, 2),
+            "bytes_in": notes.bytes_in,
+            "bytes_out": notes.bytes_out,
+            "key": notes.key,
+            "trace_id": notes.trace_id,
+            "client": scope["client"][0] if scope.get("client") else "",
+        },
+    )

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
+from gateway.context import Notes
 from gateway.errors import DeadlinePassed
 from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
@@ -70,7 +71,8 @@ async def exchange(
     try:
         with anyio.fail_after(timeout_s):
             signature = await services.models.signature(model, version)
-            request.scope["model"] = signature.model
+            notes: Notes = request.scope["notes"]
+            notes.model, notes.version = signature.model, version
             yield Exchange(services, signature, request.scope["request_id"], deadline)
     except TimeoutError as exc:
         raise DeadlinePassed(timeout_s) from exc

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from gateway.context import Notes
 from gateway.fleet.health import State
 from gateway.fleet.index import merged
 from gateway.fleet.pool import NoReplica, Pool
@@ -85,6 +86,8 @@ async def model(
 ) -> dict[str, Any]:
     """What a model takes and gives, and a request to paste that works."""
     signature = await services.models.signature(model, version)
+    notes: Notes = request.scope["notes"]
+    notes.model, notes.version = signature.model, version
     base_url = str(request.base_url).rstrip("/")
     return {
         **described(signature),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -24,6 +25,10 @@ class Services:
     repository: Repository
     decoders: Decoders
     metrics: Metrics
+
+    @cached_property
+    def usual_timeout_s(self) -> float:
+        return self.settings.request_timeout_s
 
     def timeout_s(self, asked: str | None) -> float:
         """The seconds a request may take; `asked` is its X-Request-Timeout. Raises `Malformed`."""

@@ -11,11 +11,13 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import lru_cache
+from time import perf_counter
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.auth import require_admin
+from gateway.context import Notes
 from gateway.errors import (
     BodyTooLarge,
     Forbidden,
@@ -24,6 +26,7 @@ from gateway.errors import (
     NotFound,
     render,
 )
+from gateway.metrics import CLIENT_LEFT
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
 from gateway.triton.complaints import Asked, scrubbed_event
@@ -32,7 +35,6 @@ from gateway.triton.http import Answer, Headers
 log = logging.getLogger(__name__)
 
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
-CLIENT_LEFT = 499
 USUAL_LENGTH = 256
 NO_NAMES = {"model": "", "version": ""}
 
@@ -90,6 +92,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
     """Answer a request from Triton; its status. Every failure is answered as well."""
     status = 0
     answer = None
+    names = NO_NAMES
+    notes: Notes = scope["notes"]
     try:
         method: str = scope["method"]
         rule, names = look_up(scope["raw_path"].decode("latin-1"), method)
@@ -99,18 +103,24 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         limit = services.settings.max_body_bytes
         if length is not None and length > limit:
             raise BodyTooLarge(limit)
-        timeout_s = services.timeout_s(asked_s)
+        timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
         body = body_of(await receive(), receive, headers, length, limit)
+        if isinstance(body, bytes):
+            notes.bytes_in = len(body)
+        else:
+            body = counted(body, notes)
         whom = Asked(names["model"], names["version"], timeout_s, rule.health)
         # Triton answers HEAD with a body, which would be read as the next answer.
         sent_as = b"GET" if method == "HEAD" else method.encode()
         answer = await services.pool.send(whom, sent_as, target_of(scope), headers, body)
-        scope["model"] = names["model"]
+        notes.model, notes.version = whom.model, whom.version
         start = start_of(answer, scope)
         status = answer.status
         await send(start)
-        if answer.complete and not answer.is_event_stream:
-            await send({"type": "http.response.body", "body": answer.rest()})
+        if answer.complete and not answer.is_event_stream and method != "HEAD":
+            rest = answer.rest()
+            notes.bytes_out = len(rest)
+            await send({"type": "http.response.body", "body": rest})
         else:
             await relay(answer, scope, send, timeout_s)
     except ClientDisconnect:
@@ -120,7 +130,10 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             # An answer that is cut off must look like one: the server closes the connection.
             log.warning("an answer was cut off: %s", exc)
             return status
+        if services.pool.knows(names["model"], names["version"]):
+            notes.model, notes.version = names["model"], names["version"]
         response = await render(Request(scope, receive), exc)
+        notes.bytes_out = len(response.body)
         response.headers["x-request-id"] = scope["request_id"]
         await response(scope, receive, send)
         return response.status_code
@@ -223,6 +236,12 @@ async def streamed(first: bytes, receive: Receive, limit: int) -> AsyncIterator[
         yield data
 
 
+async def counted(body: AsyncIterator[bytes], notes: Notes) -> AsyncIterator[bytes]:
+    async for data in body:
+        notes.bytes_in += len(data)
+        yield data
+
+
 def start_of(answer: Answer, scope: Scope) -> Message:
     """The answer's head, without what concerns the replica's connection only."""
     kept = [header for header in answer.headers if header[0] not in NOT_RELAYED]
@@ -248,10 +267,14 @@ async def relay(answer: Answer, scope: Scope, send: Send, timeout_s: float) -> N
         events = ScrubbedErrors(scrubbed_event)
         await send({"type": "http.response.body", "more_body": True})  # the head goes ahead
     last = False
+    notes: Notes = scope["notes"]
     while not last:
         answer.allow(timeout_s)
+        began = perf_counter()
         chunk = await answer.next_chunk()
+        notes.upstream_s += perf_counter() - began
         last = answer.complete
         if events is not None:
             chunk = events.feed(chunk) + (events.end() if last else b"")
+        notes.bytes_out += len(chunk)
         await send({"type": "http.response.body", "body": chunk, "more_body": not last})

@@ -13,6 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Final, cast
 
 import httptools
@@ -57,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._state = IDLE
         self._clean = True
         self._request_sent = True
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -96,7 +97,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clean = False
-        if self._state == BODY and self._until_close and self._error is exc is None:
+        if self._state == BODY and self._until_close and self.error is exc is None:
             self.on_message_complete()  # RFC 9112, section 6.3: without a length it ends here
         elif self._state in (HEAD, BODY):
             self.fail(
@@ -159,11 +160,16 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._clean and self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def waiting(self) -> bool:
+        """The answer's status and headers are not here yet; nor has it failed."""
+        return self._state == HEAD
+
     def begin(self, timeout_s: float) -> None:
         """Open an exchange that must be answered within that time."""
         self._state = HEAD
         self._request_sent = False
-        self._error = None
+        self.error = None
         self._until_close = False
         self._head_bytes = 0
         self._body_bytes = 0
@@ -208,22 +214,15 @@ class Connection(asyncio.Protocol):
         """Wait until the replica takes more; raises when it no longer can."""
         if self._writable is not None:
             await self._writable
-        if self._error is not None:
-            raise self._error
-
-    async def head(self) -> None:
-        """Wait for the answer's status and headers."""
-        while self._state == HEAD:
-            await self._arriving()
-        if self._error is not None and self._state != DONE:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     async def next_chunk(self) -> bytes:
         """What has arrived of the body since the last call; empty at its end."""
         while not self._chunks and self._state == BODY:
-            if self._error is not None:
-                raise self._error
-            await self._arriving()
+            if self.error is not None:
+                raise self.error
+            await self.arriving()
         return self.taken()
 
     def taken(self) -> bytes:
@@ -277,15 +276,15 @@ class Connection(asyncio.Protocol):
     def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
         """End the exchange: whoever waits for anything of it gets this error."""
         error.__cause__ = cause or error.__cause__
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         if self._state == HEAD:
             self._state = BODY  # whoever waits for the head finds the error
         self.abort()
         self._arrived()
         self._wake_writer()
 
-    def _arriving(self) -> asyncio.Future[None]:
+    def arriving(self) -> asyncio.Future[None]:
         self._arrival = self._loop.create_future()
         return self._arrival
 
@@ -309,6 +308,8 @@ def header_of(headers: Headers, name: bytes) -> bytes:
 
 class Answer:
     """A replica's answer: status and headers now, the body as it comes. Leave it with `close()`."""
+
+    __slots__ = ("_connection", "_give_back", "_sending", "headers", "status")
 
     def __init__(self, connection: Connection, give_back: Callable[[Connection], None]) -> None:
         self._connection: Connection | None = connection
@@ -394,7 +395,7 @@ class Upstream:
         self._server_name = server_name or host
         self.keeps = True  # whether a connection that has served waits for the next request
         self.outstanding = 0
-        self.last_answer = 0.0  # in the loop's time
+        self.last_answer = 0.0  # by perf_counter
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         # Kept: asking for the running loop is a system call each time.
@@ -437,13 +438,16 @@ class Upstream:
                 connection.write(head)
                 sending = self._loop.create_task(pump(connection, body, chunked=chunked))
                 sending.add_done_callback(partial(pumped, connection))
-            await connection.head()
+            while connection.waiting:
+                await connection.arriving()
+            if connection.error is not None and not connection.complete:
+                raise connection.error
         except BaseException:
             if sending is not None:
                 sending.cancel()
             self._end(connection)
             raise
-        self.last_answer = self._loop.time()
+        self.last_answer = perf_counter()
         answer = Answer(connection, self._drop if fresh else self._end)
         if sending is not None:
             answer.sending(sending)
@@ -495,7 +499,8 @@ class Upstream:
     def _take(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable and self._loop.time() - connection.idle_since < self._idle_s:
+            fresh = self._loop.time() - connection.idle_since < self._idle_s
+            if fresh and connection.usable:
                 return connection
             connection.close()
         return None
