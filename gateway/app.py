@@ -36,6 +36,7 @@ from gateway.routes import metrics as metrics_page
 from gateway.routes.edge import Edge
 from gateway.routes.services import Services
 from gateway.settings import Settings
+from gateway.tracing import Tracer
 from gateway.triton.grpc import Tls
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def kept_by(settings: Settings) -> Store:
 def create_app(settings: Settings) -> ASGIApp:
     """The gateway before the Tritons of `settings.triton_urls`.
 
-    Raises `BadAddress`, `BadModelsFile` or `BadState` for settings that cannot be used.
+    Raises `BadAddress`, `BadModelsFile`, `BadState` or `BadTracing` for settings that cannot be used.
     """
     sources = [source(url) for url in settings.triton_urls]
     wire = Wire(settings.connect_timeout_s, tls_context(settings, sources))
@@ -114,6 +115,10 @@ def create_app(settings: Settings) -> ASGIApp:
     file = ModelsFile(settings.models_file)
     file.open()
     kept = kept_by(settings)
+    own = version("triton-gateway")
+    tracer = None
+    if settings.otlp_endpoint:
+        tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=own)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -139,14 +144,16 @@ def create_app(settings: Settings) -> ASGIApp:
             stack.callback(metrics.flush)
             ticking = asyncio.create_task(tick(metrics))
             stack.callback(ticking.cancel)
+            if tracer is not None:
+                stack.callback(tracer.close)
             spare_the_collector()
             edge.services = app.state.services = Services(
-                settings, pool, models, repository, decoders, metrics
+                settings, pool, models, repository, decoders, metrics, tracer
             )
             yield {"connections": metrics.connections}  # for the server, which counts them
             edge.services = None
 
-    app = FastAPI(title="triton-gateway", version=version("triton-gateway"), lifespan=lifespan)
+    app = FastAPI(title="triton-gateway", version=own, lifespan=lifespan)
     edge = Edge(app)
     for router in ROUTERS:
         app.include_router(router)

@@ -22,6 +22,7 @@ from gateway.fleet.replica import BadAddress
 from gateway.fleet.state import BadState
 from gateway.server import run_workers, server
 from gateway.settings import Settings
+from gateway.tracing import BadTracing
 from gateway.triton.embedded import (
     CannotStart,
     EmbeddedTriton,
@@ -233,6 +234,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         cli()
-    except (Failure, CannotInstall, CannotStart, BadAddress, BadModelsFile, BadState) as exc:
+    except (
+        Failure,
+        CannotInstall,
+        CannotStart,
+        BadAddress,
+        BadModelsFile,
+        BadState,
+        BadTracing,
+    ) as exc:
         say(f"triton-gateway: {exc}")
         sys.exit(1)

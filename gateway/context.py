@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gateway.tracing import Trace
 
 
 class Notes:
@@ -17,7 +21,7 @@ class Notes:
         "replica",
         "request_id",
         "route",
-        "trace_id",
+        "trace",
         "upstream_s",
         "version",
     )
@@ -33,7 +37,7 @@ class Notes:
         self.bytes_in = 0  # of the request's body
         self.bytes_out = 0
         self.key = ""  # the name of the caller's key
-        self.trace_id = ""
+        self.trace: Trace | None = None
 
 
 current: ContextVar[Notes | None] = ContextVar("notes", default=None)

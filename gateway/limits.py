@@ -7,9 +7,10 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
+from gateway.context import current
 from gateway.metrics import Metrics
 
 T = TypeVar("T")
@@ -48,6 +49,12 @@ class Budget:
                 turn.set_result(None)
 
 
+def step(name: str) -> AbstractContextManager[object]:
+    """A span of the request that is being served, if it is traced."""
+    notes = current.get()
+    return nullcontext() if notes is None or notes.trace is None else notes.trace.step(name)
+
+
 class Decoders:
     """The threads that turn payloads into tensors, and the pixels they may hold."""
 
@@ -61,12 +68,14 @@ class Decoders:
         """The result of `work`. Who leaves does not stop the thread: its pixels count until it ends."""
         self._metrics.decodes_waiting.inc()
         try:
-            taken = await self._pixels.take(pixels)
+            with step("queue"):
+                taken = await self._pixels.take(pixels)
             future = self._threads.submit(self._timed, work)
             future.add_done_callback(lambda _: self._ended(taken))
         finally:
             self._metrics.decodes_waiting.dec()
-        return await asyncio.wrap_future(future)
+        with step("decode"):
+            return await asyncio.wrap_future(future)
 
     def _timed(self, work: Callable[[], T]) -> T:
         with self._metrics.decode.time():

@@ -14,7 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway.context import Notes
@@ -46,6 +53,8 @@ class Metrics:
     """One object per application; what it is asked of other objects is in `views`."""
 
     def __init__(self) -> None:
+        # Else every counter has a second series beside it, which nobody asks for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self.views = CollectorRegistry()
         self.in_flight = {PASSED: 0, FRAMED: 0}

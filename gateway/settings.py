@@ -84,6 +84,11 @@ class Settings(BaseSettings):
     drain_s: float = Field(
         10.0, ge=0, description="How long requests may go on after SIGTERM before they are cut."
     )
+    otlp_endpoint: str = Field(
+        "",
+        description="Where traces are sent, as OTLP over HTTP: http://collector:4318. Empty: no traces. "
+        "Needs the extra triton-gateway[otel].",
+    )
     log_level: LogLevel = Field(LogLevel.info, description="debug, info, warning or error.")
     log_format: LogFormat = Field(
         LogFormat.console, description="console for people, json for one JSON object a line."

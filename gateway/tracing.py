@@ -1,12 +1,25 @@
-"""Every request has an id: the caller's if it is sane, else a new one."""
+"""Every request has an id; and, where there is an OpenTelemetry endpoint, spans.
+
+Without an endpoint nothing of OpenTelemetry is imported, and a request has no trace: `Notes.trace` is None.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
-SANE = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+SANE: Final = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+TRACEPARENT: Final = b"traceparent"
+TRACESTATE: Final = b"tracestate"
+TRACE_CONTEXT: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
+FAULT: Final = 500
+Headers = list[tuple[bytes, bytes]]
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -15,3 +28,105 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
         if name == b"x-request-id" and SANE.fullmatch(value):
             return value.decode()
     return f"{random.getrandbits(128):032x}"
+
+
+class BadTracing(ValueError):
+    """Traces are wanted and cannot be had, in a sentence."""
+
+
+class Tracer:
+    """Makes a trace of every request, and sends the spans to an OTLP endpoint over HTTP."""
+
+    def __init__(self, endpoint: str, *, service: str, version: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+                OTLPSpanExporter,
+            )
+            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+        except ImportError:
+            raise BadTracing(
+                "GATEWAY_OTLP_ENDPOINT needs OpenTelemetry: pip install 'triton-gateway[otel]'"
+            ) from None
+        resource = Resource.create({"service.name": service, "service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("triton-gateway", version)
+
+    def begin(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
+        """A server span; its parent is the caller's, if it sent one (W3C Trace Context)."""
+        from opentelemetry.trace import SpanKind  # noqa: PLC0415
+        from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
+            TraceContextTextMapPropagator,
+        )
+
+        carried = {
+            name.decode(): value.decode("latin-1")
+            for name, value in headers
+            if name in TRACE_CONTEXT
+        }
+        parent = TraceContextTextMapPropagator().extract(carried)
+        return Trace(self._tracer, self._tracer.start_span(method, parent, kind=SpanKind.SERVER))
+
+    def close(self) -> None:
+        """Send what is left; not for long, if nobody takes it."""
+        self._provider.force_flush(2000)
+        self._provider.shutdown()
+
+
+class Trace:
+    """The spans of one request: the server's, and one for each step."""
+
+    def __init__(self, tracer: Any, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    @contextmanager
+    def step(self, name: str, *, client: bool = False, **attributes: str | int) -> Iterator[Step]:
+        """A step of the work; what it raises is noted."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
+
+        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
+        context = set_span_in_context(self._span)
+        told = {key.replace("__", "."): value for key, value in attributes.items()}
+        span = self._tracer.start_span(name, context, kind=kind, attributes=told)
+        try:
+            yield Step(span)
+        except BaseException as exc:
+            span.set_status(Status(StatusCode.ERROR, type(exc).__name__))
+            raise
+        finally:
+            span.end()
+
+    def end(self, name: str, status: int, attributes: dict[str, str | int]) -> None:
+        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
+
+        self._span.update_name(name)
+        self._span.set_attribute("http.response.status_code", status)
+        self._span.set_attributes({key: value for key, value in attributes.items() if value != ""})
+        if status >= FAULT:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
+class Step:
+    """A span that is being worked on."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def note(self, name: str, value: str | int) -> None:
+        self._span.set_attribute(name, value)
+
+    def carried(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+        """The headers for whoever is asked: with this span as the parent, in place of the caller's."""
+        context = self._span.get_span_context()
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        kept = [header for header in headers if header[0] != TRACEPARENT]
+        return [*kept, (TRACEPARENT, parent.encode())]

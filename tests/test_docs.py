@@ -81,3 +81,16 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None:
+    rows = re.findall(
+        r"^\| `(gateway_\w+)` \| (\w+) \| [^|]* \| (.*) \|$",
+        (ROOT / "docs/metrics.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name: (kind, text) for name, kind, text in rows}
+    page = demo.get("/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (gateway_\w+) (\w+)$", page, re.MULTILINE))
+    texts = dict(re.findall(r"^# HELP (gateway_\w+) (.*)$", page, re.MULTILINE))
+    assert documented == {name: (kind, texts[name]) for name, kind in kinds.items()}

@@ -81,7 +81,7 @@ class Models:
         if known is None:
             return await self._first_read(key)
         if now - known.read_at > FRESH_S and known.refresh is None:
-            known.refresh = asyncio.create_task(self._read_signature(model, version))
+            known.refresh = asyncio.create_task(self._read_again(model, version))
             known.refresh.add_done_callback(lambda task: self._refreshed(key, task))
         return known.signature
 
@@ -91,7 +91,8 @@ class Models:
         if task is None:
             task = self._reading[key] = asyncio.create_task(self._read_signature(*key))
             task.add_done_callback(lambda task: self._first_known(key, task))
-        return await asyncio.shield(task)
+        with waited_at_once():
+            return await asyncio.shield(task)
 
     def _first_known(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
         if self._reading.get(key) is not task:
@@ -115,6 +116,10 @@ class Models:
             self._known.pop(key, None)
         else:
             self._known[key] = Known(task.result(), asyncio.get_running_loop().time())
+
+    async def _read_again(self, model: str, version: str) -> Signature:
+        current.set(None)  # for no request: the one that found it old is not waiting
+        return await self._read_signature(model, version)
 
     async def _read_signature(self, model: str, version: str) -> Signature:
         asked, path = Asked(model, version, METADATA_TIMEOUT_S), model_path(model, version)

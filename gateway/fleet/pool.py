@@ -13,7 +13,7 @@ from typing import Any, Final
 import anyio
 import orjson
 
-from gateway.context import current
+from gateway.context import Notes, current
 from gateway.errors import (
     BadUpstream,
     DeadlinePassed,
@@ -271,14 +271,26 @@ class Pool:
         """
         tried: Replica | None = None
         left_s = asked.timeout_s
+        notes = current.get()
         while True:
             candidates = self._candidates.get(asked[:2], ())
             alone = len(candidates) == 1 and tried is None
             replica = candidates[0] if alone else self.choose(asked.model, asked.version, tried)
             began = perf_counter()  # the loop's own time stands still for a millisecond
             try:
-                answer = await replica.http.send(method, target, headers, body, timeout_s=left_s)
-                took_s = self._attempted(replica, began, "answered")
+                if notes is None or notes.trace is None:
+                    answer = await replica.http.send(
+                        method, target, headers, body, timeout_s=left_s
+                    )
+                else:
+                    with notes.trace.step(
+                        "triton", client=True, server__address=replica.name
+                    ) as step:
+                        answer = await replica.http.send(
+                            method, target, step.carried(headers), body, timeout_s=left_s
+                        )
+                        step.note("http.response.status_code", answer.status)
+                took_s = self._attempted(replica, began, "answered", notes)
                 if answer.status < 400:
                     if len(self.replicas) > 1:
                         self._succeeded(replica, asked.model, took_s)
@@ -288,7 +300,7 @@ class Pool:
                     self._contradicted(replica, asked)
             except ON_THE_WIRE as exc:
                 error = exc
-                self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"))
+                self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
                 self._failed(replica, error, began)
             left_s -= perf_counter() - began
             if tried or left_s <= 0 or not self._may_retry(error, replica, asked, body):
@@ -325,11 +337,12 @@ class Pool:
             )
         return others and self._budget.spend()
 
-    def _attempted(self, replica: Replica, began: float, outcome: str) -> float:
+    def _attempted(
+        self, replica: Replica, began: float, outcome: str, notes: Notes | None
+    ) -> float:
         """Note how long it took, in seconds."""
         took_s = perf_counter() - began
         self.metrics.attempts_seen[replica.name, outcome] += 1
-        notes = current.get()
         if notes is not None:
             notes.replica = replica.name
             notes.attempts += 1

@@ -13,7 +13,7 @@ from gateway.context import Notes, current
 from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
 from gateway.routes.services import Services
 from gateway.routes.v2 import is_passed, pass_through
-from gateway.tracing import request_id_of
+from gateway.tracing import Trace, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class Edge:
         current.set(notes)
         scope["request_id"] = notes.request_id
         scope["notes"] = notes
+        if services.tracer is not None:
+            notes.trace = services.tracer.begin(scope["method"], scope["headers"])
         way = PASSED if is_passed(scope["raw_path"]) else FRAMED
         in_flight = services.metrics.in_flight
         in_flight[way] += 1
@@ -53,6 +55,8 @@ class Edge:
             services.metrics.observe(notes, status, duration_s)
             if log.isEnabledFor(logging.INFO):
                 tell(scope, notes, status, duration_s)
+            if notes.trace is not None:
+                end_trace(notes.trace, scope, notes, status)
 
     async def _framed(self, scope: Scope, receive: Receive, send: Send, notes: Notes) -> int:
         status = CLIENT_LEFT
@@ -98,7 +102,24 @@ def tell(scope: Scope, notes: Notes, status: int, duration_s: float) -> None:
             "bytes_in": notes.bytes_in,
             "bytes_out": notes.bytes_out,
             "key": notes.key,
-            "trace_id": notes.trace_id,
+            "trace_id": notes.trace.trace_id if notes.trace is not None else "",
             "client": scope["client"][0] if scope.get("client") else "",
+        },
+    )
+
+
+def end_trace(trace: Trace, scope: Scope, notes: Notes, status: int) -> None:
+    """By the semantic conventions of OpenTelemetry for HTTP; no path of a client's making is a name."""
+    trace.end(
+        f"{scope['method']} {notes.route}".rstrip(),
+        status,
+        {
+            "http.request.method": scope["method"],
+            "http.route": notes.route,
+            "url.path": scope["path"],
+            "triton.model": notes.model,
+            "triton.version": notes.version,
+            "triton.replica": notes.replica,
+            "request.id": notes.request_id,
         },
     )

@@ -27,6 +27,8 @@ from gateway.tensors.inputs import Inputs, images_of, to_inputs
 from gateway.tensors.outputs import Rendered, Result, jsonable, renderer, text_or_base64
 from gateway.tensors.payload import JSON, Limits, Payload
 from gateway.tensors.signature import Signature
+from gateway.tracing import TRACE_CONTEXT
+from gateway.triton.http import Headers
 
 router = APIRouter(tags=["inference"])
 RESPONSES = schema.error_responses()
@@ -45,6 +47,7 @@ class Exchange:
     signature: Signature
     request_id: str
     deadline: float
+    trace: Headers  # the caller's trace context, for Triton
 
     @property
     def limits(self) -> Limits:
@@ -57,7 +60,7 @@ class Exchange:
     async def result(self, inputs: Inputs, payload: Payload) -> Result:
         outputs = output_names(self.signature, payload.outputs)
         request_id = payload.id or self.request_id
-        call = Call(outputs, payload.parameters, request_id, self.deadline)
+        call = Call(outputs, payload.parameters, request_id, self.deadline, self.trace)
         return await self.services.models.infer(self.signature, inputs, call)
 
 
@@ -73,7 +76,8 @@ async def exchange(
             signature = await services.models.signature(model, version)
             notes: Notes = request.scope["notes"]
             notes.model, notes.version = signature.model, version
-            yield Exchange(services, signature, request.scope["request_id"], deadline)
+            trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
+            yield Exchange(services, signature, notes.request_id, deadline, trace)
     except TimeoutError as exc:
         raise DeadlinePassed(timeout_s) from exc
 

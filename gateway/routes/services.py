@@ -15,6 +15,7 @@ from gateway.fleet.repository import Repository
 from gateway.limits import Decoders
 from gateway.metrics import Metrics
 from gateway.settings import Settings
+from gateway.tracing import Tracer
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Services:
     repository: Repository
     decoders: Decoders
     metrics: Metrics
+    tracer: Tracer | None = None
 
     @cached_property
     def usual_timeout_s(self) -> float:

@@ -1,0 +1,162 @@
+"""Traces: OpenTelemetry's own SDK, and a collector of the test's that keeps what it is sent."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from gateway.triton.embedded import EmbeddedTriton
+from tests.servers import ROOT
+from tests.test_fleet import until
+from tests.test_observability import gateway
+from tests.test_v2 import Fake, fake_triton
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CARRIED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+
+
+@dataclass
+class Collector:
+    port: int = 0
+    spans: list[Any] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def of(self, trace: str) -> dict[str, Any]:
+        """The spans of a trace, by name."""
+        found = [span for span in list(self.spans) if span.trace_id.hex() == trace]
+        return {span.name: span for span in found}
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces"
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    collector.spans += scope.spans
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    collector.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def traced(demo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Collector]]:
+    with (
+        collecting() as collector,
+        gateway(demo_triton.options.url, otlp_endpoint=collector.url, log_format="json") as pair,
+    ):
+        yield pair[0], collector
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
+
+
+def test_a_request_is_a_span_of_the_callers_trace_with_its_steps_below(
+    traced: tuple[httpx.Client, Collector],
+) -> None:
+    client, collector = traced
+    answer = client.post(
+        "/v1/models/ensemble/infer",
+        content=(ROOT / "docs/images/seven.png").read_bytes(),
+        headers={"Content-Type": "image/png", **CARRIED},
+    )
+    assert answer.status_code == 200
+    until(lambda: len(collector.of(TRACE)) >= 2, 10)
+    spans = collector.of(TRACE)
+    server, triton = spans["POST /v1/models/{model}/infer"], spans["triton"]
+    assert server.parent_span_id.hex() == PARENT
+    assert triton.parent_span_id == server.span_id
+    assert (server.kind, triton.kind) == (2, 3)  # SERVER, CLIENT
+    told = attributes(server)
+    assert told["triton.model"] == "ensemble"
+    assert told["http.response.status_code"] == 200
+    assert told["request.id"] == answer.headers["x-request-id"]
+    assert attributes(triton)["http.response.status_code"] == 200
+    assert server.start_time_unix_nano <= triton.start_time_unix_nano
+    assert triton.end_time_unix_nano <= server.end_time_unix_nano
+
+
+def test_a_request_without_a_trace_begins_one_and_failures_are_marked(
+    traced: tuple[httpx.Client, Collector],
+) -> None:
+    client, collector = traced
+    before = len(collector.spans)
+    assert client.get("/v2/models/nobody").status_code == 404
+    until(lambda: len(collector.spans) > before + 1, 10)
+    server = next(span for span in collector.spans[before:] if span.name == "GET /v2")
+    assert not server.parent_span_id
+    assert "nobody" in attributes(server)["url.path"]
+    assert "triton.model" not in attributes(server)
+
+
+def test_triton_is_handed_the_trace_with_the_attempt_as_its_parent() -> None:
+    def asked(fake: Fake) -> str:
+        head, _ = fake.requests.get(timeout=5)
+        return head.decode().lower()
+
+    with fake_triton() as fake, collecting() as collector:
+        url = f"http://127.0.0.1:{fake.port}"
+        with gateway(url, otlp_endpoint=collector.url) as (client, _):
+            client.get("/v2", headers=CARRIED)
+            head = asked(fake)
+            until(lambda: "triton" in collector.of(TRACE), 10)
+            attempt = collector.of(TRACE)["triton"].span_id.hex()
+        assert f"traceparent: 00-{TRACE}-{attempt}-01" in head
+        assert "tracestate: vendor=1" in head
+        with gateway(url) as (client, _):  # without traces of its own it hands on the caller's
+            client.get("/v2", headers=CARRIED)
+            assert f"traceparent: 00-{TRACE}-{PARENT}-01" in asked(fake)
+
+
+def test_a_collector_that_is_away_costs_nobody_anything(demo_triton: EmbeddedTriton) -> None:
+    with gateway(demo_triton.options.url, otlp_endpoint="http://127.0.0.1:9") as (client, command):
+        for _ in range(20):
+            assert client.get("/v2/models/core").status_code == 200
+        assert command.process.poll() is None
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+    look = (
+        "import sys, gateway.app as app; from gateway.settings import Settings; "
+        "app.create_app(Settings(state='memory:')); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.strip() == "[]", found.stderr
