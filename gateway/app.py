@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from gateway import errors, logs
+from gateway.draining import Drain
 from gateway.fleet.declared import ModelsFile
 from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
@@ -150,7 +151,9 @@ def create_app(settings: Settings) -> ASGIApp:
             edge.services = app.state.services = Services(
                 settings, pool, models, repository, decoders, metrics, tracer
             )
-            yield {"connections": metrics.connections}  # for the server, which counts them
+            drain = stack.enter_context(Drain(settings.drain_s))
+            # For the server: what it counts, and whether it is to close connections.
+            yield {"connections": metrics.connections, "drain": drain}
             edge.services = None
 
     app = FastAPI(title="triton-gateway", version=own, lifespan=lifespan)

@@ -109,7 +109,8 @@ def up(
     fleet = [options.replica(number) for number in range(replicas)]
     check_distinct({"--port": port, **ports_of(fleet)})
     check_port(host, port, "--port")
-    settings = read_settings(triton_urls=tuple(options.url for options in fleet))
+    # Nobody looks at the readiness of a laptop: what ends, ends at once.
+    settings = read_settings(triton_urls=tuple(options.url for options in fleet), drain_s=0)
 
     def ready() -> None:
         say(

@@ -56,6 +56,7 @@ class Protocol(asyncio.Protocol):
         self._state = app_state
         # The application may yield from its lifespan where connections are to be counted.
         self._counted: Gauge | None = app_state.get("connections")
+        self._drain: Any = app_state.get("drain")  # … and may say when it is to end
         self._keep_alive_s = config.timeout_keep_alive
         self._parser = httptools.HttpRequestParser(self)
         self._addresses: dict[str, Any] = {}
@@ -147,6 +148,8 @@ class Protocol(asyncio.Protocol):
         path = raw_path.decode("ascii")
         version = parser.get_http_version()
         keep_alive = version == "1.1" and parser.should_keep_alive()
+        if self._drain is not None and self._drain.began:
+            keep_alive = False
         scope = {
             "type": "http",
             "asgi": ASGI,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,10 +25,28 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._on_ready = on_ready
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn raises again what it caught; to have ended when asked to is no failure."""
+        with super().capture_signals():
+            yield
+            self._captured_signals = [
+                number for number in self._captured_signals if number != signal.SIGTERM
+            ]
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
+
+
+class Workers(Multiprocess):
+    """uvicorn's supervisor, which lets go of the port when it ends: else who comes then waits in vain."""
+
+    def terminate_all(self) -> None:
+        super().terminate_all()
+        for listening in self.sockets:
+            listening.close()
 
 
 def config_of(
@@ -48,7 +68,7 @@ def config_of(
         server_header=False,
         date_header=False,
         timeout_keep_alive=settings.keep_alive_s,
-        timeout_graceful_shutdown=max(math.ceil(settings.drain_s), 1),
+        timeout_graceful_shutdown=max(math.ceil(settings.shutdown_s), 1),
         proxy_headers=False,
     )
 
@@ -75,4 +95,4 @@ def run_workers(
             config.backlog
         )  # who comes before the first worker is up has to wait, no more
         on_ready()
-        Multiprocess(config, sockets=[listening]).run()
+        Workers(config, sockets=[listening]).run()

@@ -82,7 +82,12 @@ class Settings(BaseSettings):
         75, gt=0, description="How long a client's connection may be idle, in seconds."
     )
     drain_s: float = Field(
-        10.0, ge=0, description="How long requests may go on after SIGTERM before they are cut."
+        10.0,
+        ge=0,
+        description="How long serve goes on after SIGTERM, saying at /readyz that it is not ready.",
+    )
+    shutdown_s: float = Field(
+        30.0, gt=0, description="How long running requests may then take before they are cut."
     )
     otlp_endpoint: str = Field(
         "",

@@ -63,7 +63,12 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             # What a test loads is not for the next one, unless it says so.
-            env={**os.environ, "GATEWAY_STATE": "memory:", **(environment or {})},
+            env={
+                **os.environ,
+                "GATEWAY_STATE": "memory:",
+                "GATEWAY_DRAIN_S": "0",
+                **(environment or {}),
+            },
             cwd=ROOT,
             start_new_session=True,
         )

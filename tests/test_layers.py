@@ -24,6 +24,7 @@ LAYERS = {
     "gateway.fleet": 3,
     "gateway.routes": 4,
     "gateway.protocol": 4,
+    "gateway.draining": 4,
     "gateway.app": 5,
     "gateway.server": 5,
     "gateway.cli": 6,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from gateway.fleet.plan import Seen, readiness
 from gateway.routes.services import ServicesDep
@@ -21,7 +21,7 @@ async def livez() -> dict[str, Any]:
 
 
 @router.get("/readyz")
-async def readyz(services: ServicesDep) -> Response:
+async def readyz(request: Request, services: ServicesDep) -> Response:
     """200 when a replica lives and every declared model can be served; else 503, and what is missing."""
     pool = services.pool
     seen = [
@@ -29,7 +29,10 @@ async def readyz(services: ServicesDep) -> Response:
         for replica in pool.replicas.values()
     ]
     found = readiness(
-        seen, services.repository.declared, services.settings.ready_quorum, draining=False
+        seen,
+        services.repository.declared,
+        services.settings.ready_quorum,
+        draining=request.state.drain.began,
     )
     headers = {} if found.ready else {"Retry-After": "1"}
     return Response(orjson.dumps(found.document), 200 if found.ready else 503, headers, JSON)
