@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from gateway import errors, logs
+from gateway.auth import Access
 from gateway.draining import Drain
 from gateway.fleet.declared import ModelsFile
 from gateway.fleet.models import Models
@@ -30,7 +31,8 @@ from gateway.fleet.replica import Source, Wire, source
 from gateway.fleet.repository import Repository, Terms
 from gateway.fleet.state import BadState, Store, store
 from gateway.fleet.view import FleetView
-from gateway.limits import Decoders
+from gateway.keys import KeysFile
+from gateway.limits import Decoders, Gate
 from gateway.metrics import Metrics
 from gateway.routes import health, infer, models, repository
 from gateway.routes import metrics as metrics_page
@@ -59,7 +61,7 @@ def spare_the_collector() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
-async def tick(metrics: Metrics) -> None:
+async def tick(metrics: Metrics, gate: Gate) -> None:
     """See how late the event loop is; and pass on what was counted, for another worker's page."""
     loop = asyncio.get_running_loop()
     lags: deque[float] = deque(maxlen=LAGS)
@@ -68,6 +70,7 @@ async def tick(metrics: Metrics) -> None:
         await asyncio.sleep(TICK_S)
         lags.append(max(loop.time() - due, 0.0))
         metrics.loop_lag.set(max(lags))
+        metrics.waiting.set(gate.waiting)
         metrics.flush()
 
 
@@ -105,7 +108,8 @@ def kept_by(settings: Settings) -> Store:
 def create_app(settings: Settings) -> ASGIApp:
     """The gateway before the Tritons of `settings.triton_urls`.
 
-    Raises `BadAddress`, `BadModelsFile`, `BadState` or `BadTracing` for settings that cannot be used.
+    Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing` for settings that
+    cannot be used.
     """
     sources = [source(url) for url in settings.triton_urls]
     wire = Wire(settings.connect_timeout_s, tls_context(settings, sources))
@@ -115,6 +119,9 @@ def create_app(settings: Settings) -> ASGIApp:
     )
     file = ModelsFile(settings.models_file)
     file.open()
+    keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None
+    if keys is not None:
+        keys.open()
     kept = kept_by(settings)
     own = version("triton-gateway")
     tracer = None
@@ -142,14 +149,23 @@ def create_app(settings: Settings) -> ASGIApp:
             metrics.views.register(FleetView(pool, repository))
             decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
             stack.callback(decoders.close)
+            gate = Gate(
+                settings.max_inflight,
+                settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+                settings.max_queue,
+                metrics,
+            )
             stack.callback(metrics.flush)
-            ticking = asyncio.create_task(tick(metrics))
+            ticking = asyncio.create_task(tick(metrics, gate))
             stack.callback(ticking.cancel)
+            access = Access(keys)
+            watching = asyncio.create_task(access.watch())
+            stack.callback(watching.cancel)
             if tracer is not None:
                 stack.callback(tracer.close)
             spare_the_collector()
             edge.services = app.state.services = Services(
-                settings, pool, models, repository, decoders, metrics, tracer
+                settings, pool, models, repository, decoders, gate, metrics, access, tracer
             )
             drain = stack.enter_context(Drain(settings.drain_s))
             # For the server: what it counts, and whether it is to close connections.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -17,9 +18,11 @@ from pydantic import ValidationError
 
 from gateway import logs
 from gateway.app import create_app
+from gateway.auth import is_loopback
 from gateway.fleet.declared import BadModelsFile
 from gateway.fleet.replica import BadAddress
 from gateway.fleet.state import BadState
+from gateway.keys import BadKeysFile, Role, create, read, revoke
 from gateway.server import run_workers, server
 from gateway.settings import Settings
 from gateway.tracing import BadTracing
@@ -36,6 +39,8 @@ from gateway.triton.embedded import (
 )
 from gateway.triton.installation import CannotInstall
 
+log = logging.getLogger(__name__)
+
 DEFAULT_REPOSITORY = Path("triton_repo")
 DEFAULT_MODELS = ("ensemble", "text_ensemble")
 
@@ -46,6 +51,13 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+key = typer.Typer(
+    help="Keys: who may call the gateway.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cli.add_typer(key, name="key")
 
 Host = Annotated[str, typer.Option(help="The address that the gateway listens on.")]
 Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")]
@@ -77,6 +89,25 @@ Load = Annotated[
         help="A model to load at the start; may be repeated, * is all. "
         "Default: the two ensembles of triton_repo, or all models of a repository of yours.",
     ),
+]
+
+
+KeyName = Annotated[str, typer.Argument(help="What the key is called, in the log as well.")]
+Roles = Annotated[
+    list[Role],
+    typer.Option("--role", help="What it is for; may be repeated. admin includes the others."),
+]
+Globs = Annotated[
+    list[str],
+    typer.Option(
+        "--model", help="A model that it sees, or a pattern such as 'res*'; may be repeated."
+    ),
+]
+Rate = Annotated[
+    float | None, typer.Option(min=0, help="How many requests per second it may send.")
+]
+KeysPath = Annotated[
+    Path | None, typer.Option("--file", help="The keys file. Default: that of GATEWAY_KEYS_FILE.")
 ]
 
 
@@ -117,6 +148,7 @@ def up(
             f"ready after {time.monotonic() - began:.1f} s on http://{host}:{port}  (Ctrl-C ends it)"
         )
 
+    warn_if_open(settings, host)
     gateway = server(create_app(settings), settings, host, port, ready)
     reasons: list[str] = []
 
@@ -175,11 +207,65 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: Workers = 1) -> 
     settings = read_settings()
     tritons = ", ".join(settings.triton_urls)
     ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+    warn_if_open(settings, host)
     app = create_app(settings)  # what cannot be used is said here, and not by each worker
     if workers > 1:
         run_workers(settings, host, port, workers, ready)
     else:
         server(app, settings, host, port, ready).run()
+
+
+@key.command("create")
+def create_key(
+    name: KeyName,
+    role: Roles = [Role.infer],  # noqa: B006 - typer's own way
+    model: Globs = ["*"],  # noqa: B006
+    requests_per_second: Rate = None,
+    file: KeysPath = None,
+) -> None:
+    """Make a key and write its hash into the keys file. The key itself is printed, once."""
+    path = keys_path(file)
+    made = create(path, name, role, model, requests_per_second)
+    say(f"the key {name} is in {path} as a hash; this is the only time that it is shown:")
+    typer.echo(made)
+
+
+@key.command("list")
+def list_keys(file: KeysPath = None) -> None:
+    """Show who has a key, and for what."""
+    rows = [("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND")]
+    for found in read(keys_path(file)).values():
+        rate = found.requests_per_second
+        limit = "no limit of its own" if rate is None else f"{rate:g}"
+        rows.append((found.name, ",".join(found.roles), ",".join(found.models), limit))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+@key.command("revoke")
+def revoke_key(name: KeyName, file: KeysPath = None) -> None:
+    """Take a key out of the keys file; running gateways notice within two seconds."""
+    path = keys_path(file)
+    revoke(path, name)
+    say(f"the key {name} is not in {path} any more")
+
+
+def keys_path(file: Path | None) -> Path:
+    path = file or read_settings().keys_file
+    if path is None:
+        raise Failure("which keys file? Say --file FILE, or set GATEWAY_KEYS_FILE")
+    return path
+
+
+def warn_if_open(settings: Settings, host: str) -> None:
+    if settings.keys_file is None and not is_loopback(host):
+        log.warning(
+            "whoever reaches %s may use every model and read the metrics: there is no keys file "
+            "(GATEWAY_KEYS_FILE; triton-gateway key create makes one)",
+            host,
+        )
 
 
 def options_of(
@@ -240,6 +326,7 @@ def main() -> None:
         CannotInstall,
         CannotStart,
         BadAddress,
+        BadKeysFile,
         BadModelsFile,
         BadState,
         BadTracing,

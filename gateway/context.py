@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gateway.keys import Caller
     from gateway.tracing import Trace
 
 
@@ -16,15 +17,19 @@ class Notes:
         "attempts",
         "bytes_in",
         "bytes_out",
+        "caller",
         "key",
         "model",
         "replica",
         "request_id",
         "route",
+        "timeout_s",
         "trace",
         "upstream_s",
         "version",
     )
+
+    caller: Caller  # as soon as that is known; see gateway.auth
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -33,6 +38,7 @@ class Notes:
         self.version = ""
         self.replica = ""  # that was asked last
         self.attempts = 0
+        self.timeout_s = 0.0  # that the request may take
         self.upstream_s = 0.0  # waited for Triton
         self.bytes_in = 0  # of the request's body
         self.bytes_out = 0

@@ -42,6 +42,15 @@ class Malformed(GatewayError):
     status, code = 400, "MALFORMED_REQUEST"
 
 
+class Unauthenticated(GatewayError):
+    """Without a key, or with one that nobody has."""
+
+    status, code = 401, "UNAUTHENTICATED"
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, headers={"WWW-Authenticate": "Bearer"})
+
+
 class Forbidden(GatewayError):
     status, code = 403, "FORBIDDEN"
 
@@ -78,6 +87,15 @@ class Unrepresentable(NotAcceptable):
         GatewayError.__init__(self, f"the answer is {what}; it can be had as {listed(offered)}")
 
 
+class TooSlow(GatewayError):
+    """The client sends its request too slowly."""
+
+    status, code = 408, "REQUEST_TOO_SLOW"
+
+    def __init__(self) -> None:
+        super().__init__("the request did not come in time")
+
+
 class Conflict(GatewayError):
     status, code = 409, "CONFLICT"
 
@@ -89,6 +107,13 @@ class TooLarge(GatewayError):
 class BodyTooLarge(TooLarge):
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"the body is larger than the limit of {limit_bytes} bytes")
+
+
+class UrlTooLong(GatewayError):
+    status, code = 414, "URL_TOO_LONG"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the URL is longer than the limit of {limit_bytes} bytes")
 
 
 class UnsupportedBody(GatewayError):
@@ -122,6 +147,15 @@ class Overloaded(GatewayError):
     status, code, retry_after_s = 429, "OVERLOADED", 1
 
 
+class HeaderTooLarge(GatewayError):
+    status, code = 431, "HEADER_TOO_LARGE"
+
+    def __init__(self, limit_bytes: int, limit_fields: int) -> None:
+        super().__init__(
+            f"the header is over the limit of {limit_bytes} bytes and {limit_fields} fields"
+        )
+
+
 class ModelFault(GatewayError):
     status, code = 500, "MODEL_FAULT"
 
@@ -134,6 +168,13 @@ class BadUpstream(GatewayError):
 
 class Unavailable(GatewayError):
     status, code, retry_after_s = 503, "UNAVAILABLE", 1
+
+
+class TooManyConnections(GatewayError):
+    status, code, retry_after_s = 503, "TOO_MANY_CONNECTIONS", 1
+
+    def __init__(self) -> None:
+        super().__init__("the gateway has as many connections as it takes; try again")
 
 
 class ModelNotReady(GatewayError):

@@ -1,4 +1,7 @@
-"""How much at a time: decoding is bounded in threads and in pixels, and kept off the event loop."""
+"""How much at a time: inferences, each model's share of them, and pixels that are decoded.
+
+Decoding is kept off the event loop, in a bounded number of threads.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
 from gateway.context import current
+from gateway.errors import DeadlinePassed, Overloaded, quoted
 from gateway.metrics import Metrics
 
 T = TypeVar("T")
@@ -47,6 +51,104 @@ class Budget:
             if not turn.cancelled():
                 self._free -= weight
                 turn.set_result(None)
+
+
+class TooMany(Overloaded):
+    """More than is taken at a time, and more than may wait for it."""
+
+    def __init__(self, model: str, running: int, waiting: int) -> None:
+        super().__init__(
+            f"{running} requests are being served and {waiting} wait; there is no place for one more of "
+            f"model {quoted(model)}; try again shortly"
+        )
+
+
+class Gate:
+    """Inferences at a time, of the process and of each model, and a short queue.
+
+    Nobody starves: whoever waits is admitted by turns of the models, and one model can fill neither all
+    places nor more than half of the queue.
+    """
+
+    def __init__(self, places: int, places_per_model: int, queue: int, metrics: Metrics) -> None:
+        self._places = places
+        self._places_per_model = places_per_model
+        self._room = queue
+        self._metrics = metrics
+        self._running: dict[str, int] = {}
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
+        self.running = 0
+        self.waiting = 0
+
+    def enters(self, model: str) -> bool:
+        """Whether there is a place, which is taken then; give it back with `leave`."""
+        held = self._running.get(model, 0)
+        if self.waiting or self.running >= self._places or held >= self._places_per_model:
+            return False
+        self.running += 1
+        self._running[model] = held + 1
+        return True
+
+    async def enter(self, model: str, timeout_s: float) -> None:
+        """Take a place, or wait for one. Raises `TooMany` at once, or `DeadlinePassed`."""
+        if self.enters(model):
+            return
+        queue = self._queues.setdefault(model, deque())
+        alone = len(self._queues) == 1
+        if self.waiting >= self._room or (not alone and 2 * len(queue) >= self._room):
+            if not queue:
+                del self._queues[model]
+            self._metrics.shed.labels("queue_full").inc()
+            raise TooMany(model, self.running, self.waiting)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        self.waiting += 1
+        self._admit()  # those who wait may all be of models that have no place left
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), timeout_s)
+        except BaseException as exc:
+            if turn.done():
+                self.leave(model)  # admitted in the same moment
+            else:
+                turn.cancel()
+                self._forget(model, turn)
+            if isinstance(exc, asyncio.TimeoutError):
+                raise DeadlinePassed(timeout_s) from None
+            raise
+
+    def leave(self, model: str) -> None:
+        self.running -= 1
+        held = self._running[model] - 1
+        if held:
+            self._running[model] = held
+        else:
+            del self._running[model]
+        if self.waiting:
+            self._admit()
+
+    def _admit(self) -> None:
+        """Let in who can be, a model after the other."""
+        admitted = True
+        while admitted and self.running < self._places:
+            admitted = False
+            for model in list(self._queues):
+                held = self._running.get(model, 0)
+                if self.running < self._places and held < self._places_per_model:
+                    turn = self._queues[model][0]
+                    self._forget(model, turn)
+                    if model in self._queues:  # the others come before its next
+                        self._queues[model] = self._queues.pop(model)
+                    self.running += 1
+                    self._running[model] = held + 1
+                    turn.set_result(None)
+                    admitted = True
+
+    def _forget(self, model: str, turn: asyncio.Future[None]) -> None:
+        queue = self._queues[model]
+        queue.remove(turn)
+        self.waiting -= 1
+        if not queue:
+            del self._queues[model]
 
 
 def step(name: str) -> AbstractContextManager[object]:

@@ -124,10 +124,18 @@ class Metrics:
             ("action", "by", "outcome"),
             registry=registry,
         )
-        self.scrape_failures = Counter(
-            "gateway_scrape_failures_total",
-            "Metrics pages of a replica that did not come.",
-            ("replica",),
+        self.shed = Counter(
+            "gateway_requests_shed_total",
+            "Requests that were refused because there were too many: queue_full, rate.",
+            ("reason",),
+            registry=registry,
+        )
+        for reason in ("queue_full", "rate"):
+            self.shed.labels(reason)  # so that the first of them is an increase
+        self.waiting = Gauge(
+            "gateway_requests_waiting",
+            "Inferences that wait for a place.",
+            multiprocess_mode="livesum",
             registry=registry,
         )
         self.connections = Gauge(

@@ -2,6 +2,9 @@
 
 In place of uvicorn's own, which spends on a small request as much as the rest of the gateway does. An
 answer's head is held until its first body, as ASGI asks, and leaves with it in one write.
+
+httptools knows no limits and takes more than one meaning of a request's length: both are seen to here,
+while the bytes come in. What is refused is answered in the shape of every other error.
 """
 
 from __future__ import annotations
@@ -9,8 +12,12 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import math
+import re
 from collections import deque
-from typing import Any, Final, NoReturn, cast
+from dataclasses import dataclass
+from ipaddress import IPv6Address
+from typing import Any, Final, NamedTuple, NoReturn, cast
 from urllib.parse import unquote
 
 import httptools
@@ -19,7 +26,15 @@ from prometheus_client import Gauge
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.server import ServerState
 
-from gateway.errors import Malformed, body_of
+from gateway.errors import (
+    GatewayError,
+    HeaderTooLarge,
+    Malformed,
+    TooManyConnections,
+    TooSlow,
+    UrlTooLong,
+    body_of,
+)
 from gateway.tracing import request_id_of
 
 log = logging.getLogger(__name__)
@@ -29,15 +44,137 @@ JOIN_UNDER_BYTES: Final = 64 * 1024
 ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 GONE: Final = {"type": "http.disconnect"}
+Pairs = list[tuple[bytes, bytes]]
 WITHOUT_BODY: Final = (204, 304)
+NOT_HTTP: Final = "this is not an HTTP/1.1 request"
+HEAD_END: Final = b"\r\n\r\n"
+# Of the fields that say how a request is read there is one at most.
+# What changes how a request is read; its length is httptools' business, which is strict about it.
+NOTED: Final = frozenset((b"host", b"transfer-encoding", b"expect"))
+HOST: Final = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\da-fA-Fv.:]+\])(?::\d*)?[ \t]*", re.ASCII)
+WHOLE_BYTES: Final = 2048  # a read as small as this is parsed at once, pipelined or not
+LEAST_PIECE_BYTES: Final = 64
+HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
+RESERVED: Final = 32  # connections over the limit that may ask how the gateway is
+RESERVED_S: Final = 1.0
+LINGER_S: Final = 1.0
+LEAST_LOOK_S: Final = 0.25
+TOLD_EVERY_S: Final = 1.0
 STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
     for status in http.HTTPStatus
 }
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a client may send, in what time, and how many may come; as in `gateway.settings`."""
+
+    header_bytes: int = 64 << 10
+    header_fields: int = 100
+    url_bytes: int = 8 << 10
+    pipelined: int = 16
+    header_timeout_s: float = 10.0
+    body_stall_s: float = 10.0
+    write_timeout_s: float = 30.0
+    least_bytes_per_s: int = 1 << 10
+    connections: int = 4096
+    connections_per_client: int = 1024  # 0: any number
+
+
+class Pace(NamedTuple):
+    """For how long who must keep up with a rate may still do nothing."""
+
+    credit_s: float
+    at: float
+
+    def after(self, now: float, moved: int, rate: int, most_s: float) -> Pace:
+        return Pace(min(self.credit_s - (now - self.at) + moved / rate, most_s), now)
+
+    @property
+    def next_look(self) -> float:
+        return self.at + max(self.credit_s, LEAST_LOOK_S)
+
+
+class Crowd:
+    """How many connections each client has to this process, and who was sent away."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, int] = {}
+        self._sent_away = 0
+        self._told_at = -math.inf
+
+    def enter(self, client: str) -> int:
+        count = self._of[client] = self._of.get(client, 0) + 1
+        return count
+
+    def leave(self, client: str) -> None:
+        self._of[client] -= 1
+        if not self._of[client]:
+            del self._of[client]
+
+    def send_away(self, now: float, whose: dict[str, str]) -> None:
+        """Who floods the gateway is not to flood its log."""
+        self._sent_away += 1
+        if now - self._told_at >= TOLD_EVERY_S:
+            log.warning("too many connections: %d sent away", self._sent_away, extra=whose)
+            self._sent_away, self._told_at = 0, now
+
+
 class Protocol(asyncio.Protocol):
     """A connection; made by uvicorn's server, which calls `shutdown` and counts `connections`."""
+
+    # More attributes than the interpreter keeps quick to find without them.
+    __slots__ = (
+        "_addresses",
+        "_arriving",
+        "_began",
+        "_between",
+        "_body_left",
+        "_came",
+        "_client",
+        "_coming_credit_s",
+        "_coming_since",
+        "_connections",
+        "_counted",
+        "_crowd",
+        "_current",
+        "_drain",
+        "_dry_bytes",
+        "_fed",
+        "_flowing",
+        "_head_bytes",
+        "_head_since",
+        "_headers",
+        "_held",
+        "_idle_since",
+        "_keep_alive_s",
+        "_last",
+        "_limits",
+        "_looks_at",
+        "_most_fields",
+        "_most_header_bytes",
+        "_most_url_bytes",
+        "_noted",
+        "_parser",
+        "_reading",
+        "_refused",
+        "_reserved",
+        "_state",
+        "_taking",
+        "_task",
+        "_tasks",
+        "_timer",
+        "_unparsed",
+        "_untaken",
+        "_url",
+        "_usual",
+        "_waiting",
+        "app",
+        "loop",
+        "transport",
+        "unwritable",
+    )
 
     def __init__(
         self,
@@ -45,6 +182,9 @@ class Protocol(asyncio.Protocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: Limits,
+        crowd: Crowd,
     ) -> None:
         if not config.loaded:
             config.load()
@@ -58,20 +198,46 @@ class Protocol(asyncio.Protocol):
         self._counted: Gauge | None = app_state.get("connections")
         self._drain: Any = app_state.get("drain")  # … and may say when it is to end
         self._keep_alive_s = config.timeout_keep_alive
+        self._limits = limits
+        self._most_url_bytes = limits.url_bytes
+        self._most_header_bytes = limits.header_bytes
+        self._most_fields = limits.header_fields
+        self._crowd = crowd
+        self._client = ""  # as it is counted
+        self._reserved = False  # over the limit, and may ask only how the gateway is
         self._parser = httptools.HttpRequestParser(self)
         self._addresses: dict[str, Any] = {}
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._expects_continue = False
+        self._headers: Pairs = []
+        self._noted: Pairs = []
+        # What was noted of the last request, if it was a Host and nothing else.
+        self._usual: Pairs = [(b"", b"")]
+        self._between = True  # two requests, as far as is known
+        self._fed = WHOLE_BYTES  # that the parser is being given, at most
+        self._head_bytes = 0  # of a header that is not whole, before those
+        self._head_since: float | None = None
+        self._body_left = 0  # of the announced length of one that does not come in one piece
+        self._flowing = False  # there was body in what came
+        self._dry_bytes = 0  # of its framing, since there was
+        self._unparsed = b""
         self._arriving: Exchange | None = None  # whose body is being received
         self._current: Exchange | None = None  # whose answer is being sent
         self._waiting: deque[Exchange] = deque()  # pipelined (RFC 9112, section 9.3.2)
         self._task: asyncio.Task[None] | None = None
         self.unwritable: asyncio.Future[None] | None = None
         self._reading = True
+        self._held = False  # reading was paused since the last look
         self._last = False  # what comes after it is not looked at
-        self._idle_timer: asyncio.TimerHandle | None = None
+        self._refused = False
+        self._began: float | None = None  # until the first header is whole
         self._idle_since = 0.0
+        self._coming_since: float | None = None  # a body that did not come in one piece
+        self._coming_credit_s = 0.0
+        self._came = 0
+        self._taking: Pace | None = None  # of answers that the client does not take at once
+        self._untaken = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks_at = math.inf
 
     # The transport calls these.
 
@@ -86,42 +252,60 @@ class Protocol(asyncio.Protocol):
             "client": address_of(transport.get_extra_info("peername")),
             "scheme": "https" if tls else "http",
         }
-        self._idle_since = self.loop.time()
-        self._look_later(self._keep_alive_s)
+        self._began = self._idle_since = now = self.loop.time()
+        excess = self._excess()
+        self._reserved = excess > 0
+        if excess > RESERVED:
+            self.refuse(TooManyConnections(), linger=False)
+            return
+        self._look_by(now + min(self._first_s, self._keep_alive_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """A client that leaves is not waited for: what works for it is cancelled."""
         self._connections.discard(self)
         if self._counted is not None:
             self._counted.dec()
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        if self._client:
+            self._crowd.leave(self._client)
+        if self._timer is not None:
+            self._timer.cancel()
         self.resume_writing()
         self._waiting.clear()
+        self._unparsed = b""
         self._arriving = None
-        if self._current is not None:
-            self._current.leave()
-            if self._task is not None and not self._current.complete:
-                self._task.cancel()
+        if self._current is not None and not self._refused:
+            self._give_up(self._current)
         del self._parser  # which holds this object
 
     def data_received(self, data: bytes) -> None:
         if self._last:
             return
+        if self._unparsed:
+            self._unparsed += data
+            return
+        size = len(data)
+        if size > self._body_left and (size > WHOLE_BYTES or self._waiting):
+            self._feed_in_pieces(data)
+            return
+        if self._body_left:
+            self._body_left -= size
+        self._between = False
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # refused when its header was complete
-        except httptools.HttpParserError:
-            self.refuse("this is not an HTTP/1.1 request")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._fail(exc)
+        if not self._between or self._url:
+            self._part_came(data)
 
     def eof_received(self) -> None:
         """Who closes its half has left: the transport closes the other."""
 
     def pause_writing(self) -> None:
         self.unwritable = self.loop.create_future()
+        self._watch_taking()
 
     def resume_writing(self) -> None:
+        self._taking = None
         if self.unwritable is not None and not self.unwritable.done():
             self.unwritable.set_result(None)
         self.unwritable = None
@@ -133,21 +317,36 @@ class Protocol(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self._expects_continue = True
+        if name in NOTED:
+            self._noted.append((name, value))
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         parser = self._parser
         if parser.should_upgrade():
             # httptools would take the body for the other protocol's, and so for the next request.
-            self.refuse("this server does not change protocols: send no Upgrade header")
-            return
+            raise Malformed("this server does not change protocols: send no Upgrade header")
+        version = parser.get_http_version()
+        expects_continue = self._noted != self._usual and self._check_noted(version)
+        self._noted = []
+        if (
+            self._head_bytes + self._fed > self._most_header_bytes
+            or len(self._headers) > self._most_fields
+        ):
+            self._check_size(len(parser.get_method()) + len(self._url) + len("  HTTP/1.1\r\n"))
+        if self._head_bytes:
+            self._head_bytes, self._head_since = 0, None
+        self._began = None
+        if len(self._url) > self._most_url_bytes:
+            raise UrlTooLong(self._most_url_bytes)
         url = httptools.parse_url(self._url)
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")
-        version = parser.get_http_version()
         keep_alive = version == "1.1" and parser.should_keep_alive()
+        if self._reserved:
+            if raw_path not in HEALTH_PATHS:
+                raise TooManyConnections
+            keep_alive = False
         if self._drain is not None and self._drain.began:
             keep_alive = False
         scope = {
@@ -163,11 +362,9 @@ class Protocol(asyncio.Protocol):
             "state": self._state.copy(),
             **self._addresses,
         }
-        expects_continue = self._expects_continue and version == "1.1"
         exchange = self._arriving = Exchange(self, scope, keep_alive, expects_continue)
         self._url = b""
         self._headers = []
-        self._expects_continue = False
         if self._current is None:
             self._start(exchange)
         else:
@@ -175,14 +372,19 @@ class Protocol(asyncio.Protocol):
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
+        self._flowing = True
         if self._arriving is not None:
             self._arriving.arrived(body)
 
     def on_message_complete(self) -> None:
+        self._between = True
+        self._body_left = 0
+        self._coming_since = None
         if self._headers:
             # Trailers are no headers, of this or the next (RFC 9110, section 6.5.1).
+            self._check_size(0)
             self._headers = []
-            self._expects_continue = False
+            self._noted = []
         if self._arriving is not None:
             self._last = not self._arriving.keep_alive
             self._arriving.arrived_whole()
@@ -193,10 +395,11 @@ class Protocol(asyncio.Protocol):
     def pause_reading(self) -> None:
         if self._reading:
             self._reading = False
+            self._held = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if not self._reading and not self._waiting:
+        if not self._reading and not self._waiting and not self._unparsed:
             self._reading = True
             self.transport.resume_reading()
 
@@ -217,35 +420,51 @@ class Protocol(asyncio.Protocol):
         if self._task is not None:
             self._tasks.discard(self._task)
             self._task = None
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refused:
             return
         if not exchange.complete:
             self.transport.abort()  # cut off: it must not look like an answer
         elif not exchange.keep_alive:
-            self.transport.close()
+            self._close()
         else:
             self._idle_since = self.loop.time()
             if self._waiting:
                 self._start(self._waiting.popleft())
+                if self._unparsed:
+                    data, self._unparsed = self._unparsed, b""
+                    self._feed_in_pieces(data)
             self.resume_reading()
 
-    def refuse(self, sentence: str) -> None:
-        """What is no HTTP is answered in the shape of every other error, and not listened to again."""
+    def refuse(self, error: GatewayError, *, linger: bool = True) -> None:
+        """What cannot be served is answered like every other error, and not listened to again."""
         self._last = True
+        self._unparsed = b""
         if self._waiting and self._arriving is not None:
             self._waiting.pop()  # it will never come whole
         whole = self._waiting[-1] if self._waiting else self._current
         if whole is not None and whole is not self._arriving:
             whole.keep_alive = False  # its answer is the last
             return
-        if self._arriving is None or not self._arriving.started:
-            self.transport.write(refusal(sentence))
-        self.transport.close()
+        if self._arriving is not None and self._arriving.started:
+            self._close()
+            return
+        self._refused = True
+        self._tell(error)
+        if self._current is not None:
+            # Later: a task that is cancelled before its first step never runs, and would never end.
+            self.loop.call_soon(self._give_up, self._current)
+        if not linger:
+            self._close()
+            return
+        # Closing under a client that is still sending would reset the connection, and the answer with it.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._look_by(self.loop.time() + LINGER_S)
 
     def shutdown(self) -> None:
         """The server stops: the request that is being answered is the last."""
         if self._current is None:
-            self.transport.close()
+            self._close()
         else:
             self._current.keep_alive = False
 
@@ -254,18 +473,225 @@ class Protocol(asyncio.Protocol):
         self._task = self.loop.create_task(exchange.run(self.app))
         self._tasks.add(self._task)
 
-    def _look_later(self, seconds: float) -> None:
-        self._idle_timer = self.loop.call_later(seconds, self._look_if_idle)
+    def _give_up(self, exchange: Exchange) -> None:
+        exchange.leave()
+        if self._task is not None and not exchange.complete:
+            self._task.cancel()
 
-    def _look_if_idle(self) -> None:
-        """One timer per connection looks, when it fires, whether it is time."""
-        left = self._idle_since + self._keep_alive_s - self.loop.time()
-        if self._current is not None:
-            self._look_later(self._keep_alive_s)
-        elif left > 0:
-            self._look_later(left)
+    def _close(self) -> None:
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._watch_taking()
+
+    def _tell(self, error: GatewayError) -> None:
+        request_id = request_id_of(())
+        self.transport.write(refusal(error, request_id))
+        if isinstance(error, TooManyConnections):
+            self._crowd.send_away(self.loop.time(), self._whose)
         else:
-            self.transport.close()
+            extra = {"status": error.status, "request_id": request_id, **self._whose}
+            log.info("refused: %s", error.detail, extra=extra)
+
+    @property
+    def _whose(self) -> dict[str, str]:
+        """For a line in the log."""
+        address = self._addresses["client"]
+        return {"client": "" if address is None else address[0]}
+
+    def _excess(self) -> int:
+        """By how many there are too many, in all or of this client; a socket file has no address."""
+        excess = len(self._connections) - self._limits.connections
+        per_client = self._limits.connections_per_client
+        address = self._addresses["client"]
+        if per_client and address is not None:
+            self._client = network_of(address[0])
+            excess = max(excess, self._crowd.enter(self._client) - per_client)
+        return excess
+
+    # How a request is read.
+
+    def _fail(self, exc: Exception) -> None:
+        told = exc.__context__  # what a callback raised
+        self.refuse(told if isinstance(told, GatewayError) else Malformed(NOT_HTTP))
+
+    def _feed_in_pieces(self, data: bytes) -> None:
+        """Few headers in each, so that hardly more requests are begun than may wait."""
+        view = memoryview(data)
+        start, size, piece = 0, len(data), view
+        try:
+            while start < size and not self._last:
+                if len(self._waiting) >= self._limits.pipelined:
+                    self._unparsed = data[start:]
+                    return
+                end = start + self._body_left
+                if end <= start:
+                    found = data.find(HEAD_END, start + LEAST_PIECE_BYTES)
+                    end = size if found < 0 else found + len(HEAD_END)
+                piece = view[start:end]
+                self._fed = len(piece)
+                self._body_left -= min(self._body_left, len(piece))
+                self._between = False
+                self._parser.feed_data(piece)
+                if self._arriving is not None and not self._body_left:
+                    self._body_left = self._arriving.length_to_come()
+                start = end
+                if start < size and not self._between and self._arriving is None:
+                    self._head_bytes += len(piece)  # empty lines
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._fail(exc)
+        finally:
+            self._fed = WHOLE_BYTES
+        if not self._between or self._url:
+            self._part_came(piece)
+
+    def _check_noted(self, version: str) -> bool:
+        """RFC 9112, sections 3.2 and 6.3, without its leniencies: nobody may read it otherwise.
+
+        Returns whether the client waits for 100 Continue.
+        """
+        noted = dict(self._noted)
+        if len(noted) != len(self._noted):
+            raise Malformed(f"{NOT_HTTP}: it says twice what may be said once")
+        host = noted.pop(b"host", None)
+        if host is None:
+            if version == "1.1":
+                raise Malformed(f"{NOT_HTTP}: it has no Host")
+        elif not HOST.fullmatch(host):
+            raise Malformed(f"{NOT_HTTP}: its Host is none")
+        if not noted and version == "1.1":
+            self._usual = self._noted
+        coding = noted.get(b"transfer-encoding", b"chunked").rstrip(b" \t").lower()
+        if coding != b"chunked" or (b"transfer-encoding" in noted and version != "1.1"):
+            raise Malformed(f"{NOT_HTTP}: the one Transfer-Encoding is 'chunked', of HTTP/1.1")
+        return noted.get(b"expect", b"").lower() == b"100-continue" and version == "1.1"
+
+    def _check_size(self, first_line_bytes: int) -> None:
+        size = first_line_bytes + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        if size > self._most_header_bytes or len(self._headers) > self._most_fields:
+            raise HeaderTooLarge(self._most_header_bytes, self._most_fields)
+
+    def _part_came(self, data: bytes | memoryview) -> None:
+        """The data ended within a header or a body."""
+        if self._last:
+            return
+        if len(self._headers) > self._most_fields:
+            self._refuse_header()
+        elif self._arriving is None:
+            self._part_of_header_came(data)
+        elif self._coming_since is None:
+            self._coming_since = now = self.loop.time()
+            self._coming_credit_s = self._limits.body_stall_s
+            self._came = self._dry_bytes = 0
+            self._body_left = self._arriving.length_to_come()
+            self._look_by(now + self._coming_credit_s)
+        else:
+            self._part_of_body_came(len(data))
+
+    def _part_of_header_came(self, data: bytes | memoryview) -> None:
+        self._head_bytes += len(data)
+        if len(self._url) > self._most_url_bytes:
+            self.refuse(UrlTooLong(self._most_url_bytes))
+        elif self._head_bytes > self._most_header_bytes + WHOLE_BYTES:
+            # A read that was parsed at once may have begun with another request's end.
+            self._refuse_header()
+        elif self._head_since is None and (self._url or bytes(data).strip(b"\r\n")):
+            self._head_since = self.loop.time() if self._began is None else self._began
+            self._look_by(self._head_since + self._first_s)
+
+    def _part_of_body_came(self, size: int) -> None:
+        self._came += size
+        if self._flowing:
+            self._flowing, self._dry_bytes = False, 0
+            return
+        self._dry_bytes += size  # of a chunk's extension, or of trailers
+        if self._dry_bytes > self._most_header_bytes:
+            self._refuse_header()
+
+    def _refuse_header(self) -> None:
+        self.refuse(HeaderTooLarge(self._most_header_bytes, self._most_fields))
+
+    # One timer per connection, which looks, when it fires, whether it is time for anything.
+
+    @property
+    def _first_s(self) -> float:
+        """For how long a header may come, and its first byte on a new connection."""
+        return RESERVED_S if self._reserved else self._limits.header_timeout_s
+
+    def _look_by(self, when: float) -> None:
+        if when < self._looks_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._looks_at = when
+            self._timer = self.loop.call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._looks_at = math.inf
+        now = self.loop.time()
+        if self._refused and not self.transport.is_closing():
+            self._close()  # it has lingered
+        looks = (self._look_at_answers(now), self._look_at_header(now), self._look_at_body(now))
+        self._look_by(min(looks))
+
+    def _look_at_answers(self, now: float) -> float:
+        """Answers are not kept for who does not take them."""
+        if self._taking is None and not self.transport.is_closing():
+            return now + self._keep_alive_s
+        taking = self._taking or self._watch_taking()
+        left = self.transport.get_write_buffer_size()
+        pace = self._after(taking, now, self._untaken - left, self._limits.write_timeout_s)
+        self._taking, self._untaken = pace, left
+        if pace.credit_s <= 0:
+            log.info("cut off: the client does not take its answer", extra=self._whose)
+            self.transport.abort()
+        return pace.next_look
+
+    def _look_at_header(self, now: float) -> float:
+        """That it comes in time; or the first byte of the next one."""
+        if self._last:
+            return math.inf
+        if self._head_since is not None:
+            if not self._reading:
+                self._head_since = now  # nobody can send what is not read
+            due = self._head_since + self._first_s
+        elif self._current is None:
+            idle_s = self._keep_alive_s if self._began is None else self._first_s
+            due = self._idle_since + min(idle_s, self._keep_alive_s)
+        else:
+            return math.inf
+        if due <= now:
+            if self._reserved:
+                self.refuse(TooManyConnections())
+            elif self._head_since is not None:
+                self.refuse(TooSlow())
+            else:
+                self._close()
+        return max(due, now + LEAST_LOOK_S)
+
+    def _look_at_body(self, now: float) -> float:
+        since = self._coming_since
+        if since is None or self._arriving is None or self._last:
+            return math.inf
+        pace = Pace(self._coming_credit_s, since)
+        if self._held or self._arriving.is_not_asked_for():  # it is not the client who is slow
+            self._held = not self._reading
+            pace = Pace(pace.credit_s, now)
+        else:
+            pace = self._after(pace, now, self._came, self._limits.body_stall_s)
+        self._coming_credit_s, self._coming_since = pace
+        self._came = 0
+        if pace.credit_s <= 0:
+            self.refuse(TooSlow())
+        return pace.next_look
+
+    def _watch_taking(self) -> Pace:
+        now = self.loop.time()
+        self._taking = pace = Pace(self._limits.write_timeout_s, now)
+        self._untaken = self.transport.get_write_buffer_size()
+        self._look_by(pace.next_look)
+        return pace
+
+    def _after(self, pace: Pace, now: float, moved: int, most_s: float) -> Pace:
+        return pace.after(now, moved, self._limits.least_bytes_per_s, most_s)
 
 
 class Exchange:
@@ -334,6 +760,17 @@ class Exchange:
     def leave(self) -> None:
         self._gone = True
         self._wake()
+
+    def length_to_come(self) -> int:
+        """Of the announced length, while nothing was taken of it yet; 0 where there is none."""
+        for name, value in self._scope["headers"]:
+            if name == b"content-length":
+                return int(value) - self._unread
+        return 0
+
+    def is_not_asked_for(self) -> bool:
+        """The client waits for 100 Continue, which the application has not wanted yet."""
+        return self._expects_continue and not self.complete
 
     # The application calls these.
 
@@ -436,11 +873,22 @@ def address_of(name: Any) -> tuple[str, int] | None:
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
-def refusal(sentence: str) -> bytes:
-    request_id = request_id_of(())
-    body = body_of(sentence, Malformed.code, request_id)
-    head = (
-        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\n\r\n"
-    )
-    return head.encode() + body
+def network_of(host: str) -> str:
+    """What a client is counted by: who has an address of IPv6 has 2⁶⁴ of them."""
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+
+
+def refusal(error: GatewayError, request_id: str) -> bytes:
+    body = body_of(error.detail, error.code, request_id)
+    headers = {
+        "content-type": "application/json",
+        **{name.lower(): value for name, value in (error.headers or {}).items()},
+        "connection": "close",
+        "content-length": str(len(body)),
+        "x-request-id": request_id,
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body

@@ -2,20 +2,77 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import resource
 import signal
 import socket
+import ssl
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
-from gateway.protocol import Protocol
-from gateway.settings import Settings
+from gateway.protocol import Crowd, Limits, Protocol
+from gateway.settings import Settings, load_certificate
+
+log = logging.getLogger(__name__)
+
+OWN_FILES: Final = 64  # descriptors that are no client's and no replica's
+
+
+class Certificate:
+    """What the gateway shows its clients; read again when its files change.
+
+    A worker process gets a copy, before it has made its context.
+    """
+
+    def __init__(self, certificate: Path, key: Path | None) -> None:
+        self._certificate = certificate
+        self._key = key
+        self._context: ssl.SSLContext | None = None
+        self._seen: list[tuple[int, int, int]] = []
+
+    def context(self, *_: Any) -> ssl.SSLContext:
+        """Raises OSError or ssl.SSLError."""
+        self._seen = self._look()
+        self._context = self._read()
+        return self._context
+
+    async def refresh(self) -> None:
+        """Connections that there are go on with the one they know."""
+        seen = self._look()
+        if self._context is None or seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._read()  # a pair that does not fit would leave half of it in the context
+            load_certificate(self._context, self._certificate, self._key)
+        except (OSError, ssl.SSLError) as exc:
+            log.warning("the new certificate cannot be used, the old one stays: %s", exc)
+        else:
+            log.info("the certificate was read again")
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        load_certificate(context, self._certificate, self._key)
+        return context
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        try:
+            found = [path.stat() for path in (self._certificate, self._key) if path is not None]
+        except OSError:
+            return []  # it is being replaced
+        return [(each.st_mtime_ns, each.st_size, each.st_ino) for each in found]
 
 
 class Server(uvicorn.Server):
@@ -49,9 +106,48 @@ class Workers(Multiprocess):
             listening.close()
 
 
+def limits_of(settings: Settings) -> Limits:
+    return Limits(
+        header_bytes=settings.max_header_bytes,
+        header_fields=settings.max_header_fields,
+        url_bytes=settings.max_url_bytes,
+        pipelined=settings.max_pipelined,
+        header_timeout_s=settings.header_timeout_s,
+        body_stall_s=settings.body_stall_s,
+        write_timeout_s=settings.write_timeout_s,
+        least_bytes_per_s=settings.min_bytes_per_s,
+        connections=connections_of(settings.max_connections),
+        connections_per_client=settings.max_connections_per_client,
+    )
+
+
+def connections_of(wanted: int) -> int:
+    """As many as there are descriptors for, each with one to a replica.
+
+    An accept that fails for want of one tells the client nothing, and a replica could not be reached.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * wanted + OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most == needed:
+        return wanted
+    fitting = max((most - OWN_FILES) // 2, 1)
+    log.warning(
+        "%d open files are allowed: %d connections are taken and not %d", most, fitting, wanted
+    )
+    return fitting
+
+
 def config_of(
     app: ASGIApp | str, settings: Settings, host: str, port: int, workers: int = 1
 ) -> uvicorn.Config:
+    certificate = None
+    if settings.tls_cert_file is not None:
+        certificate = Certificate(settings.tls_cert_file, settings.tls_key_file)
+    protocol = partial(Protocol, limits=limits_of(settings), crowd=Crowd())
     return uvicorn.Config(
         app,
         factory=isinstance(app, str),
@@ -59,7 +155,10 @@ def config_of(
         port=port,
         workers=workers,
         loop="uvloop",
-        http=Protocol,
+        http=cast("type[Protocol]", protocol),
+        ssl_context_factory=None if certificate is None else certificate.context,
+        callback_notify=None if certificate is None else certificate.refresh,
+        timeout_notify=0,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
@@ -20,6 +21,11 @@ class LogLevel(str, Enum):
     info = "info"
     warning = "warning"
     error = "error"
+
+
+def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
+    """Raises OSError or ssl.SSLError; nobody is asked for a password."""
+    context.load_cert_chain(certificate, key, password=lambda: "")
 
 
 class Settings(BaseSettings):
@@ -61,6 +67,15 @@ class Settings(BaseSettings):
         None, description="The gateway's own certificate for replicas that ask for one (PEM)."
     )
     triton_key_file: Path | None = Field(None, description="The key of that certificate (PEM).")
+    keys_file: Path | None = Field(
+        None,
+        description="A YAML file of the keys that open the gateway; triton-gateway key create writes it. "
+        "Without it inference is open to everybody, and administration to callers on the same machine.",
+    )
+    allow_model_upload: bool = Field(
+        False,
+        description="Whether an administrator's load may bring a config and files, which Triton executes.",
+    )
     max_body_bytes: int = Field(64 << 20, gt=0, description="The largest body of a request.")
     max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
     max_pixels_in_flight: int = Field(
@@ -68,6 +83,15 @@ class Settings(BaseSettings):
     )
     decode_threads: int = Field(
         0, ge=0, description="Threads that decode images; 0 means one per core, four at most."
+    )
+    max_inflight: int = Field(
+        2048, gt=0, description="Inferences that are served at a time, by each process."
+    )
+    max_model_inflight: int = Field(
+        0, ge=0, description="Those of one model; 0 means half of GATEWAY_MAX_INFLIGHT."
+    )
+    max_queue: int = Field(
+        512, ge=0, description="Inferences that may wait for a place; the next one is 429 at once."
     )
     request_timeout_s: float = Field(
         30.0, gt=0, description="How long a request may take when the client does not say."
@@ -80,6 +104,59 @@ class Settings(BaseSettings):
     )
     keep_alive_s: int = Field(
         75, gt=0, description="How long a client's connection may be idle, in seconds."
+    )
+    max_header_bytes: int = Field(
+        64 << 10,
+        gt=0,
+        description="The largest header of a request, with its first line; and the largest trailers.",
+    )
+    max_header_fields: int = Field(100, gt=0, description="The most fields of a request's header.")
+    max_url_bytes: int = Field(8 << 10, gt=0, description="The longest URL of a request.")
+    max_pipelined: int = Field(
+        16,
+        gt=0,
+        description="How many requests of one connection may wait for the answer of the one before; "
+        "what follows is read later.",
+    )
+    header_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="How long a request's header may take, and a new connection until its first one.",
+    )
+    body_stall_s: float = Field(
+        10.0,
+        gt=0,
+        description="How far a request's body may fall behind GATEWAY_MIN_BYTES_PER_S before it is given up.",
+    )
+    write_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in taking its answer before "
+        "it is cut off.",
+    )
+    min_bytes_per_s: int = Field(
+        1 << 10,
+        gt=0,
+        description="How fast a request's body must come and its answer be taken, on average.",
+    )
+    max_connections: int = Field(
+        4096,
+        gt=0,
+        description="The most connections of each process; fewer where it may not open as many files. "
+        "The next one is 503.",
+    )
+    max_connections_per_client: int = Field(
+        1024, ge=0, description="Those of one address, or of one /64 of IPv6; 0 means any number."
+    )
+    tls_cert_file: Path | None = Field(
+        None,
+        description="The certificate chain that makes the gateway speak HTTPS (PEM). It is read again when "
+        "it changes.",
+    )
+    tls_key_file: Path | None = Field(
+        None,
+        validate_default=True,
+        description="The key of that certificate (PEM); empty when it is in the same file.",
     )
     drain_s: float = Field(
         10.0,
@@ -98,6 +175,21 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(
         LogFormat.console, description="console for people, json for one JSON object a line."
     )
+
+    @field_validator("tls_key_file")
+    @classmethod
+    def fitting(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        """The certificate and its key belong together, and can be read now."""
+        certificate = info.data.get("tls_cert_file")
+        if certificate is None:
+            if value is not None:
+                raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
+        else:
+            try:
+                load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
+            except (OSError, ssl.SSLError) as exc:
+                raise ValueError(f"it does not fit {certificate}: {exc}") from exc
+        return value
 
     @field_validator("triton_urls", mode="before")
     @classmethod

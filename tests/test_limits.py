@@ -1,4 +1,4 @@
-"""The budget of pixels: in turn, bounded, and given back whatever happens."""
+"""Places for inferences, and the budget of pixels: bounded, in turn, and given back whatever happens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.limits import Budget, Decoders
+from gateway.errors import DeadlinePassed
+from gateway.limits import Budget, Decoders, Gate, TooMany
 from gateway.metrics import Metrics
 
 
@@ -89,5 +92,132 @@ def test_an_error_in_a_thread_reaches_who_waits() -> None:
             await decoders.run(10, lambda: 1 // 0)
         assert await decoders.run(10, lambda: 5) == 5
         decoders.close()
+
+    asyncio.run(scenario())
+
+
+# The gate.
+
+
+def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> Gate:
+    return Gate(places, per_model, queue, Metrics())
+
+
+async def waiting(door: Gate, model: str, timeout_s: float = 10) -> asyncio.Task[None]:
+    task = asyncio.create_task(door.enter(model, timeout_s))
+    await settled()
+    return task
+
+
+def test_one_model_cannot_take_every_place() -> None:
+    async def scenario() -> None:
+        door = gate()
+        assert [door.enters("a") for _ in range(4)] == [True, True, True, False]
+        assert door.enters("b")
+        assert not door.enters("c")
+        door.leave("b")
+        assert door.enters("c")
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=8)
+        assert door.enters("a")
+        order: list[str] = []
+
+        async def served(model: str) -> None:
+            await door.enter(model, 10)
+            order.append(model)
+            await settled()
+            door.leave(model)
+
+        tasks = []
+        for model in ("a", "a", "a", "b", "c"):
+            tasks.append(asyncio.create_task(served(model)))
+            await settled()
+        door.leave("a")
+        await asyncio.gather(*tasks)
+        assert order == ["a", "b", "c", "a", "a"]
+        assert (door.running, door.waiting) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_says_so_at_once_and_one_model_does_not_fill_it_for_the_others() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=4)
+        assert door.enters("a")
+        tasks = [await waiting(door, model) for model in ("b", "a", "a")]
+        with pytest.raises(TooMany, match="'a'") as refused:
+            await door.enter("a", 10)
+        assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
+        tasks.append(await waiting(door, "b"))
+        with pytest.raises(TooMany):
+            await door.enter("c", 10)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (door.running, door.waiting) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None:
+    async def scenario() -> None:
+        door = gate(places=4, per_model=2, queue=4)
+        assert door.enters("a")
+        assert door.enters("a")
+        stuck = await waiting(door, "a")
+        assert not stuck.done()
+        await asyncio.wait_for(door.enter("b", 10), 1)
+        door.leave("a")
+        await asyncio.wait_for(stuck, 1)
+        assert (door.running, door.waiting) == (3, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1)
+        assert door.enters("a")
+        with pytest.raises(DeadlinePassed):
+            await door.enter("a", 0.05)
+        assert (door.running, door.waiting) == (1, 0)
+        door.leave("a")
+        assert door.enters("a")
+
+    asyncio.run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["enter", "leave", "cancel"]))))
+def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str]]) -> None:
+    async def scenario() -> None:
+        door = gate(places=3, per_model=2, queue=3)
+        held: list[str] = []
+        tasks: list[tuple[str, asyncio.Task[None]]] = []
+        for model, step in steps:
+            if step == "enter":
+                tasks.append((model, asyncio.create_task(door.enter(model, 10))))
+            elif step == "leave" and held:
+                door.leave(held.pop())
+            elif step == "cancel" and tasks:
+                tasks.pop()[1].cancel()
+            await settled()
+            for name, task in [pair for pair in tasks if pair[1].done()]:
+                tasks.remove((name, task))
+                if task.exception() is None:
+                    held.append(name)
+            assert door.running == len(held) <= 3
+            assert door.waiting == len(tasks) <= 3
+            assert all(held.count(name) <= 2 for name in "abc")
+        for _, task in tasks:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        for name in held:
+            door.leave(name)
+        assert (door.running, door.waiting) == (0, 0)
 
     asyncio.run(scenario())

@@ -32,6 +32,7 @@ PATIENCE_S = 5.0  # what must not be waited for in vain
 HOST = "127.0.0.1"
 
 Pair = tuple[bytes, bytes]
+HOST_X: Pair = (b"host", b"x")
 
 
 # The server.
@@ -46,7 +47,7 @@ class Asked:
     raw_path: bytes = b"/"
     query: bytes = b""
     version: str = "1.1"
-    headers: tuple[Pair, ...] = ()
+    headers: tuple[Pair, ...] = (HOST_X,)
     body: bytes = b""
 
 
@@ -261,7 +262,7 @@ class Client:
 
     def is_still_served(self) -> bool:
         """The connection is in step: the next request is the one that is answered."""
-        self.say(b"PUT /next HTTP/1.1\r\nContent-Length: 4\r\n\r\nnext")
+        self.say(b"PUT /next HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nnext")
         answer = self.answer()
         return (answer.status, answer.body, answer.header(b"x-target")) == (200, b"next", b"/next")
 
@@ -416,8 +417,8 @@ class Telling:
 
 
 def posted(head: bytes, wire: bytes, body: bytes, *headers: Pair, **more: Any) -> Telling:
-    asked = Asked("POST", "/in", b"/in", headers=headers, body=body)
-    return Telling(b"POST /in HTTP/1.1\r\n" + head + b"\r\n" + wire, asked, **more)
+    asked = Asked("POST", "/in", b"/in", headers=(HOST_X, *headers), body=body)
+    return Telling(b"POST /in HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n" + wire, asked, **more)
 
 
 def of_length(body: bytes) -> Telling:
@@ -435,18 +436,21 @@ LIKE_A_REQUEST = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
 TELLINGS = {
     "no body": Telling(
         b"GET /in HTTP/1.1\r\nHost: x\r\n\r\n",
-        Asked(path="/in", raw_path=b"/in", headers=((b"host", b"x"),)),
+        Asked(path="/in", raw_path=b"/in"),
     ),
-    "no headers": Telling(b"DELETE / HTTP/1.1\r\n\r\n", Asked("DELETE")),
-    "an empty line ahead": Telling(b"\r\nGET / HTTP/1.1\r\n\r\n", Asked()),
+    "no headers": Telling(
+        b"DELETE / HTTP/1.0\r\n\r\n", Asked("DELETE", version="1.0", headers=()), stays=False
+    ),
+    "an empty line ahead": Telling(b"\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n", Asked()),
     "a query": Telling(
-        b"GET /in?a=%20b&c=?/ HTTP/1.1\r\n\r\n",
+        b"GET /in?a=%20b&c=?/ HTTP/1.1\r\nHost: x\r\n\r\n",
         Asked(path="/in", raw_path=b"/in", query=b"a=%20b&c=?/"),
     ),
     "many headers": Telling(
-        b"GET / HTTP/1.1\r\nAccept: a\r\nACCEPT: b; c\r\nx-empty:\r\nX-High:  \xe9\xff\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAccept: a\r\nACCEPT: b; c\r\nx-empty:\r\nX-High:  \xe9\xff\r\n\r\n",
         Asked(
             headers=(
+                HOST_X,
                 (b"accept", b"a"),
                 (b"accept", b"b; c"),
                 (b"x-empty", b""),
@@ -474,12 +478,6 @@ TELLINGS = {
     "a chunk that looks like a request": chunked(
         b"%x\r\n%b\r\n0\r\n\r\n" % (len(LIKE_A_REQUEST), LIKE_A_REQUEST), LIKE_A_REQUEST
     ),
-    "several encodings, chunked the last": posted(
-        b"Transfer-Encoding: gzip, chunked\r\n",
-        b"2\r\nok\r\n0\r\n\r\n",
-        b"ok",
-        (b"transfer-encoding", b"gzip, chunked"),
-    ),
     "Connection: close": posted(
         b"Content-Length: 2\r\nConnection: Close\r\n",
         b"ok",
@@ -499,7 +497,8 @@ TELLINGS = {
         stays=False,
     ),
     "an upgrade that the connection is not asked for": Telling(
-        b"GET / HTTP/1.1\r\nUpgrade: h2c\r\n\r\n", Asked(headers=((b"upgrade", b"h2c"),))
+        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n",
+        Asked(headers=(HOST_X, (b"upgrade", b"h2c"))),
     ),
 }
 
@@ -542,9 +541,9 @@ def tellings(draw: st.DrawFn) -> Telling:
         headers.append(CHUNKED)
         wire = draw(chunks_of(body))
     lines = b"".join(b"%b:%b\r\n" % header for header in headers)
-    line = f"POST {target}{'?' if query else ''}{query} HTTP/1.1\r\n".encode()
+    line = f"POST {target}{'?' if query else ''}{query} HTTP/1.1\r\nHost: x\r\n".encode()
     path = target.encode()
-    asked = Asked("POST", target, path, query.encode(), "1.1", tuple(headers), body)
+    asked = Asked("POST", target, path, query.encode(), "1.1", (HOST_X, *headers), body)
     return Telling(line + lines + b"\r\n" + wire, asked)
 
 
@@ -588,7 +587,7 @@ def test_the_pieces_of_a_body_are_given_as_they_come(stage: Stage) -> None:
 
     stage.app = app
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\n")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\n")
         assert client.is_told_nothing()
         for piece in (b"ab", b"cd"):
             client.say(piece)
@@ -597,7 +596,7 @@ def test_the_pieces_of_a_body_are_given_as_they_come(stage: Stage) -> None:
             assert client.chunk() == b"<%b>" % piece
         client.say(b"ef")
         assert b"".join(iter(client.chunk, b"")) in (b"<ef>", b"<ef><>")
-        client.say(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
         client.head()
         assert client.chunk() == b"<ab>"
         client.say(b"0\r\nX: y\r\n\r\n")
@@ -618,8 +617,8 @@ def test_the_pieces_of_a_body_are_given_as_they_come(stage: Stage) -> None:
 def test_a_trailer_is_never_a_header_of_this_request_or_the_next(
     stage: Stage, trailers: bytes, apart: bool
 ) -> None:
-    first = b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
-    second = b"POST /b HTTP/1.1\r\nContent-Length: 2\r\n\r\n"
+    first = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+    second = b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
     with stage.client() as client:
         client.say(
             *(
@@ -632,7 +631,7 @@ def test_a_trailer_is_never_a_header_of_this_request_or_the_next(
         assert client.is_told_nothing()  # no 100 either
         client.say(b"hm")
         assert client.answer().body == b"hm"
-    assert [asked.headers for asked in stage.asked] == [(CHUNKED,), (length(2),)]
+    assert [asked.headers for asked in stage.asked] == [(HOST_X, CHUNKED), (HOST_X, length(2))]
 
 
 @pytest.mark.parametrize(
@@ -649,13 +648,15 @@ def test_a_trailer_about_the_connection_never_hides_what_follows_or_invents_it(
     stage: Stage, trailers: bytes
 ) -> None:
     """The next request is answered as it is, or the connection ends."""
-    first = b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+    first = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
     with stage.client() as client:
         client.say(first + trailers + b"\r\n")
         told = client.answer()
         stage.settle()
         with suppress(ConnectionError, EOFError):
-            client.say(b"POST /b HTTP/1.1\r\nContent-Length: 35\r\n\r\n" + LIKE_A_REQUEST)
+            client.say(
+                b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 35\r\n\r\n" + LIKE_A_REQUEST
+            )
             answer = client.answer()
             if answer.status == 200:
                 assert answer.body == LIKE_A_REQUEST
@@ -677,7 +678,7 @@ def test_a_request_gets_the_addresses_and_its_own_copy_of_the_state(stage: Stage
     stage.app = app
     with stage.client() as client:
         for _ in range(2):
-            client.say(b"GET / HTTP/1.1\r\n\r\n")
+            client.say(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             client.answer()
         here = client.socket.getsockname()
     for scope in scopes:
@@ -698,7 +699,7 @@ def test_a_socket_file_has_no_addresses(tmp_path: Path) -> None:
         connection.settimeout(PATIENCE_S)
         connection.connect(str(tmp_path / "socket"))
         client = Client(stage, connection)
-        client.say(b"GET / HTTP/1.1\r\n\r\n")
+        client.say(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.answer().body == b"ok"
     assert (scopes[0]["client"], scopes[0]["server"]) == (None, None)
 
@@ -729,7 +730,7 @@ def test_a_target_is_a_path_and_a_query_in_every_form(
     stage: Stage, target: str, path: str, raw_path: bytes, query: bytes
 ) -> None:
     with stage.client() as client:
-        client.say(f"GET {target} HTTP/1.1\r\n\r\n".encode())
+        client.say(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert client.answer().status == 200
         assert client.is_still_served()
     asked = stage.asked[0]
@@ -738,7 +739,7 @@ def test_a_target_is_a_path_and_a_query_in_every_form(
 
 def test_the_target_of_all_is_an_asterisk(stage: Stage) -> None:
     with stage.client() as client:
-        client.say(b"OPTIONS * HTTP/1.1\r\n\r\n")
+        client.say(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.answer().status == 200
         assert client.is_still_served()
     assert (stage.asked[0].method, stage.asked[0].path) == ("OPTIONS", "*")
@@ -747,16 +748,16 @@ def test_the_target_of_all_is_an_asterisk(stage: Stage) -> None:
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PATCH", "OPTIONS", "DELETE", "PROPFIND"])
 def test_a_method_is_passed_as_it_is(stage: Stage, method: str) -> None:
     with stage.client() as client:
-        client.say(f"{method} / HTTP/1.1\r\n\r\n".encode())
+        client.say(f"{method} / HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert client.answer(method).status == 200
     assert stage.asked[0].method == method
 
 
 # Answers on the wire.
 
-GET = b"GET / HTTP/1.1\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 OLD_GET = b"GET / HTTP/1.0\r\n\r\n"
-HEAD = b"HEAD / HTTP/1.1\r\n\r\n"
+HEAD = b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -847,12 +848,12 @@ LAST_ANSWERS = {
         OK + b"content-length: 5\r\nconnection: close\r\n\r\n",
     ),
     "the client closes": (
-        b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
         [start(length(5)), last(b"hello")],
         OK + b"content-length: 5\r\nconnection: close\r\n\r\nhello",
     ),
     "the client closes, without a length": (
-        b"GET / HTTP/1.1\r\nConnection: x, Close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: x, Close\r\n\r\n",
         [start(), last(b"hello")],
         OK + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
     ),
@@ -862,7 +863,7 @@ LAST_ANSWERS = {
         OK + b"connection: Close\r\ncontent-length: 5\r\n\r\nhello",
     ),
     "both close": (
-        b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
         [start((b"connection", b"close"), length(0)), last()],
         OK + b"connection: close\r\ncontent-length: 0\r\n\r\n",
     ),
@@ -953,7 +954,7 @@ def test_pipelined_requests_are_answered_in_order_whoever_is_ready_first(stage: 
     stage.app = app
     paths = [b"/slow", b"/a", b"/b", b"/c"]
     with stage.client() as client:
-        client.say(b"".join(b"GET %b HTTP/1.1\r\n\r\n" % path for path in paths))
+        client.say(b"".join(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths))
         assert begins(work)
         assert client.is_told_nothing()
         assert stage.asked == []  # one at a time
@@ -978,7 +979,8 @@ def test_pipelined_requests_with_large_bodies_are_read_one_after_the_other(stage
             target=client.say,
             args=(
                 b"".join(
-                    b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+                    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                    % (len(body), body)
                     for body in bodies
                 ),
             ),
@@ -997,8 +999,9 @@ def test_pipelined_answers_have_each_their_own_form(stage: Stage) -> None:
     stage.app = app
     with stage.client() as client:
         client.say(
-            b"GET /length HTTP/1.1\r\n\r\nHEAD /length HTTP/1.1\r\n\r\nHEAD / HTTP/1.1\r\n\r\n"
-            b"GET / HTTP/1.1\r\n\r\nGET /length HTTP/1.0\r\n\r\n"
+            b"GET /length HTTP/1.1\r\nHost: x\r\n\r\nHEAD /length HTTP/1.1\r\nHost: x\r\n\r\n"
+            b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n"
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET /length HTTP/1.0\r\n\r\n"
         )
         for method, body in zip(
             ("GET", "HEAD", "HEAD", "GET", "GET"), (b"ok", b"", b"", b"ok", b"ok"), strict=True
@@ -1044,7 +1047,7 @@ def test_an_application_that_closes_is_the_last_on_its_connection(stage: Stage) 
 
     stage.app = app
     with stage.client() as client:
-        client.say(b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\n\r\n")
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.answer().body == b"ok"
         assert client.rest() == b""
     assert asked == ["/a"]
@@ -1058,7 +1061,9 @@ def test_what_follows_the_last_request_is_not_looked_at(
 ) -> None:
     work = Work()
     stage.app = work
-    wire = b"POST /a HTTP/%b\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok" % version
+    wire = (
+        b"POST /a HTTP/%b\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok" % version
+    )
     with stage.client() as client:
         client.say(*((wire, more) if apart else (wire + more,)))
         assert begins(work)
@@ -1073,7 +1078,9 @@ def test_what_follows_the_last_request_is_not_looked_at(
 def test_every_request_before_the_last_is_answered_whatever_follows_it(
     stage: Stage, apart: bool
 ) -> None:
-    wire = b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\nConnection: close\r\n\r\n"
+    wire = (
+        b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )
     with stage.client() as client:
         client.say(*((wire, LIKE_A_REQUEST) if apart else (wire + LIKE_A_REQUEST,)))
         assert [client.answer().header(b"x-target") for _ in range(2)] == [b"/a", b"/b"]
@@ -1099,7 +1106,7 @@ def test_an_idle_connection_is_closed_and_one_that_works_is_not() -> None:
             busy.say(GET)
             assert begins(work)
             stage.app = answers_early
-            early.say(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+            early.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
             assert early.answer().status == 413
             began = time.monotonic()
             assert silent.rest() == b""
@@ -1113,7 +1120,7 @@ def test_an_idle_connection_is_closed_and_one_that_works_is_not() -> None:
 
 # Expect: 100-continue.
 
-EXPECTING = b"POST /in HTTP/1.1\r\nContent-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
+EXPECTING = b"POST /in HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
 
 
 @dataclass
@@ -1186,9 +1193,9 @@ def test_a_client_is_told_to_go_on_while_the_answers_head_is_held(stage: Stage) 
 @pytest.mark.parametrize(
     "head",
     [
-        b"POST / HTTP/1.1\r\nContent-Length: 0\r\nExpect: 100-continue\r\n\r\n",
-        b"GET / HTTP/1.1\r\nExpect: 100-continue\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: 0\r\nExpect: more\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: 100-continue\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: more\r\n\r\n",
     ],
 )
 def test_a_client_without_a_body_is_not_told_to_go_on(stage: Stage, head: bytes) -> None:
@@ -1221,7 +1228,7 @@ def test_a_pipelined_client_is_told_to_go_on_after_the_answer_before(stage: Stag
         client.say(GET + EXPECTING)
         assert client.answer().status == 200
         assert client.answer() == Answer(100, ())
-        client.say(b"hell" + b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n")
+        client.say(b"hell" + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
         assert client.answer().body == b"hell"
         assert client.is_told_nothing()  # what is expected of one is not of the next
         client.say(b"ok")
@@ -1246,13 +1253,13 @@ def test_an_early_answer_leaves_the_connection_in_step(
     stage: Stage, app: ASGIApp, size: int
 ) -> None:
     body = (LIKE_A_REQUEST * (size // len(LIKE_A_REQUEST) + 1))[:size]
-    head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
     stage.app = app
     with stage.client() as client:
         client.say(head + body[:1])
         assert client.answer().status == 413
         client.say(body[1:])
-        client.say(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n!\r\n")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n!\r\n")
         assert client.answer().status == 413
         client.say(b"%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (size, body))
         stage.app = echo
@@ -1273,7 +1280,7 @@ def test_the_next_request_waits_for_an_application_that_goes_on_after_its_answer
 
     stage.app = app
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\n\r\n" + bytes(100_000))
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(100_000))
         assert client.answer().status == 413
         assert begins(work)
         stage.app = echo
@@ -1292,7 +1299,7 @@ def test_an_early_answer_that_closes_is_whole(stage: Stage) -> None:
 
     stage.app = app
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
         assert client.answer().body == b"too much"
         assert client.rest() == b""
 
@@ -1310,7 +1317,7 @@ def test_an_answer_may_be_given_while_the_request_comes(stage: Stage) -> None:
     stage.app = app
     body = bytes(range(256)) * 40 * KIB  # 10 MiB: neither side can hold it
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body))
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
         sending = threading.Thread(target=client.say, args=(body,))
         sending.start()
         assert client.answer().body == body
@@ -1325,27 +1332,27 @@ GARBAGE = {
     "noise": b"\x00\xff\x13garbage",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a method that there is not": b"FETCH / HTTP/1.1\r\n\r\n",
+    "a method that there is not": b"FETCH / HTTP/1.1\r\nHost: x\r\n\r\n",
     "an answer": b"HTTP/1.1 200 OK\r\n\r\n",
     "a version of no kind": b"GET / HTTP/x\r\n\r\n",
-    "no path": b"GET http:// HTTP/1.1\r\n\r\n",
-    "no slash": b"GET foo HTTP/1.1\r\n\r\n",
-    "a port too high": b"GET http://h:99999/ HTTP/1.1\r\n\r\n",
-    "a path that is not ASCII": "GET /é HTTP/1.1\r\n\r\n".encode(),
+    "no path": b"GET http:// HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no slash": b"GET foo HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a port too high": b"GET http://h:99999/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a path that is not ASCII": "GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
     "lines that end in LF": b"GET / HTTP/1.1\nHost: x\n\n",
-    "a header over two lines": b"GET / HTTP/1.1\r\nX: a\r\n b\r\n\r\n",
-    "a space in a header's name": b"GET / HTTP/1.1\r\nContent-Length : 2\r\n\r\nok",
-    "a NUL in a header": b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n",
-    "a lone CR in a header": b"GET / HTTP/1.1\r\nX: a\rb\r\n\r\n",
-    "two lengths": b"POST / HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok",
-    "a length and chunks": b"POST / HTTP/1.1\r\nContent-Length: 2\r\n"
+    "a header over two lines": b"GET / HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n",
+    "a space in a header's name": b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length : 2\r\n\r\nok",
+    "a NUL in a header": b"GET / HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+    "a lone CR in a header": b"GET / HTTP/1.1\r\nHost: x\r\nX: a\rb\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok",
+    "a length and chunks": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunks and a length": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+    "chunks and a length": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
     b"Content-Length: 2\r\n\r\n0\r\n\r\n",
-    "a length that is no number": b"POST / HTTP/1.1\r\nContent-Length: +2\r\n\r\nok",
-    "chunks inside of another encoding": b"POST / HTTP/1.1\r\n"
+    "a length that is no number": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: +2\r\n\r\nok",
+    "chunks inside of another encoding": b"POST / HTTP/1.1\r\nHost: x\r\n"
     b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
-    "an encoding without an end": b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+    "an encoding without an end": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\nabc",
 }
 NOT_HTTP = "this is not an HTTP/1.1 request"
 
@@ -1354,7 +1361,7 @@ NOT_HTTP = "this is not an HTTP/1.1 request"
 def test_garbage_is_refused_and_not_listened_to_again(stage: Stage, name: str) -> None:
     with stage.client() as client:
         client.say(GARBAGE[name] + LIKE_A_REQUEST)
-        assert client.answer().error == NOT_HTTP
+        assert client.answer().error.startswith(NOT_HTTP)
         assert client.rest() == b""
     assert stage.asked == []
 
@@ -1364,7 +1371,7 @@ def test_garbage_after_an_answer_is_refused(stage: Stage, name: str) -> None:
     with stage.client() as client:
         assert client.is_still_served()
         client.say(GARBAGE[name])
-        assert client.answer().error == NOT_HTTP
+        assert client.answer().error.startswith(NOT_HTTP)
         assert client.rest() == b""
 
 
@@ -1393,7 +1400,7 @@ def test_garbage_behind_good_requests_ends_the_connection_after_their_answers(
         assert client.rest() == b""
 
 
-BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
+BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -1403,7 +1410,7 @@ def test_garbage_in_a_body_is_refused_and_the_application_is_not_waited_for(
     work = stage.app = Work()
     with stage.client() as client:
         client.say(*((BROKEN_CHUNKS, b"zz\r\n") if apart else (BROKEN_CHUNKS + b"zz\r\n",)))
-        assert client.answer().error == NOT_HTTP
+        assert client.answer().error.startswith(NOT_HTTP)
         assert client.rest() == b""
         assert work.cancelled.wait(PATIENCE_S)
     assert not work.begun.is_set()
@@ -1446,11 +1453,11 @@ def test_garbage_in_the_body_of_a_request_that_waits_ends_the_connection_before_
 
 
 UPGRADES = {
-    "h2c": b"GET / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
-    "a WebSocket": b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
-    "with a body": b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"
+    "h2c": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+    "a WebSocket": b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
+    "with a body": b"POST / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"
     b"Content-Length: 35\r\n\r\n" + LIKE_A_REQUEST,
-    "CONNECT": b"CONNECT h:80 HTTP/1.1\r\n\r\n" + LIKE_A_REQUEST,
+    "CONNECT": b"CONNECT h:80 HTTP/1.1\r\nHost: x\r\n\r\n" + LIKE_A_REQUEST,
 }
 NO_UPGRADE = "this server does not change protocols: send no Upgrade header"
 
@@ -1472,7 +1479,7 @@ def test_another_protocol_behind_good_requests_ends_the_connection_after_their_a
     stage: Stage, name: str, good: int
 ) -> None:
     with stage.client() as client:
-        client.say(b"GET /a HTTP/1.1\r\n\r\n" * good + UPGRADES[name])
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n" * good + UPGRADES[name])
         answers = [client.answer() for _ in range(good)]
         assert client.rest() == b""
     assert {answer.status for answer in answers} == {200}
@@ -1652,7 +1659,7 @@ def test_what_is_sent_out_of_turn_reaches_nobody(stage: Stage, messages: list[Me
 def test_a_client_that_leaves_is_not_worked_for(stage: Stage, size: int, how: str) -> None:
     work = stage.app = Work()
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
         assert begins(work)
         client.socket.close() if how == "closes" else client.reset()
         assert work.cancelled.wait(PATIENCE_S)
@@ -1661,7 +1668,7 @@ def test_a_client_that_leaves_is_not_worked_for(stage: Stage, size: int, how: st
 def test_a_client_that_leaves_before_its_body_is_whole_is_not_worked_for(stage: Stage) -> None:
     work = stage.app = Work()
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nhello")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nhello")
         stage.settle()
     assert work.cancelled.wait(PATIENCE_S)
     assert not work.begun.is_set()
@@ -1811,7 +1818,7 @@ def test_pipelined_requests_of_a_client_that_left_are_not_begun(stage: Stage) ->
 
     stage.app = app
     with stage.client() as client:
-        client.say(b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\n\r\n")
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\n\r\n")
         assert begins(work)
         client.reset()
         stage.settle()
@@ -1835,7 +1842,7 @@ def test_a_connection_that_ended_leaves_nothing_to_the_collector(stage: Stage, h
                 client.say(GARBAGE["noise"])
                 assert client.rest()
             elif how == "left in a body":
-                client.say(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nhello")
+                client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nhello")
                 stage.settle()
             elif how == "left while worked for":
                 stage.app = work
@@ -1843,7 +1850,7 @@ def test_a_connection_that_ended_leaves_nothing_to_the_collector(stage: Stage, h
                 assert begins(work)
             else:
                 stage.app = answers_early
-                client.say(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nhello")
+                client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nhello")
                 assert client.answer().status == 413
         eventually(stage.quiet)
         stage.settle()
@@ -1923,7 +1930,7 @@ def test_an_upload_waits_for_an_application_that_does_not_read(
     stage.app = app
     is_chunked = b"%" not in framing
     head = framing if is_chunked else framing % size
-    wire = b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n"
+    wire = b"POST / HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n"
     wire += (b"%x\r\n%b\r\n0\r\n\r\n" % (size, bytes(size))) if is_chunked else bytes(size)
     with stage.client(SO_SNDBUF=64 * KIB) as client:
         took = client.fill(wire)
@@ -2013,7 +2020,7 @@ def test_an_answer_goes_on_while_the_server_stops() -> None:
 
 def test_a_body_is_received_while_the_server_stops() -> None:
     with stopping(echo) as (stage, stop), stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\nhel")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhel")
         stage.settle()
         stop()
         client.say(b"l", b"o")
@@ -2028,13 +2035,13 @@ def test_a_body_that_is_garbage_is_refused_while_the_server_stops() -> None:
         stage.settle()
         stop()
         client.say(b"zz\r\n")
-        assert client.answer().error == NOT_HTTP
+        assert client.answer().error.startswith(NOT_HTTP)
         assert client.rest() == b""
 
 
 def test_a_request_that_takes_longer_than_the_server_waits_is_cut_off() -> None:
     work = Work()
-    with stopping(work, drain_s=0.0) as (stage, stop), stage.client() as client:
+    with stopping(work, shutdown_s=1.0) as (stage, stop), stage.client() as client:
         client.say(GET)
         assert begins(work)
         stop()

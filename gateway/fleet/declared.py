@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,18 +12,10 @@ from typing import Any, Final
 import orjson
 import yaml
 
+from gateway.documents import UNREADABLE, Loader, stamp
+
 log = logging.getLogger(__name__)
 
-# PyYAML lets through whatever its constructors raise, such as for `!!int x` or the date 2020-13-45.
-UNREADABLE: Final = (
-    yaml.YAMLError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 VERSION: Final = re.compile("[0-9]{1,19}")
 
 
@@ -45,22 +35,6 @@ class Declared:
     def parameters(self) -> dict[str, Any]:
         """Of its load."""
         return {} if self.config is None else {"config": self.config}
-
-
-class Loader(yaml.SafeLoader):
-    """Without aliases, with which a short text stands for an endless one, and without keys that stand
-    twice, of which PyYAML takes the last."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has an alias (*NAME), which is not taken here")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [key for key, count in keys.items() if count > 1]:
-            raise ValueError(f"{twice[0]!r} stands twice in one object")
-        return super().construct_mapping(node, deep)
 
 
 def declared_in(text: str) -> dict[str, Declared]:
@@ -133,10 +107,7 @@ class ModelsFile:
     def _read(self) -> None:
         if self.path is None:
             return
-        seen: tuple[int, ...] = (0,)
-        with suppress(OSError):
-            found = self.path.stat()  # through links: a ConfigMap's files are such
-            seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+        seen = stamp(self.path)
         if seen == self._seen:
             return  # a broken one is complained of once
         self._seen = seen

@@ -39,7 +39,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.state import Store, Wish
 from gateway.triton import grpc
 from gateway.triton.complaints import Asked, LoadFailed, refusal
-from gateway.triton.grpc import FILE, NoGrpc, Tls
+from gateway.triton.grpc import NoGrpc, Tls
 from gateway.triton.http import NotSent
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,13 @@ CONFIG_TIMEOUT_S: Final = 5.0
 UNREACHABLE: Final = "UNREACHABLE"
 # The replica may be well, but could not be asked: what was wished stays wished.
 NOT_ASKED: Final = (NotSent, BadUpstream, DeadlinePassed)
+
+
+Sees = Callable[[str], bool]
+
+
+def everything(model: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -185,11 +192,14 @@ class Repository:
         """Load it on every replica. Raises what the report means when that is not everywhere."""
         return await self._whole(self._load(model, parameters, Report(model, True, 0)))
 
-    async def unload(self, model: str, unload_dependents: bool) -> Report:
-        """Unload it from every replica. Raises as `load` does."""
-        return await self._whole(self._unload(model, unload_dependents, Report(model, False, 0)))
+    async def unload(self, model: str, unload_dependents: bool, sees: Sees = everything) -> Report:
+        """Unload it from every replica. Raises as `load` does, and names no model that is not seen."""
+        report = Report(model, False, 0)
+        return await self._whole(self._unload(model, unload_dependents, report, sees))
 
-    async def begin(self, model: str, load: bool, parameters: Mapping[str, Any]) -> str:
+    async def begin(
+        self, model: str, load: bool, parameters: Mapping[str, Any], sees: Sees = everything
+    ) -> str:
         """Do it without being waited for: the name of the operation, for `operation`."""
         operation = secrets.token_hex(16)
         report = Report(model, load, 0)
@@ -197,7 +207,7 @@ class Repository:
         work = (
             self._load(model, parameters, report)
             if load
-            else self._unload(model, bool(parameters.get("unload_dependents")), report)
+            else self._unload(model, bool(parameters.get("unload_dependents")), report, sees)
         )
         self._spawn(self._recorded(operation, report, work))
         return operation
@@ -230,8 +240,8 @@ class Repository:
 
     async def _load(self, model: str, parameters: Mapping[str, Any], report: Report) -> Report:
         async with self._turn(model):
-            brings = any(name.startswith(FILE) for name in parameters)
-            if not brings and model not in names((await self.index()).values()):
+            # One that a load brings altogether would be in no index: nobody could tell how it is.
+            if model not in names((await self.index()).values()):
                 raise UnknownModel(model)
             if not parameters and model in self.declared:
                 parameters = self.declared[model].parameters
@@ -242,7 +252,9 @@ class Repository:
                 await self._wish(model, before)
             return self._finished(report)
 
-    async def _unload(self, model: str, unload_dependents: bool, report: Report) -> Report:
+    async def _unload(
+        self, model: str, unload_dependents: bool, report: Report, sees: Sees
+    ) -> Report:
         async with self._turn(model):
             if model in self.declared:
                 raise Conflict(
@@ -251,8 +263,10 @@ class Repository:
             if model not in names((await self.index()).values()):
                 raise UnknownModel(model)
             if not unload_dependents and (needing := await self._needing(model)):
+                seen = [quoted(name) for name in needing if sees(name)]
+                unseen = ["a model that this key does not see"] if len(seen) < len(needing) else []
                 raise Conflict(
-                    f"model {quoted(model)} is needed by {listed(map(quoted, needing))}; unload that "
+                    f"model {quoted(model)} is needed by {listed([*seen, *unseen])}; unload that "
                     'first, or say {"parameters": {"unload_dependents": true}}'
                 )
             before = self.wishes.get(model)

@@ -7,9 +7,11 @@ import logging
 from time import perf_counter
 
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.context import Notes, current
+from gateway.errors import Unauthenticated, render
 from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
 from gateway.routes.services import Services
 from gateway.routes.v2 import is_passed, pass_through
@@ -42,11 +44,15 @@ class Edge:
         in_flight[way] += 1
         status = CLIENT_LEFT
         try:
+            notes.caller = services.access.caller(scope)
+            notes.key = notes.caller.name
             if way is PASSED:
                 notes.route = PASSED
                 status = await pass_through(services, scope, receive, send)
             else:
                 status = await self._framed(scope, receive, send, notes)
+        except Unauthenticated as exc:
+            status = await refused(scope, receive, send, exc)
         except asyncio.CancelledError:
             log.debug("the client left")  # the server cancels us then; there is nobody to answer
         finally:
@@ -82,6 +88,15 @@ class Edge:
             # Only what a table of ours holds is a label: a path of a client's making is not.
             notes.route = getattr(scope.get("route"), "path", "")
         return status
+
+
+async def refused(scope: Scope, receive: Receive, send: Send, exc: Unauthenticated) -> int:
+    """Whoever cannot say who it is hears nothing else."""
+    response = await render(Request(scope), exc)
+    response.headers["x-request-id"] = scope["request_id"]
+    scope["notes"].bytes_out = len(response.body)
+    await response(scope, receive, send)
+    return response.status_code
 
 
 def tell(scope: Scope, notes: Notes, status: int, duration_s: float) -> None:

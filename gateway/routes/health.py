@@ -8,7 +8,8 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from gateway.fleet.plan import Seen, readiness
-from gateway.routes.services import ServicesDep
+from gateway.keys import Right
+from gateway.routes.services import ServicesForAll, caller_of
 from gateway.tensors.payload import JSON
 
 router = APIRouter(tags=["health"])
@@ -21,8 +22,11 @@ async def livez() -> dict[str, Any]:
 
 
 @router.get("/readyz")
-async def readyz(request: Request, services: ServicesDep) -> Response:
-    """200 when a replica lives and every declared model can be served; else 503, and what is missing."""
+async def readyz(request: Request, services: ServicesForAll) -> Response:
+    """200 when a replica lives and every declared model can be served; else 503, and what is missing.
+
+    Addresses and models are for who may see the fleet; whether it is ready, for everybody.
+    """
     pool = services.pool
     seen = [
         Seen(str(replica.address), pool.state(replica), replica.index, replica.reason)
@@ -34,5 +38,13 @@ async def readyz(request: Request, services: ServicesDep) -> Response:
         services.settings.ready_quorum,
         draining=request.state.drain.began,
     )
+    caller = caller_of(request)
+    document: dict[str, Any] = {"ready": found.ready}
+    if Right.fleet in caller.rights:
+        document = dict(found.document)
+    if "missing" in document and not caller.sees_all:
+        document["missing"] = {
+            model: where for model, where in document["missing"].items() if caller.sees(model)
+        }
     headers = {} if found.ready else {"Retry-After": "1"}
-    return Response(orjson.dumps(found.document), 200 if found.ready else 503, headers, JSON)
+    return Response(orjson.dumps(document), 200 if found.ready else 503, headers, JSON)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from gateway.errors import DeadlinePassed
 from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import payload_of, whole_body
-from gateway.routes.services import Services, ServicesDep
+from gateway.routes.services import Services, ServicesForInference
 from gateway.tensors import predict as dialect
 from gateway.tensors import schema
 from gateway.tensors.images import ImageLimits, pixels
@@ -72,10 +72,12 @@ async def exchange(
     timeout_s = services.timeout_s(request.headers.get("x-request-timeout"))
     deadline = anyio.current_time() + timeout_s
     try:
-        with anyio.fail_after(timeout_s):
+        with ExitStack() as stack, anyio.fail_after(timeout_s):
             signature = await services.models.signature(model, version)
             notes: Notes = request.scope["notes"]
             notes.model, notes.version = signature.model, version
+            await services.gate.enter(signature.model, timeout_s)
+            stack.callback(services.gate.leave, signature.model)
             trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
             yield Exchange(services, signature, notes.request_id, deadline, trace)
     except TimeoutError as exc:
@@ -86,7 +88,7 @@ async def exchange(
 @router.post("/v1/models/{model}/versions/{version}/infer", responses=RESPONSES, openapi_extra=BODY)
 async def infer(
     request: Request,
-    services: ServicesDep,
+    services: ServicesForInference,
     model: str,
     version: str = "",
     dry_run: Annotated[bool, Query(description="Answer the tensors, and send nothing.")] = False,
@@ -105,7 +107,7 @@ async def infer(
 @router.post("/v1/models/{model}:predict", responses=RESPONSES)
 @router.post("/v1/models/{model}/versions/{version}:predict", responses=RESPONSES)
 async def predict(
-    request: Request, services: ServicesDep, model: str, version: str = ""
+    request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> Response:
     """KServe's V1 dialect: `instances` (rows) → `predictions`, or `inputs` (columns) → `outputs`."""
     async with exchange(request, services, model, version) as asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,7 +12,8 @@ from gateway.fleet.health import State
 from gateway.fleet.index import merged
 from gateway.fleet.pool import NoReplica, Pool
 from gateway.fleet.replica import Replica
-from gateway.routes.services import ServicesDep
+from gateway.keys import Caller, Right
+from gateway.routes.services import ServicesForFleet, ServicesForInference, caller_of
 from gateway.tensors import examples, schema
 from gateway.tensors.signature import Signature, Tensor
 
@@ -19,9 +21,12 @@ router = APIRouter(tags=["models"])
 
 
 @router.get("/v1/models")
-async def models(services: ServicesDep) -> dict[str, Any]:
-    """Every model: its versions, its state on each replica, and why it is there."""
-    pool, repository = services.pool, services.repository
+async def models(request: Request, services: ServicesForInference) -> dict[str, Any]:
+    """Every model that the caller sees: its versions, its state on each replica, and why it is there.
+
+    The replicas' addresses are for who may see the fleet.
+    """
+    pool, repository, caller = services.pool, services.repository, caller_of(request)
     indexes = {
         str(replica.address): replica.index
         for replica in pool.replicas.values()
@@ -29,41 +34,56 @@ async def models(services: ServicesDep) -> dict[str, Any]:
     }
     if not indexes:
         raise NoReplica
-    found: dict[str, dict[str, Any]] = {}
-    for entry in merged(indexes):
-        name = entry.pop("name")
-        model = found.setdefault(name, {"name": name, "versions": []})
-        if entry:
-            model["versions"].append(entry)
-    for name in repository.declared.keys() - found.keys():
-        found[name] = {"name": name, "versions": []}
-    for name, model in found.items():
+    shown = versions_of(merged(indexes), repository.declared, caller)
+    for name, model in shown.items():
         model["ready"] = any(index.ready(name) for index in indexes.values())
-        model["replicas"] = {address: index.state(name).state for address, index in indexes.items()}
         if name in repository.declared:
             model["declared"] = True
         if name in repository.wishes:
             model["wished"] = "loaded" if repository.wishes[name].loaded else "unloaded"
-        if name in repository.errors:
-            model["last_error"] = repository.errors[name]
-    return {"models": [found[name] for name in sorted(found)]}
+        if Right.fleet in caller.rights:
+            model["replicas"] = {at: index.state(name).state for at, index in indexes.items()}
+            if name in repository.errors:
+                model["last_error"] = repository.errors[name]
+    return {"models": list(shown.values())}
+
+
+def versions_of(
+    entries: Iterable[dict[str, str]], declared: Iterable[str], caller: Caller
+) -> dict[str, dict[str, Any]]:
+    """Of each model that the caller sees. The reason of a state names replicas."""
+    found: dict[str, dict[str, Any]] = {name: {"name": name, "versions": []} for name in declared}
+    for entry in entries:
+        name = entry.pop("name")
+        model = found.setdefault(name, {"name": name, "versions": []})
+        if Right.fleet not in caller.rights:
+            entry.pop("reason", None)
+        if entry:
+            model["versions"].append(entry)
+    return {name: found[name] for name in sorted(found) if caller.sees(name)}
 
 
 @router.get("/v1/replicas")
-async def replicas(services: ServicesDep) -> dict[str, Any]:
+async def replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
     """Every Triton of the fleet, and how it is."""
-    pool = services.pool
-    return {"replicas": [replica_described(pool, replica) for replica in pool.replicas.values()]}
+    pool, caller = services.pool, caller_of(request)
+    return {
+        "replicas": [replica_described(pool, replica, caller) for replica in pool.replicas.values()]
+    }
 
 
-def replica_described(pool: Pool, replica: Replica) -> dict[str, Any]:
+def replica_described(pool: Pool, replica: Replica, caller: Caller) -> dict[str, Any]:
     state = pool.state(replica)
     told: dict[str, Any] = {
         "address": str(replica.address),
         "state": state.name,
         "outstanding": replica.http.outstanding,
         "slowness": round(replica.pace.slowness, 2),
-        "models": {name: replica.index.state(name).state for name in sorted(replica.index.models)},
+        "models": {
+            name: replica.index.state(name).state
+            for name in sorted(replica.index.models)
+            if caller.sees(name)
+        },
     }
     if state is State.EJECTED:
         told["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
@@ -73,16 +93,16 @@ def replica_described(pool: Pool, replica: Replica) -> dict[str, Any]:
 
 
 @router.get("/v2/models")
-async def v2_models(services: ServicesDep) -> dict[str, list[str]]:
+async def v2_models(request: Request, services: ServicesForInference) -> dict[str, list[str]]:
     """The models that are ready, as KServe lists them; Triton itself has no such path."""
-    listed = (await models(services))["models"]
+    listed = (await models(request, services))["models"]
     return {"models": [model["name"] for model in listed if model["ready"]]}
 
 
 @router.get("/v1/models/{model}")
 @router.get("/v1/models/{model}/versions/{version}")
 async def model(
-    request: Request, services: ServicesDep, model: str, version: str = ""
+    request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
     """What a model takes and gives, and a request to paste that works."""
     signature = await services.models.signature(model, version)
@@ -98,7 +118,7 @@ async def model(
 
 @router.get("/v1/models/{model}/openapi.json")
 @router.get("/v1/models/{model}/versions/{version}/openapi.json")
-async def openapi(services: ServicesDep, model: str, version: str = "") -> dict[str, Any]:
+async def openapi(services: ServicesForInference, model: str, version: str = "") -> dict[str, Any]:
     """The API description of this one model, with its own inputs and outputs."""
     return schema.openapi(await services.models.signature(model, version))
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from gateway.auth import Access, admit, admit_to_all
 from gateway.errors import Malformed
 from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
 from gateway.fleet.repository import Repository
-from gateway.limits import Decoders
+from gateway.keys import Caller, Right
+from gateway.limits import Decoders, Gate
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.tracing import Tracer
@@ -25,7 +27,9 @@ class Services:
     models: Models
     repository: Repository
     decoders: Decoders
+    gate: Gate
     metrics: Metrics
+    access: Access
     tracer: Tracer | None = None
 
     @cached_property
@@ -50,4 +54,27 @@ async def services(request: Request) -> Services:
     return cast(Services, request.app.state.services)
 
 
-ServicesDep = Annotated[Services, Depends(services)]
+def services_for(right: Right, *, of_all: bool = False) -> Any:
+    """A handler gets its services by saying what for: none forgets to ask whether the caller may, and
+    sees the model that the path names."""
+
+    async def granted(request: Request) -> Services:
+        if of_all:
+            admit_to_all(request.scope, right)
+        else:
+            named = request.path_params
+            admit(request.scope, right, named.get("model", ""), named.get("version", ""))
+        return cast(Services, request.app.state.services)
+
+    return Depends(granted)
+
+
+ServicesForAll = Annotated[Services, Depends(services)]
+ServicesForInference = Annotated[Services, services_for(Right.infer)]
+ServicesForMetrics = Annotated[Services, services_for(Right.metrics, of_all=True)]
+ServicesForFleet = Annotated[Services, services_for(Right.fleet)]
+ServicesForManagement = Annotated[Services, services_for(Right.manage)]
+
+
+def caller_of(request: Request) -> Caller:
+    return cast(Caller, request.scope["notes"].caller)

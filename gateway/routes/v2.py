@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.auth import require_admin
+from gateway.auth import admit, admit_to_all
 from gateway.context import Notes
 from gateway.errors import (
     BodyTooLarge,
@@ -26,6 +27,8 @@ from gateway.errors import (
     NotFound,
     render,
 )
+from gateway.keys import Right
+from gateway.limits import Gate
 from gateway.metrics import CLIENT_LEFT
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
@@ -41,31 +44,32 @@ NO_NAMES = {"model": "", "version": ""}
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to the paths that match: passed, passed for an admin, or refused."""
+    """What happens to the paths that match: passed for who has the right, or refused."""
 
     path: re.Pattern[str]
     methods: frozenset[str]
-    admin: bool = False
+    right: Right = Right.infer
+    of_all: bool = False  # it concerns every model
     refusal: str = ""
     health: bool = False
+    inference: bool = False  # counts against the limits
 
 
-def rule(
-    path: str, methods: str, *, admin: bool = False, refusal: str = "", health: bool = False
-) -> Rule:
-    return Rule(re.compile(path), frozenset(methods.split()), admin, refusal, health)
+def rule(path: str, methods: str, **more: Any) -> Rule:
+    return Rule(re.compile(path), frozenset(methods.split()), **more)
 
 
 SHARED_MEMORY = "shared memory cannot be used through the gateway; send the tensors in the body"
 RULES = (
-    rule(f"{MODEL}/(infer|generate|generate_stream)", "POST"),
+    rule("/v2/models/stats", "GET HEAD", of_all=True),  # and not a model called stats
+    rule(f"{MODEL}/(infer|generate|generate_stream)", "POST", inference=True),
     rule(f"{MODEL}/ready", "GET HEAD", health=True),
     rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
-    rule("/v2/models/stats", "GET HEAD"),
     rule("/v2/health/(live|ready)", "GET HEAD", health=True),
     rule("/v2/?", "GET HEAD"),
     rule("/v2/(system|cuda)sharedmemory(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
-    rule(f"(/v2/logging|/v2/trace/setting|{MODEL}/trace/setting)", "GET HEAD POST", admin=True),
+    rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
+    rule(f"{MODEL}/trace/setting", "GET HEAD POST", right=Right.manage),
 )
 
 # RFC 9110, section 7.6.1; and what is the gateway's own business.
@@ -91,38 +95,30 @@ def is_passed(raw_path: bytes) -> bool:
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Answer a request from Triton; its status. Every failure is answered as well."""
     status = 0
-    answer = None
     names = NO_NAMES
     notes: Notes = scope["notes"]
     try:
-        method: str = scope["method"]
-        rule, names = look_up(scope["raw_path"].decode("latin-1"), method)
-        if rule.admin:
-            require_admin(scope)
-        headers, asked_s, length = sent_on(scope["headers"])
-        limit = services.settings.max_body_bytes
-        if length is not None and length > limit:
-            raise BodyTooLarge(limit)
-        timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
-        body = body_of(await receive(), receive, headers, length, limit)
-        if isinstance(body, bytes):
-            notes.bytes_in = len(body)
+        rule, names = look_up(scope["raw_path"].decode("latin-1"), scope["method"])
+        if rule.of_all:
+            admit_to_all(scope, rule.right)
         else:
-            body = counted(body, notes)
-        whom = Asked(names["model"], names["version"], timeout_s, rule.health)
-        # Triton answers HEAD with a body, which would be read as the next answer.
-        sent_as = b"GET" if method == "HEAD" else method.encode()
-        answer = await services.pool.send(whom, sent_as, target_of(scope), headers, body)
-        notes.model, notes.version = whom.model, whom.version
-        start = start_of(answer, scope)
-        status = answer.status
-        await send(start)
-        if answer.complete and not answer.is_event_stream and method != "HEAD":
-            rest = answer.rest()
-            notes.bytes_out = len(rest)
-            await send({"type": "http.response.body", "body": rest})
-        else:
-            await relay(answer, scope, send, timeout_s)
+            admit(scope, rule.right, names["model"], names["version"])
+        answer = await asked(services, scope, receive, rule, names)
+        try:
+            notes.model, notes.version = names["model"], names["version"]
+            start = start_of(answer, scope)
+            status = answer.status
+            await send(start)
+            if answer.complete and not answer.is_event_stream and scope["method"] != "HEAD":
+                rest = answer.rest()
+                notes.bytes_out = len(rest)
+                await send({"type": "http.response.body", "body": rest})
+            else:
+                await relay(answer, scope, send)
+        finally:
+            answer.close()
+            if rule.inference:
+                services.gate.leave(names["model"])
     except ClientDisconnect:
         return CLIENT_LEFT
     except Exception as exc:  # noqa: BLE001 - the border of the process: everything is answered
@@ -137,10 +133,44 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         response.headers["x-request-id"] = scope["request_id"]
         await response(scope, receive, send)
         return response.status_code
-    finally:
-        if answer is not None:
-            answer.close()
     return status
+
+
+async def asked(
+    services: Services, scope: Scope, receive: Receive, rule: Rule, names: dict[str, str]
+) -> Answer:
+    """Triton's answer, a success; and for an inference its place, which is the caller's to give back."""
+    notes: Notes = scope["notes"]
+    headers, asked_s, length = sent_on(scope["headers"])
+    limit = services.settings.max_body_bytes
+    if length is not None and length > limit:
+        raise BodyTooLarge(limit)
+    timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
+    notes.timeout_s = timeout_s
+    body = body_of(await receive(), receive, headers, length, limit)
+    if isinstance(body, bytes):
+        notes.bytes_in = len(body)
+    else:
+        body = counted(body, notes)
+    model = names["model"]
+    if rule.inference and not services.gate.enters(model):
+        timeout_s = await waited(services.gate, model, timeout_s)
+    whom = Asked(model, names["version"], timeout_s, rule.health)
+    # Triton answers HEAD with a body, which would be read as the next answer.
+    method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
+    try:
+        return await services.pool.send(whom, method, target_of(scope), headers, body)
+    except BaseException:
+        if rule.inference:
+            services.gate.leave(model)
+        raise
+
+
+async def waited(gate: Gate, model: str, timeout_s: float) -> float:
+    """Wait for a place; what is left of the time then."""
+    began = perf_counter()
+    await gate.enter(model, timeout_s)
+    return timeout_s - (perf_counter() - began)
 
 
 def look_up(path: str, method: str) -> tuple[Rule, dict[str, str]]:
@@ -257,7 +287,7 @@ def start_of(answer: Answer, scope: Scope) -> Message:
     return {"type": "http.response.start", "status": answer.status, "headers": kept}
 
 
-async def relay(answer: Answer, scope: Scope, send: Send, timeout_s: float) -> None:
+async def relay(answer: Answer, scope: Scope, send: Send) -> None:
     """Pass the answer's body on as it comes; each piece may take as long as its beginning might have."""
     if scope["method"] == "HEAD":
         await send({"type": "http.response.body"})
@@ -269,7 +299,7 @@ async def relay(answer: Answer, scope: Scope, send: Send, timeout_s: float) -> N
     last = False
     notes: Notes = scope["notes"]
     while not last:
-        answer.allow(timeout_s)
+        answer.allow(notes.timeout_s)
         began = perf_counter()
         chunk = await answer.next_chunk()
         notes.upstream_s += perf_counter() - began

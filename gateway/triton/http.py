@@ -423,7 +423,8 @@ class Upstream:
         """
         connection: Connection | None = None
         sending: asyncio.Task[None] | None = None
-        self.outstanding += 1
+        finish = self._drop if fresh else self._end
+        self.outstanding += not fresh  # which only looks whether somebody is there
         try:
             connection = None if fresh else self._take()
             if connection is None:
@@ -445,10 +446,10 @@ class Upstream:
         except BaseException:
             if sending is not None:
                 sending.cancel()
-            self._end(connection)
+            finish(connection)
             raise
         self.last_answer = perf_counter()
-        answer = Answer(connection, self._drop if fresh else self._end)
+        answer = Answer(connection, finish)
         if sending is not None:
             answer.sending(sending)
         return answer
@@ -528,10 +529,9 @@ class Upstream:
             ) from exc
         return connection
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection | None) -> None:
         """A fresh connection was asked for to see that there is one: it is not kept."""
-        self.outstanding -= 1
-        if connection.end():
+        if connection is not None and connection.end():
             connection.close()
 
     def _end(self, connection: Connection | None) -> None:

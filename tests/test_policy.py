@@ -1,0 +1,905 @@
+"""What the fleet decides: health, choice, plan, readiness and the models file, as values."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.fleet.balance import LEAST, MOST, Pace, less_loaded
+from gateway.fleet.declared import BadModelsFile, Declared, ModelsFile, declared_in
+from gateway.fleet.health import Budget, Health, State, may_eject
+from gateway.fleet.index import (
+    LOADING,
+    READY,
+    UNAVAILABLE,
+    UNLOADING,
+    Index,
+    Version,
+    index_of,
+    merged,
+    names,
+)
+from gateway.fleet.plan import Action, Backoff, Readiness, Seen, actions, readiness, wanted
+from gateway.fleet.replica import Address, BadAddress, Source, source
+from gateway.fleet.repository import merged_detail
+from gateway.fleet.state import Wish
+
+UP = Health().answered()
+
+
+# Health.
+
+
+def failed(health: Health, times: int, now: float) -> Health:
+    for _ in range(times):
+        health = health.failed(now, may_eject=True)
+    return health
+
+
+def test_a_replica_is_down_until_its_first_answer() -> None:
+    assert Health().state(0) is State.DOWN
+    assert Health().missed().missed().state(0) is State.DOWN
+    assert Health().answered().state(0) is State.UP
+
+
+def test_a_refused_connection_means_down_at_once_and_an_answer_up_again() -> None:
+    assert UP.refused().state(0) is State.DOWN
+    assert UP.refused().answered().state(0) is State.UP
+
+
+def test_two_missed_probes_in_a_row_mean_slow() -> None:
+    assert UP.missed().state(0) is State.UP
+    assert UP.missed().missed().state(0) is State.SLOW
+    assert UP.missed().answered().missed().state(0) is State.UP
+    assert UP.missed().missed().answered().state(0) is State.UP
+
+
+def test_five_failures_in_a_row_eject_for_five_seconds() -> None:
+    assert failed(UP, 4, 1000).state(1000) is State.UP
+    ejected = failed(UP, 5, 1000)
+    assert ejected.state(1000) is State.EJECTED
+    assert ejected.state(1004.999) is State.EJECTED
+    assert ejected.state(1005) is State.UP
+
+
+def test_a_success_between_failures_makes_them_count_anew() -> None:
+    assert failed(failed(UP, 4, 1000).succeeded(), 4, 1000).state(1000) is State.UP
+    back = failed(UP, 5, 1000).succeeded()
+    assert failed(back, 4, 1006).state(1006) is State.UP
+    assert failed(back, 5, 1006).state(1006) is State.EJECTED
+
+
+def test_the_first_failure_after_its_return_ejects_a_replica_again_and_for_longer() -> None:
+    health, now = failed(UP, 5, 1000), 1000.0
+    for nth in range(1, 80):
+        lasts_s = min(5.0 * nth, 300.0)
+        assert health.state(now + lasts_s - 0.001) is State.EJECTED
+        now += lasts_s
+        assert health.state(now) is State.UP
+        health = failed(health, 1, now)
+
+
+def test_failures_while_it_is_ejected_do_not_lengthen_the_ejection() -> None:
+    assert failed(failed(UP, 5, 1000), 50, 1004).state(1005) is State.UP
+
+
+def test_a_replica_that_was_well_for_five_minutes_is_ejected_as_if_for_the_first_time() -> None:
+    often = failed(failed(failed(UP, 5, 1000), 1, 1010), 1, 1030)
+    assert often.ejections == 3
+    assert failed(often, 5, often.ejected_until + 300).ejections == 4
+    forgiven = failed(often, 5, often.ejected_until + 301)
+    assert forgiven.ejections == 1
+    assert forgiven.ejected_until == often.ejected_until + 301 + 5
+
+
+def test_what_may_not_be_ejected_is_when_it_may() -> None:
+    health = UP
+    for _ in range(20):
+        health = health.failed(1000, may_eject=False)
+        assert health.state(1000) is State.UP
+    assert failed(health, 1, 1000).state(1000) is State.EJECTED
+
+
+def test_of_several_states_the_worst_is_told() -> None:
+    ejected = failed(UP, 5, 1000)
+    assert ejected.missed().missed().state(1000) is State.SLOW
+    assert ejected.missed().missed().refused().state(1000) is State.DOWN
+    assert sorted(State) == [State.UP, State.EJECTED, State.SLOW, State.DOWN]
+
+
+EVENTS: Mapping[str, Callable[[Health, float], Health]] = {
+    "answered": lambda health, _: health.answered(),
+    "missed": lambda health, _: health.missed(),
+    "refused": lambda health, _: health.refused(),
+    "succeeded": lambda health, _: health.succeeded(),
+    "failed": lambda health, now: health.failed(now, may_eject=True),
+    "failed, but spared": lambda health, now: health.failed(now, may_eject=False),
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.floats(0, 400))))
+def test_whatever_happens_an_ejection_has_a_reason_and_an_end(
+    happened: list[tuple[str, float]],
+) -> None:
+    health, now, in_a_row = Health(), 1000.0, 0
+    for event, pause_s in happened:
+        now += pause_s
+        before, health = health, EVENTS[event](health, now)
+        if event == "succeeded":
+            in_a_row = 0
+        in_a_row += event.startswith("failed")
+        assert health.ejected_until <= now + 300
+        assert health.state(health.ejected_until) is not State.EJECTED
+        if health.ejected_until != before.ejected_until:
+            assert event == "failed"
+            assert in_a_row >= 5
+            assert before.state(now) is not State.EJECTED
+
+
+@given(st.integers(0, 200))
+def test_never_more_than_half_of_a_fleet_is_ejected(fleet: int) -> None:
+    ejected = 0
+    while may_eject(fleet, ejected):
+        ejected += 1
+    assert ejected == fleet // 2
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_retries_are_a_fifth_of_the_requests_and_what_was_saved(wanted: list[bool]) -> None:
+    budget, spent = Budget(), 0
+    for sent, retry in enumerate(wanted, 1):
+        budget.earn()
+        spent += retry and budget.spend()
+        assert spent <= 10 + 0.2 * sent + 1e-9
+        assert 0 <= budget.saved < 10.2 + 1e-9
+
+
+def test_over_a_long_time_a_fifth_of_the_requests_is_retried_and_no_more_is_saved_up() -> None:
+    budget = Budget()
+    for _ in range(100_000):
+        budget.earn()
+    spent = 0
+    for _ in range(100_000):
+        budget.earn()
+        spent += budget.spend()
+    assert 20_000 <= spent <= 20_011
+
+
+# Choice.
+
+
+@dataclass
+class Candidate:
+    load_is: float
+    looked_at: list[Candidate] = field(default_factory=list, repr=False)
+
+    @property
+    def load(self) -> float:
+        self.looked_at.append(self)
+        return self.load_is
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20))
+def test_of_two_different_replicas_the_less_loaded_is_chosen(loads: list[float]) -> None:
+    looked_at: list[Candidate] = []
+    candidates = [Candidate(load, looked_at) for load in loads]
+    chosen = less_loaded(candidates)
+    one, other = looked_at
+    assert one is not other
+    assert chosen is one or chosen is other
+    assert chosen.load_is == min(one.load_is, other.load_is)
+
+
+def test_the_only_candidate_is_chosen_unseen() -> None:
+    only = Candidate(1e9)
+    assert less_loaded([only]) is only
+    assert not only.looked_at
+
+
+@pytest.fixture
+def fixed_chance() -> Iterator[None]:
+    before = random.getstate()
+    random.seed(20)
+    yield
+    random.setstate(before)
+
+
+def chi_squared(seen: Sequence[int], expected: Sequence[float]) -> float:
+    return sum((n - m) ** 2 / m for n, m in zip(seen, expected, strict=True))
+
+
+def chosen_often(candidates: Sequence[Candidate], times: int) -> list[int]:
+    chosen = Counter(id(less_loaded(candidates)) for _ in range(times))
+    return [chosen[id(candidate)] for candidate in candidates]
+
+
+@pytest.mark.usefixtures("fixed_chance")
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_equally_loaded_replicas_are_chosen_equally_often(count: int) -> None:
+    seen = chosen_often([Candidate(1.0) for _ in range(count)], 20_000)
+    assert chi_squared(seen, [20_000 / count] * count) < 35  # 9 degrees: less than once in 10,000
+
+
+@pytest.mark.usefixtures("fixed_chance")
+def test_the_more_loaded_the_more_rarely_chosen_and_the_most_loaded_never() -> None:
+    seen = chosen_often([Candidate(float(load)) for load in range(10)], 20_000)
+    assert seen[9] == 0
+    expected = [20_000 * 2 * (9 - rank) / 90 for rank in range(9)]
+    assert chi_squared(seen[:9], expected) < 35
+
+
+@given(st.floats(LEAST, MOST), st.floats(LEAST, MOST))
+def test_the_pace_becomes_what_the_answers_show(start: float, ratio: float) -> None:
+    pace = Pace(start)
+    for _ in range(60):
+        pace.answered(ratio * 10.0, 10.0)
+    assert pace.slowness == pytest.approx(ratio, rel=0.01)
+
+
+@given(st.lists(st.floats(0, 0.003)))
+def test_some_milliseconds_of_chance_are_not_taken_for_the_pace(took_s: list[float]) -> None:
+    pace = Pace()
+    for each_s in took_s:
+        pace.answered(each_s, 0.001)
+    assert 0.8 < pace.slowness < 1.4
+
+
+@given(st.floats(LEAST, MOST))
+def test_what_was_learned_of_the_pace_fades(start: float) -> None:
+    pace, before = Pace(start), abs(start - 1)
+    for _ in range(120):  # a minute
+        pace.tick()
+        assert abs(pace.slowness - 1) <= before
+        before = abs(pace.slowness - 1)
+    assert pace.slowness == pytest.approx(1, abs=0.01)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9))))
+def test_no_answer_makes_the_pace_extreme(answers: list[tuple[float, float]]) -> None:
+    pace = Pace()
+    for took_s, usual_s in answers:
+        pace.answered(took_s, usual_s)
+        assert LEAST - 1e-9 <= pace.slowness <= MOST + 1e-9
+
+
+# The index.
+
+SAID = [
+    {"name": "never"},
+    {"name": "well", "version": "1", "state": "READY"},
+    {"name": "well", "version": "2", "state": "UNAVAILABLE", "reason": "no file"},
+    {"name": "coming", "version": "1", "state": "LOADING"},
+    {"name": "going", "version": "3", "state": "UNLOADING"},
+    {"name": "gone", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
+]
+
+
+def test_an_index_says_what_can_be_asked() -> None:
+    index = index_of(SAID)
+    assert index.ready("well")
+    assert index.ready("well", "1")
+    assert not index.ready("well", "2")
+    assert not index.ready("well", "9")
+    for model in ("never", "coming", "going", "gone", "unheard of"):
+        assert not index.ready(model)
+    assert [model for model in index.models if index.busy(model)] == ["coming", "going"]
+    assert [model for model in index.models if index.settled(model)] == ["never", "gone"]
+    assert names([index]) == {"never", "well", "coming", "going", "gone"}
+
+
+def test_the_state_of_a_model_is_that_of_its_best_version() -> None:
+    index = index_of(SAID)
+    assert index.state("well") == Version(READY)
+    assert index.state("gone") == Version(UNAVAILABLE, "unloaded")
+    assert index.state("never") == Version(UNAVAILABLE)
+    assert index.state("unheard of").reason == "unknown to this replica"
+
+
+def test_a_model_that_contradicts_the_index_is_taken_for_unloaded_and_no_other() -> None:
+    index = index_of(SAID).without("well")
+    assert not index.ready("well")
+    assert index.settled("well")
+    assert index.busy("coming")
+    assert "unheard of" in index.without("unheard of").models
+
+
+def test_a_state_that_triton_may_have_one_day_is_not_ready() -> None:
+    index = index_of([{"name": "m", "version": "1", "state": "DREAMING"}])
+    assert not index.ready("m")
+    assert merged({"a": index, "b": index_of(SAID[1:2])})[0]["state"] == "DREAMING"
+
+
+@pytest.mark.parametrize("document", [None, {}, "READY", 1, [1], [{}], [{"name": 1}], [["name"]]])
+def test_what_is_no_index_is_a_value_error(document: Any) -> None:
+    with pytest.raises(ValueError, match="repository index"):
+        index_of(document)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+STATES = st.sampled_from([READY, LOADING, UNLOADING, UNAVAILABLE])
+HOSTILE = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.text() | JSON},
+        optional={
+            "version": st.text(st.characters(categories=["Nd", "No"])) | JSON,
+            "state": STATES | JSON,
+            "reason": st.text() | JSON,
+        },
+    )
+)
+DEEP = orjson.loads("[" * 1000 + "]" * 1000)
+
+
+@given(JSON | HOSTILE)
+@example([{"name": "m", "version": "²"}])
+@example([{"name": "m", "version": "9" * 5000}])
+def test_a_hostile_document_is_a_value_error_or_an_index_that_can_be_used(document: Any) -> None:
+    try:
+        index = index_of(document)
+    except ValueError:
+        return
+    entries = merged({"a": index, "b": index_of(SAID)})
+    assert {entry["name"] for entry in entries} == names([index, index_of(SAID)])
+    for model in index.models:
+        index.ready(model), index.busy(model), index.settled(model), index.state(model)
+        assert not index.without(model).ready(model)
+
+
+@pytest.mark.parametrize("key", ["name", "version", "state", "reason"])
+def test_a_document_as_deep_as_json_can_be_is_a_value_error(key: str) -> None:
+    with pytest.raises(ValueError, match="repository index"):
+        index_of([{"name": "m", "version": "1", "state": READY, key: DEEP}])
+    with pytest.raises(ValueError, match="repository index"):
+        index_of(DEEP)
+
+
+def versions_of(**states: str) -> Index:
+    return Index({"m": {number[1:]: Version(state) for number, state in states.items()}})
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "reason"),
+    [
+        ((READY, READY, READY), READY, None),
+        ((READY, LOADING, READY), LOADING, "on b"),
+        ((LOADING, UNLOADING, READY), UNLOADING, "on b"),
+        ((UNAVAILABLE, LOADING, UNAVAILABLE), UNAVAILABLE, "on a, c"),
+        ((UNAVAILABLE, UNAVAILABLE, UNAVAILABLE), UNAVAILABLE, None),
+    ],
+)
+def test_of_several_replicas_the_worst_state_is_told_and_where(
+    states: tuple[str, ...], state: str, reason: str | None
+) -> None:
+    indexes = {name: versions_of(v1=said) for name, said in zip("abc", states, strict=True)}
+    (entry,) = merged(indexes)
+    assert (entry["state"], entry.get("reason")) == (state, reason)
+
+
+def test_a_version_that_a_replica_does_not_have_is_named_with_that_replica() -> None:
+    indexes = {"a": versions_of(v1=READY, v2=READY), "b": versions_of(v1=READY), "c": Index({})}
+    assert merged(indexes) == [
+        {"name": "m", "version": "1", "state": UNAVAILABLE, "reason": "on c: not loaded"},
+        {"name": "m", "version": "2", "state": UNAVAILABLE, "reason": "on b, c: not loaded"},
+    ]
+    detail = merged_detail(indexes, merged(indexes)[1])
+    missing = {"state": UNAVAILABLE, "reason": "not loaded"}
+    assert detail["replicas"] == {"a": {"state": READY}, "b": missing, "c": missing}
+
+
+def test_versions_follow_one_another_as_numbers() -> None:
+    index = versions_of(v10=READY, v9=READY, v1=READY)
+    assert [entry["version"] for entry in merged({"a": index})] == ["1", "9", "10"]
+
+
+MODELS = st.sampled_from(["a", "b", "c", "d"])
+VERSIONS = st.builds(Version, STATES, st.sampled_from(["", "unloaded", "no file"]))
+INDEXES = st.builds(
+    Index,
+    st.dictionaries(MODELS, st.dictionaries(st.sampled_from(["1", "2", "10"]), VERSIONS)),
+)
+
+
+@given(INDEXES)
+def test_the_index_of_one_replica_is_told_as_it_was_said(index: Index) -> None:
+    assert index_of(merged({"a": index})) == index
+
+
+@given(st.dictionaries(st.sampled_from(["x", "y", "z"]), INDEXES, min_size=1))
+def test_a_version_is_ready_in_the_fleet_if_it_is_on_every_replica(
+    indexes: dict[str, Index],
+) -> None:
+    for entry in merged(indexes):
+        if "version" in entry:
+            everywhere = all(
+                index.ready(entry["name"], entry["version"]) for index in indexes.values()
+            )
+            assert everywhere == (entry["state"] == READY)
+
+
+# The models file.
+
+
+@pytest.mark.parametrize(
+    ("text", "models"),
+    [
+        ("", {}),
+        ("# nothing\n---\n", {}),
+        ("models:\n", {}),
+        ("models: []", {}),
+        ("models: [a, b]", {"a": Declared("a"), "b": Declared("b")}),
+        ("models:\n- name: a\n  versions: [1, '3']\n", {"a": Declared("a", ("1", "3"))}),
+        (
+            "models: [{name: a, config: {max_batch_size: 4}}]",
+            {"a": Declared("a", (), {"max_batch_size": 4})},
+        ),
+        ("models: [{name: a, config: '{}'}]", {"a": Declared("a", (), "{}")}),
+        ("models: ['no', '1', grün]", {name: Declared(name) for name in ("no", "1", "grün")}),
+    ],
+)
+def test_a_models_file_names_models(text: str, models: dict[str, Declared]) -> None:
+    assert declared_in(text) == models
+
+
+def test_the_config_of_a_declared_model_is_that_of_its_load() -> None:
+    assert Declared("a").parameters == {}
+    assert Declared("a", (), {"x": 1}).parameters == {"config": {"x": 1}}
+
+
+BOMB = "models:\n-\n  - &a0 [x, x]\n" + "".join(
+    f"  - &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)
+)
+CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
+    f"    k{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)
+)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models: [",
+        "\x00",
+        "\t- a",
+        "a: b: c",
+        "[a, b]",
+        "a",
+        "7",
+        "model: [a]",
+        "{models: [a], more: 1}",
+        "models: a",
+        "models: 0",
+        "models: {a: 1}",
+        "models: [1]",
+        "models: [null]",
+        "models: ['']",
+        "models: [[a]]",
+        "models: [{versions: [1]}]",
+        "models: [{name: ''}]",
+        "models: [{name: 5}]",
+        "models: [{name: a, version: 1}]",
+        "models: [{name: a, versions: 1}]",
+        "models: [{name: a, versions: [x]}]",
+        "models: [{name: a, versions: [-1]}]",
+        "models: [{name: a, versions: [1.5]}]",
+        "models: [{name: a, versions: ['²']}]",
+        "models: [{name: a, config: 7}]",
+        "models: [{name: a, config: [x]}]",
+        "models: [a, a]",
+        "models: [a, {name: a}]",
+        "models: [a]\nmodels: [b]",
+        "models: [{name: a, name: b}]",
+        "models: [{name: a, config: {x: 1, x: 2}}]",
+        "models: [{name: a, config: {1: 2}}]",
+        "models: [{name: a, config: {x: !!set {b}}}]",
+        "models: [{name: a, config: {x: !!binary aGk=}}]",
+        "models: [{name: a, config: &x {x: *x}}]",
+        "models: [!!python/object/apply:os.getpid []]",
+        "models: [!!int x]",
+        "models: [!!bool x]",
+        "models: [!!timestamp x]",
+        "models: [2020-13-45]",
+        "models: [0x_]",
+        f"models: [{'9' * 5000}]",
+        '{? {a: b} : c}',
+        "models: [a]\n--- \nmodels: [b]",
+        "models: " + "[" * 5000,
+        "- " * 5000,
+        "models: [{name: a, config: " + "{x: " * 300 + "1" + "}" * 300 + "}]",
+        BOMB,
+        CONFIG_BOMB,
+        "models: &a [*a]",
+        'models: ["\\ud800"]',
+    ],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+def test_a_broken_models_file_is_told_of_in_one_sentence(text: str) -> None:
+    with pytest.raises(BadModelsFile) as told:
+        declared_in(text)
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 400
+
+
+@given(st.text() | st.text("models: [{name}],&*!-'\"\n 0x_1"))
+def test_no_text_makes_the_models_file_fail_in_another_way(text: str) -> None:
+    for written in (text, f"models: {text}", f"models: [{text}]"):
+        try:
+            models = declared_in(written)
+        except BadModelsFile:
+            continue
+        assert all(name == model.name for name, model in models.items())
+
+
+def test_without_a_models_file_nothing_is_declared() -> None:
+    file = ModelsFile(None)
+    file.open()
+    assert not file.look()
+    assert file.models == {}
+
+
+def test_a_gateway_does_not_start_with_a_broken_models_file(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    for make in (lambda: None, lambda: path.write_text("["), lambda: path.write_bytes(b"\xff\xfe")):
+        make()
+        with pytest.raises(BadModelsFile, match=r"models\.yaml"):
+            ModelsFile(path).open()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(BadModelsFile, match=r"models\.yaml"):
+        ModelsFile(path).open()
+
+
+def opened(path: Path, text: str) -> ModelsFile:
+    path.write_text(text)
+    file = ModelsFile(path)
+    file.open()
+    return file
+
+
+def test_a_change_of_the_models_file_is_noticed_once(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    file = opened(path, "models: [a]")
+    assert not file.look()
+    path.write_text("models: [a, b]")
+    assert file.look()
+    assert set(file.models) == {"a", "b"}
+    assert not file.look()
+    path.write_text("models: [a, b]  # the same, said otherwise")
+    assert not file.look()
+
+
+def test_a_change_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    file = opened(path, "models: [a]")
+    new = tmp_path / "new"
+    new.write_text("models: [b]")
+    status = path.stat()
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.replace(path)
+    assert file.look()
+    assert set(file.models) == {"b"}
+
+
+@pytest.mark.parametrize("broken", ["models: [a, ", "models: [!!int x]", "models: 1", "[" * 5000])
+def test_a_broken_new_file_leaves_the_old_one_in_force_and_is_complained_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    path = tmp_path / "models.yaml"
+    file = opened(path, "models: [a]")
+    path.write_text(broken)
+    for _ in range(3):
+        assert not file.look()
+        assert set(file.models) == {"a"}
+    assert len(caplog.records) == 1
+    path.write_text("models: [repaired]")
+    assert file.look()
+    assert set(file.models) == {"repaired"}
+
+
+def test_a_models_file_may_vanish_and_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "models.yaml"
+    file = opened(path, "models: [a]")
+    path.unlink()
+    for _ in range(3):
+        assert not file.look()
+        assert set(file.models) == {"a"}
+    assert len(caplog.records) == 1
+    path.write_text("models: [b]")
+    assert file.look()
+    assert set(file.models) == {"b"}
+
+
+def test_the_swapped_links_of_a_config_map_are_noticed(tmp_path: Path) -> None:
+    """Kubernetes replaces the link to a folder; what is mounted is a link through that."""
+
+    def publish(number: int, text: str) -> None:
+        folder = tmp_path / f"..{number}"
+        folder.mkdir()
+        (folder / "models.yaml").write_text(text)
+        os.utime(folder / "models.yaml", ns=(10**18, 10**18))
+        (tmp_path / "..new").symlink_to(folder.name)
+        (tmp_path / "..new").replace(tmp_path / "..data")
+
+    publish(1, "models: [a]")
+    path = tmp_path / "models.yaml"
+    path.symlink_to("..data/models.yaml")
+    file = ModelsFile(path)
+    file.open()
+    publish(2, "models: [b]")
+    assert file.look()
+    assert set(file.models) == {"b"}
+    assert not file.look()
+
+
+# The plan.
+
+WISHES = st.dictionaries(
+    MODELS, st.builds(Wish, st.booleans(), st.just({}) | st.just({"config": "{}"}))
+)
+DECLARED = st.dictionaries(MODELS, st.just({}), max_size=3).map(
+    lambda found: {name: Declared(name, (), {"declared": True}) for name in found}
+)
+BEHIND = st.frozensets(MODELS)
+
+
+def done(index: Index, action: Action) -> Index:
+    if action.load:
+        return Index({**index.models, action.model: {"1": Version(READY)}})
+    return index.without(action.model)
+
+
+@given(WISHES, DECLARED, INDEXES, BEHIND)
+def test_what_was_planned_and_done_leaves_nothing_to_do(
+    wishes: dict[str, Wish],
+    declared: dict[str, Declared],
+    index: Index,
+    behind: frozenset[str],
+) -> None:
+    should = wanted(wishes, declared)
+    planned = list(actions(should, index, behind))
+    for action in planned:
+        index = done(index, action)
+        behind -= {action.model}
+    assert not list(actions(should, index, behind))
+    for model, wish in should.items():
+        assert index.busy(model) or index.ready(model) == wish.loaded
+
+
+@given(WISHES, DECLARED, INDEXES, BEHIND)
+def test_only_what_is_wished_is_done_and_nothing_to_a_busy_model(
+    wishes: dict[str, Wish],
+    declared: dict[str, Declared],
+    index: Index,
+    behind: frozenset[str],
+) -> None:
+    should = wanted(wishes, declared)
+    planned = list(actions(should, index, behind))
+    assert len({action.model for action in planned}) == len(planned)
+    for action in planned:
+        assert action.model in wishes or action.model in declared
+        assert should[action.model].loaded == action.load
+        assert not index.busy(action.model)
+        if not action.load:
+            assert action.model not in declared
+            assert wishes[action.model].loaded is False
+            assert index.ready(action.model)
+        else:
+            assert not index.ready(action.model) or action.model in behind
+
+
+def test_a_declared_model_is_wanted_whatever_the_api_was_asked() -> None:
+    declared = {"a": Declared("a", (), {"x": 1})}
+    assert wanted({}, declared)["a"] == Wish(True, {"config": {"x": 1}})
+    assert wanted({"a": Wish(False)}, declared)["a"] == Wish(True, {"config": {"x": 1}})
+    kept = Wish(True, {"config": {"x": 2}}, 7)
+    assert wanted({"a": kept}, declared)["a"] == kept
+
+
+def test_a_model_whose_last_load_did_not_arrive_is_loaded_though_an_older_one_is_ready() -> None:
+    wishes, index = {"m": Wish(True, {"config": "{}"})}, versions_of(v1=READY)
+    assert not list(actions(wishes, index))
+    assert list(actions(wishes, index, {"m"})) == [Action("m", True, {"config": "{}"})]
+    assert not list(actions({"m": Wish(False)}, Index({}), {"m"}))
+
+
+@given(st.integers(0, 5000))
+@example(1024)
+def test_the_pauses_between_tries_double_up_to_five_minutes(failures: int) -> None:
+    backoff = replace(Backoff(), failures=failures).failed(1000)
+    assert backoff.failures == failures + 1
+    assert backoff.not_before == 1000 + min(2.0 ** min(failures, 20), 300)
+
+
+# Readiness.
+
+
+def seen(address: str, state: State = State.UP, reason: str = "", **models: str) -> Seen:
+    index = Index({name: {"1": Version(state)} for name, state in models.items()})
+    return Seen(address, state, index, reason)
+
+
+def ready_with(
+    *replicas: Seen, declared: Sequence[Declared] = (), quorum: int = 1, draining: bool = False
+) -> Readiness:
+    return readiness(replicas, {model.name: model for model in declared}, quorum, draining=draining)
+
+
+def test_without_declared_models_one_living_replica_is_enough() -> None:
+    assert ready_with(seen("a")).document == {"ready": True, "replicas": {"a": "ready"}}
+    assert ready_with(seen("a", State.DOWN, "refused"), seen("b")).ready
+    assert ready_with(seen("a", State.EJECTED)).ready
+
+
+def test_it_is_not_ready_while_nobody_lives_or_while_it_drains() -> None:
+    assert not ready_with().ready
+    found = ready_with(seen("a", State.DOWN, "nobody there"), seen("b", State.SLOW))
+    assert found.document == {
+        "ready": False,
+        "replicas": {"a": "down: nobody there", "b": "slow"},
+    }
+    draining = ready_with(seen("a"), draining=True)
+    assert (draining.ready, draining.document["draining"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "states", "ready"),
+    [
+        (1, (READY, UNAVAILABLE, UNAVAILABLE), True),
+        (1, (LOADING, UNAVAILABLE, UNLOADING), False),
+        (2, (READY, UNAVAILABLE, UNAVAILABLE), False),
+        (2, (READY, READY, LOADING), True),
+        (3, (READY, READY, LOADING), False),
+        (3, (READY, READY, READY), True),
+        (9, (READY, READY, READY), True),  # all, if there are fewer
+        (9, (READY, READY, LOADING), False),
+    ],
+)
+def test_a_declared_model_must_be_ready_on_a_quorum(
+    quorum: int, states: tuple[str, ...], ready: bool
+) -> None:
+    replicas = [seen(name, m=state) for name, state in zip("abc", states, strict=True)]
+    found = ready_with(*replicas, declared=[Declared("m")], quorum=quorum)
+    assert found.ready == found.document["ready"] == ready
+    missing = found.document.get("missing", {}).get("m", {})
+    expected = {name for name, state in zip("abc", states, strict=True) if state != READY}
+    assert set(missing) == (set() if ready else expected)
+
+
+def test_a_model_on_a_replica_that_cannot_be_asked_does_not_count() -> None:
+    dead = seen("a", State.DOWN, "refused", m=READY)
+    found = ready_with(dead, seen("b", m=UNAVAILABLE), declared=[Declared("m")])
+    assert not found.ready
+    assert found.document["missing"] == {"m": {"a": "down: refused", "b": UNAVAILABLE}}
+
+
+def test_declared_versions_must_all_be_ready_on_the_same_replica() -> None:
+    both = Seen("a", State.UP, versions_of(v1=READY, v2=READY))
+    one = Seen("b", State.UP, versions_of(v1=READY))
+    other = Seen("c", State.UP, versions_of(v2=READY))
+    declared = [Declared("m", ("1", "2"))]
+    assert ready_with(both, one, declared=declared).ready
+    assert not ready_with(one, other, declared=declared).ready
+    assert not ready_with(both, one, declared=declared, quorum=2).ready
+
+
+def test_the_reason_why_a_model_is_missing_is_tritons() -> None:
+    index = Index({"m": {"1": Version(UNAVAILABLE, "no model file")}})
+    found = ready_with(Seen("a", State.UP, index), seen("b"), declared=[Declared("m")])
+    assert found.document["missing"]["m"] == {
+        "a": "UNAVAILABLE: no model file",
+        "b": "UNAVAILABLE: unknown to this replica",
+    }
+
+
+REPLICAS = st.lists(
+    st.builds(Seen, st.uuids().map(str), st.sampled_from(State), INDEXES), max_size=6
+)
+
+
+@given(REPLICAS, DECLARED, st.integers(1, 8), st.booleans())
+def test_what_is_not_ready_says_why_and_what_is_ready_has_it_all(
+    replicas: list[Seen], declared: dict[str, Declared], quorum: int, draining: bool
+) -> None:
+    found = readiness(replicas, declared, quorum, draining=draining)
+    assert orjson.loads(orjson.dumps(found.document)) == found.document
+    alive = [replica for replica in replicas if replica.state <= State.EJECTED]
+    reasons = not alive or "missing" in found.document or "draining" in found.document
+    assert found.ready != reasons
+    if found.ready:
+        for name in declared:
+            there = sum(replica.index.ready(name) for replica in alive)
+            assert there >= min(quorum, len(replicas))
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    ("url", "found", "shown"),
+    [
+        ("http://triton", Source(Address("triton", 8000)), "triton:8000"),
+        ("http://triton:9000/", Source(Address("triton", 9000)), "triton:9000"),
+        ("triton", Source(Address("triton", 8000)), "triton:8000"),
+        ("triton:9000", Source(Address("triton", 9000)), "triton:9000"),
+        ("10.0.0.1:9000", Source(Address("10.0.0.1", 9000)), "10.0.0.1:9000"),
+        ("http://h:1?grpc=2&metrics=3", Source(Address("h", 1, 2, 3)), "h:1"),
+        ("http://h?metrics=65535", Source(Address("h", 8000, 8001, 65535)), "h:8000"),
+        ("https://h", Source(Address("h", 8000, tls=True)), "h:8000"),
+        ("http://[::1]", Source(Address("::1", 8000)), "[::1]:8000"),
+        ("https://[2001:db8::7]:9", Source(Address("2001:db8::7", 9, tls=True)), "[2001:db8::7]:9"),
+        ("dns+http://triton:9000", Source(Address("triton", 9000), by_dns=True), "triton:9000"),
+        (
+            "dns+https://triton.ml.svc?grpc=7",
+            Source(Address("triton.ml.svc", 8000, 7, tls=True), by_dns=True),
+            "triton.ml.svc:8000",
+        ),
+        ("HTTP://TRITON", Source(Address("triton", 8000)), "triton:8000"),
+    ],
+)
+def test_an_address_is_read(url: str, found: Source, shown: str) -> None:
+    assert source(url) == found
+    assert str(found.address) == shown
+
+
+def test_grpc_is_on_the_same_host() -> None:
+    assert source("http://[::1]:9?grpc=10").address.grpc == "[::1]:10"
+    assert source("http://h").address.grpc == "h:8001"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://",
+        "ftp://triton",
+        "grpc://triton:8001",
+        "dns://triton",
+        "http://triton/v2",
+        "http://triton:port",
+        "http://triton:99999",
+        "http://triton:-1",
+        "http://triton:0",
+        "http://triton?grpc",
+        "http://triton?grpc=",
+        "http://triton?grpc=0",
+        "http://triton?grpc=65536",
+        "http://triton?grpc=-1",
+        "http://triton?grpc=²",
+        f"http://triton?grpc={'9' * 5000}",
+        "http://triton?http=8000",
+        "http://[::1",
+        "http://::1]:8000",
+        "::1",
+        "http://℀",
+    ],
+    ids=lambda url: url[:40],
+)
+def test_what_is_no_address_is_told_of(url: str) -> None:
+    with pytest.raises(BadAddress):
+        source(url)
+
+
+@given(st.text() | st.text("dnshttp+:/[]?=&grpc.0189%"))
+def test_no_text_makes_an_address_fail_in_another_way(text: str) -> None:
+    for url in (text, f"http://{text}", f"http://h?{text}", f"dns+https://h:{text}"):
+        try:
+            address = source(url).address
+        except BadAddress:
+            continue
+        assert address.host
+        assert all(0 < port < 65536 for port in (address.port, address.grpc_port))
