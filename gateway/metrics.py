@@ -192,14 +192,20 @@ class Metrics:
             self.running.labels(route).set(count)
 
     def page(self) -> str:
-        """This process's metrics, or all workers' when there are several (`--workers`)."""
-        self.flush()
+        """What was passed on, of this process, or of all workers when there are several (`--workers`).
+
+        For a thread: with many models it takes a while. `flush` before it, on the event loop.
+        """
         registry = self.registry
         if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             forget_the_dead(Path(folder))
             registry = CollectorRegistry()
             MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
-        return generate_latest(registry).decode() + generate_latest(self.views).decode()
+        return generate_latest(registry).decode()
+
+    def view(self) -> str:
+        """What other objects are asked as the page is made, on the event loop."""
+        return generate_latest(self.views).decode()
 
 
 def forget_the_dead(folder: Path) -> None:

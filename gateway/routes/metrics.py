@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,7 +60,10 @@ async def metrics(request: Request, services: ServicesForMetrics) -> Response:
             for replica in sorted(pool.replicas.values(), key=lambda replica: str(replica.address))
         )
     )
-    families = await to_thread.run_sync(merged, services.metrics.page(), scrapes)
+    services.metrics.flush()
+    families = await to_thread.run_sync(
+        merged, services.metrics.page, services.metrics.view(), scrapes
+    )
     form = form_of(headers.get("accept", ""))
     page: Iterator[bytes] = (piece.encode() for piece in write(families, form))
     about = {"content-type": form.value, "vary": "Accept, Accept-Encoding"}
@@ -117,10 +120,10 @@ async def page_of(replica: Replica, timeout_s: float) -> bytes:
 # Merging, in a thread.
 
 
-def merged(own: str, scrapes: Sequence[Scrape]) -> Families:
+def merged(page: Callable[[], str], view: str, scrapes: Sequence[Scrape]) -> Families:
     """The families of the gateway's own page, of this scrape's gauges, and of all replicas."""
     understand(scrapes)
-    own += gauges(scrapes)
+    own = page() + view + gauges(scrapes)
     pages = {scrape.replica: scrape.families for scrape in scrapes if scrape.families is not None}
     families, left_out = merge(read(unhurried(lines_of(own.encode()))), pages)
     for replica, names in left_out.items():
