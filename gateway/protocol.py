@@ -451,6 +451,7 @@ class Protocol(asyncio.Protocol):
         self._refused = True
         self._tell(error)
         if self._current is not None:
+            self._current.hush()
             # Later: a task that is cancelled before its first step never runs, and would never end.
             self.loop.call_soon(self._give_up, self._current)
         if not linger:
@@ -705,6 +706,7 @@ class Exchange:
         "_expects_continue",
         "_gone",
         "_head",
+        "_hushed",
         "_left",
         "_received",
         "_scope",
@@ -727,6 +729,7 @@ class Exchange:
         self._received = False  # the request's end is here
         self._taken = False  # … and was given to the application
         self._gone = False
+        self._hushed = False
         self._arrival: asyncio.Future[None] | None = None
         self._head = b""
         self._chunked = False
@@ -757,8 +760,12 @@ class Exchange:
         self._received = True
         self._wake()
 
+    def hush(self) -> None:
+        """What the application sends reaches nobody any more."""
+        self._hushed = True
+
     def leave(self) -> None:
-        self._gone = True
+        self._gone = self._hushed = True
         self._wake()
 
     def length_to_come(self) -> int:
@@ -797,7 +804,7 @@ class Exchange:
     async def send(self, message: Message) -> None:
         if self._connection.unwritable is not None:
             await self._connection.writable()
-        if self._gone:
+        if self._hushed:
             return
         if message["type"] == "http.response.body":
             self._send_body(message.get("body", b""), message.get("more_body", False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
@@ -25,7 +27,19 @@ from gateway.settings import Settings, load_certificate
 
 log = logging.getLogger(__name__)
 
+HANDSHAKE_S: Final = 10.0  # of TLS; until it is over, a connection is none that is counted
 OWN_FILES: Final = 64  # descriptors that are no client's and no replica's
+
+
+class Loop(uvloop.Loop):
+    """uvloop's, which would wait a minute for a client's handshake and cannot be told otherwise."""
+
+    async def create_server(  # type: ignore[override]  # whose overloads are passed on
+        self, *args: Any, **kwargs: Any
+    ) -> asyncio.AbstractServer:
+        if kwargs.get("ssl") is not None:
+            kwargs["ssl_handshake_timeout"] = HANDSHAKE_S
+        return await super().create_server(*args, **kwargs)
 
 
 class Certificate:
@@ -154,7 +168,7 @@ def config_of(
         host=host,
         port=port,
         workers=workers,
-        loop="uvloop",
+        loop="gateway.server:Loop",
         http=cast("type[Protocol]", protocol),
         ssl_context_factory=None if certificate is None else certificate.context,
         callback_notify=None if certificate is None else certificate.refresh,
