@@ -139,8 +139,8 @@ class Command:
 
 
 @contextmanager
-def gateway_before(*urls: str, **settings: str) -> Iterator[httpx.Client]:
-    """`triton-gateway serve` before these Tritons, and a client of it."""
+def gateway(*urls: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
+    """`triton-gateway serve` before these Tritons: a client of it, and the process."""
     (port,) = free_ports(1)
     environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
     environment["GATEWAY_TRITON_URLS"] = ",".join(urls)
@@ -149,6 +149,13 @@ def gateway_before(*urls: str, **settings: str) -> Iterator[httpx.Client]:
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         command.wait_for("serving")
+        yield client, command
+
+
+@contextmanager
+def gateway_before(*urls: str, **settings: str) -> Iterator[httpx.Client]:
+    """The same, for who only asks it."""
+    with gateway(*urls, **settings) as (client, _):
         yield client
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton_http
 
-from tests.servers import ROOT, Command, Triton, free_ports
+from tests.servers import ROOT, Command, Triton, free_ports, gateway
 
 # A model that answers its input, and does at its start what a file beside it says.
 ECHO = """
@@ -127,19 +127,6 @@ def until(holds: Callable[[], Any], timeout_s: float) -> float:
 
 def url_of(triton: Triton) -> str:
     return triton.options.url
-
-
-@contextmanager
-def gateway(*urls: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
-    (port,) = free_ports(1)
-    environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
-    environment["GATEWAY_TRITON_URLS"] = ",".join(urls)
-    with (
-        Command("serve", "--port", str(port), environment=environment) as command,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
-    ):
-        command.wait_for("serving")
-        yield client, command
 
 
 @contextmanager
@@ -370,7 +357,6 @@ def test_one_of_three_killed_costs_no_request_but_those_sent_to_it_and_it_comes_
     three: Fleet,
 ) -> None:
     victim = three.tritons[0]
-    assert three.load("late").status_code == 200  # by the API: it must come back with it
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(hammer, three, 6)
         time.sleep(1.5)
@@ -383,6 +369,10 @@ def test_one_of_three_killed_costs_no_request_but_those_sent_to_it_and_it_comes_
     assert len(failed) <= 16  # one per client: those that were under way
     assert all(at < killed + 0.05 for at in failed)
     assert three.client.get("/readyz").json()["replicas"][victim.address].startswith("down")
+    partly = three.load("late")  # it misses this one, and must come back with it
+    assert (partly.status_code, partly.json()["code"]) == (502, "PARTLY_DONE")
+    assert partly.json()["replicas"][victim.address]["state"] == "UNREACHABLE"
+    assert three.infer("late").status_code == 200
     victim.start()
     victim.wait()
     back = until(lambda: set(three.states("late").values()) == {"READY"}, 10)
@@ -661,3 +651,14 @@ def test_the_state_of_a_replica_can_be_seen(three: Fleet) -> None:
     assert {replica["models"]["echo"] for replica in found} == {"READY"}
     values = np.array([replica["outstanding"] for replica in found])
     assert (values == 0).all()
+
+
+def test_health_is_answered_from_what_is_known(three: Fleet) -> None:
+    three.tritons[0].signal(signal.SIGSTOP)  # whoever asked it would wait
+    try:
+        for path in ("/livez", "/readyz"):
+            took = sorted(three.client.get(path).elapsed.total_seconds() for _ in range(50))
+            print(f"{path}: half of them within {took[25] * 1000:.1f} ms")
+            assert took[25] < 0.05
+    finally:
+        three.tritons[0].signal(signal.SIGCONT)

@@ -6,30 +6,16 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
-from tests.servers import Command, free_ports
+from tests.servers import Command, gateway
 from tests.test_fleet import until
 
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 TEXT = {"Content-Type": "text/plain"}
-
-
-@contextmanager
-def gateway(url: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
-    (port,) = free_ports(1)
-    environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
-    environment["GATEWAY_TRITON_URLS"] = url
-    with (
-        Command("serve", "--port", str(port), environment=environment) as command,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
-    ):
-        command.wait_for("serving")
-        yield client, command
 
 
 @pytest.fixture(scope="module")

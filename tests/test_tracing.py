@@ -17,9 +17,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from gateway.triton.embedded import EmbeddedTriton
-from tests.servers import ROOT
+from tests.servers import ROOT, gateway
 from tests.test_fleet import until
-from tests.test_observability import gateway
 from tests.test_v2 import Fake, fake_triton
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

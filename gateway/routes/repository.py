@@ -110,7 +110,8 @@ def allowed(parameters: dict[str, Any], uploads: bool) -> dict[str, Any]:
             continue
         if not uploads:
             raise Forbidden(
-                f"a load may not bring {quoted(name)}: uploading model code is switched off"
+                f"a load may not bring {quoted(name)}, which is code that Triton runs: uploading is switched "
+                "off unless GATEWAY_ALLOW_MODEL_UPLOAD is true and the caller administrates all models"
             )
         if name != CONFIG and not FILE.fullmatch(name):
             raise Malformed(
