@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+# Files of tests side by side: they wait more than they compute. JOBS=0 runs them in one process, as a debugger wants.
+JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
@@ -14,7 +16,7 @@ run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
 test: $(VENV)/.dev models
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

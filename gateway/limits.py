@@ -66,8 +66,10 @@ class TooMany(Overloaded):
 class Gate:
     """Inferences at a time, of the process and of each model, and a short queue.
 
-    Nobody starves: whoever waits is admitted by turns of the models, and one model can fill neither all
-    places nor more than half of the queue.
+    Nobody starves. One model cannot take all places, and who waits is admitted by turns of model and
+    caller. A line grows only while more room is free than it takes itself, as switches share their
+    buffers (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): alone it gets half of the room,
+    and whoever comes next finds some.
     """
 
     def __init__(self, places: int, places_per_model: int, queue: int, metrics: Metrics) -> None:
@@ -76,34 +78,35 @@ class Gate:
         self._room = queue
         self._metrics = metrics
         self._running: dict[str, int] = {}
-        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
+        self._lines: dict[tuple[str, str], deque[asyncio.Future[None]]] = {}
         self.running = 0
         self.waiting = 0
 
     def enters(self, model: str) -> bool:
-        """Whether there is a place, which is taken then; give it back with `leave`."""
+        """Whether there is a place, which is taken then; give it back with `leave`.
+
+        Nobody is overtaken: who waits does so because there is no place, or none for that model.
+        """
         held = self._running.get(model, 0)
-        if self.waiting or self.running >= self._places or held >= self._places_per_model:
+        if self.running >= self._places or held >= self._places_per_model:
             return False
         self.running += 1
         self._running[model] = held + 1
         return True
 
-    async def enter(self, model: str, timeout_s: float) -> None:
+    async def enter(self, model: str, timeout_s: float, caller: str = "") -> None:
         """Take a place, or wait for one. Raises `TooMany` at once, or `DeadlinePassed`."""
         if self.enters(model):
             return
-        queue = self._queues.setdefault(model, deque())
-        alone = len(self._queues) == 1
-        if self.waiting >= self._room or (not alone and 2 * len(queue) >= self._room):
-            if not queue:
-                del self._queues[model]
+        of = model, caller
+        line = self._lines.get(of) or deque()
+        if len(line) >= self._room - self.waiting:
             self._metrics.shed.labels("queue_full").inc()
             raise TooMany(model, self.running, self.waiting)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        self._lines[of] = line
+        line.append(turn)
         self.waiting += 1
-        self._admit()  # those who wait may all be of models that have no place left
         try:
             await asyncio.wait_for(asyncio.shield(turn), timeout_s)
         except BaseException as exc:
@@ -111,7 +114,7 @@ class Gate:
                 self.leave(model)  # admitted in the same moment
             else:
                 turn.cancel()
-                self._forget(model, turn)
+                self._forget(of, turn)
             if isinstance(exc, asyncio.TimeoutError):
                 raise DeadlinePassed(timeout_s) from None
             raise
@@ -127,28 +130,24 @@ class Gate:
             self._admit()
 
     def _admit(self) -> None:
-        """Let in who can be, a model after the other."""
-        admitted = True
-        while admitted and self.running < self._places:
-            admitted = False
-            for model in list(self._queues):
-                held = self._running.get(model, 0)
-                if self.running < self._places and held < self._places_per_model:
-                    turn = self._queues[model][0]
-                    self._forget(model, turn)
-                    if model in self._queues:  # the others come before its next
-                        self._queues[model] = self._queues.pop(model)
-                    self.running += 1
-                    self._running[model] = held + 1
-                    turn.set_result(None)
-                    admitted = True
+        """Let in the first whom the place that has become free is for: there is never one for two."""
+        for of, line in self._lines.items():
+            if (held := self._running.get(of[0], 0)) < self._places_per_model:
+                turn = line[0]
+                self._forget(of, turn)
+                if line:  # the others come before its next
+                    self._lines[of] = self._lines.pop(of)
+                self.running += 1
+                self._running[of[0]] = held + 1
+                turn.set_result(None)
+                return
 
-    def _forget(self, model: str, turn: asyncio.Future[None]) -> None:
-        queue = self._queues[model]
-        queue.remove(turn)
+    def _forget(self, of: tuple[str, str], turn: asyncio.Future[None]) -> None:
+        line = self._lines[of]
+        line.remove(turn)
         self.waiting -= 1
-        if not queue:
-            del self._queues[model]
+        if not line:
+            del self._lines[of]
 
 
 def step(name: str) -> AbstractContextManager[object]:

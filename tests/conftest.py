@@ -10,6 +10,13 @@ from tests.models.zoo import Names, Zoo, write_repository
 from tests.servers import ROOT, gateway_before, triton_on_free_ports
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side, a file stays together; so does what shares the servers that take longest to start."""
+    for item in items:
+        shares_zoo = "zoo" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("zoo" if shares_zoo else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def demo_triton() -> Iterator[EmbeddedTriton]:
     """The real tritonserver with the models of triton_repo."""

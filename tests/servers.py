@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,8 +23,19 @@ from gateway.triton.embedded import EmbeddedTriton, Options, prepared
 ROOT = Path(__file__).parents[1]
 
 
+def _numbers() -> Iterator[int]:
+    """Below those that the system gives to clients, and other ones in each process of the tests."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    numbers = range(12_000 + 2_000 * worker, 14_000 + 2_000 * worker)
+    start = random.randrange(len(numbers))
+    return itertools.cycle([*numbers[start:], *numbers[:start]])
+
+
+_next_number = _numbers()
+
+
 def free_ports(count: int, *further: int) -> list[int]:
-    """Ports that nobody listens on, nor on those `further` up; held together, so that they differ."""
+    """Ports that nobody listens on, nor on those `further` up, and that were not given away lately."""
     with ExitStack() as stack:
 
         def hold(port: int) -> int:
@@ -32,8 +45,8 @@ def free_ports(count: int, *further: int) -> list[int]:
 
         ports: list[int] = []
         while len(ports) < count:
-            port = hold(0)
-            with suppress(OSError, OverflowError):
+            with suppress(OSError):
+                port = hold(next(_next_number))
                 for more in further:
                     hold(port + more)
                 ports.append(port)

@@ -574,6 +574,10 @@ async def test_a_slow_replica_gets_little_and_costs_the_callers_little() -> None
         over(one_slow) as other,
     ):
         one_slow[0].delay_s = 0.505
+        # Until its first answers are there, nothing tells it from the others.
+        await asyncio.gather(load(pool, 200, 1), load(other, 200, 1))
+        well[0].inferences.clear()
+        one_slow[0].inferences.clear()
         base, found = await asyncio.gather(load(pool, 200, 3.5), load(other, 200, 3.5))
         share = one_slow[0].inferences["m"] / len(found.took_s)
         fair = well[0].inferences["m"] / len(base.took_s)

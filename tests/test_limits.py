@@ -103,8 +103,8 @@ def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> Gate:
     return Gate(places, per_model, queue, Metrics())
 
 
-async def waiting(door: Gate, model: str, timeout_s: float = 10) -> asyncio.Task[None]:
-    task = asyncio.create_task(door.enter(model, timeout_s))
+async def waiting(door: Gate, model: str, caller: str = "") -> asyncio.Task[None]:
+    task = asyncio.create_task(door.enter(model, 10, caller))
     await settled()
     return task
 
@@ -145,21 +145,63 @@ def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_queue_says_so_at_once_and_one_model_does_not_fill_it_for_the_others() -> None:
+def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=8)
+        assert door.enters("m")
+        noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
+        other = await waiting(door, "m", "other")
+        for done in (1, 1, 2, 3):
+            door.leave("m")
+            await settled()
+            assert sum(task.done() for task in noisy) == done
+        assert other.done()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_says_so_at_once() -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1, queue=4)
         assert door.enters("a")
-        tasks = [await waiting(door, model) for model in ("b", "a", "a")]
+        tasks = [await waiting(door, "a") for _ in range(2)]
         with pytest.raises(TooMany, match="'a'") as refused:
             await door.enter("a", 10)
         assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
-        tasks.append(await waiting(door, "b"))
-        with pytest.raises(TooMany):
-            await door.enter("c", 10)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert (door.running, door.waiting) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("others", [("b", ""), ("a", "another")], ids=["model", "caller"])
+def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str, str]) -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=8)
+        assert door.enters("a")
+        crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
+        late = [await waiting(door, *others) for _ in range(20)]
+        assert sum(not task.done() for task in crowd) == 4
+        assert sum(not task.done() for task in late) == 2
+        assert all(isinstance(task.exception(), TooMany) for task in crowd + late if task.done())
+        for task in crowd + late:
+            task.cancel()
+        await asyncio.gather(*crowd, *late, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
+    async def scenario() -> None:
+        door = gate(places=4, per_model=2, queue=1)
+        assert door.enters("a")
+        assert door.enters("a")
+        stuck = await waiting(door, "a")
+        await asyncio.wait_for(door.enter("b", 10), 0.1)
+        assert door.enters("b")
+        stuck.cancel()
 
     asyncio.run(scenario())
 
@@ -192,15 +234,20 @@ def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None
     asyncio.run(scenario())
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["enter", "leave", "cancel"]))))
-def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str]]) -> None:
+CALLS = st.tuples(
+    st.sampled_from("abc"), st.sampled_from("xy"), st.sampled_from(["enter", "leave", "cancel"])
+)
+
+
+@given(st.lists(CALLS))
+def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]]) -> None:
     async def scenario() -> None:
-        door = gate(places=3, per_model=2, queue=3)
+        door = gate(places=3, per_model=2, queue=6)
         held: list[str] = []
         tasks: list[tuple[str, asyncio.Task[None]]] = []
-        for model, step in steps:
+        for model, caller, step in steps:
             if step == "enter":
-                tasks.append((model, asyncio.create_task(door.enter(model, 10))))
+                tasks.append((model, asyncio.create_task(door.enter(model, 10, caller))))
             elif step == "leave" and held:
                 door.leave(held.pop())
             elif step == "cancel" and tasks:
@@ -211,8 +258,10 @@ def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str]]) -> N
                 if task.exception() is None:
                     held.append(name)
             assert door.running == len(held) <= 3
-            assert door.waiting == len(tasks) <= 3
+            assert door.waiting == len(tasks) <= 6
             assert all(held.count(name) <= 2 for name in "abc")
+            # Whoever waits could not be let in: there is no place, or none of that model.
+            assert len(held) == 3 or all(held.count(name) == 2 for name, _ in tasks)
         for _, task in tasks:
             task.cancel()
         await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)

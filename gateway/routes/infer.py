@@ -76,7 +76,7 @@ async def exchange(
             signature = await services.models.signature(model, version)
             notes: Notes = request.scope["notes"]
             notes.model, notes.version = signature.model, version
-            await services.gate.enter(signature.model, timeout_s)
+            await services.gate.enter(signature.model, timeout_s, notes.key)
             stack.callback(services.gate.leave, signature.model)
             trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
             yield Exchange(services, signature, notes.request_id, deadline, trace)

@@ -154,7 +154,7 @@ async def asked(
         body = counted(body, notes)
     model = names["model"]
     if rule.inference and not services.gate.enters(model):
-        timeout_s = await waited(services.gate, model, timeout_s)
+        timeout_s = await waited(services.gate, model, timeout_s, notes.key)
     whom = Asked(model, names["version"], timeout_s, rule.health)
     # Triton answers HEAD with a body, which would be read as the next answer.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
@@ -166,10 +166,10 @@ async def asked(
         raise
 
 
-async def waited(gate: Gate, model: str, timeout_s: float) -> float:
+async def waited(gate: Gate, model: str, timeout_s: float, caller: str) -> float:
     """Wait for a place; what is left of the time then."""
     began = perf_counter()
-    await gate.enter(model, timeout_s)
+    await gate.enter(model, timeout_s, caller)
     return timeout_s - (perf_counter() - began)
 
 
