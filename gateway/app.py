@@ -29,16 +29,18 @@ from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
 from gateway.fleet.replica import Source, Wire, source
 from gateway.fleet.repository import Repository, Terms
-from gateway.fleet.state import BadState, Store, store
 from gateway.fleet.view import FleetView
 from gateway.keys import KeysFile
 from gateway.limits import Decoders, Gate
 from gateway.metrics import Metrics
+from gateway.rates import Rates
 from gateway.routes import health, infer, models, repository
 from gateway.routes import metrics as metrics_page
 from gateway.routes.edge import Edge
 from gateway.routes.services import Services
 from gateway.settings import Settings
+from gateway.state.store import store
+from gateway.state.wishes import BadState, Store
 from gateway.tracing import Tracer
 from gateway.triton.grpc import Tls
 
@@ -159,13 +161,14 @@ def create_app(settings: Settings) -> ASGIApp:
             ticking = asyncio.create_task(tick(metrics, gate))
             stack.callback(ticking.cancel)
             access = Access(keys)
+            rates = Rates(metrics, kept.windows())
             watching = asyncio.create_task(access.watch())
             stack.callback(watching.cancel)
             if tracer is not None:
                 stack.callback(tracer.close)
             spare_the_collector()
             edge.services = app.state.services = Services(
-                settings, pool, models, repository, decoders, gate, metrics, access, tracer
+                settings, pool, models, repository, decoders, gate, metrics, access, rates, tracer
             )
             drain = stack.enter_context(Drain(settings.drain_s))
             # For the server: what it counts, and whether it is to close connections.

@@ -21,10 +21,10 @@ from gateway.app import create_app
 from gateway.auth import is_loopback
 from gateway.fleet.declared import BadModelsFile
 from gateway.fleet.replica import BadAddress
-from gateway.fleet.state import BadState
 from gateway.keys import BadKeysFile, Role, create, read, revoke
 from gateway.server import run_workers, server
 from gateway.settings import Settings
+from gateway.state.wishes import BadState
 from gateway.tracing import BadTracing
 from gateway.triton.embedded import (
     CannotStart,

@@ -39,7 +39,8 @@ from gateway.fleet.plan import actions
 from gateway.fleet.pool import NoReplica, Pool
 from gateway.fleet.replica import Address, Replica, Source, Wire
 from gateway.fleet.repository import Repository, Terms
-from gateway.fleet.state import Memory, Wish
+from gateway.state.store import Memory
+from gateway.state.wishes import Wish
 from gateway.triton.complaints import Asked
 from tests.servers import free_ports
 

@@ -32,7 +32,7 @@ from gateway.fleet.index import (
 from gateway.fleet.plan import Action, Backoff, Readiness, Seen, actions, readiness, wanted
 from gateway.fleet.replica import Address, BadAddress, Source, source
 from gateway.fleet.repository import merged_detail
-from gateway.fleet.state import Wish
+from gateway.state.wishes import Wish
 
 UP = Health().answered()
 

@@ -32,7 +32,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import StateUnavailable
-from gateway.fleet.state import BadState, Store, Wish, store
+from gateway.state.store import store
+from gateway.state.wishes import BadState, Store, Wish
 from gateway.triton import guard
 from tests.servers import ROOT, free_ports
 
@@ -157,7 +158,7 @@ async def opened(url: str, count: int = 1) -> AsyncIterator[list[Store]]:
 def program(body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Another process that does this, in an async function; gone afterwards."""
     lines = textwrap.indent(body.strip(), "    ")
-    imports = "import asyncio, os, resource, sys\nfrom gateway.fleet.state import *"
+    imports = "import asyncio, os, resource, sys\nfrom gateway.state.store import *"
     with subprocess.Popen(
         [
             *(sys.executable, "-c"),
@@ -776,7 +777,7 @@ def test_redis_may_be_away_at_the_start_and_later(
         server.kill()
         run(scenario())
     told = [
-        record.getMessage() for record in caplog.records if record.name == "gateway.fleet.state"
+        record.getMessage() for record in caplog.records if record.name.startswith("gateway.state.")
     ]
     place = f"the state at redis://127.0.0.1:{server.port}/0"
     # Each of the two stores loses it three times and tells it once each time, not each time it asks.
@@ -1034,7 +1035,7 @@ def test_without_the_extra_it_is_told_what_to_install(tmp_path: Path) -> None:
         if path.name != "redis":
             (tmp_path / path.name).symlink_to(path)
     code = (
-        "from gateway.fleet.state import *\n"
+        "from gateway.state.store import *\n"
         "store('memory:')\n"
         "try: store('redis://host')\n"
         "except BadState as exc: print(exc)"

@@ -9,7 +9,7 @@ from typing import Any, Final
 from gateway.fleet.declared import Declared
 from gateway.fleet.health import State
 from gateway.fleet.index import Index
-from gateway.fleet.state import Wish
+from gateway.state.wishes import Wish
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 300.0

@@ -36,7 +36,7 @@ from gateway.fleet.models import UNQUOTED, Models, model_path
 from gateway.fleet.plan import Action, Backoff, actions, wanted
 from gateway.fleet.pool import NoReplica, Pool, ended
 from gateway.fleet.replica import Replica
-from gateway.fleet.state import Store, Wish
+from gateway.state.wishes import Store, Wish
 from gateway.triton import grpc
 from gateway.triton.complaints import Asked, LoadFailed, refusal
 from gateway.triton.grpc import NoGrpc, Tls

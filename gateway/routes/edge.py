@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.context import Notes, current
-from gateway.errors import Unauthenticated, render
+from gateway.errors import GatewayError, Unauthenticated, render
 from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
+from gateway.rates import UNCOUNTED, TooFast
 from gateway.routes.services import Services
 from gateway.routes.v2 import is_passed, pass_through
 from gateway.tracing import Trace, request_id_of
@@ -44,14 +45,16 @@ class Edge:
         in_flight[way] += 1
         status = CLIENT_LEFT
         try:
-            notes.caller = services.access.caller(scope)
-            notes.key = notes.caller.name
+            notes.caller = caller = services.access.caller(scope)
+            notes.key = caller.name
+            if caller.requests_per_second is not None and scope["path"] not in UNCOUNTED:
+                await services.rates.count(caller.name, caller.requests_per_second)
             if way is PASSED:
                 notes.route = PASSED
                 status = await pass_through(services, scope, receive, send)
             else:
                 status = await self._framed(scope, receive, send, notes)
-        except Unauthenticated as exc:
+        except (Unauthenticated, TooFast) as exc:
             status = await refused(scope, receive, send, exc)
         except asyncio.CancelledError:
             log.debug("the client left")  # the server cancels us then; there is nobody to answer
@@ -90,8 +93,8 @@ class Edge:
         return status
 
 
-async def refused(scope: Scope, receive: Receive, send: Send, exc: Unauthenticated) -> int:
-    """Whoever cannot say who it is hears nothing else."""
+async def refused(scope: Scope, receive: Receive, send: Send, exc: GatewayError) -> int:
+    """Whoever cannot say who it is, or asks too often, hears nothing else."""
     response = await render(Request(scope), exc)
     response.headers["x-request-id"] = scope["request_id"]
     scope["notes"].bytes_out = len(response.body)

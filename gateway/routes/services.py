@@ -16,6 +16,7 @@ from gateway.fleet.repository import Repository
 from gateway.keys import Caller, Right
 from gateway.limits import Decoders, Gate
 from gateway.metrics import Metrics
+from gateway.rates import Rates
 from gateway.settings import Settings
 from gateway.tracing import Tracer
 
@@ -30,6 +31,7 @@ class Services:
     gate: Gate
     metrics: Metrics
     access: Access
+    rates: Rates
     tracer: Tracer | None = None
 
     @cached_property

@@ -1,0 +1,157 @@
+"""What is kept, and what keeps it: the wishes, how they are written, and how trouble is told."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+import orjson
+from limits import RateLimitItem
+
+from gateway.errors import StateUnavailable
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = 1  # of the file
+KEPT_S: Final = 3600  # how long an operation can be asked about
+OPERATION: Final = re.compile(
+    "[0-9a-f]{32}"
+)  # becomes a file's name or a key, and comes from a URL
+READ: Final = "read"  # what is done with the state, or cannot be
+KEPT: Final = "kept"
+
+
+class BadState(ValueError):
+    """A `GATEWAY_STATE` that cannot be one, or cannot be used, in a sentence."""
+
+
+class Unreadable(ValueError):
+    """What is kept there is not what a gateway keeps, in half a sentence."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the API asked of a model: to be loaded with these parameters, or to be unloaded."""
+
+    loaded: bool
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    revision: int = 0  # given by the store; a wish that was repeated has another than before
+
+
+class Store(Protocol):
+    """Where wishes are kept. What fails raises `StateUnavailable`, and is then not half done."""
+
+    async def wishes(self) -> Mapping[str, Wish]:
+        """The current wish of every model that has one."""
+
+    async def wish(self, model: str, wish: Wish | None) -> int:
+        """Keep a wish, or with None forget it. Its revision, higher than every earlier one."""
+
+    async def leads(self) -> bool:
+        """Whether this process is the one that reconciles. Ask every second: leading lapses."""
+
+    async def record(self, operation: str, document: Mapping[str, Any]) -> None:
+        """Note how far an operation is, to be read everywhere for an hour.
+
+        The operation's id is `secrets.token_hex(16)`; another is a `ValueError`.
+        """
+
+    async def operation(self, operation: str) -> Mapping[str, Any] | None:
+        """What was last recorded of an operation; None if nothing, or if this is no id."""
+
+    def windows(self) -> Windows | None:
+        """Where the requests to every process that shares this state are counted, if it can be there."""
+
+    async def close(self) -> None: ...
+
+
+class Windows(Protocol):
+    """Counts requests in windows of time, of several processes together."""
+
+    async def full_until(self, window: RateLimitItem, name: str) -> float:
+        """Count one more; 0, or when there is room for it, in seconds since the epoch.
+
+        Raises `StateUnavailable`, soon.
+        """
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Every wish, and the revision of the last change; a value that changes make anew."""
+
+    models: Mapping[str, Wish] = field(default_factory=dict)
+    revision: int = 0
+
+    def having(self, model: str, wish: Wish | None) -> Wishes:
+        revision = self.revision + 1
+        models = {name: kept for name, kept in self.models.items() if name != model}
+        if wish is not None:
+            models[model] = replace(wish, revision=revision)
+        return Wishes(models, revision)
+
+    def encoded(self) -> bytes:
+        models = {
+            name: {**encodable(wish), "revision": wish.revision}
+            for name, wish in self.models.items()
+        }
+        document = {"format": FORMAT, "revision": self.revision, "models": models}
+        return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def encodable(wish: Wish) -> dict[str, Any]:
+    return {"loaded": wish.loaded, "parameters": dict(wish.parameters)}
+
+
+def decoded(raw: bytes) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise Unreadable("it is not JSON") from None
+
+
+def wish_of(document: Any) -> Wish:
+    """Raises `Unreadable`."""
+    match document:
+        case {"loaded": bool(loaded), "parameters": dict(parameters), "revision": int(revision)}:
+            return Wish(loaded, parameters, revision)
+    raise Unreadable("it holds something else than wishes")
+
+
+def wishes_of(document: Any) -> Wishes:
+    """Raises `Unreadable`."""
+    match document:
+        case {"format": int(other)} if other != FORMAT:
+            raise Unreadable(f"it has format {other}, and this gateway knows format {FORMAT}")
+        case {"format": int(), "revision": int(revision), "models": dict(models)}:
+            return Wishes({name: wish_of(wish) for name, wish in models.items()}, revision)
+    raise Unreadable("it holds something else than wishes")
+
+
+def is_operation(operation: str) -> bool:
+    return OPERATION.fullmatch(operation) is not None
+
+
+def require_operation(operation: str) -> None:
+    if not is_operation(operation):
+        raise ValueError("the id of an operation is 32 hexadecimal digits")
+
+
+class Trouble:
+    """Tells the log when something begins to fail and when it works again, not each time between."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._reasons: dict[str, str] = {}
+
+    def begins(self, action: str, reason: str) -> StateUnavailable:
+        if self._reasons.get(action) != reason:
+            log.warning("the state at %s cannot be %s: %s", self._place, action, reason)
+        self._reasons[action] = reason
+        return StateUnavailable(action, reason)
+
+    def ends(self, action: str) -> None:
+        if self._reasons.pop(action, None) is not None:
+            log.info("the state at %s can be %s again", self._place, action)
