@@ -25,10 +25,11 @@ import typer
 from PIL import Image
 from tritonclient.http import InferenceServerClient, InferInput
 
-from benchmarks import servers
+from benchmarks import hot_path, servers
 from benchmarks.load import Measured, Request, measure
 from gateway.triton.embedded import EmbeddedTriton
 from tests.servers import triton_on_free_ports
+from tests.test_exposition import of_models
 
 RESULTS = Path(__file__).with_name("results.md")
 
@@ -41,6 +42,7 @@ class Target:
     url: str
     process: psutil.Process
     request: Request
+    beside: str = ""  # a command of the shell that runs meanwhile
 
 
 def v2_infer(name: str, array: np.ndarray, datatype: str) -> Request:
@@ -70,7 +72,8 @@ def rounds(
     for number in range(count):
         for target in targets:
             print(f"  round {number + 1} of {count}: {target.name}", file=sys.stderr, flush=True)
-            result = measure(target.url, target.request, target.process, connections, seconds)
+            with servers.shell(target.beside):
+                result = measure(target.url, target.request, target.process, connections, seconds)
             found[target.name].append(result)
     return {
         name: Measured(*map(statistics.median, zip(*map(astuple, results), strict=True)))
@@ -185,6 +188,29 @@ def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
     )
 
 
+def scraping(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+    """Whether inference notices that a large metrics page is made: that of 200 models on 3 more replicas."""
+    pages = stack.enter_context(servers.metrics_pages(of_models(200), 3))
+    urls = ",".join((triton.options.url, *pages))
+    url, process = stack.enter_context(servers.gateway(urls))
+    request = v2_infer("small", np.ones((1, 256), np.float32), "FP32")
+    scrape = f"curl -sf --compressed -o /dev/null {url}/metrics"
+    loops = {
+        "nobody scrapes": "",
+        "a scrape every second": f"while {scrape}; do sleep 1; done",
+        "one scrape after the other": f"while {scrape}; do :; done",
+    }
+    targets = [
+        Target(name, f"{url}/v2/models/small/infer", process, request, loop)
+        for name, loop in loops.items()
+    ]
+    yield from table(
+        "1 KB, 1 connection, beside scrapes of 3 × 200 models",
+        rounds(targets, 1, 2 * seconds, count),
+        "nobody scrapes",
+    )
+
+
 def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
     """Print the tables, and keep them in benchmarks/results.md when all were made."""
     suites = {
@@ -192,6 +218,7 @@ def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
         "large": large,
         "friendly": friendly,
         "workers": workers,
+        "scraping": scraping,
     }
     lines = [
         "# Results of the last run",
@@ -204,6 +231,8 @@ def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
         for name, suite in suites.items():
             if only in ("", name):
                 lines += suite(triton, stack, seconds, count)
+    if only in ("", "hot-path"):
+        lines += hot_path.table()
     text = "\n".join(lines) + "\n"
     print(text)
     if not only:

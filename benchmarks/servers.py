@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,18 +99,64 @@ def gateway(
         yield f"http://127.0.0.1:{port}", psutil.Process(command.pid)
 
 
+def nginx_program() -> str:
+    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    return found or sys.exit("make bench compares with nginx: apt-get install nginx-light wrk")
+
+
 @contextmanager
 def nginx(triton: str, workers: int = 1) -> Iterator[tuple[str, psutil.Process]]:
-    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if binary is None:
-        sys.exit("make bench compares with nginx: apt-get install nginx-light wrk")
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "nginx.conf"
         config.write_text(NGINX.format(folder=folder, port=port, triton=triton, workers=workers))
         url = f"http://127.0.0.1:{port}"
-        with process([binary, "-c", str(config)], f"{url}/v2/health/live") as running:
+        with process([nginx_program(), "-c", str(config)], f"{url}/v2/health/live") as running:
             yield url, running
+
+
+PAGES = """
+daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ }}
+http {{ access_log off; {servers} }}
+"""
+PAGE = """
+server {{
+    listen 127.0.0.1:{port};
+    location = /metrics {{ default_type text/plain; alias {folder}/page; }}
+    location / {{ default_type application/json; return 200 "[]"; }}
+}}
+"""
+
+
+@contextmanager
+def metrics_pages(page: bytes, count: int) -> Iterator[list[str]]:
+    """Replicas without a model, as the gateway sees them, each with this metrics page."""
+    ports = free_ports(count)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "page").write_bytes(page)
+        Path(folder).chmod(0o755)  # its workers are nobody
+        config = Path(folder) / "nginx.conf"
+        listed = "".join(PAGE.format(folder=folder, port=port) for port in ports)
+        config.write_text(PAGES.format(folder=folder, servers=listed))
+        command = [nginx_program(), "-e", f"{folder}/error.log", "-c", str(config)]
+        with process(command, f"http://127.0.0.1:{ports[-1]}/metrics"):
+            yield [f"http://127.0.0.1:{port}?metrics={port}" for port in ports]
+
+
+@contextmanager
+def shell(line: str) -> Iterator[None]:
+    """Runs beside what is done; nothing if there is no line."""
+    if not line:
+        yield
+        return
+    with subprocess.Popen(["/bin/sh", "-c", line], start_new_session=True) as running:
+        try:
+            yield
+            if running.poll() is not None:
+                raise RuntimeError(f"it ended early: {line}")
+        finally:
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 @contextmanager

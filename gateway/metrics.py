@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,8 @@ from prometheus_client import (
     Gauge,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway.context import Notes
@@ -191,21 +192,17 @@ class Metrics:
         for route, count in self.in_flight.items():
             self.running.labels(route).set(count)
 
-    def page(self) -> str:
+    def collect(self) -> Iterator[Metric]:
         """What was passed on, of this process, or of all workers when there are several (`--workers`).
 
         For a thread: with many models it takes a while. `flush` before it, on the event loop.
         """
-        registry = self.registry
-        if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-            forget_the_dead(Path(folder))
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
-        return generate_latest(registry).decode()
-
-    def view(self) -> str:
-        """What other objects are asked as the page is made, on the event loop."""
-        return generate_latest(self.views).decode()
+        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        if not folder:
+            yield from self.registry.collect()
+            return
+        forget_the_dead(Path(folder))
+        yield from MultiProcessCollector(None, folder).collect()  # type: ignore[no-untyped-call]
 
 
 def forget_the_dead(folder: Path) -> None:

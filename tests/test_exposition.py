@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,7 +17,10 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as open_parser
 from prometheus_client.samples import Sample
 
-from gateway.exposition import Form, NotExposition, escaped, lines_of, merge, read, write
+from gateway.exposition.families import Families, NotExposition, escaped, merge
+from gateway.exposition.layout import Layout
+from gateway.exposition.reading import lines_of, read, text_of
+from gateway.exposition.writing import Form, write
 from tests.servers import ROOT
 
 TRITON = (ROOT / "tests/data/triton_metrics.txt").read_text()
@@ -29,13 +34,14 @@ def program(name: str, package: str = "prometheus") -> str:
     return path
 
 
+def whole(page: str, server: str = "") -> Families:
+    return read(lines_of(text_of(page.encode())), server)
+
+
 def merged(*pages: str, own: str = "", form: Form = Form.CLASSIC) -> str:
     """The pages of the replicas `r0`, `r1`, … and of the gateway."""
-    read_pages = {
-        f"r{number}": read(lines_of(page.encode()), f"r{number}")
-        for number, page in enumerate(pages)
-    }
-    families, _ = merge(read(lines_of(own.encode())), read_pages)
+    read_pages = {f"r{number}": whole(page, f"r{number}") for number, page in enumerate(pages)}
+    families, _ = merge(whole(own), read_pages)
     return "".join(write(families, form))
 
 
@@ -171,7 +177,7 @@ def test_a_page_with_a_line_that_prometheus_would_refuse_is_none(page: str) -> N
 
 def test_bytes_that_are_no_text_are_no_page() -> None:
     with pytest.raises(NotExposition, match="UTF-8"):
-        lines_of(b"a 1\n\xff\n")
+        text_of(b"a 1\n\xff\n")
 
 
 def test_what_is_wrong_is_said_with_its_line() -> None:
@@ -225,8 +231,8 @@ def left_out(own: str, *pages: str) -> dict[str, list[str]]:
     """And what goes out can be read."""
     check_with_promtool(merged(*pages, own=own))
     samples(merged(*pages, own=own, form=Form.OPEN_METRICS), Form.OPEN_METRICS)
-    read_pages = {f"r{n}": read(lines_of(page.encode()), f"r{n}") for n, page in enumerate(pages)}
-    return merge(read(lines_of(own.encode())), read_pages)[1]
+    read_pages = {f"r{n}": whole(page, f"r{n}") for n, page in enumerate(pages)}
+    return merge(whole(own), read_pages)[1]
 
 
 HISTOGRAM = """# TYPE h histogram
@@ -450,6 +456,64 @@ def test_a_page_that_was_written_is_written_again_the_same(page: str) -> None:
     assert alone(once) == once
 
 
+# One server's pages, one after the other.
+
+OTHER_VALUES = st.sampled_from(
+    ["0", "17", "2.5", "-1.25e+09", "NaN", "+Inf", "1e400", "1 2000", "x", ""]
+)
+ENDS = re.compile(r" [^ \n]+$", re.MULTILINE)
+
+
+@settings(deadline=None)
+@given(PAGES, st.lists(st.lists(OTHER_VALUES, min_size=1), min_size=1, max_size=4))
+def test_the_next_page_of_a_server_is_read_as_if_it_were_the_first(
+    page: str, values: list[list[str]]
+) -> None:
+    layout = Layout()
+    assert layout.read(page.encode(), "r0") == whole(page, "r0")
+    for drawn in values:
+        following = itertools.cycle(drawn)
+        other = ENDS.sub(lambda _, following=following: f" {next(following)}", page)
+        assert outcome(lambda: layout.read(other.encode(), "r0")) == outcome(  # noqa: B023
+            lambda: whole(other, "r0")  # noqa: B023
+        )
+
+
+def outcome(reading: Callable[[], Families]) -> Families | str:
+    try:
+        return reading()
+    except NotExposition as exc:
+        return str(exc)
+
+
+def test_only_the_values_of_the_next_page_are_read() -> None:
+    page = of_models(200)
+    layout = Layout()
+    layout.read(page, "r0")
+
+    def never(lines: list[str]) -> list[str]:
+        raise AssertionError("line by line")
+
+    other = re.sub(rb" [0-9.]+\n", b" 12345.678\n", page)
+    assert other != page
+    assert layout.read(other, "r0", never) == whole(other.decode(), "r0")
+    with pytest.raises(AssertionError, match="line by line"):
+        layout.read(other + b"more 1\n", "r0", never)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "# HELP a of 5\na 5\n", "# HELP a of 5\na NaN\n", "a 5\na 6 7\n", "a 1\nb 1\na 2\n",
+        "a 5\n# 5\n", "# a 5\na 6\n", "a{x=\"b 5\"} 5\n", "a 5\n\n\nb 6\n", "a  5\n b 6\n", "",
+    ],
+)  # fmt: skip
+def test_a_number_that_is_no_value_is_not_taken_for_one(page: str) -> None:
+    layout = Layout()
+    for text in (page, page, page.replace("5", "8"), page.replace("6", "9"), page):
+        assert layout.read(text.encode(), "r0") == whole(text, "r0")
+
+
 # Prometheus' own tool, and the clock.
 
 
@@ -493,7 +557,7 @@ def test_a_page_of_three_replicas_with_200_models_takes_less_than_50_ms(form: Fo
     spent_s = []
     for _ in range(7):
         began = time.process_time()
-        pages = {name: read(lines_of(page), name) for name in ("r0", "r1", "r2")}
+        pages = {name: read(lines_of(text_of(page)), name) for name in ("r0", "r1", "r2")}
         families, _ = merge({}, pages)
         size = sum(len(piece) for piece in write(families, form))
         spent_s.append(time.process_time() - began)

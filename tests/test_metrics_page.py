@@ -21,7 +21,7 @@ import pytest
 from prometheus_client.openmetrics import parser as open_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.exposition import Form
+from gateway.exposition.writing import Form
 from gateway.routes.metrics import timeout_of
 from tests.servers import Triton, free_ports
 from tests.test_exposition import check_with_promtool, of_models, program

@@ -8,6 +8,7 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
+from gateway.exposition.layout import Layout
 from gateway.fleet.balance import Pace
 from gateway.fleet.health import Health
 from gateway.fleet.index import NOTHING, Index
@@ -93,6 +94,7 @@ class Replica:
         self.index_bytes = b""
         self.reason = "not asked yet"
         self.pace = Pace()
+        self.page_layout = Layout()  # of its metrics page
         self.doubted = asyncio.Event()  # look at it now, not at the next tick
         self.http = Upstream(
             address.host,

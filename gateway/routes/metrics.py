@@ -6,17 +6,30 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import anyio
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from gateway.errors import BadUpstream, GatewayError, listed
-from gateway.exposition import Families, Form, NotExposition, escaped, lines_of, merge, read, write
+from gateway.exposition.families import (
+    PARTS,
+    Families,
+    Family,
+    NotExposition,
+    escaped,
+    joined,
+    merge,
+)
+from gateway.exposition.layout import Layout
+from gateway.exposition.writing import Form, write
 from gateway.fleet.health import State
 from gateway.fleet.replica import Replica
 from gateway.routes.services import ServicesForMetrics
@@ -35,6 +48,7 @@ GZIP_LEVEL: Final = 4
 # A thread that reads pages gives the interpreter to the event loop after so many lines.
 SLICE_LINES: Final = 100
 NAP_S: Final = 0.0001
+BATCH_BYTES: Final = 256 << 10
 
 
 @dataclass
@@ -42,6 +56,7 @@ class Scrape:
     """What came of asking one replica for its page; without `families` it failed, and why."""
 
     replica: str
+    layout: Layout
     duration_s: float = 0.0
     page: bytes | None = None
     families: Families | None = None
@@ -61,16 +76,15 @@ async def metrics(request: Request, services: ServicesForMetrics) -> Response:
         )
     )
     services.metrics.flush()
-    families = await to_thread.run_sync(
-        merged, services.metrics.page, services.metrics.view(), scrapes
-    )
+    view = list(services.metrics.views.collect())  # of what the event loop changes
+    families = await to_thread.run_sync(merged, services.metrics.collect, view, scrapes)
     form = form_of(headers.get("accept", ""))
     page: Iterator[bytes] = (piece.encode() for piece in write(families, form))
     about = {"content-type": form.value, "vary": "Accept, Accept-Encoding"}
     if quality(headers.get("accept-encoding", ""), ("gzip", "*")) > 0:
         about["content-encoding"] = "gzip"
         page = gzipped(page)
-    return StreamingResponse(page, headers=about)  # which has each piece made in a thread
+    return StreamingResponse(batches(page), headers=about)  # which has each made in a thread
 
 
 # Asking.
@@ -88,7 +102,7 @@ def timeout_of(header: str) -> float:
 
 async def scraped(replica: Replica, timeout_s: float, *, down: bool) -> Scrape:
     """One that is known to be down is not asked."""
-    scrape = Scrape(str(replica.address), reason="it is down")
+    scrape = Scrape(replica.name, replica.page_layout, reason="it is down")
     if down:
         return scrape
     scrape.reason = f"no answer within {timeout_s:g} s"
@@ -120,12 +134,14 @@ async def page_of(replica: Replica, timeout_s: float) -> bytes:
 # Merging, in a thread.
 
 
-def merged(page: Callable[[], str], view: str, scrapes: Sequence[Scrape]) -> Families:
-    """The families of the gateway's own page, of this scrape's gauges, and of all replicas."""
+def merged(
+    own: Callable[[], Iterable[Metric]], view: Iterable[Metric], scrapes: Sequence[Scrape]
+) -> Families:
+    """The families of the gateway's own metrics, of this scrape's gauges, and of all replicas."""
     understand(scrapes)
-    own = page() + view + gauges(scrapes)
     pages = {scrape.replica: scrape.families for scrape in scrapes if scrape.families is not None}
-    families, left_out = merge(read(unhurried(lines_of(own.encode()))), pages)
+    metrics = chain(own(), view, gauges(scrapes))
+    families, left_out = merge(families_of(metrics), pages)
     for replica, names in left_out.items():
         log.warning(
             "left out of the metrics of the replica %s, because other servers' mean something else: %s",
@@ -139,7 +155,8 @@ def understand(scrapes: Sequence[Scrape]) -> None:
     for scrape in scrapes:
         if scrape.page is not None:
             try:
-                scrape.families = read(unhurried(lines_of(scrape.page)), scrape.replica)
+                scrape.families = scrape.layout.read(scrape.page, scrape.replica, unhurried)
+                time.sleep(NAP_S)
             except NotExposition as exc:
                 scrape.reason = f"its page is no exposition: {exc}"
         if scrape.families is None:
@@ -153,29 +170,52 @@ def unhurried(lines: Sequence[str]) -> Iterator[str]:
         time.sleep(NAP_S)
 
 
-def gauges(scrapes: Sequence[Scrape]) -> str:
+def families_of(metrics: Iterable[Metric]) -> Families:
+    """Of prometheus_client's objects, named as in the classic form."""
+    families: Families = {}
+    for metric in metrics:
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        family = families[name] = Family(name, metric.type, metric.documentation)
+        family.names = {name + part for part in PARTS[metric.type]}
+        for number, (part, labels, value, *_) in enumerate(metric.samples, 1):
+            inside = joined((label, escaped(text)) for label, text in labels.items())
+            written = f"{{{inside}}}" if inside else ""
+            family.samples.append((part, written, floatToGoString(value)))  # type: ignore[no-untyped-call]
+            if not number % SLICE_LINES:
+                time.sleep(NAP_S)
+    return families
+
+
+def gauges(scrapes: Sequence[Scrape]) -> Iterator[Metric]:
     """Of this scrape alone, and so not kept among the gateway's own metrics, which workers add up."""
-    up = {scrape.replica: float(scrape.families is not None) for scrape in scrapes}
-    took_s = {scrape.replica: scrape.duration_s for scrape in scrapes}
-    return "".join(
-        (
-            *gauge("gateway_scrape_up", "1 if the replica's metrics are in this page.", up),
-            *gauge("gateway_scrape_duration_seconds", "How long the replica's page took.", took_s),
-        )
+    up = GaugeMetricFamily(
+        "gateway_scrape_up", "1 if the replica's metrics are in this page.", labels=["replica"]
     )
+    took = GaugeMetricFamily(
+        "gateway_scrape_duration_seconds", "How long the replica's page took.", labels=["replica"]
+    )
+    for scrape in scrapes:
+        up.add_metric([scrape.replica], float(scrape.families is not None))
+        took.add_metric([scrape.replica], scrape.duration_s)
+    yield from (up, took)
 
 
-def gauge(name: str, said: str, values: dict[str, float]) -> Iterator[str]:
-    yield f"# HELP {name} {said}\n# TYPE {name} gauge\n"
-    for replica, value in values.items():
-        yield f'{name}{{replica="{escaped(replica)}"}} {value:.6g}\n'
+def batches(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Of such a size that it is worth the way to a thread and back."""
+    batch = bytearray()
+    for piece in pieces:
+        batch += piece
+        if len(batch) >= BATCH_BYTES:
+            yield bytes(batch)
+            batch.clear()
+        time.sleep(NAP_S)
+    yield bytes(batch)
 
 
 def gzipped(pieces: Iterator[bytes]) -> Iterator[bytes]:
     packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW)
     for piece in pieces:
-        if packed := packer.compress(piece):
-            yield packed
+        yield packer.compress(piece)
     yield packer.flush()
 
 
