@@ -12,6 +12,7 @@ from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,7 @@ CLASSES: Final = {
     status: str(CLIENT_LEFT) if status == CLIENT_LEFT else f"{status // 100}xx"
     for status in range(100, 600)
 }
+SHED: Final = ("queue_full", "rate")  # the reasons
 PASSED, FRAMED = "/v2", "/v1"  # through the gateway, or made here
 
 
@@ -131,8 +133,11 @@ class Metrics:
             ("reason",),
             registry=registry,
         )
-        for reason in ("queue_full", "rate"):
-            self.shed.labels(reason)  # so that the first of them is an increase
+        # What there is from the start: the first of them is an increase.
+        for reason in SHED:
+            self.shed.labels(reason)
+        for labels in product(("load", "unload"), ("api", "reconciler"), ("done", "failed")):
+            self.model_actions.labels(*labels)
         self.waiting = Gauge(
             "gateway_requests_waiting",
             "Inferences that wait for a place.",
@@ -159,6 +164,11 @@ class Metrics:
             registry=registry,
         )
         build.labels(version("triton-gateway")).set(1)
+
+    def expect_replica(self, replica: str) -> None:
+        """What never happened to it yet is 0 from now on, so that its first time is an increase."""
+        self.retries.labels(replica)
+        self.ejections.labels(replica)
 
     # On the way of every request: plain numbers.
 

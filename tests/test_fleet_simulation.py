@@ -302,6 +302,12 @@ def replica_of(pool: Pool, fake: Fake) -> Replica:
     )
 
 
+def counted(pool: Pool, sample: str) -> float:
+    """Over all labels."""
+    found = (each for metric in pool.metrics.collect() for each in metric.samples)
+    return sum(each.value for each in found if each.name == sample)
+
+
 def states(pool: Pool) -> Counter[State]:
     return Counter(map(pool.state, pool.replicas.values()))
 
@@ -676,6 +682,7 @@ async def test_where_all_replicas_fail_no_more_than_half_are_ejected_until_they_
             seen[states(pool)[State.EJECTED]] += 1
         assert max(seen) == 5
         assert states(pool) == {State.UP: 5, State.EJECTED: 5}
+        assert counted(pool, "gateway_upstream_ejections_total") == 5
         ejected = [fake for fake in fakes if pool.state(replica_of(pool, fake)) is State.EJECTED]
         for fake in fakes:
             fake.garbles = False

@@ -22,8 +22,6 @@ FOLDER = ROOT / "deploy" / "monitoring"
 RULES = ("rules.yml", "alerts.yml")
 RULE_TESTS = ("rules_test.yml", "alerts_test.yml")
 
-# Comes with the limits; then docs/metrics.md has it.
-ANNOUNCED = {"gateway_requests_shed_total": frozenset({"reason"})}
 # What enumerations of labels may say.
 VALUES = {
     ("gateway_request_duration_seconds", "status"): {"2xx", "3xx", "4xx", "5xx", "499"},
@@ -157,7 +155,7 @@ def known(demo_triton: EmbeddedTriton) -> dict[str, frozenset[str]]:
         triton[name] = triton.get(name, frozenset()) | {"replica", *re.findall(r'(\w+)="', labels)}
     own = dict(own_metrics())
     assert len(own) > 20
-    return {**own, **ANNOUNCED, **triton, **GPU, **PROMETHEUS}
+    return {**own, **triton, **GPU, **PROMETHEUS}
 
 
 def test_prometheus_takes_the_configuration_and_its_rules() -> None:

@@ -143,6 +143,7 @@ class Pool:
             self.replicas.pop(address).close()
         for address in sorted(wanted - self.replicas.keys(), key=str):
             replica = self.replicas[address] = Replica(address, self._wire)
+            self.metrics.expect_replica(replica.name)
             self._watches[address] = asyncio.create_task(self._watch(replica))
         self._changed()
 
@@ -379,6 +380,7 @@ class Pool:
         replica.doubted.set()
         if replica.health.ejected_until > now and was is not State.EJECTED:
             replica.reason = error.detail
+            self.metrics.ejections.labels(replica.name).inc()
             # A timer of uvloop's can be a hair early, when the replica would still be left out.
             self._loop.call_at(replica.health.ejected_until + TIMER_S, self._changed)
         self._told(replica, was)
