@@ -20,10 +20,11 @@ from urllib.parse import quote
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway import errors, logs
-from gateway.auth import Access
+from gateway.auth import OPEN, Access
 from gateway.draining import Drain
 from gateway.fleet.declared import ModelsFile
 from gateway.fleet.models import Models
@@ -49,6 +50,13 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 GIVES_WAY_S = 0.0005
+PREFLIGHT_S = 600
+# What a page of another origin may read of an answer's head.
+EXPOSED = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
 LAGS = 20  # ten seconds: a scrape every ten sees the worst
 
 ROUTERS = (infer.router, models.router, repository.router, health.router, metrics_page.router)
@@ -112,6 +120,22 @@ def kept_by(settings: Settings) -> Store:
     except BadState as exc:
         log.warning("what is loaded by the API will be forgotten at the next start: %s", exc)
         return store("memory:")
+
+
+class Framework(FastAPI):
+    """Its document says how a key is sent."""
+
+    keyed = False
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        document.setdefault("components", {})["securitySchemes"] = SECURITY_SCHEMES
+        if self.keyed:
+            document["security"] = [{name: []} for name in SECURITY_SCHEMES]
+            for path in OPEN & document["paths"].keys():
+                for operation in document["paths"][path].values():
+                    operation["security"] = []
+        return document
 
 
 def create_app(settings: Settings) -> ASGIApp:
@@ -183,10 +207,20 @@ def create_app(settings: Settings) -> ASGIApp:
             yield {"connections": metrics.connections, "drain": drain}
             edge.services = None
 
-    app = FastAPI(title="triton-gateway", version=own, lifespan=lifespan)
+    app = Framework(title="triton-gateway", version=own, lifespan=lifespan)
+    app.keyed = keys is not None
     edge = Edge(app)
     for router in ROUTERS:
         app.include_router(router)
     for exception in HANDLED:
         app.add_exception_handler(exception, errors.render)
-    return edge
+    if not settings.cors_origins:
+        return edge
+    return CORSMiddleware(
+        edge,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),  # those that are asked for; a key comes in one, and never in a cookie
+        expose_headers=EXPOSED,
+        max_age=PREFLIGHT_S,
+    )

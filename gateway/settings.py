@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 
 
 class LogFormat(str, Enum):
@@ -67,6 +70,11 @@ class Settings(BaseSettings):
         None, description="The gateway's own certificate for replicas that ask for one (PEM)."
     )
     triton_key_file: Path | None = Field(None, description="The key of that certificate (PEM).")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Whose pages may call from a browser, separated by commas: https://app.example.com; "
+        "* for anybody's. None if empty.",
+    )
     keys_file: Path | None = Field(
         None,
         description="A YAML file of the keys that open the gateway; triton-gateway key create writes it. "
@@ -76,7 +84,9 @@ class Settings(BaseSettings):
         False,
         description="Whether an administrator's load may bring a config and files, which Triton executes.",
     )
-    max_body_bytes: int = Field(64 << 20, gt=0, description="The largest body of a request.")
+    max_body_bytes: int = Field(
+        64 << 20, gt=0, description="The largest body of a request, as it comes and inflated."
+    )
     max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
     max_pixels_in_flight: int = Field(
         100_000_000, gt=0, description="The most pixels that are decoded at the same time."
@@ -191,10 +201,21 @@ class Settings(BaseSettings):
                 raise ValueError(f"it does not fit {certificate}: {exc}") from exc
         return value
 
-    @field_validator("triton_urls", mode="before")
+    @field_validator("triton_urls", "cors_origins", mode="before")
     @classmethod
     def separated(cls, value: Any) -> Any:
         """`a,b`: pydantic-settings itself would read a tuple as JSON."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """As browsers send them: nothing else would ever be equal (RFC 6454, section 6.2)."""
+        for origin in value:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; write https://HOST or https://HOST:PORT"
+                )
         return value

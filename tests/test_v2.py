@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -802,6 +803,56 @@ def test_a_body_over_the_limit_is_413_whether_its_length_is_told_or_not(doors: D
             assert got.status == status
             if status == 413:
                 assert "100000 bytes" in assert_error(got, 413, "TOO_LARGE")
+
+
+COMPRESSED = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "two members": lambda body: gzip.compress(body[:10]) + gzip.compress(body[10:]),
+}
+
+
+@pytest.mark.parametrize("way", COMPRESSED)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_inflates_beyond_the_limit_is_413_before_triton_inflates_it(
+    doors: Doors, way: str, chunked: bool
+) -> None:
+    target = "/v2/models/wide/infer"
+    headers = [
+        ("Inference-Header-Content-Length", "0"),
+        ("Content-Encoding", "deflate" if way == "deflate" else "gzip"),
+    ]
+    with gateway_before(doors.url, max_body_bytes="1000000") as client:
+        for size, status in ((1_000_001, 413), (100_000_000, 413)):
+            body = COMPRESSED[way](bytes(size))
+            got = ask(
+                port_of(client), "POST", target, headers, pieces_of(body) if chunked else body
+            )
+            assert "1000000 bytes" in assert_error(got, 413, "TOO_LARGE")
+            assert got.status == status
+        text = gzip.compress(PAIR_JSON) if way != "deflate" else zlib.compress(PAIR_JSON)
+        got = ask(
+            port_of(client), "POST", "/v2/models/pair/infer", headers[1:],
+            pieces_of(text) if chunked else text,
+        )  # fmt: skip
+        assert got.status == 200
+
+
+def pieces_of(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), 50):
+        yield body[start : start + 50]
+
+
+@pytest.mark.parametrize(
+    "body", [b"plain", gzip.compress(b"cut short")[:-9], gzip.compress(b"x") + b"more"]
+)
+def test_a_body_that_is_not_compressed_as_it_says_is_400(doors: Doors, body: bytes) -> None:
+    target, headers = "/v2/models/pair/infer", [("Content-Encoding", "gzip")]
+    got = ask(doors.gateway, "POST", target, headers, body)
+    told = assert_error(got, 400, "MALFORMED_REQUEST")
+    assert "compressed" in told or "Content-Encoding" in told
+    got = ask(doors.gateway, "POST", target, [*headers, ("Content-Encoding", "identity")], body)
+    assert "more than one Content-Encoding" in assert_error(got, 400, "MALFORMED_REQUEST")
 
 
 # Headers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import AsyncIterator
 
@@ -22,6 +23,7 @@ from gateway.tensors.payload import (
 
 # zlib's window sizes: 16 more means gzip's header; deflate is zlib's (RFC 9110, section 8.4.1).
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+FIRST_STEP_BYTES = 64 << 10
 INFLATE_STEP_BYTES = 1 << 20
 # Above this, parsing is worth a thread: the event loop would notice. Other types are taken as they are.
 LARGE_BODY_BYTES = 256 * 1024
@@ -68,23 +70,60 @@ async def body_of(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def inflated(chunks: AsyncIterator[bytes], window: int) -> AsyncIterator[bytes]:
-    """A compressed body in plain pieces of at most 1 MiB, so that the limit is met in time.
+    """A compressed body in plain pieces of at most 1 MiB, so that the limit is met in time."""
+    inflater = Inflater(window)
+    async for chunk in chunks:
+        async for piece in inflater.feed(chunk):
+            yield piece
+    inflater.end()
 
-    Several gzip members one after the other are one body (RFC 1952, section 2.2); anything else after
-    the end is an error.
+
+async def bounded(
+    chunks: AsyncIterator[bytes], window: int, max_bytes: int
+) -> AsyncIterator[bytes]:
+    """A compressed body as it is, while what it inflates to is within the limit: for who inflates it next
+    and knows none. Raises `BodyTooLarge`, and `Malformed` for what is not compressed.
     """
-    inflater = zlib.decompressobj(window)
-    fed = False
-    try:
-        async for chunk in chunks:
-            compressed = chunk
-            while compressed:
-                if inflater.eof:
-                    inflater = zlib.decompressobj(window)
-                fed = True
-                yield inflater.decompress(compressed, INFLATE_STEP_BYTES)
-                compressed = inflater.unconsumed_tail or inflater.unused_data
-    except zlib.error:
-        raise Malformed("the body is not what its Content-Encoding says") from None
-    if not (fed and inflater.eof):
-        raise Malformed("the compressed body ends too early")
+    inflater = Inflater(window)
+    length = 0
+    async for chunk in chunks:
+        async for piece in inflater.feed(chunk):
+            length += len(piece)
+            if length > max_bytes:
+                raise BodyTooLarge(max_bytes)
+        yield chunk
+    inflater.end()
+
+
+class Inflater:
+    """Several gzip members one after the other are one body (RFC 1952, section 2.2); anything else after
+    the end is an error. Raises `Malformed`.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._inflater = zlib.decompressobj(window)
+        self._fed = False
+
+    async def feed(self, compressed: bytes) -> AsyncIterator[bytes]:
+        """What inflates to much does so in a thread, step by step: the event loop would notice."""
+        step = FIRST_STEP_BYTES
+        while compressed:
+            inflater = self._inflater
+            if inflater.eof:
+                inflater = self._inflater = zlib.decompressobj(self._window)
+            self._fed = True
+            try:
+                if step == FIRST_STEP_BYTES:
+                    piece = inflater.decompress(compressed, step)
+                else:
+                    piece = await asyncio.to_thread(inflater.decompress, compressed, step)
+            except zlib.error:
+                raise Malformed("the body is not what its Content-Encoding says") from None
+            yield piece
+            step = INFLATE_STEP_BYTES
+            compressed = inflater.unconsumed_tail or inflater.unused_data
+
+    def end(self) -> None:
+        if not (self._fed and self._inflater.eof):
+            raise Malformed("the compressed body ends too early")

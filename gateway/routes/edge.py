@@ -20,6 +20,31 @@ from gateway.tracing import Trace, request_id_of
 
 log = logging.getLogger(__name__)
 
+# What a model answers is never taken for a page.
+NO_GUESSING = (b"x-content-type-options", b"nosniff")
+HTML = b"text/html"
+# The pages are the documentation's, whose scripts and styles come from there.
+SOURCES = "https://cdn.jsdelivr.net"
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "connect-src 'self'",
+        f"script-src 'self' 'unsafe-inline' {SOURCES}",
+        f"style-src 'self' 'unsafe-inline' {SOURCES} https://fonts.googleapis.com",
+        "font-src https://fonts.gstatic.com",
+        "img-src 'self' data: https://fastapi.tiangolo.com https://cdn.redoc.ly",
+        "worker-src blob:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+OF_PAGES = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
 
 class Edge:
     """The ASGI application: `/v2` goes straight to Triton, ahead of the framework; the rest is its."""
@@ -80,7 +105,10 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
+                headers = [*message.get("headers", ()), header, NO_GUESSING]
+                if any(name == b"content-type" and HTML in value for name, value in headers):
+                    headers += OF_PAGES
+                message["headers"] = headers
             else:
                 notes.bytes_out += len(message.get("body", b""))
             await send(message)

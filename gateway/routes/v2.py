@@ -30,6 +30,7 @@ from gateway.errors import (
 from gateway.keys import Right
 from gateway.limits import Gate
 from gateway.metrics import CLIENT_LEFT
+from gateway.routes.bodies import WINDOWS, bounded
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
 from gateway.triton.complaints import Asked, scrubbed_event
@@ -141,13 +142,15 @@ async def asked(
 ) -> Answer:
     """Triton's answer, a success; and for an inference its place, which is the caller's to give back."""
     notes: Notes = scope["notes"]
-    headers, asked_s, length = sent_on(scope["headers"])
+    headers, asked_s, length, encoding = sent_on(scope["headers"])
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
     timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
     notes.timeout_s = timeout_s
     body = body_of(await receive(), receive, headers, length, limit)
+    if encoding in WINDOWS:
+        body = await within(body, WINDOWS[encoding], limit)
     if isinstance(body, bytes):
         notes.bytes_in = len(body)
     else:
@@ -208,12 +211,13 @@ def target_of(scope: Scope) -> bytes:
     return b"%b?%b" % (path, query) if query else path
 
 
-def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None]:
-    """The headers for Triton; the time the client asks for; and the body's length."""
+def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None, str]:
+    """The headers for Triton; the time the client asks for; the body's length, and how it is compressed."""
     kept: Headers = []
     named: list[bytes] = []
     timeout: str | None = None
     length: int | None = None
+    encoding = ""
     for header in headers:
         name = header[0]
         if name == b"content-length":
@@ -224,11 +228,15 @@ def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None]:
             elif name == b"x-request-timeout":
                 timeout = header[1].decode("latin-1")
             continue
+        elif name == b"content-encoding":
+            if encoding:
+                raise Malformed("the request has more than one Content-Encoding")
+            encoding = header[1].decode("latin-1").strip().lower()
         kept.append(header)
     if named:
         dropped = set(named) - FRAMING
         kept = [header for header in kept if header[0] not in dropped]
-    return kept, timeout, length
+    return kept, timeout, length, encoding
 
 
 def body_of(
@@ -270,6 +278,21 @@ async def counted(body: AsyncIterator[bytes], notes: Notes) -> AsyncIterator[byt
     async for data in body:
         notes.bytes_in += len(data)
         yield data
+
+
+async def within(
+    body: bytes | AsyncIterator[bytes], window: int, limit: int
+) -> bytes | AsyncIterator[bytes]:
+    """The same, looked at before Triton inflates it, which does so without a limit."""
+    if not isinstance(body, bytes):
+        return bounded(body, window, limit)
+    async for _ in bounded(whole(body), window, limit):
+        pass
+    return body
+
+
+async def whole(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 def start_of(answer: Answer, scope: Scope) -> Message:
