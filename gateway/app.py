@@ -204,7 +204,11 @@ def create_app(settings: Settings) -> ASGIApp:
             )
             drain = stack.enter_context(Drain(settings.drain_s))
             # For the server: what it counts, and whether it is to close connections.
-            yield {"connections": metrics.connections, "drain": drain}
+            yield {
+                "connections": metrics.connections,
+                "refusals": metrics.refusals,
+                "drain": drain,
+            }
             edge.services = None
 
     app = Framework(title="triton-gateway", version=own, lifespan=lifespan)

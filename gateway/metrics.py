@@ -36,6 +36,14 @@ CLASSES: Final = {
     for status in range(100, 600)
 }
 SHED: Final = ("queue_full", "rate")  # the reasons
+REFUSED: Final = (
+    "malformed_request",
+    "request_too_slow",
+    "url_too_long",
+    "header_too_large",
+    "too_many_connections",
+    "answer_not_taken",
+)
 PASSED, FRAMED = "/v2", "/v1"  # through the gateway, or made here
 
 
@@ -133,9 +141,18 @@ class Metrics:
             ("reason",),
             registry=registry,
         )
+        self.refusals = Counter(
+            "gateway_requests_refused_total",
+            "Requests that were not looked at, and clients that were cut off, by why: "
+            f"{', '.join(REFUSED)}.",
+            ("reason",),
+            registry=registry,
+        )
         # What there is from the start: the first of them is an increase.
         for reason in SHED:
             self.shed.labels(reason)
+        for reason in REFUSED:
+            self.refusals.labels(reason)
         for labels in product(("load", "unload"), ("api", "reconciler"), ("done", "failed")):
             self.model_actions.labels(*labels)
         self.waiting = Gauge(

@@ -22,7 +22,8 @@ import uvloop
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
-from gateway.protocol import Crowd, Limits, Protocol
+from gateway.protocol.connection import Protocol
+from gateway.protocol.limits import Crowd, Limits
 from gateway.settings import Settings, load_certificate
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,14 @@ from gateway.triton.embedded import EmbeddedTriton, Options, prepared
 ROOT = Path(__file__).parents[1]
 
 
+FAULTS = (
+    "a fault in the gateway",
+    "a fault in the application",
+    "was never retrieved",
+    "never awaited",
+)
+
+
 def _numbers() -> Iterator[int]:
     """Below those that the system gives to clients, and other ones in each process of the tests."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
@@ -149,6 +157,9 @@ class Command:
         self.process.stdin.close()
         self.process.wait(20)
         self._reader.join(5)
+        # Whatever a test does to it: nothing is the gateway's own fault.
+        faults = [line for line in self.lines if any(words in line for words in FAULTS)]
+        assert not faults, f"it failed:\n{self.output}"
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway import protocol
-from gateway.protocol import Pace, network_of
+from gateway.protocol import connection as protocol
+from gateway.protocol.limits import Credit, network_of
 from tests.servers import Command, free_ports
 from tests.test_protocol import (
     GET,
@@ -546,11 +546,11 @@ def test_a_body_that_stops_in_an_answer_that_began_cuts_it(hasty: Stage) -> None
 
 
 def test_pace_is_an_average_with_a_grace() -> None:
-    pace = Pace(10.0, 0.0)
-    assert pace.after(10.0, 0, 1024, 10.0).credit_s == 0
-    assert pace.after(10.0, 10 * 1024, 1024, 10.0).credit_s == 10
-    assert pace.after(5.0, 1 << 30, 1024, 10.0).credit_s == 10  # haste is not saved up
-    assert pace.after(8.0, 4 * 1024, 1024, 10.0).credit_s == 6
+    pace = Credit(10.0, 0.0)
+    assert pace.after(10.0, 0, 1024, 10.0).left_s == 0
+    assert pace.after(10.0, 10 * 1024, 1024, 10.0).left_s == 10
+    assert pace.after(5.0, 1 << 30, 1024, 10.0).left_s == 10  # haste is not saved up
+    assert pace.after(8.0, 4 * 1024, 1024, 10.0).left_s == 6
 
 
 def test_a_client_that_never_reads_is_cut_off(hasty: Stage) -> None:

@@ -118,6 +118,21 @@ def test_the_clients_connections_and_requests_are_counted(client: httpx.Client) 
     until(lambda: total(client, "gateway_connections") == before, 5)
 
 
+def test_what_was_never_looked_at_is_counted_too(client: httpx.Client) -> None:
+    address = client.base_url.host, client.base_url.port
+    for request, reason in (
+        (b"GARBAGE\r\n\r\n", "malformed_request"),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "url_too_long"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 200 + b"\r\n", "header_too_large"),
+    ):
+        before = total(client, "gateway_requests_refused_total", reason=reason)
+        with socket.create_connection(address, 10) as connection:
+            connection.sendall(request)
+            while connection.recv(4096):
+                pass
+        assert total(client, "gateway_requests_refused_total", reason=reason) == before + 1
+
+
 def test_the_fleet_is_seen(client: httpx.Client, demo_triton: EmbeddedTriton) -> None:
     address = demo_triton.options.address
     states = samples(client, "gateway_replica_state")

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.protocol import Protocol
+from gateway.protocol.connection import Protocol
 from gateway.server import Server, config_of
 from gateway.settings import Settings
 

@@ -1,15 +1,19 @@
-"""Reading a request's body under its limit, compressed or not, into a payload."""
+"""Reading a request's body under its limit, compressed or not, into a payload; and the API's own
+description of the bodies that errors have."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
+from typing import Any, Final
 
 from fastapi import Request
+from pydantic import BaseModel, Field
 
 from gateway.errors import BodyTooLarge, Malformed, UnsupportedBody
 from gateway.limits import Decoders
+from gateway.tensors import schema
 from gateway.tensors.payload import (
     JSON,
     MULTIPART,
@@ -127,3 +131,90 @@ class Inflater:
     def end(self) -> None:
         if not (self._fed and self._inflater.eof):
             raise Malformed("the compressed body ends too early")
+
+
+# What the API's description says of answers.
+
+
+class Error(BaseModel):
+    """The body of every error."""
+
+    error: str = Field(description="one sentence")
+    code: str = Field(description="a stable name")
+    request_id: str
+
+
+class ReplicaState(BaseModel):
+    """What a replica says of a model."""
+
+    state: str
+    reason: str | None = None
+
+
+class ManagementError(Error):
+    """One of loading and unloading, with what came of it on each replica."""
+
+    model: str | None = None
+    state: str | None = None
+    replicas: dict[str, ReplicaState] | None = None
+
+
+REFUSALS: Final = {
+    **{int(status): text for status, text in schema.ERRORS.items()},
+    401: "There is no key, or one that nobody has.",
+    403: "The caller may not do this.",
+    408: "The request did not come in time.",
+    409: "It conflicts with how the models are managed.",
+    414: "The URL is too long.",
+    429: "Triton's queue is full, the gateway is, or the key asks too often.",
+    431: "The header is too large.",
+    500: "The model or the gateway failed.",
+}
+# What any request can come to, whatever it asks for.
+ANYWHERE: Final = (400, 401, 403, 408, 413, 414, 422, 429, 431, 500, 503)
+REQUEST_ID: Final = {
+    "X-Request-ID": {
+        "description": "The request's own X-Request-ID, or one that was made for it.",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+}
+RETRY_AFTER: Final = {
+    "Retry-After": {
+        "description": "Seconds to wait before trying again.",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    }
+}
+CHALLENGE: Final = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
+TOLD_BESIDE: Final[dict[int, dict[str, Any]]] = {401: CHALLENGE, 429: RETRY_AFTER, 503: RETRY_AFTER}
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def refusals(
+    *statuses: int, model: type[Error] = Error, texts: dict[int, str] | None = None
+) -> Responses:
+    """These errors and those that any request can come to, as a route declares them."""
+    told = REFUSALS | (texts or {})
+    return {
+        status: {
+            "model": model,
+            "description": told[status],
+            "headers": REQUEST_ID | TOLD_BESIDE.get(status, {}),
+        }
+        for status in sorted({*ANYWHERE, *statuses})
+    }
+
+
+def answers(
+    answer: dict[str, Any], text: str, *, status: int = 200, headers: dict[str, Any] | None = None
+) -> Responses:
+    """A success in JSON, by its schema."""
+    return {
+        status: {
+            "description": text,
+            "headers": REQUEST_ID | (headers or {}),
+            "content": {JSON: {"schema": answer}},
+        }
+    }

@@ -13,30 +13,128 @@ import anyio
 import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from gateway.context import Notes
-from gateway.errors import DeadlinePassed
+from gateway.errors import DeadlinePassed, Malformed
 from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
-from gateway.routes.bodies import payload_of, whole_body
+from gateway.routes.bodies import answers, payload_of, refusals, whole_body
 from gateway.routes.services import Services, ServicesForInference
 from gateway.tensors import predict as dialect
 from gateway.tensors import schema
+from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.images import ImageLimits, pixels
 from gateway.tensors.inputs import Inputs, images_of, to_inputs
 from gateway.tensors.outputs import Rendered, Result, jsonable, renderer, text_or_base64
-from gateway.tensors.payload import JSON, Limits, Payload
+from gateway.tensors.payload import JSON, NPY, NPZ, Limits, Payload
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT
 from gateway.triton.http import Headers
 
 router = APIRouter(tags=["inference"])
-RESPONSES = schema.error_responses()
-BODY = {"requestBody": {"required": True, "content": schema.ANY_BODY}}
 ROWS_AT_A_TIME = 16
 FIRST_VALUES = 8
 # Converting numbers of this many bytes is worth a thread.
 LARGE_ARRAY_BYTES = 1 << 20
+
+# What the API's description says.
+FAILURES = refusals(404, 406, 415, 502, 504)
+BINARY = {"schema": schema.BINARY}
+ANSWER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "model": {"type": "string"},
+        "version": {"type": "string"},
+        "outputs": {"type": "object", "description": "Values by output name."},
+    },
+    "required": ["id", "model", "version", "outputs"],
+}
+WOULD_BE_SENT = {
+    "type": "object",
+    "description": "With `dry_run`: the tensors.",
+    "properties": {
+        "model": {"type": "string"},
+        "version": {"type": "string"},
+        "inputs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "datatype": {"enum": list(DATATYPES)},
+                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                    "bytes": {"type": "integer", "minimum": 0},
+                    "first_values": {"type": "array"},
+                },
+                "required": ["name", "datatype", "shape", "bytes", "first_values"],
+            },
+        },
+    },
+    "required": ["model", "version", "inputs"],
+}
+PREDICTED = {
+    "oneOf": [
+        {
+            "type": "object",
+            "properties": {"predictions": {"type": "array"}},
+            "required": ["predictions"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"outputs": {}},
+            "required": ["outputs"],
+            "additionalProperties": False,
+        },
+    ]
+}
+INFERRED = FAILURES | answers({"anyOf": [ANSWER, WOULD_BE_SENT]}, "The model's outputs.")
+INFERRED[200]["content"] |= {
+    NPY: BINARY,
+    NPZ: BINARY,
+    # One output raw, by the type that the model declares for it.
+    "*/*": BINARY,
+}
+PREDICTIONS = FAILURES | answers(PREDICTED, "A value for each row, or the columns.")
+HEADERS = [
+    {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "required": False,
+        "description": "Seconds until the request is given up; the gateway has a limit of its own.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    },
+    {
+        "name": "X-Request-ID",
+        "in": "header",
+        "required": False,
+        "description": "A name for the request, in the answer and in the logs.",
+        "schema": {"type": "string"},
+    },
+]
+BODY = {"requestBody": {"required": True, "content": schema.ANY_BODY}, "parameters": HEADERS}
+ROWS_OR_COLUMNS = {
+    "type": "object",
+    "properties": {
+        "instances": {
+            "type": "array",
+            "minItems": 1,
+            "description": "Rows: values, or objects of values by input name.",
+        },
+        "inputs": {"description": "Columns: a value, or an object of values by input name."},
+        "signature_name": {},
+        "parameters": {},
+        "id": {},
+    },
+    "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
+    "additionalProperties": False,
+}
+DIALECT = {
+    "requestBody": {"required": True, "content": {JSON: {"schema": ROWS_OR_COLUMNS}}},
+    "parameters": HEADERS,
+}
 
 
 @dataclass(frozen=True)
@@ -84,14 +182,36 @@ async def exchange(
         raise DeadlinePassed(timeout_s) from exc
 
 
-@router.post("/v1/models/{model}/infer", responses=RESPONSES, openapi_extra=BODY)
-@router.post("/v1/models/{model}/versions/{version}/infer", responses=RESPONSES, openapi_extra=BODY)
+def on_or_off(value: Any, parse: ValidatorFunctionWrapHandler) -> bool:
+    """FastAPI's own refusal is of another family than ours. Raises `Malformed`."""
+    try:
+        return bool(parse(value))
+    except ValidationError:
+        raise Malformed("dry_run takes true or false") from None
+
+
+@router.post(
+    "/v1/models/{model}/infer",
+    operation_id="infer",
+    summary="Inference with a model",
+    responses=INFERRED,
+    openapi_extra=BODY,
+)
+@router.post(
+    "/v1/models/{model}/versions/{version}/infer",
+    operation_id="infer_version",
+    summary="Inference with a version of a model",
+    responses=INFERRED,
+    openapi_extra=BODY,
+)
 async def infer(
     request: Request,
     services: ServicesForInference,
     model: str,
     version: str = "",
-    dry_run: Annotated[bool, Query(description="Answer the tensors, and send nothing.")] = False,
+    dry_run: Annotated[
+        bool, Query(description="Answer the tensors, and send nothing."), WrapValidator(on_or_off)
+    ] = False,
 ) -> Response:
     """Inference from what people have: an image, a text, numbers, a form, JSON or NumPy's files."""
     async with exchange(request, services, model, version) as asked:
@@ -104,8 +224,20 @@ async def infer(
         return response(render(await asked.result(inputs, payload)))
 
 
-@router.post("/v1/models/{model}:predict", responses=RESPONSES)
-@router.post("/v1/models/{model}/versions/{version}:predict", responses=RESPONSES)
+@router.post(
+    "/v1/models/{model}:predict",
+    operation_id="predict",
+    summary="Inference with a model, in KServe's V1 dialect",
+    responses=PREDICTIONS,
+    openapi_extra=DIALECT,
+)
+@router.post(
+    "/v1/models/{model}/versions/{version}:predict",
+    operation_id="predict_version",
+    summary="Inference with a version of a model, in KServe's V1 dialect",
+    responses=PREDICTIONS,
+    openapi_extra=DIALECT,
+)
 async def predict(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> Response:

@@ -13,14 +13,125 @@ from gateway.fleet.index import merged
 from gateway.fleet.pool import NoReplica, Pool
 from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
+from gateway.routes.bodies import answers, refusals
 from gateway.routes.services import ServicesForFleet, ServicesForInference, caller_of
 from gateway.tensors import examples, schema
+from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.signature import Signature, Tensor
 
 router = APIRouter(tags=["models"])
 
+TEXT = {"type": "string"}
+VERSION = {
+    "type": "object",
+    "properties": {"version": TEXT, "state": TEXT, "reason": TEXT},
+    "required": ["version", "state"],
+}
+LISTED_MODEL = {
+    "type": "object",
+    "properties": {
+        "name": TEXT,
+        "versions": {"type": "array", "items": VERSION},
+        "ready": {"type": "boolean", "description": "At least one replica can serve it."},
+        "declared": {"const": True, "description": "It stands in the models file."},
+        "wished": {"enum": ["loaded", "unloaded"], "description": "What the API asked of it."},
+        "replicas": {
+            "type": "object",
+            "additionalProperties": TEXT,
+            "description": "Its state on each replica, by address; for who may see the fleet.",
+        },
+        "last_error": {"type": "string", "description": "Why its last load failed, and where."},
+    },
+    "required": ["name", "versions", "ready"],
+}
+REPLICA = {
+    "type": "object",
+    "properties": {
+        "address": TEXT,
+        "state": {"enum": [state.name for state in State]},
+        "outstanding": {"type": "integer", "minimum": 0, "description": "Requests it works on."},
+        "slowness": {"type": "number", "description": "1 is as fast as it ever was."},
+        "models": {
+            "type": "object",
+            "additionalProperties": TEXT,
+            "description": "The state of each model, by name.",
+        },
+        "ejected_for_s": {"type": "number", "description": "Seconds that it is left alone yet."},
+        "reason": TEXT,
+    },
+    "required": ["address", "state", "outstanding", "slowness", "models"],
+}
+TENSOR = {
+    "type": "object",
+    "properties": {
+        "name": TEXT,
+        "datatype": {"enum": list(DATATYPES)},
+        "shape": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -1},
+            "description": "Without the batch dimension; -1 is any size.",
+        },
+        "optional": {"const": True},
+        "content_type": TEXT,
+        "image": {
+            "type": "object",
+            "properties": {
+                "mode": TEXT,
+                "layout": TEXT,
+                "height": {"type": ["integer", "null"]},
+                "width": {"type": ["integer", "null"]},
+            },
+            "required": ["mode", "layout", "height", "width"],
+        },
+        "labels": {"const": True, "description": "It has names for its classes."},
+    },
+    "required": ["name", "datatype", "shape"],
+}
+DESCRIBED = {
+    "type": "object",
+    "properties": {
+        "name": TEXT,
+        "versions": {"type": "array", "items": TEXT},
+        "platform": TEXT,
+        "max_batch_size": {"type": "integer", "minimum": 0},
+        "decoupled": {"type": "boolean", "description": "It may answer any number of times."},
+        "inputs": {"type": "array", "items": TENSOR},
+        "outputs": {"type": "array", "items": TENSOR},
+        "curl": {"type": "string", "description": "A request to paste into a shell."},
+        "python": {"type": "string", "description": "The same in Python."},
+    },
+    "required": [
+        "name", "versions", "platform", "max_batch_size", "decoupled", "inputs", "outputs", "curl", "python",
+    ],
+}  # fmt: skip
+DOCUMENT = {
+    "type": "object",
+    "properties": {
+        "openapi": {"type": "string", "pattern": "^3\\.1\\."},
+        "info": {"type": "object"},
+        "paths": {"type": "object"},
+    },
+    "required": ["openapi", "info", "paths"],
+}
 
-@router.get("/v1/models")
+
+def list_of(name: str, items: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {name: {"type": "array", "items": items}},
+        "required": [name],
+    }
+
+
+ONE_MODEL = refusals(404, 502, 504)
+LIST = refusals() | answers(list_of("models", LISTED_MODEL), "The models that the caller sees.")
+NAMES = refusals() | answers(list_of("models", TEXT), "The names of the models that are ready.")
+FLEET = refusals() | answers(list_of("replicas", REPLICA), "The replicas.")
+DESCRIPTION = ONE_MODEL | answers(DESCRIBED, "What the model takes and gives.")
+OPENAPI = ONE_MODEL | answers(DOCUMENT, "An OpenAPI 3.1 document.")
+
+
+@router.get("/v1/models", operation_id="list_models", summary="The models", responses=LIST)
 async def models(request: Request, services: ServicesForInference) -> dict[str, Any]:
     """Every model that the caller sees: its versions, its state on each replica, and why it is there.
 
@@ -63,7 +174,7 @@ def versions_of(
     return {name: found[name] for name in sorted(found) if caller.sees(name)}
 
 
-@router.get("/v1/replicas")
+@router.get("/v1/replicas", operation_id="list_replicas", summary="The replicas", responses=FLEET)
 async def replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
     """Every Triton of the fleet, and how it is."""
     pool, caller = services.pool, caller_of(request)
@@ -92,15 +203,30 @@ def replica_described(pool: Pool, replica: Replica, caller: Caller) -> dict[str,
     return told
 
 
-@router.get("/v2/models")
+@router.get(
+    "/v2/models",
+    operation_id="list_ready_models",
+    summary="The models that are ready, as KServe lists them",
+    responses=NAMES,
+)
 async def v2_models(request: Request, services: ServicesForInference) -> dict[str, list[str]]:
     """The models that are ready, as KServe lists them; Triton itself has no such path."""
     listed = (await models(request, services))["models"]
     return {"models": [model["name"] for model in listed if model["ready"]]}
 
 
-@router.get("/v1/models/{model}")
-@router.get("/v1/models/{model}/versions/{version}")
+@router.get(
+    "/v1/models/{model}",
+    operation_id="describe_model",
+    summary="What a model takes and gives",
+    responses=DESCRIPTION,
+)
+@router.get(
+    "/v1/models/{model}/versions/{version}",
+    operation_id="describe_model_version",
+    summary="What a version of a model takes and gives",
+    responses=DESCRIPTION,
+)
 async def model(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
@@ -116,8 +242,18 @@ async def model(
     }
 
 
-@router.get("/v1/models/{model}/openapi.json")
-@router.get("/v1/models/{model}/versions/{version}/openapi.json")
+@router.get(
+    "/v1/models/{model}/openapi.json",
+    operation_id="model_openapi",
+    summary="The API description of one model",
+    responses=OPENAPI,
+)
+@router.get(
+    "/v1/models/{model}/versions/{version}/openapi.json",
+    operation_id="model_version_openapi",
+    summary="The API description of one version of a model",
+    responses=OPENAPI,
+)
 async def openapi(services: ServicesForInference, model: str, version: str = "") -> dict[str, Any]:
     """The API description of this one model, with its own inputs and outputs."""
     return schema.openapi(await services.models.signature(model, version))

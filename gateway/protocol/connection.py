@@ -1,29 +1,19 @@
-"""One client's connection: HTTP/1.1 on httptools on one side, ASGI on the other.
-
-In place of uvicorn's own, which spends on a small request as much as the rest of the gateway does. An
-answer's head is held until its first body, as ASGI asks, and leaves with it in one write.
-
-httptools knows no limits and takes more than one meaning of a request's length: both are seen to here,
-while the bytes come in. What is refused is answered in the shape of every other error.
-"""
+"""A client's connection: what comes in, in what time, and who is next."""
 
 from __future__ import annotations
 
 import asyncio
-import http
 import logging
 import math
 import re
 from collections import deque
-from dataclasses import dataclass
-from ipaddress import IPv6Address
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, cast
 from urllib.parse import unquote
 
 import httptools
 import uvicorn
-from prometheus_client import Gauge
-from starlette.types import ASGIApp, Message, Scope
+from prometheus_client import Counter, Gauge
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from gateway.errors import (
@@ -33,19 +23,16 @@ from gateway.errors import (
     TooManyConnections,
     TooSlow,
     UrlTooLong,
-    body_of,
 )
+from gateway.protocol.exchange import Exchange, refusal
+from gateway.protocol.limits import LEAST_LOOK_S, Credit, Crowd, Limits, address_of, network_of
 from gateway.tracing import request_id_of
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER_BYTES: Final = 64 * 1024
 JOIN_UNDER_BYTES: Final = 64 * 1024
 ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
-CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-GONE: Final = {"type": "http.disconnect"}
 Pairs = list[tuple[bytes, bytes]]
-WITHOUT_BODY: Final = (204, 304)
 NOT_HTTP: Final = "this is not an HTTP/1.1 request"
 HEAD_END: Final = b"\r\n\r\n"
 # Of the fields that say how a request is read there is one at most.
@@ -58,67 +45,7 @@ HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v
 RESERVED: Final = 32  # connections over the limit that may ask how the gateway is
 RESERVED_S: Final = 1.0
 LINGER_S: Final = 1.0
-LEAST_LOOK_S: Final = 0.25
-TOLD_EVERY_S: Final = 1.0
-STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
-    for status in http.HTTPStatus
-}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a client may send, in what time, and how many may come; as in `gateway.settings`."""
-
-    header_bytes: int = 64 << 10
-    header_fields: int = 100
-    url_bytes: int = 8 << 10
-    pipelined: int = 16
-    header_timeout_s: float = 10.0
-    body_stall_s: float = 10.0
-    write_timeout_s: float = 30.0
-    least_bytes_per_s: int = 1 << 10
-    connections: int = 4096
-    connections_per_client: int = 1024  # 0: any number
-
-
-class Pace(NamedTuple):
-    """For how long who must keep up with a rate may still do nothing."""
-
-    credit_s: float
-    at: float
-
-    def after(self, now: float, moved: int, rate: int, most_s: float) -> Pace:
-        return Pace(min(self.credit_s - (now - self.at) + moved / rate, most_s), now)
-
-    @property
-    def next_look(self) -> float:
-        return self.at + max(self.credit_s, LEAST_LOOK_S)
-
-
-class Crowd:
-    """How many connections each client has to this process, and who was sent away."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, int] = {}
-        self._sent_away = 0
-        self._told_at = -math.inf
-
-    def enter(self, client: str) -> int:
-        count = self._of[client] = self._of.get(client, 0) + 1
-        return count
-
-    def leave(self, client: str) -> None:
-        self._of[client] -= 1
-        if not self._of[client]:
-            del self._of[client]
-
-    def send_away(self, now: float, whose: dict[str, str]) -> None:
-        """Who floods the gateway is not to flood its log."""
-        self._sent_away += 1
-        if now - self._told_at >= TOLD_EVERY_S:
-            log.warning("too many connections: %d sent away", self._sent_away, extra=whose)
-            self._sent_away, self._told_at = 0, now
+NOT_TAKEN: Final = "answer_not_taken"
 
 
 class Protocol(asyncio.Protocol):
@@ -133,7 +60,7 @@ class Protocol(asyncio.Protocol):
         "_body_left",
         "_came",
         "_client",
-        "_coming_credit_s",
+        "_coming_left_s",
         "_coming_since",
         "_connections",
         "_counted",
@@ -158,6 +85,7 @@ class Protocol(asyncio.Protocol):
         "_noted",
         "_parser",
         "_reading",
+        "_refusals",
         "_refused",
         "_reserved",
         "_state",
@@ -196,6 +124,7 @@ class Protocol(asyncio.Protocol):
         self._state = app_state
         # The application may yield from its lifespan where connections are to be counted.
         self._counted: Gauge | None = app_state.get("connections")
+        self._refusals: Counter | None = app_state.get("refusals")
         self._drain: Any = app_state.get("drain")  # … and may say when it is to end
         self._keep_alive_s = config.timeout_keep_alive
         self._limits = limits
@@ -232,9 +161,9 @@ class Protocol(asyncio.Protocol):
         self._began: float | None = None  # until the first header is whole
         self._idle_since = 0.0
         self._coming_since: float | None = None  # a body that did not come in one piece
-        self._coming_credit_s = 0.0
+        self._coming_left_s = 0.0
         self._came = 0
-        self._taking: Pace | None = None  # of answers that the client does not take at once
+        self._taking: Credit | None = None  # of answers that the client does not take at once
         self._untaken = 0
         self._timer: asyncio.TimerHandle | None = None
         self._looks_at = math.inf
@@ -487,11 +416,16 @@ class Protocol(asyncio.Protocol):
     def _tell(self, error: GatewayError) -> None:
         request_id = request_id_of(())
         self.transport.write(refusal(error, request_id))
+        self._count(error.code.lower())
         if isinstance(error, TooManyConnections):
             self._crowd.send_away(self.loop.time(), self._whose)
         else:
             extra = {"status": error.status, "request_id": request_id, **self._whose}
             log.info("refused: %s", error.detail, extra=extra)
+
+    def _count(self, reason: str) -> None:
+        if self._refusals is not None:
+            self._refusals.labels(reason).inc()
 
     @property
     def _whose(self) -> dict[str, str]:
@@ -581,10 +515,10 @@ class Protocol(asyncio.Protocol):
             self._part_of_header_came(data)
         elif self._coming_since is None:
             self._coming_since = now = self.loop.time()
-            self._coming_credit_s = self._limits.body_stall_s
+            self._coming_left_s = self._limits.body_stall_s
             self._came = self._dry_bytes = 0
             self._body_left = self._arriving.length_to_come()
-            self._look_by(now + self._coming_credit_s)
+            self._look_by(now + self._coming_left_s)
         else:
             self._part_of_body_came(len(data))
 
@@ -639,12 +573,13 @@ class Protocol(asyncio.Protocol):
             return now + self._keep_alive_s
         taking = self._taking or self._watch_taking()
         left = self.transport.get_write_buffer_size()
-        pace = self._after(taking, now, self._untaken - left, self._limits.write_timeout_s)
-        self._taking, self._untaken = pace, left
-        if pace.credit_s <= 0:
+        credit = self._after(taking, now, self._untaken - left, self._limits.write_timeout_s)
+        self._taking, self._untaken = credit, left
+        if credit.left_s <= 0:
             log.info("cut off: the client does not take its answer", extra=self._whose)
+            self._count(NOT_TAKEN)
             self.transport.abort()
-        return pace.next_look
+        return credit.next_look
 
     def _look_at_header(self, now: float) -> float:
         """That it comes in time; or the first byte of the next one."""
@@ -672,230 +607,24 @@ class Protocol(asyncio.Protocol):
         since = self._coming_since
         if since is None or self._arriving is None or self._last:
             return math.inf
-        pace = Pace(self._coming_credit_s, since)
+        credit = Credit(self._coming_left_s, since)
         if self._held or self._arriving.is_not_asked_for():  # it is not the client who is slow
             self._held = not self._reading
-            pace = Pace(pace.credit_s, now)
+            credit = Credit(credit.left_s, now)
         else:
-            pace = self._after(pace, now, self._came, self._limits.body_stall_s)
-        self._coming_credit_s, self._coming_since = pace
+            credit = self._after(credit, now, self._came, self._limits.body_stall_s)
+        self._coming_left_s, self._coming_since = credit
         self._came = 0
-        if pace.credit_s <= 0:
+        if credit.left_s <= 0:
             self.refuse(TooSlow())
-        return pace.next_look
+        return credit.next_look
 
-    def _watch_taking(self) -> Pace:
+    def _watch_taking(self) -> Credit:
         now = self.loop.time()
-        self._taking = pace = Pace(self._limits.write_timeout_s, now)
+        self._taking = credit = Credit(self._limits.write_timeout_s, now)
         self._untaken = self.transport.get_write_buffer_size()
-        self._look_by(pace.next_look)
-        return pace
+        self._look_by(credit.next_look)
+        return credit
 
-    def _after(self, pace: Pace, now: float, moved: int, most_s: float) -> Pace:
-        return pace.after(now, moved, self._limits.least_bytes_per_s, most_s)
-
-
-class Exchange:
-    """A request and its answer, as ASGI's `scope`, `receive` and `send`."""
-
-    __slots__ = (
-        "_arrival",
-        "_chunked",
-        "_chunks",
-        "_connection",
-        "_expects_continue",
-        "_gone",
-        "_head",
-        "_hushed",
-        "_left",
-        "_received",
-        "_scope",
-        "_taken",
-        "_unread",
-        "complete",
-        "keep_alive",
-        "started",
-    )
-
-    def __init__(
-        self, connection: Protocol, scope: Scope, keep_alive: bool, expects_continue: bool
-    ) -> None:
-        self._connection = connection
-        self._scope = scope
-        self.keep_alive = keep_alive
-        self._expects_continue = expects_continue
-        self._chunks: list[bytes] = []
-        self._unread = 0
-        self._received = False  # the request's end is here
-        self._taken = False  # … and was given to the application
-        self._gone = False
-        self._hushed = False
-        self._arrival: asyncio.Future[None] | None = None
-        self._head = b""
-        self._chunked = False
-        self._left: int | None = None  # of the announced length; None where there is none
-        self.started = False
-        self.complete = False
-
-    async def run(self, app: ASGIApp) -> None:
-        try:
-            await app(self._scope, self.receive, self.send)
-        except Exception:  # the border of the process: the connection ends, the server does not
-            log.exception("a fault in the application")
-        finally:
-            self._connection.ended(self)
-
-    # The connection calls these.
-
-    def arrived(self, body: bytes) -> None:
-        if self.complete:
-            return  # answered already: nobody reads it
-        self._chunks.append(body)
-        self._unread += len(body)
-        if self._unread > HIGH_WATER_BYTES:
-            self._connection.pause_reading()
-        self._wake()
-
-    def arrived_whole(self) -> None:
-        self._received = True
-        self._wake()
-
-    def hush(self) -> None:
-        """What the application sends reaches nobody any more."""
-        self._hushed = True
-
-    def leave(self) -> None:
-        self._gone = self._hushed = True
-        self._wake()
-
-    def length_to_come(self) -> int:
-        """Of the announced length, while nothing was taken of it yet; 0 where there is none."""
-        for name, value in self._scope["headers"]:
-            if name == b"content-length":
-                return int(value) - self._unread
-        return 0
-
-    def is_not_asked_for(self) -> bool:
-        """The client waits for 100 Continue, which the application has not wanted yet."""
-        return self._expects_continue and not self.complete
-
-    # The application calls these.
-
-    async def receive(self) -> Message:
-        if self._expects_continue:
-            self._expects_continue = False
-            answering = self.started and not self._head
-            if not (self._chunks or self._received or answering or self._gone):
-                self._connection.transport.write(CONTINUE)
-        while not (self._chunks or self._gone or self.complete or self._received > self._taken):
-            self._arrival = self._connection.loop.create_future()
-            await self._arrival
-        if self._gone or self.complete:
-            return GONE
-        chunks = self._chunks
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        self._chunks = []
-        if self._unread > HIGH_WATER_BYTES:
-            self._connection.resume_reading()  # at the end, too: a client that leaves is to be noticed
-        self._unread = 0
-        self._taken = self._received
-        return {"type": "http.request", "body": body, "more_body": not self._received}
-
-    async def send(self, message: Message) -> None:
-        if self._connection.unwritable is not None:
-            await self._connection.writable()
-        if self._hushed:
-            return
-        if message["type"] == "http.response.body":
-            self._send_body(message.get("body", b""), message.get("more_body", False))
-        elif message["type"] == "http.response.start":
-            self._begin(message["status"], message.get("headers", ()))
-
-    def _begin(self, status: int, headers: Any) -> None:
-        if self.started:
-            raise RuntimeError("an answer begins once")
-        self.started = True
-        lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        count = 1
-        close = not self.keep_alive
-        for name, value in headers:
-            if name == b"content-length":
-                self._left = int(value)
-            elif name == b"connection" and b"close" in value.lower():
-                close, self.keep_alive = False, False
-            lines += (name, b": ", value, b"\r\n")
-            count += 1
-        if close:
-            lines.append(b"connection: close\r\n")
-            count += 1
-        if self._scope["method"] == "HEAD" or status in WITHOUT_BODY:
-            self._left = -1
-        elif self._left is None:
-            self._chunked = self._scope["http_version"] == "1.1"
-            if self._chunked:
-                lines.append(b"transfer-encoding: chunked\r\n")
-                count += 1
-            else:
-                self.keep_alive = False
-        lines.append(b"\r\n")
-        self._head = head = b"".join(lines)
-        if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
-            self._cut("a header of the answer holds a line's end")
-
-    def _send_body(self, body: bytes, more: bool) -> None:
-        if self.complete or not self.started:
-            raise RuntimeError("a body out of turn")
-        head, self._head = self._head, b""
-        left = self._left
-        if left == -1:
-            body = b""
-        elif left is not None:
-            self._left = left = left - len(body)
-            if left < 0 or (left and not more):
-                self._cut("an answer's body is not as long as its Content-Length")
-        elif self._chunked:
-            if body:
-                head += b"%x\r\n" % len(body)
-                body += b"\r\n"
-            if not more:
-                body += b"0\r\n\r\n"
-        if head or body:
-            self._connection.write(head, body)
-        if not more:
-            self.complete = True
-            self._wake()
-
-    def _cut(self, fault: str) -> NoReturn:
-        """An application that goes on all the same must not mend it."""
-        self._connection.transport.abort()
-        raise RuntimeError(fault)
-
-    def _wake(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-
-def address_of(name: Any) -> tuple[str, int] | None:
-    """Host and port; a socket file has none."""
-    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
-
-
-def network_of(host: str) -> str:
-    """What a client is counted by: who has an address of IPv6 has 2⁶⁴ of them."""
-    if ":" not in host:
-        return host
-    address = IPv6Address(host.partition("%")[0])
-    return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
-
-
-def refusal(error: GatewayError, request_id: str) -> bytes:
-    body = body_of(error.detail, error.code, request_id)
-    headers = {
-        "content-type": "application/json",
-        **{name.lower(): value for name, value in (error.headers or {}).items()},
-        "connection": "close",
-        "content-length": str(len(body)),
-        "x-request-id": request_id,
-    }
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body
+    def _after(self, credit: Credit, now: float, moved: int, most_s: float) -> Credit:
+        return credit.after(now, moved, self._limits.least_bytes_per_s, most_s)
