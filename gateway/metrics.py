@@ -187,6 +187,15 @@ class Metrics:
         self.retries.labels(replica)
         self.ejections.labels(replica)
 
+    def forget_replica(self, replica: str) -> None:
+        """Else a fleet whose addresses come and go would add series for ever.
+
+        Those of several workers stay: prometheus_client cannot take them out of its files.
+        """
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            for metric in (self.attempts, self.retries, self.ejections):
+                metric.remove_by_labels({"replica": replica})
+
     # On the way of every request: plain numbers.
 
     def observe(self, notes: Notes, status: int, duration_s: float) -> None:

@@ -513,6 +513,29 @@ async def test_an_address_that_is_gone_gets_nothing_more() -> None:
 
 
 @on_uvloop
+async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
+    async with replicas(3) as fakes:
+        names = Names([fake.host for fake in fakes])
+        async with names.pool(fakes[0]) as pool, managing(pool) as repository:
+            assert not (await load(pool, 100, 0.2)).errors
+            await repository.load("m", {})
+            pool.metrics.flush()
+            gone = replica_of(pool, fakes[0]).name
+            assert gone in told_of(pool)
+            names.hosts = [fake.host for fake in fakes[1:]]
+            await until(lambda: len(pool.replicas) == 2)
+            await until(lambda: gone not in repository._behind)
+            assert gone not in told_of(pool)
+            assert len(told_of(pool)) == 2
+
+
+def told_of(pool: Pool) -> set[str]:
+    """The replicas in the metrics."""
+    samples = (sample for metric in pool.metrics.collect() for sample in metric.samples)
+    return {sample.labels["replica"] for sample in samples if "replica" in sample.labels}
+
+
+@on_uvloop
 async def test_what_is_under_way_at_an_address_that_is_gone_comes_to_its_end() -> None:
     async with replicas(1, delay_s=0.5) as (fake,):
         names = Names([fake.host])

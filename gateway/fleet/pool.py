@@ -140,7 +140,9 @@ class Pool:
         for address in self.replicas.keys() - wanted:
             log.warning("the replica %s is gone", address)
             self._watches.pop(address).cancel()
-            self.replicas.pop(address).close()
+            gone = self.replicas.pop(address)
+            gone.close()
+            self.metrics.forget_replica(gone.name)
         for address in sorted(wanted - self.replicas.keys(), key=str):
             replica = self.replicas[address] = Replica(address, self._wire)
             self.metrics.expect_replica(replica.name)

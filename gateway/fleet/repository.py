@@ -433,6 +433,7 @@ class Repository:
         while True:
             await self._read_wishes()
             self._file.look()
+            self._forget_the_gone()
             if await self._store.leads():
                 self._reconcile()
             await asyncio.sleep(LEAST_PAUSE_S)
@@ -444,7 +445,7 @@ class Repository:
         """Start what is lacking; a little at a time, and nothing that failed a moment ago."""
         wishes = wanted(self.wishes, self.declared)
         for replica in list(self._pool.replicas.values()):
-            address = str(replica.address)
+            address = replica.name
             if self._pool.state(replica) > State.EJECTED:
                 # What comes back is another process: what failed before says nothing of it.
                 for key in [key for key in self._backoff if key[0] == address]:
@@ -457,6 +458,14 @@ class Repository:
                 if self._may_start(address, action.model):
                     running += 1
                     self._start(replica, action)
+
+    def _forget_the_gone(self) -> None:
+        """What was known of addresses that come and go does not stay for ever."""
+        there = {replica.name for replica in self._pool.replicas.values()}
+        for address in self._behind.keys() - there:
+            del self._behind[address]
+        for key in [key for key in self._backoff if key[0] not in there]:
+            del self._backoff[key]
 
     def _may_start(self, address: str, model: str) -> bool:
         key = (address, model)
