@@ -145,11 +145,9 @@ def create_app(settings: Settings) -> ASGIApp:
     cannot be used.
     """
     sources = [source(url) for url in settings.triton_urls]
-    wire = Wire(settings.connect_timeout_s, tls_context(settings, sources))
-    terms = Terms(
-        settings.load_timeout_s,
-        Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file),
-    )
+    tls = Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
+    wire = Wire(settings.connect_timeout_s, tls_context(settings, sources), tls)
+    terms = Terms(settings.load_timeout_s, tls)
     file = ModelsFile(settings.models_file)
     file.open()
     keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -21,12 +21,14 @@ from gateway.errors import (
     quoted,
 )
 from gateway.fleet.pool import Pool
+from gateway.fleet.replica import Replica
 from gateway.tensors.inputs import Inputs
 from gateway.tensors.outputs import Result, joined
 from gateway.tensors.signature import Signature, signature
-from gateway.triton import infer
+from gateway.triton import infer, streams
 from gateway.triton.complaints import Asked
 from gateway.triton.http import Headers, Reply
+from gateway.triton.streams import Stream
 
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
 METADATA_TIMEOUT_S = 5.0
@@ -180,12 +182,70 @@ class Models:
             classified=bool(call.parameters.get("classification")),
         )
 
+    async def stream(
+        self, model: Signature, inputs: Inputs, call: Call, timeout_s: float
+    ) -> AsyncGenerator[Result, None]:
+        """The model's answers as they come: the first is there when this returns, and each of the others
+        may take `timeout_s`. Closing what this returns cancels the inference.
+
+        Raises `DoesNotFit` for a batch larger than the model takes: its pieces would be told apart by
+        nobody.
+        """
+        if len(list(inputs.cut(model.max_batch_size))) > 1:
+            raise DoesNotFit(f"the model streams at most {model.max_batch_size} items at a time")
+        left_s = call.deadline - asyncio.get_running_loop().time()
+        inference = streams.request(
+            model,
+            inputs.arrays,
+            call.outputs,
+            call.parameters,
+            request_id=call.request_id,
+            timeout_us=max(int(left_s * 1e6), 1),
+        )
+        asked = Asked(model.model, model.version, timeout_s)
+
+        async def start(replica: Replica) -> tuple[Stream, streams.Answer | None]:
+            begun = Stream(replica.streams, asked, inference)
+            try:
+                left_s = call.deadline - asyncio.get_running_loop().time()
+                return begun, await begun.next(left_s)
+            except BaseException:
+                begun.close()
+                raise
+
+        try:
+            begun, first = await self._pool.begin(asked, start)
+        except CONTRADICTIONS:
+            self.forget(model.model)
+            raise
+
+        def result_of(answer: streams.Answer) -> Result:
+            classified = bool(call.parameters.get("classification"))
+            return Result(model, answer[0], inputs.batched, call.request_id, answer[1], classified)
+
+        return results(begun, first, timeout_s, result_of)
+
     async def _posted(self, asked: Asked, path: bytes, headers: Headers, body: bytes) -> Reply:
         answer = await self._pool.send(asked, b"POST", path, headers, body)
         try:
             return Reply(answer.status, answer.headers, await answer.read())
         finally:
             answer.close()
+
+
+async def results(
+    stream: Stream,
+    answer: streams.Answer | None,
+    timeout_s: float,
+    result_of: Callable[[streams.Answer], Result],
+) -> AsyncGenerator[Result, None]:
+    """From this answer on."""
+    try:
+        while answer is not None:
+            yield result_of(answer)
+            answer = await stream.next(timeout_s)
+    finally:
+        stream.close()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio
 import orjson
@@ -28,6 +28,7 @@ from gateway.fleet.index import index_of
 from gateway.fleet.replica import Address, Replica, Source, Wire
 from gateway.metrics import Metrics
 from gateway.triton.complaints import Asked, complaint
+from gateway.triton.grpc import NoGrpc
 from gateway.triton.http import Answer, Headers, NotSent
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ MAX_ERROR_BYTES: Final = 1 << 20
 MAX_CANDIDATE_LISTS: Final = 10_000
 USUAL_WEIGHT: Final = 0.05
 # A replica that says so has not run the request.
+T = TypeVar("T")
 NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
 ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
 OUTCOMES: Final = dict(zip(ON_THE_WIRE, ("refused", "bad_answer", "deadline"), strict=True))
@@ -311,6 +313,34 @@ class Pool:
                 self._failed(replica, error, began)
             left_s -= perf_counter() - began
             if tried or left_s <= 0 or not self._may_retry(error, replica, asked, body):
+                raise error
+            log.warning("asking another replica than %s: %s", replica.name, error.detail)
+            self.metrics.retries.labels(replica.name).inc()
+            tried = replica
+
+    async def begin(self, asked: Asked, start: Callable[[Replica], Awaitable[T]]) -> T:
+        """What `start` begins on a replica, over another wire than HTTP; on a second one, when the first
+        cannot have run it. Raises what it raises."""
+        tried: Replica | None = None
+        notes = current.get()
+        while True:
+            replica = self.choose(asked.model, asked.version, tried)
+            began = perf_counter()
+            try:
+                begun = await start(replica)
+            except ON_THE_WIRE as exc:
+                error: GatewayError = exc
+                self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
+                if not isinstance(exc, NoGrpc):  # which says nothing of its HTTP
+                    self._failed(replica, error, began)
+            except (ModelNotReady, UnknownModel) as exc:
+                error = exc
+                self._attempted(replica, began, "answered", notes)
+                self._contradicted(replica, asked)
+            else:
+                self._attempted(replica, began, "answered", notes)
+                return begun
+            if tried or not self._may_retry(error, replica, asked, b""):
                 raise error
             log.warning("asking another replica than %s: %s", replica.name, error.detail)
             self.metrics.retries.labels(replica.name).inc()

@@ -41,7 +41,7 @@ class FleetView(Collector):
             address, found = str(replica.address), self._pool.state(replica)
             for each in State:
                 state.add_metric([address, each.name.lower()], float(each is found))
-            outstanding.add_metric([address], replica.http.outstanding)
+            outstanding.add_metric([address], replica.outstanding)
             states = Counter(replica.index.state(name).state for name in replica.index.models)
             for name in RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])

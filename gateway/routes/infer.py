@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import answers, payload_of, refusals, whole_body
 from gateway.routes.services import Services, ServicesForInference
+from gateway.routes.streams import EVENTS, LINES, Streamed, form_of
 from gateway.tensors import predict as dialect
 from gateway.tensors import schema
 from gateway.tensors.dtypes import DATATYPES
@@ -94,6 +95,10 @@ INFERRED = FAILURES | answers({"anyOf": [ANSWER, WOULD_BE_SENT]}, "The model's o
 INFERRED[200]["content"] |= {
     NPY: BINARY,
     NPZ: BINARY,
+    EVENTS: {
+        "schema": {"type": "string", "description": "An event for each answer, as it is made."}
+    },
+    LINES: {"schema": {"type": "string", "description": "The same as lines of JSON."}},
     # One output raw, by the type that the model declares for it.
     "*/*": BINARY,
 }
@@ -156,10 +161,12 @@ class Exchange:
         return await converted(payload, self.signature, limits, self.services.decoders)
 
     async def result(self, inputs: Inputs, payload: Payload) -> Result:
+        return await self.services.models.infer(self.signature, inputs, self.call(payload))
+
+    def call(self, payload: Payload) -> Call:
         outputs = output_names(self.signature, payload.outputs)
         request_id = payload.id or self.request_id
-        call = Call(outputs, payload.parameters, request_id, self.deadline, self.trace)
-        return await self.services.models.infer(self.signature, inputs, call)
+        return Call(outputs, payload.parameters, request_id, self.deadline, self.trace)
 
 
 @asynccontextmanager
@@ -168,18 +175,37 @@ async def exchange(
 ) -> AsyncIterator[Exchange]:
     """Everything inside ends at the request's deadline. Raises `DeadlinePassed`."""
     timeout_s = services.timeout_s(request.headers.get("x-request-timeout"))
-    deadline = anyio.current_time() + timeout_s
+    async with AsyncExitStack() as stack:
+        with within(timeout_s):
+            yield await admitted(request, services, model, version, timeout_s, stack)
+
+
+@contextmanager
+def within(timeout_s: float) -> Iterator[None]:
     try:
-        with ExitStack() as stack, anyio.fail_after(timeout_s):
-            signature = await services.models.signature(model, version)
-            notes: Notes = request.scope["notes"]
-            notes.model, notes.version = signature.model, version
-            await services.gate.enter(signature.model, timeout_s, notes.key)
-            stack.callback(services.gate.leave, signature.model)
-            trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
-            yield Exchange(services, signature, notes.request_id, deadline, trace)
+        with anyio.fail_after(timeout_s):
+            yield
     except TimeoutError as exc:
         raise DeadlinePassed(timeout_s) from exc
+
+
+async def admitted(
+    request: Request,
+    services: Services,
+    model: str,
+    version: str,
+    timeout_s: float,
+    stack: AsyncExitStack,
+) -> Exchange:
+    """With a place for the inference, which the stack gives back."""
+    deadline = anyio.current_time() + timeout_s
+    signature = await services.models.signature(model, version)
+    notes: Notes = request.scope["notes"]
+    notes.model, notes.version = signature.model, version
+    await services.gate.enter(signature.model, timeout_s, notes.key)
+    stack.callback(services.gate.leave, signature.model)
+    trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
+    return Exchange(services, signature, notes.request_id, deadline, trace)
 
 
 def on_or_off(value: Any, parse: ValidatorFunctionWrapHandler) -> bool:
@@ -214,6 +240,9 @@ async def infer(
     ] = False,
 ) -> Response:
     """Inference from what people have: an image, a text, numbers, a form, JSON or NumPy's files."""
+    form = form_of(request.headers.get("accept", ""))
+    if form and not dry_run:
+        return await streamed(request, services, model, version, form)
     async with exchange(request, services, model, version) as asked:
         payload = await payload_of(request, asked.limits, services.decoders)
         outputs = output_names(asked.signature, payload.outputs) or tuple(asked.signature.outputs)
@@ -222,6 +251,22 @@ async def infer(
         if dry_run:
             return Response(orjson.dumps(described(asked.signature, inputs)), media_type=JSON)
         return response(render(await asked.result(inputs, payload)))
+
+
+async def streamed(
+    request: Request, services: Services, model: str, version: str, form: str
+) -> Response:
+    """As the answers are made. Until the first is there, a failure is an answer like any other; then each
+    may take as long as the first might have."""
+    timeout_s = services.timeout_s(request.headers.get("x-request-timeout"))
+    async with AsyncExitStack() as stack:
+        with within(timeout_s):
+            asked = await admitted(request, services, model, version, timeout_s, stack)
+            payload = await payload_of(request, asked.limits, services.decoders)
+            inputs = await asked.inputs(payload)
+        call = asked.call(payload)
+        results = await services.models.stream(asked.signature, inputs, call, timeout_s)
+        return Streamed(results, form, asked.request_id, stack.pop_all())
 
 
 @router.post(

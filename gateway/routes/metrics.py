@@ -32,6 +32,7 @@ from gateway.exposition.layout import Layout
 from gateway.exposition.writing import Form, write
 from gateway.fleet.health import State
 from gateway.fleet.replica import Replica
+from gateway.routes.bodies import REQUEST_ID, refusals
 from gateway.routes.services import ServicesForMetrics
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,14 @@ GZIP_LEVEL: Final = 4
 SLICE_LINES: Final = 100
 NAP_S: Final = 0.0001
 BATCH_BYTES: Final = 256 << 10
+TEXT: Final = {"schema": {"type": "string"}}
+PAGE: Final = refusals() | {
+    200: {
+        "description": "The page, in the form that `Accept` asks for.",
+        "headers": REQUEST_ID | {"Vary": {"required": True, "schema": {"type": "string"}}},
+        "content": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
+    }
+}
 
 
 @dataclass
@@ -63,7 +72,13 @@ class Scrape:
     reason: str = ""
 
 
-@router.get("/metrics")
+@router.get(
+    "/metrics",
+    operation_id="metrics",
+    summary="The gateway's metrics and every replica's",
+    response_class=StreamingResponse,
+    responses=PAGE,
+)
 async def metrics(request: Request, services: ServicesForMetrics) -> Response:
     """A replica that does not answer costs its own samples, never the page."""
     headers = request.headers

@@ -188,7 +188,7 @@ def replica_described(pool: Pool, replica: Replica, caller: Caller) -> dict[str,
     told: dict[str, Any] = {
         "address": str(replica.address),
         "state": state.name,
-        "outstanding": replica.http.outstanding,
+        "outstanding": replica.outstanding,
         "slowness": round(replica.pace.slowness, 2),
         "models": {
             name: replica.index.state(name).state

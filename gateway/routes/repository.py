@@ -149,6 +149,7 @@ CHANGE = {
             "required": False,
             "description": "`respond-async`: answer 202 at once, and the operation to look at.",
             "schema": TEXT,
+            "example": ASYNC,
         }
     ],
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
+
 from gateway.tensors.dtypes import Datatype, Kind
 from gateway.tensors.examples import json_example, path_of
 from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTETS
@@ -15,6 +17,10 @@ BASE64: Schema = {
     "properties": {"b64": {"type": "string", "contentEncoding": "base64"}},
     "required": ["b64"],
     "additionalProperties": False,
+}
+PARAMETERS: Schema = {
+    "type": ["object", "null"],
+    "additionalProperties": {"type": ["string", "number", "boolean"]},
 }
 BINARY: Schema = {"type": "string", "format": "binary"}
 ERROR: Schema = {
@@ -51,11 +57,12 @@ ANY_BODY = {
             "type": "object",
             "properties": {
                 "inputs": {"description": "A value, or an object of values by input name."},
-                "outputs": {"type": "array", "items": {"type": "string"}},
-                "parameters": {"type": "object"},
+                "outputs": {"type": ["array", "null"], "items": {"type": "string"}},
+                "parameters": PARAMETERS,
                 "id": {"type": "string"},
             },
             "required": ["inputs"],
+            "additionalProperties": False,
         }
     },
     NPY: {"schema": BINARY},
@@ -68,7 +75,7 @@ def error_responses() -> dict[int | str, dict[str, Any]]:
     return {status: {"description": text, "content": content} for status, text in ERRORS.items()}
 
 
-def element(datatype: Datatype) -> Schema:
+def element(datatype: Datatype, *, is_input: bool) -> Schema:
     if datatype.kind is Kind.BYTES:
         return {"anyOf": [{"type": "string"}, BASE64]}
     if datatype.kind is Kind.BOOLEAN:
@@ -76,12 +83,15 @@ def element(datatype: Datatype) -> Schema:
     if datatype.kind is Kind.INTEGER:
         low, high = datatype.range
         return {"type": "integer", "minimum": low, "maximum": high}
-    return {"type": "number"}
+    if is_input:
+        info = ml_dtypes.finfo(datatype.numpy)  # type: ignore[no-untyped-call]
+        return {"type": "number", "minimum": float(info.min), "maximum": float(info.max)}
+    return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
 
 def value_schema(tensor: Tensor, *, batching: bool, is_input: bool) -> Schema:
     """A value of the tensor alone; for a batching model, a batch as well."""
-    item = element(tensor.datatype)
+    item = element(tensor.datatype, is_input=is_input)
     if batching and tensor.shape == (1,):
         one = item
     else:
@@ -90,7 +100,7 @@ def value_schema(tensor: Tensor, *, batching: bool, is_input: bool) -> Schema:
             one = {"type": "array", "items": one}
             if size >= 0:
                 one |= {"minItems": size, "maxItems": size}
-    forms = [one, {"type": "array", "items": one}] if batching else [one]
+    forms = [one, {"type": "array", "items": one, "minItems": 1}] if batching else [one]
     if is_input and all(size in (1, -1) for size in tensor.shape):
         forms.append(item)
     if is_input and tensor.image is not None:
@@ -116,8 +126,8 @@ def request_schema(signature: Signature) -> Schema:
         "type": "object",
         "properties": {
             "inputs": inputs,
-            "outputs": {"type": "array", "items": {"enum": list(signature.outputs)}},
-            "parameters": {"type": "object"},
+            "outputs": {"type": ["array", "null"], "items": {"enum": list(signature.outputs)}},
+            "parameters": PARAMETERS,
             "id": {"type": "string"},
         },
         "required": ["inputs"],

@@ -119,7 +119,8 @@ RULES = (
     rule(ANY, MANAGES_ITSELF.pattern,
          lambda text, _: Conflict(f"this Triton manages its models itself: {text}")),
     rule(ANY, r"decoupled transaction", lambda _, asked: RefusedByModel(
-        f"model '{asked.model}' answers several times (decoupled) and must be streamed")),
+        f"model '{asked.model}' answers several times (decoupled): stream it, by POST "
+        f"/v1/models/{asked.model}/infer with Accept: text/event-stream")),
     rule({400, 501}, r"\bcuda\b|\bgpu\b|out of memory",
          lambda text, asked: ModelFault(f"model '{asked.model}' failed: {text}")),
     rule({400}, r"unexpected (shape|data-?type|size|number)|expected [^,]{0,40} inputs? but got|"

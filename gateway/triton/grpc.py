@@ -89,17 +89,7 @@ async def client(
     address: str, asked: Asked, tls: Tls | None
 ) -> AsyncIterator[InferenceServerClient]:
     """A connected client; what goes wrong inside leaves as an error of ours."""
-    secured = (
-        {}
-        if tls is None
-        else {
-            "ssl": True,
-            "root_certificates": tls.ca_file and str(tls.ca_file),
-            "private_key": tls.key_file and str(tls.key_file),
-            "certificate_chain": tls.cert_file and str(tls.cert_file),
-        }
-    )
-    triton = InferenceServerClient(address, **secured)
+    triton = InferenceServerClient(address, **secured(tls))
     try:
         await asyncio.wait_for(triton.is_server_live(), CONNECT_TIMEOUT_S)
         yield triton
@@ -109,6 +99,18 @@ async def client(
         raise translated(exc, address, asked) from exc
     finally:
         await triton.close()
+
+
+def secured(tls: Tls | None) -> dict[str, Any]:
+    """As tritonclient's gRPC client takes it."""
+    if tls is None:
+        return {}
+    return {
+        "ssl": True,
+        "root_certificates": tls.ca_file and str(tls.ca_file),
+        "private_key": tls.key_file and str(tls.key_file),
+        "certificate_chain": tls.cert_file and str(tls.cert_file),
+    }
 
 
 def translated(exc: InferenceServerException, address: str, asked: Asked) -> GatewayError:

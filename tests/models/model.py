@@ -6,6 +6,7 @@ It knows its tensors by their place in the config, never by name.
 import io
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -87,6 +88,7 @@ class TritonPythonModel:
         self.inputs = [entry["name"] for entry in config["input"]]
         self.outputs = [entry["name"] for entry in config["output"]]
         self.behaviour = config["parameters"]["behaviour"]["string_value"]
+        self.folder = Path(args["model_repository"])
 
     def execute(self, requests):
         if self.behaviour == "ticking":
@@ -96,12 +98,19 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
 
     def tick(self, request):
-        """COUNT answers, SECONDS apart: its number, and when it was made. A negative COUNT fails then."""
+        """COUNT answers, SECONDS apart: its number, and when it was made. A negative COUNT fails then.
+
+        Whoever cancels it leaves a file with the number that was not made, and when that was seen.
+        """
         given = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]
         count, pause_s = (tensor.as_numpy()[0] for tensor in given)
         sender = request.get_response_sender()
         for number in range(abs(count)):
             time.sleep(float(pause_s))
+            if sender.is_cancelled():
+                with (self.folder / "cancelled").open("a") as file:
+                    file.write(f"{number} {time.time()}\n")
+                break
             values = np.array([number], np.int32), np.array([time.time()])
             made = [pb_utils.Tensor(*pair) for pair in zip(self.outputs, values, strict=True)]
             sender.send(pb_utils.InferenceResponse(made))
