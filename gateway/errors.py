@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -252,6 +253,10 @@ async def render(request: Request, exc: Exception) -> Response:
     elif isinstance(exc, HTTPException):
         status = exc.status_code
         code, sentence = FRAMEWORK.get(status, (f"HTTP_{status}", str(exc.detail)))
+    elif isinstance(exc, RequestValidationError):
+        status, code = Malformed.status, Malformed.code
+        where, told = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
+        sentence = f"the {where[0]} parameter {quoted(str(where[-1]))} cannot be taken: {told}"
     else:
         log.error("a fault in the gateway", exc_info=exc, extra={"request_id": request_id})
         status, code = 500, "INTERNAL"

@@ -345,7 +345,11 @@ def test_every_operation_can_be_read_and_called_by_its_name(served: Served) -> N
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/models/single_BYTES/infer?dry_run=perhaps", {"inputs": "a"}, "dry_run takes"),
+        (
+            "/v1/models/single_BYTES/infer?dry_run=perhaps",
+            {"inputs": "a"},
+            "the query parameter 'dry_run'",
+        ),
         ("/v2/repository/index", {"ready": "true"}, '"ready" must be'),
         (
             f"/v2/repository/models/{MANAGED}/unload",

@@ -13,10 +13,9 @@ import anyio
 import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from gateway.context import Notes
-from gateway.errors import DeadlinePassed, Malformed
+from gateway.errors import DeadlinePassed
 from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import answers, payload_of, refusals, whole_body
@@ -208,14 +207,6 @@ async def admitted(
     return Exchange(services, signature, notes.request_id, deadline, trace)
 
 
-def on_or_off(value: Any, parse: ValidatorFunctionWrapHandler) -> bool:
-    """FastAPI's own refusal is of another family than ours. Raises `Malformed`."""
-    try:
-        return bool(parse(value))
-    except ValidationError:
-        raise Malformed("dry_run takes true or false") from None
-
-
 @router.post(
     "/v1/models/{model}/infer",
     operation_id="infer",
@@ -235,9 +226,7 @@ async def infer(
     services: ServicesForInference,
     model: str,
     version: str = "",
-    dry_run: Annotated[
-        bool, Query(description="Answer the tensors, and send nothing."), WrapValidator(on_or_off)
-    ] = False,
+    dry_run: Annotated[bool, Query(description="Answer the tensors, and send nothing.")] = False,
 ) -> Response:
     """Inference from what people have: an image, a text, numbers, a form, JSON or NumPy's files."""
     form = form_of(request.headers.get("accept", ""))
