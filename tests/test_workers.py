@@ -27,8 +27,14 @@ def pair(demo_triton: EmbeddedTriton) -> Iterator[tuple[Command, str]]:
 def workers(command: Command) -> list[psutil.Process]:
     """The living ones; the other child of the command keeps track of its shared resources."""
     children = psutil.Process(command.pid).children()
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "spawn_main" in " ".join(child.cmdline())]
+    return [child for child in children if "spawn_main" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return ""
 
 
 def counted(url: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from fastapi import Request
@@ -83,10 +83,11 @@ async def inflated(chunks: AsyncIterator[bytes], window: int) -> AsyncIterator[b
 
 
 async def bounded(
-    chunks: AsyncIterator[bytes], window: int, max_bytes: int
+    chunks: AsyncIterator[bytes], window: int, max_bytes: int, look: Callable[[bytes], None]
 ) -> AsyncIterator[bytes]:
     """A compressed body as it is, while what it inflates to is within the limit: for who inflates it next
-    and knows none. Raises `BodyTooLarge`, and `Malformed` for what is not compressed.
+    and knows none. Each plain piece is shown to `look`. Raises `BodyTooLarge`, what `look` raises, and
+    `Malformed` for what is not compressed.
     """
     inflater = Inflater(window)
     length = 0
@@ -95,6 +96,7 @@ async def bounded(
             length += len(piece)
             if length > max_bytes:
                 raise BodyTooLarge(max_bytes)
+            look(piece)
         yield chunk
     inflater.end()
 

@@ -15,7 +15,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.context import Notes
-from gateway.errors import DeadlinePassed
+from gateway.errors import DeadlinePassed, Malformed
 from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import answers, payload_of, refusals, whole_body
@@ -35,6 +35,7 @@ from gateway.triton.http import Headers
 router = APIRouter(tags=["inference"])
 ROWS_AT_A_TIME = 16
 FIRST_VALUES = 8
+MOST_PARAMETERS = 1000
 # Converting numbers of this many bytes is worth a thread.
 LARGE_ARRAY_BYTES = 1 << 20
 
@@ -163,6 +164,8 @@ class Exchange:
         return await self.services.models.infer(self.signature, inputs, self.call(payload))
 
     def call(self, payload: Payload) -> Call:
+        if len(payload.parameters) > MOST_PARAMETERS:  # which keep Triton busy for minutes
+            raise Malformed(f"a request has at most {MOST_PARAMETERS} parameters")
         outputs = output_names(self.signature, payload.outputs)
         request_id = payload.id or self.request_id
         return Call(outputs, payload.parameters, request_id, self.deadline, self.trace)

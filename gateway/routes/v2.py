@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
@@ -35,6 +35,7 @@ from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
 from gateway.triton.complaints import Asked, scrubbed_event
 from gateway.triton.http import Answer, Headers
+from gateway.triton.shapes import Shapes
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Rule:
     refusal: str = ""
     health: bool = False
     inference: bool = False  # counts against the limits
+    tensors: bool = False  # its body says what shapes they have
 
 
 def rule(path: str, methods: str, **more: Any) -> Rule:
@@ -63,7 +65,8 @@ def rule(path: str, methods: str, **more: Any) -> Rule:
 SHARED_MEMORY = "shared memory cannot be used through the gateway; send the tensors in the body"
 RULES = (
     rule("/v2/models/stats", "GET HEAD", of_all=True),  # and not a model called stats
-    rule(f"{MODEL}/(infer|generate|generate_stream)", "POST", inference=True),
+    rule(f"{MODEL}/infer", "POST", inference=True, tensors=True),
+    rule(f"{MODEL}/(generate|generate_stream)", "POST", inference=True),
     rule(f"{MODEL}/ready", "GET HEAD", health=True),
     rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
     rule("/v2/health/(live|ready)", "GET HEAD", health=True),
@@ -81,6 +84,8 @@ HOP_BY_HOP = frozenset(
 NOT_SENT_ON = HOP_BY_HOP | frozenset(
     b"host expect authorization x-api-key x-request-timeout".split()
 )
+OF_THE_BODY = frozenset((b"content-encoding", b"inference-header-content-length"))
+NOTHING: Headers = []
 # A `Connection` that names these would cut the body loose.
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 NOT_RELAYED = HOP_BY_HOP | frozenset((b"transfer-encoding",))
@@ -108,14 +113,16 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         try:
             notes.model, notes.version = names["model"], names["version"]
             start = start_of(answer, scope)
-            status = answer.status
-            await send(start)
             if answer.complete and not answer.is_event_stream and scope["method"] != "HEAD":
+                status = answer.status
+                await send(start)
                 rest = answer.rest()
                 notes.bytes_out = len(rest)
                 await send({"type": "http.response.body", "body": rest})
             else:
-                await relay(answer, scope, send)
+                async for message in relayed(answer, start, scope):
+                    status = answer.status
+                    await send(message)
         finally:
             answer.close()
             if rule.inference:
@@ -142,15 +149,18 @@ async def asked(
 ) -> Answer:
     """Triton's answer, a success; and for an inference its place, which is the caller's to give back."""
     notes: Notes = scope["notes"]
-    headers, asked_s, length, encoding = sent_on(scope["headers"])
+    headers, wishes = sent_on(scope["headers"])
+    length, asked_s, encoding = wishes.length, wishes.timeout, wishes.encoding
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
     timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
     notes.timeout_s = timeout_s
     body = body_of(await receive(), receive, headers, length, limit)
-    if encoding in WINDOWS:
-        body = await within(body, WINDOWS[encoding], limit)
+    if rule.tensors or encoding in WINDOWS:
+        room = limit if length is None or encoding in WINDOWS else length
+        shapes = Shapes(room, wishes.json_bytes if rule.tensors else 0)
+        body = await looked_at(body, shapes, encoding, limit)
     if isinstance(body, bytes):
         notes.bytes_in = len(body)
     else:
@@ -211,13 +221,24 @@ def target_of(scope: Scope) -> bytes:
     return b"%b?%b" % (path, query) if query else path
 
 
-def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None, str]:
-    """The headers for Triton; the time the client asks for; the body's length, and how it is compressed."""
+class Wishes(NamedTuple):
+    """What the headers say of a request."""
+
+    timeout: str | None  # that the client asks for
+    length: int | None  # of the body
+    encoding: str = ""  # of the body
+    json_bytes: int | None = (
+        None  # of the body, before what is binary; None where all of it is JSON
+    )
+
+
+def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
+    """The headers for Triton, and what they say."""
     kept: Headers = []
     named: list[bytes] = []
     timeout: str | None = None
     length: int | None = None
-    encoding = ""
+    described: Headers = NOTHING
     for header in headers:
         name = header[0]
         if name == b"content-length":
@@ -228,15 +249,25 @@ def sent_on(headers: Headers) -> tuple[Headers, str | None, int | None, str]:
             elif name == b"x-request-timeout":
                 timeout = header[1].decode("latin-1")
             continue
-        elif name == b"content-encoding":
-            if encoding:
-                raise Malformed("the request has more than one Content-Encoding")
-            encoding = header[1].decode("latin-1").strip().lower()
+        elif name in OF_THE_BODY:
+            described = [*described, header]
         kept.append(header)
     if named:
         dropped = set(named) - FRAMING
         kept = [header for header in kept if header[0] not in dropped]
-    return kept, timeout, length, encoding
+    if not described:
+        return kept, Wishes(timeout, length)
+    return kept, Wishes(timeout, length, *described_by(described))
+
+
+def described_by(headers: Headers) -> tuple[str, int | None]:
+    """How the body is compressed, and how much of it is JSON. Raises `Malformed`."""
+    found = dict(headers)
+    if len(found) < len(headers):
+        raise Malformed(f"the request has more than one {headers[-1][0].decode().title()}")
+    encoding = found.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+    json_bytes = found.get(b"inference-header-content-length", b"")
+    return encoding, int(json_bytes) if json_bytes.isdigit() else None
 
 
 def body_of(
@@ -280,15 +311,26 @@ async def counted(body: AsyncIterator[bytes], notes: Notes) -> AsyncIterator[byt
         yield data
 
 
-async def within(
-    body: bytes | AsyncIterator[bytes], window: int, limit: int
+async def looked_at(
+    body: bytes | AsyncIterator[bytes], shapes: Shapes, encoding: str, limit: int
 ) -> bytes | AsyncIterator[bytes]:
-    """The same, looked at before Triton inflates it, which does so without a limit."""
+    """The same, looked at before Triton believes its shapes, or inflates it without a limit."""
+    if encoding not in WINDOWS:
+        if isinstance(body, bytes):
+            shapes.feed(body)
+            return body
+        return looked_through(body, shapes)
     if not isinstance(body, bytes):
-        return bounded(body, window, limit)
-    async for _ in bounded(whole(body), window, limit):
+        return bounded(body, WINDOWS[encoding], limit, shapes.feed)
+    async for _ in bounded(whole(body), WINDOWS[encoding], limit, shapes.feed):
         pass
     return body
+
+
+async def looked_through(body: AsyncIterator[bytes], shapes: Shapes) -> AsyncIterator[bytes]:
+    async for data in body:
+        shapes.feed(data)
+        yield data
 
 
 async def whole(body: bytes) -> AsyncIterator[bytes]:
@@ -310,15 +352,21 @@ def start_of(answer: Answer, scope: Scope) -> Message:
     return {"type": "http.response.start", "status": answer.status, "headers": kept}
 
 
-async def relay(answer: Answer, scope: Scope, send: Send) -> None:
-    """Pass the answer's body on as it comes; each piece may take as long as its beginning might have."""
+async def relayed(answer: Answer, start: Message, scope: Scope) -> AsyncIterator[Message]:
+    """The answer as it comes; each piece may take as long as its beginning might have.
+
+    The head goes with the first piece: an answer that never has one is none.
+    """
     if scope["method"] == "HEAD":
-        await send({"type": "http.response.body"})
+        yield start
+        yield {"type": "http.response.body"}
         return
     events = None
     if answer.is_event_stream:
         events = ScrubbedErrors(scrubbed_event)
-        await send({"type": "http.response.body", "more_body": True})  # the head goes ahead
+        yield start
+        yield {"type": "http.response.body", "more_body": True}  # the head goes ahead
+    begun = events is not None
     last = False
     notes: Notes = scope["notes"]
     while not last:
@@ -329,5 +377,8 @@ async def relay(answer: Answer, scope: Scope, send: Send) -> None:
         last = answer.complete
         if events is not None:
             chunk = events.feed(chunk) + (events.end() if last else b"")
+        if not begun:
+            begun = True
+            yield start
         notes.bytes_out += len(chunk)
-        await send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        yield {"type": "http.response.body", "body": chunk, "more_body": not last}
