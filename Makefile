@@ -10,13 +10,17 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 
 SENTENCES := triton_repo/text_core/1/model.onnx
 
-.PHONY: run test check fmt bench bench-peers lock clean models
+.PHONY: run test faults check fmt bench bench-peers lock clean models
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
 test: $(VENV)/.dev models
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+# One after the other: most of them measure.
+faults: $(VENV)/.dev models
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
