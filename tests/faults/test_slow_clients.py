@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import threading
 import time
@@ -16,7 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.test_load import ECHO, QUIET, Asked, Pool, by_v2, offer, p99_ms, port_of
+from tests.faults.test_load import (
+    ECHO,
+    QUIET,
+    Asked,
+    Pool,
+    by_v2,
+    median_ms,
+    offer,
+    p99_ms,
+    port_of,
+)
 from tests.servers import Triton, gateway
 from tests.test_exposition import program
 from tests.test_fleet import write_echo
@@ -79,15 +88,11 @@ def held(port: int) -> set[int]:
     """The clients' ends of the connections that a process holds on this port (proc_net_tcp(5))."""
     found, local = set(), f":{port:04X} "
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        if local in line[:20]:
+        if local in line[:24]:  # before the far end begins
             remote, state, inode = itemgetter(2, 3, 9)(line.split())
             if state != "0A" and inode != "0":  # LISTEN, and what only the system still has
                 found.add(int(remote[-4:], 16))
     return found
-
-
-def median_ms(asked: Sequence[Asked]) -> float:
-    return statistics.median(each.took_s for each in asked) * 1000
 
 
 @dataclass
