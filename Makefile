@@ -16,7 +16,7 @@ run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
 test: $(VENV)/.dev models
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long" $(ARGS)
 
 # One after the other: most of them measure.
 faults: $(VENV)/.dev models

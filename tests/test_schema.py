@@ -38,7 +38,7 @@ from tests.servers import gateway_before, triton_on_free_ports
 from tests.test_auth import bearer, entry, written
 from tests.test_demo import assert_error
 
-EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "6"))
 LONG = EXAMPLES > 50
 ADMIN = "tgw_schema-secret"
 SERVING = (

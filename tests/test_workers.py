@@ -11,6 +11,7 @@ import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
 from tests.servers import Command, free_ports
+from tests.test_fleet import until
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,8 @@ def test_the_metrics_of_the_workers_add_up(pair: tuple[Command, str]) -> None:
 
 def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, str]) -> None:
     command, url = pair
+    until(lambda: len(workers(command)) == 2, 30)
     before = workers(command)
-    assert len(before) == 2
     before[0].kill()
     deadline = time.monotonic() + 30
     while (

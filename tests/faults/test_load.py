@@ -283,6 +283,7 @@ def served(triton: Triton) -> Iterator[Served]:
         yield Served(port, per_s, statistics.median(each.took_s for each in alone))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("times", "least"), [(2, 0.9), (10, 0.8)])
 def test_more_than_its_capacity_costs_it_none_of_it(
     served: Served, times: int, least: float
@@ -410,6 +411,7 @@ class Service:
             await asyncio.sleep(self.LOOK_EVERY_S)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 + 15 * RESTARTS)
 def test_no_request_is_lost_while_two_gateways_are_restarted_again_and_again(
     triton: Triton,
@@ -473,6 +475,7 @@ async def opened(port: int, count: int) -> list[Connection]:
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
+@pytest.mark.long
 def test_five_thousand_idle_connections_cost_little_and_nobody_else_anything(
     triton: Triton,
 ) -> None:
@@ -644,6 +647,7 @@ class Watch:
         return statistics.median(self.samples[:tenth]), statistics.median(self.samples[-tenth:])
 
 
+@pytest.mark.long
 def test_ten_thousand_requests_of_all_kinds_leave_nothing_behind(triton: Triton) -> None:
     with gateway(triton.options.url, **QUIET) as (client, command):
         port = port_of(client)

@@ -147,9 +147,11 @@ ATTACKS = {
     ],
 }
 # What the system takes of a large answer counts as taken, and it takes megabytes, a few at a time.
+SEEN = 800  # of the thousand: some come and go between two looks
 DEADLINES = {"headers": 1, "bodies": 1, "readers": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_notices(
     house: House, attack: str
@@ -163,7 +165,7 @@ def test_a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_noti
         began = time.monotonic()
         for path, count, *how in ATTACKS[attack]:
             stack.enter_context(slow(house.url(path), count, *how))
-        while (left := watch.look(house.process, pool)) > 0 or len(watch.seen) < 990:
+        while (left := watch.look(house.process, pool)) > 0 or len(watch.seen) < SEEN:
             assert time.monotonic() - began < 40, f"{left} of {len(watch.seen)} are still there"
             time.sleep(LOOK_EVERY_S)
         took_s = time.monotonic() - began
