@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from gateway.errors import DeadlinePassed
 from gateway.limits import Budget, Decoders, Gate, TooMany
 from gateway.metrics import Metrics
+from gateway.triton.embedded import EmbeddedTriton
+from tests.servers import gateway_before
 
 
 async def settled() -> None:
@@ -270,3 +273,30 @@ def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]])
         assert (door.running, door.waiting) == (0, 0)
 
     asyncio.run(scenario())
+
+
+# The gateway.
+
+
+V2_BODY = {"inputs": [{"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "data": ["a text"]}]}
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        ("/v1/models/text_ensemble/infer", {"inputs": "a text"}),
+        ("/v1/models/text_ensemble:predict", {"instances": ["a text"]}),
+        ("/v2/models/text_ensemble/infer", V2_BODY),
+    ],
+)
+def test_a_body_that_trickles_holds_no_place(
+    demo_triton: EmbeddedTriton, target: str, body: object
+) -> None:
+    settings = {"max_model_inflight": "1", "max_queue": "0"}
+    with gateway_before(demo_triton.options.url, **settings) as client:
+        address = client.base_url.host, client.base_url.port
+        with socket.create_connection(address, 10) as slow:
+            head = f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 20\r\n\r\n{{".encode())
+            for _ in range(5):
+                assert client.post(target, json=body).status_code == 200

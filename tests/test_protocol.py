@@ -1267,6 +1267,25 @@ def test_an_early_answer_leaves_the_connection_in_step(
     assert len(stage.asked) == 1
 
 
+def test_who_goes_on_sending_after_its_answer_is_not_listened_to_for_ever(stage: Stage) -> None:
+    stage.app = answers_early
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n")
+        assert client.answer().status == 413
+        assert 60 < mebibytes_taken(client.socket, 200) < 100
+
+
+def mebibytes_taken(connection: socket.socket, most: int) -> int:
+    """Until the other end closes."""
+    piece = bytes(1 << 20)
+    for sent in range(most):
+        try:
+            connection.sendall(piece)
+        except OSError:
+            return sent
+    return most
+
+
 def test_the_next_request_waits_for_an_application_that_goes_on_after_its_answer(
     stage: Stage,
 ) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES: Final = 64 * 1024
+# A client that was answered early may send the rest, and read the answer then; but not for ever.
+MOST_WASTED_BYTES: Final = 64 << 20
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 GONE: Final = {"type": "http.disconnect"}
 WITHOUT_BODY: Final = (204, 304)
@@ -43,6 +45,7 @@ class Exchange:
         "_scope",
         "_taken",
         "_unread",
+        "_wasted",
         "complete",
         "keep_alive",
         "started",
@@ -57,6 +60,7 @@ class Exchange:
         self._expects_continue = expects_continue
         self._chunks: list[bytes] = []
         self._unread = 0
+        self._wasted = 0
         self._received = False  # the request's end is here
         self._taken = False  # … and was given to the application
         self._gone = False
@@ -79,8 +83,11 @@ class Exchange:
     # The connection calls these.
 
     def arrived(self, body: bytes) -> None:
-        if self.complete:
-            return  # answered already: nobody reads it
+        if self.complete:  # answered already: nobody reads it
+            self._wasted += len(body)
+            if self._wasted > MOST_WASTED_BYTES:
+                self._connection.transport.abort()
+            return
         self._chunks.append(body)
         self._unread += len(body)
         if self._unread > HIGH_WATER_BYTES:

@@ -149,8 +149,17 @@ class Exchange:
     services: Services
     signature: Signature
     request_id: str
+    timeout_s: float
     deadline: float
     trace: Headers  # the caller's trace context, for Triton
+    caller: str  # the name of its key
+    stack: AsyncExitStack  # what is given back at the end
+
+    async def enter(self) -> None:
+        """Take a place for the inference. Not before the body is there: one that trickles would hold it."""
+        gate, model = self.services.gate, self.signature.model
+        await gate.enter(model, self.timeout_s, self.caller)
+        self.stack.callback(gate.leave, model)
 
     @property
     def limits(self) -> Limits:
@@ -179,7 +188,7 @@ async def exchange(
     timeout_s = services.timeout_s(request.headers.get("x-request-timeout"))
     async with AsyncExitStack() as stack:
         with within(timeout_s):
-            yield await admitted(request, services, model, version, timeout_s, stack)
+            yield await begun(request, services, model, version, timeout_s, stack)
 
 
 @contextmanager
@@ -191,7 +200,7 @@ def within(timeout_s: float) -> Iterator[None]:
         raise DeadlinePassed(timeout_s) from exc
 
 
-async def admitted(
+async def begun(
     request: Request,
     services: Services,
     model: str,
@@ -199,15 +208,14 @@ async def admitted(
     timeout_s: float,
     stack: AsyncExitStack,
 ) -> Exchange:
-    """With a place for the inference, which the stack gives back."""
     deadline = anyio.current_time() + timeout_s
     signature = await services.models.signature(model, version)
     notes: Notes = request.scope["notes"]
     notes.model, notes.version = signature.model, version
-    await services.gate.enter(signature.model, timeout_s, notes.key)
-    stack.callback(services.gate.leave, signature.model)
     trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
-    return Exchange(services, signature, notes.request_id, deadline, trace)
+    return Exchange(
+        services, signature, notes.request_id, timeout_s, deadline, trace, notes.key, stack
+    )
 
 
 @router.post(
@@ -239,6 +247,7 @@ async def infer(
         payload = await payload_of(request, asked.limits, services.decoders)
         outputs = output_names(asked.signature, payload.outputs) or tuple(asked.signature.outputs)
         render = renderer(request.headers.get("accept", ""), asked.signature, outputs)
+        await asked.enter()
         inputs = await asked.inputs(payload)
         if dry_run:
             return Response(orjson.dumps(described(asked.signature, inputs)), media_type=JSON)
@@ -253,8 +262,9 @@ async def streamed(
     timeout_s = services.timeout_s(request.headers.get("x-request-timeout"))
     async with AsyncExitStack() as stack:
         with within(timeout_s):
-            asked = await admitted(request, services, model, version, timeout_s, stack)
+            asked = await begun(request, services, model, version, timeout_s, stack)
             payload = await payload_of(request, asked.limits, services.decoders)
+            await asked.enter()
             inputs = await asked.inputs(payload)
         call = asked.call(payload)
         results = await services.models.stream(asked.signature, inputs, call, timeout_s)
@@ -282,6 +292,7 @@ async def predict(
     async with exchange(request, services, model, version) as asked:
         body = await whole_body(request, asked.limits.max_bytes)
         rows, columns = dialect.rows_or_columns(body, asked.limits)
+        await asked.enter()
         if rows is None:
             payload = dialect.from_columns(columns)
             result = await asked.result(await asked.inputs(payload), payload)

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 USUAL_LENGTH = 256
+GATHERED_BYTES = 64 * 1024
 NO_NAMES = {"model": "", "version": ""}
 
 
@@ -156,7 +157,10 @@ async def asked(
         raise BodyTooLarge(limit)
     timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
     notes.timeout_s = timeout_s
-    body = body_of(await receive(), receive, headers, length, limit)
+    message: Message = await receive()
+    if length is not None and length <= GATHERED_BYTES and message.get("more_body", False):
+        message = await gathered(message, receive)
+    body = body_of(message, receive, headers, length, limit)
     if rule.tensors or encoding in WINDOWS:
         room = limit if length is None or encoding in WINDOWS else length
         shapes = Shapes(room, wishes.json_bytes if rule.tensors else 0)
@@ -287,6 +291,17 @@ def body_of(
     if len(first) > limit:
         raise BodyTooLarge(limit)
     return first
+
+
+async def gathered(message: Message, receive: Receive) -> Message:
+    """A small body whole: one that trickles is to hold neither a place nor a connection to Triton."""
+    pieces: list[bytes] = []
+    while message["type"] == "http.request":
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return {"type": "http.request", "body": b"".join(pieces)}
+        message = await receive()
+    raise ClientDisconnect
 
 
 async def streamed(first: bytes, receive: Receive, limit: int) -> AsyncIterator[bytes]:

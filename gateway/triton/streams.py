@@ -122,6 +122,7 @@ class Stream:
                 raise DeadlinePassed(self._asked.timeout_s) from None
             raise
         except grpc.RpcError as exc:
+            self._ended = True
             raise translated(exc, self._asked) from exc
         except InferenceServerException as exc:  # of tritonclient's own, before it sends
             raise DoesNotFit(f"the parameters do not fit: {exc.message()}") from exc
@@ -140,7 +141,8 @@ class Stream:
     def close(self) -> None:
         if self._open:
             self._open = False
-            self._responses.cancel()
+            if not self._ended:
+                self._responses.cancel()
             self._responses = None  # while there is a call, the connection outlives its channel
             self._channel.give(ended=self._ended)
 
