@@ -25,8 +25,8 @@ from gateway.triton.grpc import STATUSES, UNREACHABLE, NoGrpc, Tls, secured
 from gateway.triton.infer import ARGUMENTS, UNREADABLE, class_count, microseconds
 
 IDLE_S: Final = 2.0
-# Without it, an error in a stream comes without its status.
-HEADERS: Final = {"triton_grpc_error": "true"}
+# The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
+# ending one that way: the words have to do.
 
 Answer = tuple[dict[str, np.ndarray], str]
 
@@ -104,7 +104,7 @@ class Stream:
     def __init__(self, channel: Channel, asked: Asked, inference: dict[str, Any]) -> None:
         self._asked = asked
         self._channel = channel
-        self._responses: Any = channel.take().stream_infer(only(inference), headers=HEADERS)
+        self._responses: Any = channel.take().stream_infer(only(inference))
         self._open = True
         self._ended = False
         self._expired = False
