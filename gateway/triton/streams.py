@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc
@@ -27,6 +28,9 @@ from gateway.triton.infer import ARGUMENTS, UNREADABLE, class_count, microsecond
 IDLE_S: Final = 2.0
 # The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
 # ending one that way: the words have to do.
+
+GRACE_S: Final = 0.1
+LEAVING: set[asyncio.Task[None]] = set()  # nobody else holds them
 
 Answer = tuple[dict[str, np.ndarray], str]
 
@@ -105,44 +109,64 @@ class Stream:
         self._asked = asked
         self._channel = channel
         self._responses: Any = channel.take().stream_infer(only(inference))
+        self._reading: asyncio.Task[tuple[Any, Any]] | None = None
         self._open = True
         self._ended = False
-        self._expired = False
 
     async def next(self, timeout_s: float) -> Answer | None:
         """The outputs by name, and the version; None after the last. Raises what the failure means."""
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+        arrived = await self._arrived(timeout_s)
+        if arrived is None:
+            raise DeadlinePassed(self._asked.timeout_s)
         try:
-            result, error = await anext(self._responses)
-        except StopAsyncIteration:
-            self._ended = True
-            return None
-        except asyncio.CancelledError:
-            if self._expired:
-                raise DeadlinePassed(self._asked.timeout_s) from None
-            raise
+            result, error = arrived.result()
         except grpc.RpcError as exc:
-            self._ended = True
             raise translated(exc, self._asked) from exc
         except InferenceServerException as exc:  # of tritonclient's own, before it sends
             raise DoesNotFit(f"the parameters do not fit: {exc.message()}") from exc
-        finally:
-            timer.cancel()
         if error is not None:
             raise complaint(400, told(str(error.message())), self._asked)
-        return decoded(result)
+        return None if self._ended else decoded(result)
 
-    def _expire(self) -> None:
-        """A call that is cancelled raises in who waits for it; a task that is cancelled would lose track of
-        whether it was that."""
-        self._expired = True
-        self._responses.cancel()
+    async def _arrived(self, timeout_s: float) -> asyncio.Task[tuple[Any, Any]] | None:
+        """What came in time. Read in a task of its own: gRPC takes a read that is cancelled for the
+        wish to cancel the whole call."""
+        reading = self._reading = self._reading or asyncio.create_task(self._read())
+        await asyncio.wait({reading}, timeout=max(timeout_s, 0))
+        if not reading.done():
+            return None
+        self._reading = None
+        return reading
+
+    async def _read(self) -> tuple[Any, Any]:
+        """A response or an error; neither at the end, which a task cannot raise."""
+        try:
+            found: tuple[Any, Any] = await anext(self._responses)
+        except StopAsyncIteration:
+            self._ended = True
+            return None, None
+        return found
 
     def close(self) -> None:
         if self._open:
             self._open = False
-            if not self._ended:
+            leaving = asyncio.create_task(self._leave())
+            LEAVING.add(leaving)
+            leaving.add_done_callback(LEAVING.discard)
+
+    async def _leave(self) -> None:
+        """Cancel it, unless it ends by itself right now: tritonserver 2.51 can die of a stream that is
+        cancelled in the very moment it completes."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + GRACE_S
+        try:
+            with suppress(grpc.RpcError, InferenceServerException):
+                while not self._ended and (arrived := await self._arrived(due - loop.time())):
+                    arrived.result()
+        finally:
+            if self._reading is not None:
                 self._responses.cancel()
+                self._reading.cancel()
             self._responses = None  # while there is a call, the connection outlives its channel
             self._channel.give(ended=self._ended)
 

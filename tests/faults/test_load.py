@@ -679,7 +679,6 @@ def test_ten_thousand_requests_of_all_kinds_leave_nothing_behind(triton: Triton)
 LEAVERS = {
     "while /v1 waits for Triton": by_v1("busy", -1, 0),
     "while /v2 waits for Triton": by_v2("busy", -1, 0),
-    "within the body of /v1": by_v1("busy", -1, 0)[:-5],
 }
 
 
@@ -690,6 +689,26 @@ def test_who_leaves_frees_its_place_at_once(triton: Triton, name: str) -> None:
         took = uvloop.run(freed(port_of(client), LEAVERS[name]))
     print(f"{name}: free after {', '.join(f'{each * 1000:.0f} ms' for each in took)}")
     assert max(took) < 0.2
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v2"])
+def test_who_is_still_sending_holds_no_place(triton: Triton, path: str) -> None:
+    half = (by_v1 if path == "/v1" else by_v2)("busy", -1, 0)[:-5]
+    with gateway(triton.options.url, max_model_inflight="1", max_queue="0", **QUIET) as (client, _):
+        assert uvloop.run(beside_halves(port_of(client), half)) == [200] * 5
+
+
+async def beside_halves(port: int, half: bytes) -> list[int]:
+    """The statuses of requests beside five clients that are in the middle of their body."""
+    with Pool(port) as pool, Pool(port) as senders:
+        sending = [asyncio.create_task(senders.ask(half)) for _ in range(5)]
+        try:
+            await asyncio.sleep(0.2)
+            return [(await pool.ask(by_v2("busy", 1, 2))).status for _ in range(5)]
+        finally:
+            for each in sending:
+                each.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
 
 
 async def freed(port: int, wire: bytes) -> list[float]:
