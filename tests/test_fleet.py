@@ -399,6 +399,27 @@ def test_one_of_three_that_never_answers_is_left_alone(three: Fleet) -> None:
         stopped.signal(signal.SIGCONT)
 
 
+def test_what_a_model_takes_is_asked_of_another_where_the_first_is_silent(three: Fleet) -> None:
+    stopped = three.tritons[2]
+    unread = [f"/v1/models/{name}/versions/1" for name in ("echo", "other")]
+    stopped.signal(signal.SIGSTOP)
+    try:
+        answers = [three.client.get(path) for path in unread]
+        took = [answer.elapsed.total_seconds() for answer in answers]
+        print(", ".join(f"{each * 1000:.0f} ms" for each in took))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert max(took) < 3
+    finally:
+        stopped.signal(signal.SIGCONT)
+    until(
+        lambda: (
+            {each["state"] for each in three.client.get("/v1/replicas").json()["replicas"]}
+            == {"UP"}
+        ),
+        10,
+    )
+
+
 def hammer_with_deadline(
     fleet: Fleet, seconds: float, timeout_s: float
 ) -> tuple[Counter[int], list[tuple[float, int, float]]]:

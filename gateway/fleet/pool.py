@@ -46,8 +46,9 @@ INDEX: Final = b"/v2/repository/index"
 MAX_ERROR_BYTES: Final = 1 << 20
 MAX_CANDIDATE_LISTS: Final = 10_000
 USUAL_WEIGHT: Final = 0.05
-# A replica that says so has not run the request.
+FIRST_TRY_S: Final = 1.0  # for what may be asked twice, while there is another to ask
 T = TypeVar("T")
+# A replica that says so has not run the request.
 NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
 ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
 OUTCOMES: Final = dict(zip(ON_THE_WIRE, ("refused", "bad_answer", "deadline"), strict=True))
@@ -272,11 +273,19 @@ class Pool:
     # And asked.
 
     async def send(
-        self, asked: Asked, method: bytes, target: bytes, headers: Headers, body: Body = b""
+        self,
+        asked: Asked,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: Body = b"",
+        *,
+        repeatable: bool = False,
     ) -> Answer:
         """Triton's answer to a request of the model `asked.model`, if it is a success.
 
-        Asks a second replica when the first cannot have run it. Raises what the failure means.
+        Asks a second replica when the first cannot have run it; what is `repeatable` also where it may
+        have, or where the first is silent for `FIRST_TRY_S`. Raises what the failure means.
         """
         tried: Replica | None = None
         left_s = asked.timeout_s
@@ -285,18 +294,19 @@ class Pool:
             candidates = self._candidates.get(asked[:2], ())
             alone = len(candidates) == 1 and tried is None
             replica = candidates[0] if alone else self.choose(asked.model, asked.version, tried)
+            try_s = left_s
+            if repeatable and not alone and not tried:
+                try_s = min(left_s, FIRST_TRY_S)
             began = perf_counter()  # the loop's own time stands still for a millisecond
             try:
                 if notes is None or notes.trace is None:
-                    answer = await replica.http.send(
-                        method, target, headers, body, timeout_s=left_s
-                    )
+                    answer = await replica.http.send(method, target, headers, body, timeout_s=try_s)
                 else:
                     with notes.trace.step(
                         "triton", client=True, server__address=replica.name
                     ) as step:
                         answer = await replica.http.send(
-                            method, target, step.carried(headers), body, timeout_s=left_s
+                            method, target, step.carried(headers), body, timeout_s=try_s
                         )
                         step.note("http.response.status_code", answer.status)
                 took_s = self._attempted(replica, began, "answered", notes)
@@ -312,7 +322,8 @@ class Pool:
                 self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
                 self._failed(replica, error, began)
             left_s -= perf_counter() - began
-            if tried or left_s <= 0 or not self._may_retry(error, replica, asked, body):
+            may = self._may_retry(error, replica, asked, body, repeatable=repeatable)
+            if tried or left_s <= 0 or not may:
                 raise error
             log.warning("asking another replica than %s: %s", replica.name, error.detail)
             self.metrics.retries.labels(replica.name).inc()
@@ -349,7 +360,9 @@ class Pool:
     async def ask(self, asked: Asked, method: bytes, path: str, body: bytes = b"") -> Any:
         """A JSON answer of Triton's. Raises `BadUpstream` for one that is not."""
         headers = [(b"content-length", b"%d" % len(body))]
-        answer = await self.send(asked, method, path.encode(), headers, body)
+        answer = await self.send(
+            asked, method, path.encode(), headers, body, repeatable=method == b"GET"
+        )
         try:
             text = await answer.read()
         finally:
@@ -359,11 +372,19 @@ class Pool:
         except orjson.JSONDecodeError as exc:
             raise BadUpstream("the replica answered what is not JSON") from exc
 
-    def _may_retry(self, error: GatewayError, replica: Replica, asked: Asked, body: Body) -> bool:
-        """Only what cannot have run; and of a body that is being streamed nothing is left."""
-        if not isinstance(error, NOT_RUN):
+    def _may_retry(
+        self,
+        error: GatewayError,
+        replica: Replica,
+        asked: Asked,
+        body: Body,
+        *,
+        repeatable: bool = False,
+    ) -> bool:
+        """Only what cannot have run, or may run twice; of a body that is being streamed nothing is left."""
+        if not isinstance(error, (*NOT_RUN, *ON_THE_WIRE) if repeatable else NOT_RUN):
             return False
-        if isinstance(error, NotSent):
+        if isinstance(error, ON_THE_WIRE):
             others = any(
                 other is not replica for other in self._look_up(asked.model, asked.version)
             )
@@ -395,12 +416,12 @@ class Pool:
         self._usual_s[model] = usual_s + USUAL_WEIGHT * (took_s - usual_s)
 
     def _failed(self, replica: Replica, error: GatewayError, began: float) -> None:
-        """What requests experience. A deadline that passed while others were answered is the model's, and
-        one so short that not even a probe need have been answered says nothing."""
+        """What requests experience. A deadline that passed while others were being answered is the model's,
+        and one so short that not even a probe need have been answered says nothing."""
         now = self._loop.time()
         was = replica.health.state(now)
         telling_s = min(self._poll_s + LEAST_PAUSE_S, PROBE_TIMEOUT_S)
-        answers = replica.http.last_answer > began or now - began < telling_s
+        answers = perf_counter() - max(replica.http.last_answer, began) < telling_s
         if isinstance(error, DeadlinePassed) and answers:
             return
         if isinstance(error, NotSent) and error.refused:
