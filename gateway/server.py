@@ -29,6 +29,9 @@ from gateway.settings import Settings, load_certificate
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S: Final = 10.0  # of TLS; until it is over, a connection is none that is counted
+# The system would take megabytes of an answer for a client that reads none of them: nobody could tell how
+# slow it is, and each costs that much memory.
+MOST_UNSENT_BYTES: Final = 256 * 1024
 OWN_FILES: Final = 64  # descriptors that are no client's and no replica's
 
 
@@ -109,7 +112,17 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            for server in self.servers:
+                for listening in server.sockets:
+                    keep_little_unsent(listening.fileno())
             self._on_ready()
+
+
+def keep_little_unsent(listening: int) -> None:
+    """For the connections that this socket accepts from now on (tcp(7): they inherit it)."""
+    with socket.socket(fileno=os.dup(listening)) as own:  # uvloop's cannot be set
+        if own.family != socket.AF_UNIX:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT_BYTES)
 
 
 class Workers(Multiprocess):

@@ -10,11 +10,15 @@ from tests.models.zoo import Names, Zoo, write_repository
 from tests.servers import ROOT, gateway_before, triton_on_free_ports
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side, a file stays together; so does what shares the servers that take longest to start."""
-    for item in items:
-        shares_zoo = "zoo" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("zoo" if shares_zoo else item.path.stem))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Side by side, a file stays together; so does what shares the servers that take longest to start.
+
+    Here, and not when all are collected: xdist reads the groups before a conftest's hook could set them.
+    """
+    if isinstance(item, pytest.Function):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        group = f"zoo, {params['zoo']}" if "zoo" in params else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -581,6 +581,26 @@ def test_a_client_that_never_reads_is_cut_off(hasty: Stage) -> None:
             drain(client.socket)
 
 
+def test_the_system_keeps_little_of_what_a_client_does_not_read(stage: Stage) -> None:
+    body = bytes(16 * MIB)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start((b"content-length", b"%d" % len(body))))
+        await send({"type": "http.response.body", "body": body})
+
+    stage.app = app
+    with stage.client(SO_RCVBUF=64 * KIB) as client:
+        client.say(GET)
+        client.head()
+        ends = f":{stage.port:04X} 0100007F:{client.socket.getsockname()[1]:04X} "
+        time.sleep(0.3)
+        (line,) = [each for each in Path("/proc/net/tcp").read_text().splitlines() if ends in each]
+        unsent = int(line.split()[4].split(":")[0], 16)
+        print(f"{unsent >> 10} KiB")
+        assert 0 < unsent < MIB
+        assert len(client.exactly(len(body))) == len(body)
+
+
 def test_a_client_that_never_reads_its_last_answer_is_cut_off(hasty: Stage) -> None:
     body = bytes(16 * MIB)
 

@@ -270,7 +270,10 @@ OURSELVES = (
         "a client leaves",
         "its place is free within 200 ms, and its request to Triton is closed",
         {
-            "faults/test_load": ["who_leaves_frees_its_place_at_once"],
+            "faults/test_load": [
+                "who_leaves_frees_its_place_at_once",
+                "who_is_still_sending_holds_no_place",
+            ],
             "test_v2": ["a_client_may_leave", "who_leaves_a_stream_closes_its_request_to_triton"],
             "test_streams": ["who_leaves_cancels_the_inference"],
         },
@@ -281,6 +284,7 @@ OURSELVES = (
         {
             "test_hardening": [
                 "a_client_that_never_reads_is_cut_off",
+                "the_system_keeps_little_of_what_a_client_does_not_read",
                 "a_client_that_never_reads_its_last_answer_is_cut_off",
             ],
             "test_v2": ["tensors_of_16_mib_flow_through_several_at_once"],

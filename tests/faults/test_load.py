@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import psutil
@@ -69,17 +69,13 @@ class Connection:
         self.used_at = time.monotonic()
 
     @classmethod
-    async def to(cls, port: int) -> Connection:
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
+    async def to(cls, port: int, own_host: str = "127.0.0.1") -> Connection:
+        return cls(*await asyncio.open_connection("127.0.0.1", port, local_addr=(own_host, 0)))
 
     @property
     def is_open(self) -> bool:
         """As far as is known: the server has not said that it closes it, and has not done so."""
         return self._kept and not self._reader.at_eof()
-
-    @property
-    def own_port(self) -> int:
-        return int(self._writer.get_extra_info("sockname")[1])
 
     def say(self, wire: bytes) -> None:
         self._writer.write(wire)
@@ -107,10 +103,10 @@ class Pool:
     Whoever knows for how long the server keeps them does not use one that has been idle for longer.
     """
 
-    def __init__(self, port: int, idle_s: float = math.inf) -> None:
+    def __init__(self, port: int, idle_s: float = math.inf, own_host: str = "127.0.0.1") -> None:
         self.port = port
         self._idle_s = idle_s
-        self.own_ports: set[int] = set()
+        self._own_host = own_host
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
 
@@ -139,9 +135,8 @@ class Pool:
         return None
 
     async def _new(self) -> Connection:
-        connection = await Connection.to(self.port)
+        connection = await Connection.to(self.port, self._own_host)
         self._open.add(connection)
-        self.own_ports.add(connection.own_port)
         return connection
 
     def _drop(self, connection: Connection) -> None:
@@ -189,8 +184,14 @@ async def asked(pool: Pool, wire: bytes, due: float) -> Asked:
     return Asked(began, began - due, took_s, answer.status, answer.fields.get("retry-after", ""))
 
 
+class Ended(Protocol):
+    """An event of threads or of processes."""
+
+    def is_set(self) -> bool: ...
+
+
 async def offered(
-    pool: Pool, wires: Sequence[bytes], rate: float, most_s: float, ended: threading.Event
+    pool: Pool, wires: Sequence[bytes], rate: float, most_s: float, ended: Ended
 ) -> list[Asked]:
     """An open loop: requests at random moments, whatever became of those before them."""
     drawn, turn = random.Random(7), itertools.cycle(wires)
@@ -209,7 +210,7 @@ def offer(
     wires: Sequence[bytes],
     rate: float,
     most_s: float,
-    ended: threading.Event | None = None,
+    ended: Ended | None = None,
 ) -> list[Asked]:
     async def all_of_it() -> list[Asked]:
         with pool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from operator import itemgetter
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -34,6 +36,11 @@ LOOK_EVERY_S = 0.2  # more often, and looking would slow down who asks beside it
 DEADLINE_S = 4
 # To notice it, to linger while the client reads why, and for the machine to get round to it.
 GRACE_S = 3
+SPAWN = multiprocessing.get_context("spawn")
+SLOW_HOST = "0100007F"  # 127.0.0.1, as the system's table has it
+GOOD_HOST = "127.0.0.2"
+GOOD_PER_S = 100
+QUIET_S = 6
 IDLE_S = 2  # less than the gateway keeps a connection
 LARGE_BYTES = 5 << 20
 # Never run, and described in so many bytes: more than the system keeps of an answer for a client.
@@ -55,7 +62,6 @@ class House:
 
     port: int
     process: psutil.Process
-    quiet: Sequence[Asked]  # what is asked when nobody is slow
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -76,19 +82,17 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         many = {"max_connections_per_client": "0"}
         with gateway(triton.options.url, **short, **many, **QUIET) as (client, command):
             port = port_of(client)
-            offer(Pool(port, IDLE_S), GOOD, 50, 1)
-            quiet = offer(Pool(port, IDLE_S), GOOD, 50, 3)
-            yield House(port, psutil.Process(command.pid), quiet)
+            yield House(port, psutil.Process(command.pid))
 
 
 GOOD = ECHO, by_v2("echo", 1, 2)
 
 
 def held(port: int) -> set[int]:
-    """The clients' ends of the connections that a process holds on this port (proc_net_tcp(5))."""
-    found, local = set(), f":{port:04X} "
+    """The slow clients' ends of the connections that a process holds on this port (proc_net_tcp(5))."""
+    found, local = set(), f":{port:04X} {SLOW_HOST}:"
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        if local in line[:24]:  # before the far end begins
+        if local in line[:36]:  # before what is queued
             remote, state, inode = itemgetter(2, 3, 9)(line.split())
             if state != "0A" and inode != "0":  # LISTEN, and what only the system still has
                 found.add(int(remote[-4:], 16))
@@ -104,8 +108,8 @@ class Watch:
     most: int = 0
     most_memory: int = 0
 
-    def look(self, process: psutil.Process, others: Pool) -> int:
-        there = held(self.port) - others.own_ports
+    def look(self, process: psutil.Process) -> int:
+        there = held(self.port)
         now = time.monotonic()
         for number in there:
             self.seen[number] = self.seen.get(number, (now, now))[0], now
@@ -120,7 +124,9 @@ class Watch:
 
 @contextmanager
 def slow(url: str, count: int, *how: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [program("slowhttptest", "slowhttptest"), "-c", str(count), "-r", "500", "-u", url]
+    """Attackers are elsewhere, as a rule: here they get what the server leaves of the few cores."""
+    tool = program("slowhttptest", "slowhttptest")
+    command = ["nice", "-n", "19", tool, "-c", str(count), "-r", "500", "-u", url]
     with subprocess.Popen(
         [*command, "-l", "60", "-p", "30", "-v", "0", *how],
         stdin=subprocess.DEVNULL,
@@ -131,6 +137,30 @@ def slow(url: str, count: int, *how: str) -> Iterator[subprocess.Popen[bytes]]:
             yield running
         finally:
             running.kill()
+
+
+def good_traffic(port: int, ended: Event, told: Connection) -> None:
+    told.send(offer(Pool(port, IDLE_S, GOOD_HOST), GOOD, GOOD_PER_S, 60, ended))
+
+
+@contextmanager
+def others(port: int) -> Iterator[Callable[[], list[Asked]]]:
+    """Who asks meanwhile, in a process of its own: what looks at thousands of connections would hold it
+    up. Calling what this gives ends it, and says what came of each request."""
+    ended, (hears, tells) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
+    asking = SPAWN.Process(target=good_traffic, args=(port, ended, tells))
+    asking.start()
+
+    def end() -> list[Asked]:
+        ended.set()
+        assert hears.poll(20)
+        return cast("list[Asked]", hears.recv())
+
+    try:
+        yield end
+    finally:
+        asking.kill()
+        asking.join()
 
 
 V1, V2 = "/v1/models/echo/infer", "/v2/models/echo/infer"
@@ -156,32 +186,30 @@ DEADLINES = {"headers": 1, "bodies": 1, "readers": 2}
 def test_a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_notices(
     house: House, attack: str
 ) -> None:
-    pool, watch, ended = Pool(house.port, IDLE_S), Watch(house.port), threading.Event()
-    memory = house.process.memory_info().rss
+    watch, memory = Watch(house.port), house.process.memory_info().rss
     with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(1))
-        stack.callback(ended.set)
-        good = threads.submit(offer, pool, GOOD, 50, 60, ended)
+        end = stack.enter_context(others(house.port))
+        time.sleep(QUIET_S)  # what it is like without
         began = time.monotonic()
         for path, count, *how in ATTACKS[attack]:
             stack.enter_context(slow(house.url(path), count, *how))
-        while (left := watch.look(house.process, pool)) > 0 or len(watch.seen) < SEEN:
+        while (left := watch.look(house.process)) > 0 or len(watch.seen) < SEEN:
             assert time.monotonic() - began < 40, f"{left} of {len(watch.seen)} are still there"
             time.sleep(LOOK_EVERY_S)
         took_s = time.monotonic() - began
-        ended.set()
-        asked = [each for each in good.result() if each.at > began]
+        every = end()
+    before = [each for each in every if began - QUIET_S / 2 < each.at < began]
+    asked = [each for each in every if each.at > began]
     print(
         f"slow {attack}: {len(watch.seen)} connections, {watch.most} at a time, "
         f"the oldest was {watch.oldest_s:.1f} s old, "
         f"all gone after {took_s:.1f} s; {len(asked)} others' "
-        f"median {median_ms(house.quiet):.1f} and p99 {p99_ms(house.quiet):.1f} ms without, "
+        f"median {median_ms(before):.1f} and p99 {p99_ms(before):.1f} ms without, "
         f"{median_ms(asked):.1f} and {p99_ms(asked):.1f} ms with them; "
         f"memory {memory >> 20} → at most {watch.most_memory >> 20} MiB"
     )
     assert watch.most > 300
     assert watch.oldest_s < DEADLINES[attack] * DEADLINE_S + GRACE_S
     assert {each.status for each in asked} == {200}
-    # Wanted are twice; the thousand clients themselves run on the same few cores.
-    assert median_ms(asked) < 2 * median_ms(house.quiet) + 25
-    assert p99_ms(asked) < 2 * p99_ms(house.quiet) + 1000
+    assert median_ms(asked) < 2 * median_ms(before)
+    assert p99_ms(asked) < 2 * p99_ms(before)
