@@ -9,13 +9,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
 SENTENCES := triton_repo/text_core/1/model.onnx
+OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test faults check fmt bench bench-peers lock clean models
+.PHONY: run test faults check fmt bench bench-peers lock clean models examples
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
-test: $(VENV)/.dev models
+test: $(VENV)/.dev models examples
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long" $(ARGS)
 
 # One after the other: most of them measure.
@@ -40,6 +41,8 @@ bench-peers: $(PEERS)/.ready
 models: $(VENV)/.gateway
 	@$(BIN)/python -m models.sentences
 
+examples: $(OWN_ENV)/.ready
+
 # Hash-locked installs; the stamp is renewed when a lock changes.
 $(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "triton-gateway needs Python 3.10 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
@@ -61,6 +64,13 @@ $(PEERS)/.ready: requirements/peers.txt
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/peers.txt
 	@touch $@
 
+# The environment that one example model brings along; of the same Python as the gateway's.
+$(OWN_ENV)/.ready: triton_repo_examples/own_env/requirements.txt $(VENV)/.gateway
+	@echo "preparing the environment of the example model own_env in $(OWN_ENV)"
+	@$(BIN)/python -m venv --clear --without-pip $(OWN_ENV)
+	@$(PIP) --python $(OWN_ENV) install --quiet --no-deps --require-hashes -r $<
+	@touch $@
+
 lock:
 	$(LOCK) pyproject.toml -o requirements/gateway.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
@@ -68,6 +78,7 @@ lock:
 	$(LOCK) --group models -o requirements/models.txt
 	$(LOCK) --group peers -o requirements/peers.txt
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
+	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
 from gateway.triton import guard
-from gateway.triton.embedded import EmbeddedTriton, Options, prepared
+from gateway.triton.embedded import EmbeddedTriton, Options, prepared, say
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,12 +61,14 @@ def free_ports(count: int, *further: int) -> list[int]:
         return ports
 
 
-def triton_on_free_ports(repository: Path, *load: str) -> EmbeddedTriton:
+def triton_on_free_ports(
+    repository: Path, *load: str, say: Callable[[str], None] = say
+) -> EmbeddedTriton:
     http, grpc, metrics = free_ports(3)
     options = Options(
         (repository,), load or ("*",), http_port=http, grpc_port=grpc, metrics_port=metrics
     )
-    return EmbeddedTriton(options)
+    return EmbeddedTriton(options, say=say)
 
 
 class Command:

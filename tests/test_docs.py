@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,11 +16,12 @@ from gateway.settings import Settings
 from tests.servers import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
 
 
-def examples() -> Iterator[tuple[str, str, str]]:
+def examples(documents: Iterable[Path] = DOCUMENTS) -> Iterator[tuple[str, str, str]]:
     """Every `$ command` of a console block, and what the document says that it prints."""
-    for path in DOCUMENTS:
+    for path in documents:
         for block in re.findall(r"```console\n(.*?)```", path.read_text(), re.DOTALL):
             for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, _, answer = example.partition("\n")
@@ -78,9 +80,9 @@ def test_every_setting_is_documented_and_no_other() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in DOCUMENTS:
+    for path in [*DOCUMENTS, *READMES]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+            assert (path.parent / target).exists(), f"{path}: {target}"
 
 
 def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None:

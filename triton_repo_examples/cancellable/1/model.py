@@ -1,0 +1,22 @@
+"""Long work in steps of 50 ms, that ends when nobody waits for it any more."""
+
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.respond(request) for request in requests]
+
+    def respond(self, request):
+        steps = int(pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy()[0])
+        for step in range(steps):
+            # Triton interrupts no model: one that does not ask goes on to the end.
+            if request.is_cancelled():
+                pb_utils.Logger.log_warn(f"cancellable: cancelled after {step} steps of {steps}")
+                error = pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED)
+                return pb_utils.InferenceResponse(error=error)
+            time.sleep(0.05)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("DONE", np.array([steps], np.int32))])
