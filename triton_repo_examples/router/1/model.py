@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
@@ -17,7 +16,7 @@ class TritonPythonModel:
 
     async def respond(self, request):
         text = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
-        # Synchronous. This model has a batch dimension, and BLS adds none.
+        # This one blocks until it is answered. `upper` has a batch dimension, and BLS adds none.
         raised = inference(self.models["raise"], "RESULT", TEXT=text.reshape(1, 1)).exec()
         capitals = output(raised, "RESULT").reshape(1)
         if (capitals == text).all():
@@ -43,7 +42,7 @@ def inference(model, wanted, version=-1, **inputs):
     )
 
 
-def output(response, name) -> np.ndarray:
+def output(response, name):
     """A failure of another model is not raised: it has to be asked for."""
     if response.has_error():
         raise pb_utils.TritonModelException(response.error().message())
