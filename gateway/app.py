@@ -43,6 +43,7 @@ from gateway.routes.services import Services
 from gateway.settings import Settings
 from gateway.state.store import store
 from gateway.state.wishes import BadState, Store
+from gateway.tensors import schema
 from gateway.tracing import Tracer
 from gateway.triton.grpc import Tls
 
@@ -53,10 +54,6 @@ GIVES_WAY_S = 0.0005
 PREFLIGHT_S = 600
 # What a page of another origin may read of an answer's head.
 EXPOSED = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
-SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-}
 LAGS = 20  # ten seconds: a scrape every ten sees the worst
 
 ROUTERS = (infer.router, models.router, repository.router, health.router, metrics_page.router)
@@ -129,9 +126,9 @@ class Framework(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
-        document.setdefault("components", {})["securitySchemes"] = SECURITY_SCHEMES
+        document.setdefault("components", {})["securitySchemes"] = schema.SECURITY_SCHEMES
         if self.keyed:
-            document["security"] = [{name: []} for name in SECURITY_SCHEMES]
+            document["security"] = schema.SECURITY
             for path in OPEN & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []

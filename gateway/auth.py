@@ -36,6 +36,11 @@ class Access:
     def __init__(self, file: KeysFile | None) -> None:
         self._file = file
 
+    @property
+    def keyed(self) -> bool:
+        """Whether keys are asked for at all."""
+        return self._file is not None
+
     def caller(self, scope: Scope) -> Caller:
         """Raises `Unauthenticated`."""
         file = self._file

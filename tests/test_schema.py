@@ -311,6 +311,7 @@ def test_the_document_is_valid(served: Served) -> None:
     ]
     for document in documents:
         assert document["openapi"].startswith("3.1.")
+        assert {*document["security"][0], *document["security"][1]} == {"bearer", "header"}
         OPENAPI_31_VALIDATOR.validate(document)
         for schema in schemas(document["paths"]):
             jsonschema_rs.meta.validate({"$schema": DIALECT, **schema})

@@ -161,17 +161,7 @@ class ManagementError(Error):
     replicas: dict[str, ReplicaState] | None = None
 
 
-REFUSALS: Final = {
-    **{int(status): text for status, text in schema.ERRORS.items()},
-    401: "There is no key, or one that nobody has.",
-    403: "The caller may not do this.",
-    408: "The request did not come in time.",
-    409: "It conflicts with how the models are managed.",
-    414: "The URL is too long.",
-    429: "Triton's queue is full, the gateway is, or the key asks too often.",
-    431: "The header is too large.",
-    500: "The model or the gateway failed.",
-}
+REFUSALS: Final = {int(status): text for status, text in schema.ERRORS.items()}
 # What any request can come to, whatever it asks for.
 ANYWHERE: Final = (400, 401, 403, 408, 413, 414, 422, 429, 431, 500, 503)
 REQUEST_ID: Final = {

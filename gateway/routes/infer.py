@@ -20,7 +20,7 @@ from gateway.fleet.models import Call, output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import answers, payload_of, refusals, whole_body
 from gateway.routes.services import Services, ServicesForInference
-from gateway.routes.streams import EVENTS, LINES, Streamed, form_of
+from gateway.routes.streams import Streamed, form_of
 from gateway.tensors import predict as dialect
 from gateway.tensors import schema
 from gateway.tensors.dtypes import DATATYPES
@@ -95,10 +95,7 @@ INFERRED = FAILURES | answers({"anyOf": [ANSWER, WOULD_BE_SENT]}, "The model's o
 INFERRED[200]["content"] |= {
     NPY: BINARY,
     NPZ: BINARY,
-    EVENTS: {
-        "schema": {"type": "string", "description": "An event for each answer, as it is made."}
-    },
-    LINES: {"schema": {"type": "string", "description": "The same as lines of JSON."}},
+    **schema.STREAMED,
     # One output raw, by the type that the model declares for it.
     "*/*": BINARY,
 }

@@ -256,7 +256,8 @@ async def model(
 )
 async def openapi(services: ServicesForInference, model: str, version: str = "") -> dict[str, Any]:
     """The API description of this one model, with its own inputs and outputs."""
-    return schema.openapi(await services.models.signature(model, version))
+    signature = await services.models.signature(model, version)
+    return schema.openapi(signature, keyed=services.access.keyed)
 
 
 def described(signature: Signature) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import GatewayError, body_of
 from gateway.tensors.outputs import Result, as_json, preferences
+from gateway.tensors.payload import EVENT_STREAM, NDJSON
 
-EVENTS: Final = "text/event-stream"
-LINES: Final = "application/x-ndjson"
 ABOUT: Final = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",
@@ -23,7 +22,7 @@ ABOUT: Final = {
 def form_of(accept: str) -> str:
     """The kind of stream that is asked for before all else; empty for none."""
     wanted = preferences(accept)[:1]
-    return wanted[0] if wanted and wanted[0] in (EVENTS, LINES) else ""
+    return wanted[0] if wanted and wanted[0] in (EVENT_STREAM, NDJSON) else ""
 
 
 class Streamed(StreamingResponse):
@@ -38,7 +37,7 @@ class Streamed(StreamingResponse):
     ) -> None:
         held.push_async_callback(results.aclose)
         self._held = held
-        pieces = events(results, request_id) if form == EVENTS else lines(results, request_id)
+        pieces = events(results, request_id) if form == EVENT_STREAM else lines(results, request_id)
         super().__init__(pieces, headers=ABOUT, media_type=form)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

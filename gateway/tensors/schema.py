@@ -8,7 +8,7 @@ import ml_dtypes
 
 from gateway.tensors.dtypes import Datatype, Kind
 from gateway.tensors.examples import json_example, path_of
-from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTETS
+from gateway.tensors.payload import EVENT_STREAM, JSON, MULTIPART, NDJSON, NPY, NPZ, OCTETS
 from gateway.tensors.signature import Signature, Tensor
 
 Schema = dict[str, Any]
@@ -34,16 +34,34 @@ ERROR: Schema = {
 }
 ERRORS = {
     "400": "The request is malformed.",
+    "401": "There is no key, or one that nobody has.",
+    "403": "The caller may not do this.",
     "404": "The model or version is not known.",
     "406": "The answer has no form that Accept allows.",
+    "408": "The request did not come in time.",
+    "409": "It conflicts with how the models are managed.",
     "413": "The body or an image is too large.",
+    "414": "The URL is too long.",
     "415": "The body's type is not taken.",
     "422": "The request does not fit the model; the sentence says what does.",
-    "429": "Triton's queue is full.",
-    "500": "The model failed.",
+    "429": "Triton's queue is full, the gateway is, or the key asks too often.",
+    "431": "The header is too large.",
+    "500": "The model or the gateway failed.",
     "502": "The replica answered nonsense.",
     "503": "Nothing can serve the model now.",
     "504": "There was no answer in time.",
+}
+# How a key is sent, where keys are asked for.
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+SECURITY: list[dict[str, list[str]]] = [{name: []} for name in SECURITY_SCHEMES]
+STREAMED: Schema = {
+    EVENT_STREAM: {
+        "schema": {"type": "string", "description": "An event for each answer, as it is made."}
+    },
+    NDJSON: {"schema": {"type": "string", "description": "The same as lines of JSON."}},
 }
 
 # What `POST /v1/models/{model}/infer` takes, before the model is known.
@@ -71,8 +89,13 @@ ANY_BODY = {
 
 
 def error_responses() -> dict[int | str, dict[str, Any]]:
+    """Of an inference, which changes nothing that could conflict."""
     content = {JSON: {"schema": ERROR}}
-    return {status: {"description": text, "content": content} for status, text in ERRORS.items()}
+    return {
+        status: {"description": text, "content": content}
+        for status, text in ERRORS.items()
+        if status != "409"
+    }
 
 
 def element(datatype: Datatype, *, is_input: bool) -> Schema:
@@ -155,7 +178,7 @@ def response_schema(signature: Signature) -> Schema:
     }
 
 
-def openapi(signature: Signature) -> dict[str, Any]:
+def openapi(signature: Signature, *, keyed: bool = False) -> dict[str, Any]:
     """The document of this one model."""
     examples = {tensor.name: json_example(tensor) for tensor in signature.required}
     content: dict[str, Any] = {
@@ -172,21 +195,31 @@ def openapi(signature: Signature) -> dict[str, Any]:
             content |= {"image/*": {"schema": BINARY}, OCTETS: {"schema": BINARY}}
         if tensor.datatype.kind is Kind.BYTES:
             content["text/plain"] = {"schema": {"type": "string"}}
-    success = {
-        "description": "The model's outputs.",
-        "content": {JSON: {"schema": response_schema(signature)}},
+    infer = {
+        "operationId": "infer",
+        "summary": f"Inference with {signature.model}",
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": success(signature), **error_responses()},
     }
-    return {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": signature.model, "version": signature.version or "latest"},
-        "paths": {
-            path_of(signature): {
-                "post": {
-                    "operationId": "infer",
-                    "summary": f"Inference with {signature.model}",
-                    "requestBody": {"required": True, "content": content},
-                    "responses": {"200": success, **error_responses()},
-                }
-            }
-        },
+        "paths": {path_of(signature): {"post": infer}},
     }
+    if keyed:
+        document |= {"components": {"securitySchemes": SECURITY_SCHEMES}, "security": SECURITY}
+    return document
+
+
+def success(signature: Signature) -> Schema:
+    """What it answers, in every form: `Accept` says which."""
+    content: dict[str, Any] = dict(STREAMED)
+    if not signature.decoupled:
+        content = {JSON: {"schema": response_schema(signature)}, NPZ: {"schema": BINARY}, **content}
+        if len(signature.outputs) == 1:
+            content[NPY] = {"schema": BINARY}
+        for tensor in signature.outputs.values():
+            if tensor.datatype.kind is Kind.BYTES:
+                content[OCTETS] = {"schema": BINARY}
+                content.setdefault(tensor.content_type or OCTETS, {"schema": BINARY})
+    return {"description": "The model's outputs.", "content": content}
