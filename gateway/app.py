@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -54,6 +54,7 @@ GIVES_WAY_S = 0.0005
 PREFLIGHT_S = 600
 # What a page of another origin may read of an answer's head.
 EXPOSED = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
+OWN_VERSION = version("triton-gateway")
 LAGS = 20  # ten seconds: a scrape every ten sees the worst
 
 ROUTERS = (infer.router, models.router, repository.router, health.router, metrics_page.router)
@@ -135,79 +136,108 @@ class Framework(FastAPI):
         return document
 
 
+class Parts(NamedTuple):
+    """What the settings name, read and found usable, before anything runs."""
+
+    sources: Sequence[Source]
+    wire: Wire
+    terms: Terms
+    file: ModelsFile
+    keys: KeysFile | None
+    kept: Store
+    tracer: Tracer | None
+
+
+def parts_of(settings: Settings) -> Parts:
+    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
+    sources = [source(url) for url in settings.triton_urls]
+    tls = Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
+    wire = Wire(settings.connect_timeout_s, tls_context(settings, sources), tls)
+    file = ModelsFile(settings.models_file)
+    file.open()
+    keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None
+    if keys is not None:
+        keys.open()
+    tracer = None
+    if settings.otlp_endpoint:
+        tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=OWN_VERSION)
+    return Parts(
+        sources, wire, Terms(settings.load_timeout_s, tls), file, keys, kept_by(settings), tracer
+    )
+
+
+@asynccontextmanager
+async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
+    """All that works while the application runs; what is opened last is closed first."""
+    async with AsyncExitStack() as stack:
+        metrics = Metrics()
+        pool = Pool(
+            parts.sources,
+            parts.wire,
+            metrics=metrics,
+            poll_s=settings.poll_interval_s,
+            dns_s=settings.dns_interval_s,
+        )
+        await stack.enter_async_context(pool)
+        models = Models(pool)
+        stack.callback(models.close)
+        repository = Repository(pool, models, parts.kept, parts.file, parts.terms)
+        await stack.enter_async_context(repository)
+        metrics.views.register(FleetView(pool, repository))
+        decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
+        stack.callback(decoders.close)
+        gate = Gate(
+            settings.max_inflight,
+            settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+            settings.max_queue,
+            metrics,
+        )
+        stack.callback(metrics.flush)
+        stack.callback(asyncio.create_task(tick(metrics, gate)).cancel)
+        access = Access(parts.keys)
+        stack.callback(asyncio.create_task(access.watch()).cancel)
+        rates = Rates(metrics, parts.kept.windows())
+        if parts.tracer is not None:
+            stack.callback(parts.tracer.close)
+        spare_the_collector()
+        spare_the_loop()
+        yield Services(
+            settings,
+            pool,
+            models,
+            repository,
+            decoders,
+            gate,
+            metrics,
+            access,
+            rates,
+            parts.tracer,
+        )
+
+
 def create_app(settings: Settings) -> ASGIApp:
     """The gateway before the Tritons of `settings.triton_urls`.
 
     Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing` for settings that
     cannot be used.
     """
-    sources = [source(url) for url in settings.triton_urls]
-    tls = Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
-    wire = Wire(settings.connect_timeout_s, tls_context(settings, sources), tls)
-    terms = Terms(settings.load_timeout_s, tls)
-    file = ModelsFile(settings.models_file)
-    file.open()
-    keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None
-    if keys is not None:
-        keys.open()
-    kept = kept_by(settings)
-    own = version("triton-gateway")
-    tracer = None
-    if settings.otlp_endpoint:
-        tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=own)
+    parts = parts_of(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with AsyncExitStack() as stack:
-            metrics = Metrics()
-            pool = await stack.enter_async_context(
-                Pool(
-                    sources,
-                    wire,
-                    metrics=metrics,
-                    poll_s=settings.poll_interval_s,
-                    dns_s=settings.dns_interval_s,
-                )
-            )
-            models = Models(pool)
-            stack.callback(models.close)
-            repository = await stack.enter_async_context(
-                Repository(pool, models, kept, file, terms)
-            )
-            metrics.views.register(FleetView(pool, repository))
-            decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
-            stack.callback(decoders.close)
-            gate = Gate(
-                settings.max_inflight,
-                settings.max_model_inflight or max(settings.max_inflight // 2, 1),
-                settings.max_queue,
-                metrics,
-            )
-            stack.callback(metrics.flush)
-            ticking = asyncio.create_task(tick(metrics, gate))
-            stack.callback(ticking.cancel)
-            access = Access(keys)
-            rates = Rates(metrics, kept.windows())
-            watching = asyncio.create_task(access.watch())
-            stack.callback(watching.cancel)
-            if tracer is not None:
-                stack.callback(tracer.close)
-            spare_the_collector()
-            spare_the_loop()
-            edge.services = app.state.services = Services(
-                settings, pool, models, repository, decoders, gate, metrics, access, rates, tracer
-            )
-            drain = stack.enter_context(Drain(settings.drain_s))
-            # For the server: what it counts, and whether it is to close connections.
-            yield {
-                "connections": metrics.connections,
-                "refusals": metrics.refusals,
-                "drain": drain,
-            }
+        async with running(settings, parts) as services:
+            edge.services = app.state.services = services
+            with Drain(settings.drain_s) as drain:
+                # For the server: what it counts, and whether it is to close connections.
+                yield {
+                    "connections": services.metrics.connections,
+                    "refusals": services.metrics.refusals,
+                    "drain": drain,
+                }
             edge.services = None
 
-    app = Framework(title="triton-gateway", version=own, lifespan=lifespan)
-    app.keyed = keys is not None
+    app = Framework(title="triton-gateway", version=OWN_VERSION, lifespan=lifespan)
+    app.keyed = parts.keys is not None
     edge = Edge(app)
     for router in ROUTERS:
         app.include_router(router)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -66,121 +67,94 @@ class Metrics:
     def __init__(self) -> None:
         # Else every counter has a second series beside it, which nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.views = CollectorRegistry()
         self.in_flight = {PASSED: 0, FRAMED: 0}
         self._pending: dict[tuple[str, str, str, str], Pending] = {}
         self.attempts_seen: Counts[tuple[str, str]] = Counts()
+
+        histogram = partial(Histogram, registry=self.registry)
+        counter = partial(Counter, registry=self.registry)
+        level = partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
+        worst = partial(Gauge, registry=self.registry, multiprocess_mode="livemax")
         kind = ("route", "model", "version")
 
-        self.duration = Histogram(
+        self.duration = histogram(
             "gateway_request_duration_seconds",
             "Time from a request's arrival to its answer's end.",
             (*kind, "status"),
             buckets=BUCKETS,
-            registry=registry,
         )
-        self.upstream = Counter(
+        self.upstream = counter(
             "gateway_request_upstream_seconds_total",
             "Time that requests waited for Triton; the rest of their duration is the gateway's own.",
             kind,
-            registry=registry,
         )
-        self.bytes_in = Counter(
-            "gateway_request_bytes_total", "Bytes of requests' bodies.", kind, registry=registry
-        )
-        self.bytes_out = Counter(
-            "gateway_answer_bytes_total", "Bytes of answers' bodies.", kind, registry=registry
-        )
-        self.running = Gauge(
+        self.bytes_in = counter("gateway_request_bytes_total", "Bytes of requests' bodies.", kind)
+        self.bytes_out = counter("gateway_answer_bytes_total", "Bytes of answers' bodies.", kind)
+        self.running = level(
             "gateway_requests_in_flight",
             "Requests that are being served: passed through (/v2), or made here (/v1).",
             ("route",),
-            multiprocess_mode="livesum",
-            registry=registry,
         )
-        self.decode = Histogram(
+        self.waiting = level("gateway_requests_waiting", "Inferences that wait for a place.")
+        self.decode = histogram(
             "gateway_image_decode_seconds",
             "Time in a thread that turns images or large arrays into tensors.",
             buckets=DECODE_BUCKETS,
-            registry=registry,
         )
-        self.decodes_waiting = Gauge(
+        self.decodes_waiting = level(
             "gateway_decodes_waiting",
             "Requests whose images wait for a thread, or for pixels to become free.",
-            multiprocess_mode="livesum",
-            registry=registry,
         )
-        self.attempts = Counter(
+        self.attempts = counter(
             "gateway_upstream_attempts_total",
             "Requests sent to a replica, by what came of it: answered, refused, bad_answer, deadline.",
             ("replica", "outcome"),
-            registry=registry,
         )
-        self.retries = Counter(
+        self.retries = counter(
             "gateway_upstream_retries_total",
             "Requests that went to another replica, because this one had not run them.",
             ("replica",),
-            registry=registry,
         )
-        self.ejections = Counter(
+        self.ejections = counter(
             "gateway_upstream_ejections_total",
             "Times that a replica was left alone for a while, because requests to it failed.",
             ("replica",),
-            registry=registry,
         )
-        self.model_actions = Counter(
+        self.model_actions = counter(
             "gateway_model_actions_total",
             "Loads and unloads on a replica, by who asked (api, reconciler) and outcome (done, failed).",
             ("action", "by", "outcome"),
-            registry=registry,
         )
-        self.shed = Counter(
+        self.shed = counter(
             "gateway_requests_shed_total",
             "Requests that were refused because there were too many: queue_full, rate.",
             ("reason",),
-            registry=registry,
         )
-        self.refusals = Counter(
+        self.refusals = counter(
             "gateway_requests_refused_total",
             "Requests that were not looked at, and clients that were cut off, by why: "
             f"{', '.join(REFUSED)}.",
             ("reason",),
-            registry=registry,
         )
-        # What there is from the start: the first of them is an increase.
+        self.connections = level("gateway_connections", "Clients' connections that are open.")
+        self.loop_lag = worst(
+            "gateway_event_loop_lag_seconds",
+            "How late the event loop came to what was due, at worst in the last seconds.",
+        )
+        build = worst("gateway_build_info", "1, with the gateway's version.", ("version",))
+        build.labels(version("triton-gateway")).set(1)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """What there is from the start: the first of them is an increase."""
         for reason in SHED:
             self.shed.labels(reason)
         for reason in REFUSED:
             self.refusals.labels(reason)
         for labels in product(("load", "unload"), ("api", "reconciler"), ("done", "failed")):
             self.model_actions.labels(*labels)
-        self.waiting = Gauge(
-            "gateway_requests_waiting",
-            "Inferences that wait for a place.",
-            multiprocess_mode="livesum",
-            registry=registry,
-        )
-        self.connections = Gauge(
-            "gateway_connections",
-            "Clients' connections that are open.",
-            multiprocess_mode="livesum",
-            registry=registry,
-        )
-        self.loop_lag = Gauge(
-            "gateway_event_loop_lag_seconds",
-            "How late the event loop came to what was due, at worst in the last seconds.",
-            multiprocess_mode="livemax",
-            registry=registry,
-        )
-        build = Gauge(
-            "gateway_build_info",
-            "1, with the gateway's version.",
-            ("version",),
-            multiprocess_mode="livemax",
-            registry=registry,
-        )
-        build.labels(version("triton-gateway")).set(1)
 
     def expect_replica(self, replica: str) -> None:
         """What never happened to it yet is 0 from now on, so that its first time is an increase."""
