@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from gateway import logs
 from gateway.app import create_app
 from gateway.auth import is_loopback
+from gateway.flags import TritonFlags, with_triton_flags
 from gateway.fleet.declared import BadModelsFile
 from gateway.fleet.replica import BadAddress
 from gateway.keys import BadKeysFile, Role, create, read, revoke
@@ -26,23 +27,11 @@ from gateway.server import run_workers, server
 from gateway.settings import Settings
 from gateway.state.wishes import BadState
 from gateway.tracing import BadTracing
-from gateway.triton.embedded import (
-    CannotStart,
-    EmbeddedTriton,
-    ModelControl,
-    Options,
-    check_distinct,
-    check_port,
-    ports_of,
-    say,
-    side_by_side,
-)
+from gateway.triton.embedded import EmbeddedTriton, say, side_by_side
 from gateway.triton.installation import CannotInstall
+from gateway.triton.options import CannotStart, Options, check_distinct, check_port, ports_of
 
 log = logging.getLogger(__name__)
-
-DEFAULT_REPOSITORY = Path("triton_repo")
-DEFAULT_MODELS = ("ensemble", "text_ensemble")
 
 cli = typer.Typer(
     help="The REST front door of NVIDIA Triton Inference Server.",
@@ -61,9 +50,6 @@ cli.add_typer(key, name="key")
 
 Host = Annotated[str, typer.Option(help="The address that the gateway listens on.")]
 Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")]
-HttpPort = Annotated[int, typer.Option("--triton-http-port", help="Triton's HTTP port.")]
-GrpcPort = Annotated[int, typer.Option("--triton-grpc-port", help="Triton's gRPC port.")]
-MetricsPort = Annotated[int, typer.Option("--triton-metrics-port", help="Triton's metrics port.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that serve; one per core at most.")]
 Replicas = Annotated[
     int,
@@ -73,24 +59,6 @@ Replicas = Annotated[
         help="How many Tritons to start; each has ports 100 higher than the one before.",
     ),
 ]
-Repository = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--model-repository", help="A model repository; may be repeated. Default: triton_repo."
-    ),
-]
-Control = Annotated[
-    ModelControl, typer.Option("--model-control", help="Triton's model control mode.")
-]
-Load = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--load",
-        help="A model to load at the start; may be repeated, * is all. "
-        "Default: the two ensembles of triton_repo, or all models of a repository of yours.",
-    ),
-]
-
 
 KeyName = Annotated[str, typer.Argument(help="What the key is called, in the log as well.")]
 Roles = Annotated[
@@ -116,27 +84,13 @@ class Failure(Exception):
 
 
 @cli.command()
+@with_triton_flags
 def up(
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    triton_http_port: HttpPort = 8000,
-    triton_grpc_port: GrpcPort = 8001,
-    triton_metrics_port: MetricsPort = 8002,
-    model_repository: Repository = None,
-    model_control: Control = ModelControl.explicit,
-    load: Load = None,
-    replicas: Replicas = 1,
+    flags: TritonFlags, host: Host = "127.0.0.1", port: Port = 8080, replicas: Replicas = 1
 ) -> None:
     """Start an embedded Triton, or several, and the gateway before it."""
     began = time.monotonic()
-    options = options_of(
-        model_repository,
-        load,
-        model_control,
-        triton_http_port,
-        triton_grpc_port,
-        triton_metrics_port,
-    )
+    options = flags.options()
     fleet = [options.replica(number) for number in range(replicas)]
     check_distinct({"--port": port, **ports_of(fleet)})
     check_port(host, port, "--port")
@@ -166,23 +120,10 @@ def up(
 
 
 @cli.command()
-def triton(
-    triton_http_port: HttpPort = 8000,
-    triton_grpc_port: GrpcPort = 8001,
-    triton_metrics_port: MetricsPort = 8002,
-    model_repository: Repository = None,
-    model_control: Control = ModelControl.explicit,
-    load: Load = None,
-) -> None:
+@with_triton_flags
+def triton(flags: TritonFlags) -> None:
     """Start the embedded Triton alone."""
-    options = options_of(
-        model_repository,
-        load,
-        model_control,
-        triton_http_port,
-        triton_grpc_port,
-        triton_metrics_port,
-    )
+    options = flags.options()
     reasons: list[str] = []
 
     def gone(reason: str) -> None:
@@ -266,25 +207,6 @@ def warn_if_open(settings: Settings, host: str) -> None:
             "(GATEWAY_KEYS_FILE; triton-gateway key create makes one)",
             host,
         )
-
-
-def options_of(
-    repositories: list[Path] | None,
-    load: list[str] | None,
-    control: ModelControl,
-    http_port: int,
-    grpc_port: int,
-    metrics_port: int,
-) -> Options:
-    default = DEFAULT_MODELS if not repositories else ("*",)
-    return Options(
-        tuple(repositories or [DEFAULT_REPOSITORY]),
-        tuple(load or default),
-        control,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
-    )
 
 
 def tritons_of(fleet: Sequence[Options], on_gone: Callable[[str], None]) -> list[EmbeddedTriton]:

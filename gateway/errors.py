@@ -101,6 +101,18 @@ class Conflict(GatewayError):
     status, code = 409, "CONFLICT"
 
 
+class ModelControlMode(Conflict):
+    """Triton's words are the same for both of its modes that take no calls."""
+
+    code = "MODEL_CONTROL_MODE"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the replica's Triton runs in model control mode poll or none: what its repository holds "
+            "decides which models it serves; it takes loads and unloads in mode explicit"
+        )
+
+
 class TooLarge(GatewayError):
     status, code = 413, "TOO_LARGE"
 

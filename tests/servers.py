@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 
 from gateway.triton import guard
-from gateway.triton.embedded import EmbeddedTriton, Options, prepared, say
+from gateway.triton.embedded import EmbeddedTriton, prepared, say
+from gateway.triton.options import Options
 
 ROOT = Path(__file__).parents[1]
 

@@ -30,7 +30,12 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
             400,
             "MALFORMED_REQUEST",
         ),
-        (503, "explicit model load / unload is not allowed if polling is enabled", 409, "CONFLICT"),
+        (
+            503,
+            "explicit model load / unload is not allowed if polling is enabled",
+            409,
+            "MODEL_CONTROL_MODE",
+        ),
         (400, "doesn't support models with decoupled transaction policy", 422, "REFUSED_BY_MODEL"),
         (
             400,

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from gateway.triton.embedded import REPLICA_STEP
 from gateway.triton.guard import SHARED_MEMORY
+from gateway.triton.options import REPLICA_STEP
 from tests.servers import Command, free_ports
 
 CONFIG = """
@@ -58,11 +58,12 @@ class Up(Command):
 
     def __init__(
         self,
-        repository: Path,
+        repository: Path | str,
         *arguments: str,
         command: str = "up",
         guarded: bool = True,
         replicas: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         further = [REPLICA_STEP * number for number in range(1, replicas)]
         gateway, http, grpc, metrics = free_ports(4, *further)
@@ -72,7 +73,9 @@ class Up(Command):
             flags += ["--port", gateway]
         if replicas > 1:
             flags += ["--replicas", replicas]
-        super().__init__(command, *map(str, flags), *arguments, guarded=guarded)
+        super().__init__(
+            command, *map(str, flags), *arguments, environment=environment, guarded=guarded
+        )
         self.url = f"http://127.0.0.1:{gateway}"
         self.tritons = [f"127.0.0.1:{http + more}" for more in (0, *further)]
         self.triton = self.tritons[0]

@@ -24,6 +24,7 @@ from gateway.errors import (
     Conflict,
     DeadlinePassed,
     GatewayError,
+    ModelControlMode,
     StateUnavailable,
     UnknownModel,
     listed,
@@ -92,11 +93,17 @@ class Report:
         }
 
     @property
+    def by_mode(self) -> ModelControlMode | None:
+        """What a replica said that takes neither loads nor unloads."""
+        modes = (error for error in self.failed.values() if isinstance(error, ModelControlMode))
+        return next(modes, None)
+
+    @property
     def refused(self) -> bool:
-        """Every replica could be asked, and none did it."""
+        """None did it, and asking those again that could not be asked would help nobody."""
         failed = self.failed
         asked = not any(isinstance(error, NOT_ASKED) for error in failed.values())
-        return asked and len(failed) == len(self.outcomes)
+        return len(failed) == len(self.outcomes) and (asked or self.by_mode is not None)
 
     def document(self) -> dict[str, Any]:
         done = bool(self.replicas) and not self.failed and len(self.outcomes) == self.replicas
@@ -113,7 +120,7 @@ class Report:
         first = next(iter(failed.values()))
         if self.refused:
             same = all(type(error) is type(first) for error in failed.values())
-            error = first if same else LoadFailed(first.detail)
+            error = self.by_mode or (first if same else LoadFailed(first.detail))
         else:
             error = PartlyDone(self.model, self.load, len(self.outcomes), failed)
         error.report = self.document()
@@ -159,6 +166,7 @@ class Repository:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._backoff: dict[tuple[str, str], Backoff] = {}
         self._behind: dict[str, set[str]] = {}
+        self._by_themselves: set[str] = set()  # replicas that take neither loads nor unloads
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Repository:
@@ -341,7 +349,9 @@ class Repository:
             self._pool.metrics.model_actions.labels(verb, by, "failed").inc()
             if not isinstance(exc, NOT_ASKED):
                 behind.discard(model)
-            if action.load:
+            if isinstance(exc, ModelControlMode):
+                self._by_themselves.add(address)
+            elif action.load:
                 self.errors[model] = f"on {address}: {exc.detail}"
             await self._pool.look(replica)
             raise
@@ -349,6 +359,7 @@ class Repository:
             self._models.forget(model)
         self._pool.metrics.model_actions.labels(verb, by, "done").inc()
         behind.discard(model)
+        self._by_themselves.discard(address)
         self.errors.pop(model, None)
 
     async def _done(self, replica: Replica, action: Action) -> None:
@@ -450,6 +461,9 @@ class Repository:
                 # What comes back is another process: what failed before says nothing of it.
                 for key in [key for key in self._backoff if key[0] == address]:
                     del self._backoff[key]
+                self._by_themselves.discard(address)
+                continue
+            if address in self._by_themselves:
                 continue
             running = sum(key[0] == address for key in self._running)
             for action in actions(wishes, replica.index, self._behind.get(address, ())):
@@ -464,6 +478,7 @@ class Repository:
         there = {replica.name for replica in self._pool.replicas.values()}
         for address in self._behind.keys() - there:
             del self._behind[address]
+        self._by_themselves &= there
         for key in [key for key in self._backoff if key[0] not in there]:
             del self._backoff[key]
 

@@ -16,11 +16,11 @@ import orjson
 
 from gateway.errors import (
     BadUpstream,
-    Conflict,
     DeadlinePassed,
     DoesNotFit,
     GatewayError,
     Malformed,
+    ModelControlMode,
     ModelFault,
     ModelNotReady,
     NotFound,
@@ -96,7 +96,8 @@ def rule(statuses: set[int], words: str, error: Callable[[str, Asked], GatewayEr
 
 
 ANY = {400, 404, 500, 501, 503}
-MANAGES_ITSELF = re.compile(r"explicit model load|model control|POLL mode|is not allowed", re.I)
+# In mode none as well it speaks of polling.
+MODE = re.compile(r"explicit model load / unload is not allowed", re.I)
 
 RULES = (
     rule(ANY, r"has no available versions", lambda _, asked: ModelNotReady(asked.model, asked.version)),
@@ -116,8 +117,7 @@ RULES = (
     rule(ANY, r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
          r"Unable to find 'inputs'",
          lambda text, _: Malformed(f"Triton cannot read the request: {text}")),
-    rule(ANY, MANAGES_ITSELF.pattern,
-         lambda text, _: Conflict(f"this Triton manages its models itself: {text}")),
+    rule(ANY, MODE.pattern, lambda *_: ModelControlMode()),
     rule(ANY, r"decoupled transaction", lambda _, asked: RefusedByModel(
         f"model '{asked.model}' answers several times (decoupled): stream it, by POST "
         f"/v1/models/{asked.model}/infer with Accept: text/event-stream")),
@@ -170,8 +170,8 @@ def refusal(status: int, body: bytes, model: str) -> GatewayError:
     log.warning("Triton answered %d: %s", status, body[:LOGGED].decode(errors="replace"))
     text = text_of(body)[:LONGEST]
     shown = scrubbed(text)
-    if MANAGES_ITSELF.search(text):
-        return Conflict(f"this Triton does not take loads, it manages its models itself: {shown}")
+    if MODE.search(text):
+        return ModelControlMode()
     if not shown:
         return BadUpstream(f"the replica answered {status}")
     return LoadFailed(f"model {quoted(model)}: {shown}")

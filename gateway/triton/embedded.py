@@ -4,105 +4,36 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import Enum
-from pathlib import Path
 from types import TracebackType
 from typing import IO, cast
 
+import orjson
+
+from gateway.errors import listed
 from gateway.triton import guard
 from gateway.triton.chatter import Chatter
 from gateway.triton.installation import Installation, install
+from gateway.triton.options import (
+    ALL,
+    EXIT_GRACE_S,
+    CannotStart,
+    ModelControl,
+    Options,
+    check_distinct,
+    check_port,
+    ports_of,
+)
 
-EXIT_GRACE_S = 4.0  # Triton's own limit for running requests is a second less
 POLL_S = 0.05
+READY = "READY"
 RESTARTS, RESTART_WINDOW_S = 3, 60.0
-LAST_PORT = 65535
-REPLICA_STEP = 100  # from one replica's ports to the next one's
-
-
-class ModelControl(str, Enum):
-    """Triton's `--model-control-mode`."""
-
-    explicit = "explicit"
-    none = "none"
-    poll = "poll"
-
-
-class CannotStart(Exception):
-    """Why Triton did not start, in a sentence that says what to do."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the embedded Triton is started with."""
-
-    model_repositories: tuple[Path, ...]
-    load: tuple[str, ...] = ()
-    model_control: ModelControl = ModelControl.explicit
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    start_timeout_s: float = 120.0
-    shift: int = 0  # how far the ports are from those that the flags name
-
-    def replica(self, number: int) -> Options:
-        """The same on other ports: replica 0 has these, each further one `REPLICA_STEP` more."""
-        shift = number * REPLICA_STEP
-        return replace(
-            self,
-            http_port=self.http_port + shift,
-            grpc_port=self.grpc_port + shift,
-            metrics_port=self.metrics_port + shift,
-            shift=self.shift + shift,
-        )
-
-    @property
-    def ports(self) -> dict[str, int]:
-        """The ports by the flag that names them."""
-        plus = f" (+ {self.shift})" if self.shift else ""
-        return {
-            f"--triton-http-port{plus}": self.http_port,
-            f"--triton-grpc-port{plus}": self.grpc_port,
-            f"--triton-metrics-port{plus}": self.metrics_port,
-        }
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.http_port}"
-
-    @property
-    def url(self) -> str:
-        """This Triton as a replica in `GATEWAY_TRITON_URLS`."""
-        return (
-            f"http://{self.host}:{self.http_port}?grpc={self.grpc_port}&metrics={self.metrics_port}"
-        )
-
-    def command(self, files: Installation, shared_memory_prefix: str) -> list[str]:
-        explicit = self.model_control is ModelControl.explicit
-        return [
-            str(files.server),
-            *(f"--model-repository={folder.absolute()}" for folder in self.model_repositories),
-            f"--model-control-mode={self.model_control.value}",
-            *(f"--load-model={model}" for model in self.load if explicit),
-            "--model-config-name=embedded",
-            f"--backend-directory={files.backends}",
-            f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix}",
-            *(f"--{api}-address={self.host}" for api in ("http", "grpc", "metrics")),
-            f"--http-port={self.http_port}",
-            f"--grpc-port={self.grpc_port}",
-            f"--metrics-port={self.metrics_port}",
-            f"--exit-timeout-secs={int(EXIT_GRACE_S) - 1}",
-        ]
 
 
 def say(line: str) -> None:
@@ -117,7 +48,8 @@ class Life:
 
     def __init__(self, options: Options, files: Installation, hear: Callable[[str], None]) -> None:
         self._options = options
-        self._chatter = Chatter()
+        self._chatter = Chatter(verbose=options.log_verbose > 0)
+        self._was_ready = False
         self._prefix = f"triton_gateway_{os.getpid()}_{time.monotonic_ns():x}_"
         self._deadline = time.monotonic() + options.start_timeout_s
         # -I -S: the guard needs the standard library alone, and starts in 15 ms without `site`.
@@ -142,7 +74,9 @@ class Life:
 
     def ready(self) -> bool:
         """Whether it serves by now. Raises `CannotStart` when it has ended or the time is over."""
-        if is_ready(self._options.host, self._options.http_port):
+        # It listens when the models of its start are loaded, or have failed without ending it.
+        if self._answer("GET", "/v2/health/live") is not None:
+            self._was_ready = True
             self._chatter.forget()
             return True
         if self.process.poll() is not None:
@@ -151,9 +85,36 @@ class Life:
             raise CannotStart(self._why_it_waits())
         return False
 
+    def missing(self) -> list[str]:
+        """The models of its start that it does not serve."""
+        index = orjson.loads(self._answer("POST", "/v2/repository/index") or b"[]")
+        ready = {entry["name"] for entry in index if entry.get("state") == READY}
+        wanted = set(self._options.load)
+        if ALL in wanted or self._options.model_control is not ModelControl.explicit:
+            wanted = {entry["name"] for entry in index}
+        return sorted(wanted - ready)
+
+    def _answer(self, method: str, path: str) -> bytes | None:
+        """On a fresh connection: a Triton that is stopping goes on answering old ones as if well."""
+        host, port = self._options.host, self._options.http_port
+        connection = http.client.HTTPConnection(host, port, timeout=1)
+        try:
+            connection.request(method, path, headers={"Connection": "close"})
+            answer = connection.getresponse()
+            return answer.read() if answer.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
     def _why_it_waits(self) -> str:
-        limit_s = self._options.start_timeout_s
-        return f"Triton was not ready within {limit_s:g} s; its last line: {self._chatter.last}"
+        late = f"Triton was not ready within {self._options.start_timeout_s:g} s"
+        if self._options.remote:
+            return (
+                f"{late}: it may wait for {listed(self._options.remote)}; can that be reached, and are "
+                "the credentials for it in the environment?"
+            )
+        return f"{late}; its last line: {self._chatter.last}"
 
     def why_it_ended(self) -> str:
         self._reader.join(1)
@@ -161,6 +122,8 @@ class Life:
             failed = "; ".join(f"{model}: {why}" for model, why in self._chatter.failures.items())
             return f"Triton could not load {failed}"
         words = self._chatter.complaint or self._chatter.last
+        if self._options.remote and not self._was_ready:
+            return f"Triton cannot start with {listed(self._options.remote)}: {words}"
         return f"Triton ended with status {self.process.returncode}: {words}"
 
     def let_go(self) -> None:
@@ -232,6 +195,7 @@ class EmbeddedTriton:
         except CannotStart as exc:
             raise CannotStart(f"{self._label}{exc}") from exc
         if ready:
+            self._tell_what_is_missing()
             self._keeper.start()
         return ready
 
@@ -247,6 +211,10 @@ class EmbeddedTriton:
         while self._keeper.is_alive():
             self._keeper.join(0.1)
             self._life.stop()  # again, if the keeper was just beginning another life
+
+    def _tell_what_is_missing(self) -> None:
+        if not self.options.exit_on_error and (missing := self._life.missing()):
+            self._tell(f"Triton goes on without {listed(missing)}")
 
     def _tell(self, sentence: str) -> None:
         self._say(f"{self._label}{sentence}")
@@ -280,6 +248,7 @@ class EmbeddedTriton:
                     )
                 return
             self._tell("Triton is ready again")
+            self._tell_what_is_missing()
 
     def _begin_again(self) -> None:
         self.begin(self._files)
@@ -315,64 +284,9 @@ def side_by_side(
 def prepared(fleet: Sequence[Options], say: Callable[[str], None]) -> Installation:
     """What all of them need, once. Raises `CannotInstall`, or `CannotStart` where one cannot."""
     for options in fleet:
-        check_repositories(options.model_repositories)
+        options.check()
     check_distinct(ports_of(fleet))
     for options in fleet:
         for flag, port in options.ports.items():
             check_port(options.host, port, flag)
     return install(say)
-
-
-def ports_of(fleet: Sequence[Options]) -> dict[str, int]:
-    """The ports of replicas by the flag that names each."""
-    return {flag: port for options in fleet for flag, port in options.ports.items()}
-
-
-def check_repositories(folders: tuple[Path, ...]) -> None:
-    for folder in folders:
-        if not folder.is_dir():
-            raise CannotStart(
-                f"there is no model repository at {folder}; name one with --model-repository"
-            )
-
-
-def check_distinct(ports: Mapping[str, int]) -> None:
-    """Raise `CannotStart` when two flags name one port, or one names none."""
-    flags: dict[int, str] = {}
-    for flag, port in ports.items():
-        check_number(port, flag)
-        if port in flags:
-            raise CannotStart(f"{flags[port]} and {flag} both name port {port}; give each its own")
-        flags[port] = flag
-
-
-def check_number(port: int, flag: str) -> None:
-    if not 0 <= port <= LAST_PORT:
-        raise CannotStart(f"{flag} cannot be {port}; a port is between 1 and {LAST_PORT}")
-
-
-def check_port(host: str, port: int, flag: str) -> None:
-    """Raise `CannotStart` if the port is taken; Triton's own words hide which flag names it."""
-    check_number(port, flag)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            raise CannotStart(
-                f"port {port} cannot be used ({os.strerror(exc.errno or 0).lower()}); "
-                f"name another with {flag}"
-            ) from exc
-
-
-def is_ready(host: str, port: int) -> bool:
-    """Ask on a fresh connection: a Triton that is stopping goes on answering old ones as if well."""
-    connection = http.client.HTTPConnection(host, port, timeout=1)
-    try:
-        connection.request("GET", "/v2/health/ready", headers={"Connection": "close"})
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

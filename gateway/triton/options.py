@@ -1,0 +1,240 @@
+"""What an embedded tritonserver is started with, and what of it cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from gateway.errors import listed
+from gateway.triton.installation import Installation
+
+EXIT_GRACE_S: Final = 4.0  # Triton's own limit for running requests is a second less
+LAST_PORT: Final = 65535
+REPLICA_STEP: Final = 100  # from one replica's ports to the next one's
+ALL: Final = "*"
+REMOTE: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+CLOUDS: Final = ("s3://", "gs://", "as://")
+# The setting by which the guard finds what a crash leaves behind.
+PREFIX_SETTING: Final = re.compile(r"python,\s*shm-region-prefix-name\s*=")
+
+# Triton's own flags that `--triton-arg` may not give: there is a flag of ours for it, …
+SAID_BY: Final = {
+    "http-port": "--triton-http-port",
+    "grpc-port": "--triton-grpc-port",
+    "metrics-port": "--triton-metrics-port",
+    "model-repository": "--model-repository",
+    "model-store": "--model-repository",
+    "model-control-mode": "--model-control",
+    "repository-poll-secs": "--poll-secs",
+    "load-model": "--load",
+    "exit-on-error": "--exit-on-error",
+    "backend-config": "--backend-config",
+    "log-verbose": "--log-verbose",
+}
+# … or what is around the server relies on it.
+RELIED_ON: Final = {
+    **dict.fromkeys(
+        ("http-address", "grpc-address", "metrics-address"), "the embedded Triton is on 127.0.0.1"
+    ),
+    **dict.fromkeys(
+        ("allow-http", "allow-grpc", "allow-metrics"), "the gateway needs all three of its ports"
+    ),
+    **dict.fromkeys(("grpc-use-ssl", "grpc-use-ssl-mutual"), "the gateway asks it without TLS"),
+    **dict.fromkeys(
+        ("log-file", "log-format", "log-error"), "its log tells the gateway why a model fails"
+    ),
+    "backend-directory": "it has the backends of the embedded Triton",
+    "model-config-name": "the embedded Triton reads configs/embedded.pbtxt",
+    "exit-timeout-secs": f"it has {EXIT_GRACE_S:g} s to end",
+}
+REFUSED: Final = {name: f"say it with {flag}" for name, flag in SAID_BY.items()} | RELIED_ON
+
+
+class ModelControl(str, Enum):
+    """Triton's `--model-control-mode`."""
+
+    explicit = "explicit"
+    none = "none"
+    poll = "poll"
+
+
+class CannotStart(Exception):
+    """Why Triton did not start, in a sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the embedded Triton is started with."""
+
+    model_repositories: tuple[Path | str, ...]  # folders, or addresses of an object store
+    load: tuple[str, ...] = ()
+    model_control: ModelControl = ModelControl.explicit
+    poll_s: int | None = None  # None is Triton's own, 15
+    exit_on_error: bool = True
+    backend_configs: tuple[str, ...] = ()  # BACKEND,SETTING=VALUE
+    log_verbose: int = 0
+    arguments: tuple[str, ...] = ()  # further ones of Triton's own
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    start_timeout_s: float = 120.0
+    shift: int = 0  # how far the ports are from those that the flags name
+
+    def replica(self, number: int) -> Options:
+        """The same on other ports: replica 0 has these, each further one `REPLICA_STEP` more."""
+        shift = number * REPLICA_STEP
+        return replace(
+            self,
+            http_port=self.http_port + shift,
+            grpc_port=self.grpc_port + shift,
+            metrics_port=self.metrics_port + shift,
+            shift=self.shift + shift,
+        )
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by the flag that names them."""
+        plus = f" (+ {self.shift})" if self.shift else ""
+        return {
+            f"--triton-http-port{plus}": self.http_port,
+            f"--triton-grpc-port{plus}": self.grpc_port,
+            f"--triton-metrics-port{plus}": self.metrics_port,
+        }
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.http_port}"
+
+    @property
+    def url(self) -> str:
+        """This Triton as a replica in `GATEWAY_TRITON_URLS`."""
+        return (
+            f"http://{self.host}:{self.http_port}?grpc={self.grpc_port}&metrics={self.metrics_port}"
+        )
+
+    @property
+    def remote(self) -> list[str]:
+        """The repositories that are no folders."""
+        return [str(place) for place in self.model_repositories if is_remote(place)]
+
+    def check(self) -> None:
+        """Raises `CannotStart` for what no Triton could be started with, or none of ours."""
+        for repository in self.model_repositories:
+            check_repository(repository)
+        self._check_mode()
+        for value in self.backend_configs:
+            if PREFIX_SETTING.match(value):
+                raise CannotStart(
+                    f"--backend-config cannot be {value}: "
+                    "what a crash leaves behind is found by the name of its shared memory"
+                )
+        for argument in self.arguments:
+            check_argument(argument)
+
+    def _check_mode(self) -> None:
+        mode = self.model_control
+        if self.load and mode is not ModelControl.explicit:
+            raise CannotStart(
+                f"--load is for --model-control explicit; in mode {mode.value} Triton loads every "
+                "model of the repository"
+            )
+        if self.poll_s is not None and mode is not ModelControl.poll:
+            raise CannotStart(
+                f"--poll-secs is for --model-control poll; in mode {mode.value} Triton does not "
+                "look at the repository again"
+            )
+
+    def command(self, files: Installation, shared_memory_prefix: str) -> list[str]:
+        poll = [] if self.poll_s is None else [f"--repository-poll-secs={self.poll_s}"]
+        return [
+            str(files.server),
+            *(f"--model-repository={place_of(place)}" for place in self.model_repositories),
+            f"--model-control-mode={self.model_control.value}",
+            *poll,
+            *(f"--load-model={model}" for model in self.load),
+            f"--exit-on-error={str(self.exit_on_error).lower()}",
+            "--model-config-name=embedded",
+            f"--backend-directory={files.backends}",
+            f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix}",
+            *(f"--backend-config={value}" for value in self.backend_configs),
+            *(f"--{api}-address={self.host}" for api in ("http", "grpc", "metrics")),
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            f"--exit-timeout-secs={int(EXIT_GRACE_S) - 1}",
+            f"--log-verbose={self.log_verbose}",
+            *self.arguments,
+        ]
+
+
+def is_remote(repository: Path | str) -> bool:
+    return isinstance(repository, str) and REMOTE.match(repository) is not None
+
+
+def place_of(repository: Path | str) -> str:
+    """As Triton takes it: an address as it is, a folder from the root on."""
+    return str(repository) if is_remote(repository) else str(Path(repository).absolute())
+
+
+def check_repository(repository: Path | str) -> None:
+    if is_remote(repository):
+        if not str(repository).startswith(CLOUDS):
+            raise CannotStart(
+                f"{repository} is no model repository; beside folders Triton reads {listed(CLOUDS)}"
+            )
+    elif not Path(repository).is_dir():
+        raise CannotStart(
+            f"there is no model repository at {repository}; name one with --model-repository"
+        )
+
+
+def check_argument(argument: str) -> None:
+    """Raises `CannotStart` for what is ours to say. Triton takes the beginning of a flag for the flag."""
+    if not argument.startswith("--"):
+        return  # the value of the one before
+    given = argument[2:].partition("=")[0]
+    for name, why in REFUSED.items():
+        if given and name.startswith(given):
+            raise CannotStart(f"--triton-arg cannot be {argument}: {why}")
+
+
+def ports_of(fleet: Sequence[Options]) -> dict[str, int]:
+    """The ports of replicas by the flag that names each."""
+    return {flag: port for options in fleet for flag, port in options.ports.items()}
+
+
+def check_distinct(ports: Mapping[str, int]) -> None:
+    """Raise `CannotStart` when two flags name one port, or one names none."""
+    flags: dict[int, str] = {}
+    for flag, port in ports.items():
+        check_number(port, flag)
+        if port in flags:
+            raise CannotStart(f"{flags[port]} and {flag} both name port {port}; give each its own")
+        flags[port] = flag
+
+
+def check_number(port: int, flag: str) -> None:
+    if not 0 <= port <= LAST_PORT:
+        raise CannotStart(f"{flag} cannot be {port}; a port is between 1 and {LAST_PORT}")
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raise `CannotStart` if the port is taken; Triton's own words hide which flag names it."""
+    check_number(port, flag)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise CannotStart(
+                f"port {port} cannot be used ({os.strerror(exc.errno or 0).lower()}); "
+                f"name another with {flag}"
+            ) from exc
