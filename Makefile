@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+RESNET50 := .venv-resnet50
 # Files of tests side by side: they wait more than they compute. JOBS=0 runs them in one process, as a debugger wants.
 JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -11,7 +12,7 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test faults check fmt bench bench-peers lock clean models examples
+.PHONY: run test faults check fmt bench bench-peers resnet50 lock clean models examples
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
@@ -37,6 +38,10 @@ bench: $(VENV)/.dev
 
 bench-peers: $(PEERS)/.ready
 	@echo "make bench now includes KServe's transformer"
+
+# A model repository in resnet50_repo/; ARGS="--weights none" for one without a download.
+resnet50: $(RESNET50)/.ready
+	@$(RESNET50)/bin/python -m models.export_resnet50 --output resnet50_repo $(ARGS)
 
 models: $(VENV)/.gateway
 	@$(BIN)/python -m models.sentences
@@ -71,14 +76,22 @@ $(OWN_ENV)/.ready: triton_repo_examples/own_env/requirements.txt $(VENV)/.gatewa
 	@$(PIP) --python $(OWN_ENV) install --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
+# PyTorch, only to export; on Linux its wheels bring CUDA along.
+$(RESNET50)/.ready: requirements/resnet50.txt
+	@echo "preparing PyTorch's environment in $(RESNET50) (about 3 GB on Linux, once)"
+	@test -x $(RESNET50)/bin/python || $(PYTHON) -m venv $(RESNET50)
+	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
+	@touch $@
+
 lock:
 	$(LOCK) pyproject.toml -o requirements/gateway.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
 	$(LOCK) --group models -o requirements/models.txt
+	$(LOCK) --group resnet50 -o requirements/resnet50.txt
 	$(LOCK) --group peers -o requirements/peers.txt
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,8 @@
 """Runs the ONNX graph beside this file on onnxruntime, where Triton has no backend for it.
 
 It knows no network: names, datatypes and shapes come from the configuration, against which the
-graph is checked. Requests that Triton hands over together share one run.
+graph is checked, and what the configuration leaves out comes from the graph. Requests that Triton
+hands over together share one run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ ONNX_TYPES = {
     "TYPE_FP16": "tensor(float16)",
     "TYPE_FP32": "tensor(float)",
     "TYPE_FP64": "tensor(double)",
+    "TYPE_STRING": "tensor(string)",
 }
+TRITON_TYPES = {found: name for name, found in ONNX_TYPES.items()}
+
+# What Triton's own ONNX backend takes where a configuration says nothing.
+DEFAULT_MAX_BATCH_SIZE = 4
 
 
 class Work(NamedTuple):
@@ -46,6 +52,25 @@ class Work(NamedTuple):
 
 
 class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Adds inputs or outputs where there are none, by the rules of Triton's own ONNX backend."""
+        written = config.as_dict()
+        if written["input"] and written["output"]:
+            return config
+        session = _session(Path(__file__).with_name(GRAPH), threads=1)
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        if written["max_batch_size"] == 0 and _can_batch([*inputs, *outputs]):
+            config.set_max_batch_size(DEFAULT_MAX_BATCH_SIZE)
+        batches = written["max_batch_size"] > 0
+        if written["max_batch_size"] > 1 and "sequence_batching" not in written:
+            config.set_dynamic_batching()
+        for tensor in [] if written["input"] else inputs:
+            config.add_input(_described(tensor, batches))
+        for tensor in [] if written["output"] else outputs:
+            config.add_output(_described(tensor, batches))
+        return config
+
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
         self.batches: bool = config["max_batch_size"] > 0
@@ -73,7 +98,11 @@ class TritonPythonModel:
         found = {
             name: pb_utils.get_input_tensor_by_name(request, name) for name in self.input_names
         }
-        return {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+        return {
+            name: _for_onnx(tensor.as_numpy())
+            for name, tensor in found.items()
+            if tensor is not None
+        }
 
     def _kind(self, tensors: Tensors, index: int) -> Any:
         """Requests of the same kind can be concatenated; without batches each is its own."""
@@ -107,10 +136,25 @@ class TritonPythonModel:
 
     def _response(self, outputs: Any) -> Any:
         tensors = [
-            pb_utils.Tensor(name, np.ascontiguousarray(values))
+            pb_utils.Tensor(name, _for_triton(values))
             for name, values in zip(self.output_names, outputs, strict=True)
         ]
         return pb_utils.InferenceResponse(tensors)
+
+
+def _for_onnx(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Triton's texts are bytes, and onnxruntime's are str."""
+    if values.dtype != np.object_:
+        return values
+    texts = [text.decode(errors="replace") for text in values.ravel()]
+    return np.array(texts, dtype=np.object_).reshape(values.shape)
+
+
+def _for_triton(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if values.dtype != np.object_:
+        return np.ascontiguousarray(values)
+    texts = [text.encode() for text in values.ravel()]
+    return np.array(texts, dtype=np.object_).reshape(values.shape)
 
 
 def _failure(error: Exception) -> Any:
@@ -150,6 +194,24 @@ def _session(path: Path, threads: int) -> onnxruntime.InferenceSession:
         raise pb_utils.TritonModelException(
             f"onnxruntime {onnxruntime.__version__} cannot load {GRAPH}; the log says why"
         ) from None
+
+
+def _can_batch(in_graph: list[Any]) -> bool:
+    """Whether the first dimension of every tensor is free."""
+    return all(tensor.shape and not isinstance(tensor.shape[0], int) for tensor in in_graph)
+
+
+def _described(tensor: Any, batches: bool) -> dict[str, Any]:
+    if tensor.type not in TRITON_TYPES:
+        raise pb_utils.TritonModelException(
+            f"{tensor.name} is {tensor.type} in the ONNX graph, which Triton has no datatype for"
+        )
+    dims = [size if isinstance(size, int) else -1 for size in tensor.shape]
+    return {
+        "name": tensor.name,
+        "data_type": TRITON_TYPES[tensor.type],
+        "dims": dims[1:] if batches else dims,
+    }
 
 
 def _check(direction: str, declared: list[dict[str, Any]], in_graph: Any, batches: bool) -> None:

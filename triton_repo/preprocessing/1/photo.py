@@ -74,13 +74,14 @@ class Photo:
         return values if self.layout == "NHWC" else np.ascontiguousarray(values.transpose(2, 0, 1))
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The part that is wanted, in the picture's pixels.
+        """The part that is wanted, in the picture's pixels: where torchvision's transforms take it.
 
         Resizing just this part bounds the work, however long and thin the picture is.
         """
         if self.fit == "stretch":
             return (0, 0, width, height)
-        ratio = min(width, height) / self.resize
-        left = (width - self.width * ratio) / 2
-        top = (height - self.height * ratio) / 2
-        return (left, top, left + self.width * ratio, top + self.height * ratio)
+        shorter = min(width, height)
+        wide, high = self.resize * width // shorter, self.resize * height // shorter
+        left, top = round((wide - self.width) / 2), round((high - self.height) / 2)
+        x, y = width / wide, height / high
+        return (left * x, top * y, (left + self.width) * x, (top + self.height) * y)

@@ -1,0 +1,74 @@
+"""Small ONNX networks of known arithmetic, for tests that need a file and not its knowledge."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+SIZE, CLASSES, FIELDS = 224, 1000, 7
+OPSET, IR_VERSION = 18, 10
+
+Floats = NDArray[np.float32]
+
+
+def weights() -> Floats:
+    return np.random.default_rng(5).normal(size=(3 * FIELDS * FIELDS, CLASSES)).astype(np.float32)
+
+
+def scores(picture: Floats) -> Floats:
+    """What `classifier` answers, [1000], for a picture [3, 224, 224]: of where each colour is."""
+    side = SIZE // FIELDS
+    means = picture.reshape(3, FIELDS, side, FIELDS, side).mean(axis=(2, 4))
+    result: Floats = means.ravel() @ weights()
+    return result
+
+
+def classifier() -> bytes:
+    """`INPUT__0` FP32 [batch, 3, 224, 224] to `OUTPUT__0` FP32 [batch, 1000], as a ResNet's."""
+    side = SIZE // FIELDS
+    pool = helper.make_node(
+        "AveragePool", ["INPUT__0"], ["means"], kernel_shape=[side] * 2, strides=[side] * 2
+    )
+    nodes = [
+        pool,
+        helper.make_node("Flatten", ["means"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "weights"], ["OUTPUT__0"]),
+    ]
+    given = ("INPUT__0", TensorProto.FLOAT, ["batch", 3, SIZE, SIZE])
+    made = ("OUTPUT__0", TensorProto.FLOAT, ["batch", CLASSES])
+    return _file(nodes, [given], [made], [numpy_helper.from_array(weights(), "weights")])
+
+
+def texts() -> bytes:
+    """Two inputs of texts and numbers, and the same as outputs; nothing can be batched."""
+    nodes = [
+        helper.make_node("Identity", ["words"], ["same words"]),
+        helper.make_node("Identity", ["numbers"], ["same numbers"]),
+    ]
+    words, numbers = (TensorProto.STRING, ["count"]), (TensorProto.INT64, [2, "width"])
+    return _file(
+        nodes,
+        [("words", *words), ("numbers", *numbers)],
+        [("same words", *words), ("same numbers", *numbers)],
+    )
+
+
+def _file(
+    nodes: list[onnx.NodeProto],
+    inputs: list[tuple[str, int, list[int | str]]],
+    outputs: list[tuple[str, int, list[int | str]]],
+    constants: list[TensorProto] | None = None,
+) -> bytes:
+    given, made = (
+        [helper.make_tensor_value_info(*tensor) for tensor in tensors]
+        for tensors in (inputs, outputs)
+    )
+    model = helper.make_model(
+        helper.make_graph(nodes, "network", given, made, constants),
+        ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", OPSET)],
+    )
+    onnx.checker.check_model(model, full_check=True)
+    return bytes(model.SerializeToString())
