@@ -179,7 +179,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
             dns_s=settings.dns_interval_s,
         )
         await stack.enter_async_context(pool)
-        models = Models(pool)
+        models = Models(pool, settings.cancellable_models)
         stack.callback(models.close)
         repository = Repository(pool, models, parts.kept, parts.file, parts.terms)
         await stack.enter_async_context(repository)

@@ -113,6 +113,23 @@ class ModelControlMode(Conflict):
         )
 
 
+class SequenceNotRunning(GatewayError):
+    """A request goes on with a sequence whose state is nowhere."""
+
+    status, code = 409, "SEQUENCE_NOT_RUNNING"
+
+    def __init__(
+        self,
+        model: str,
+        sequence_id: int | str | None,
+        why: str = "it was not started, has ended or was idle for too long",
+    ) -> None:
+        which = "this sequence" if sequence_id is None else f"sequence {shown_id(sequence_id)}"
+        super().__init__(
+            f"{which} of model {quoted(model)} is not running: {why}; begin it again with sequence_start"
+        )
+
+
 class TooLarge(GatewayError):
     status, code = 413, "TOO_LARGE"
 
@@ -233,6 +250,10 @@ def quoted(text: str, limit: int = 80) -> str:
     """`text` as it may stand in a sentence: printable, and no longer than `limit` characters."""
     shown = text if len(text) <= limit else text[: limit - 1] + "…"
     return "'" + "".join(c if c.isprintable() else "�" for c in shown) + "'"
+
+
+def shown_id(sequence_id: int | str) -> str:
+    return quoted(sequence_id) if isinstance(sequence_id, str) else str(sequence_id)
 
 
 def listed(names: Iterable[str], limit: int = 20) -> str:

@@ -62,6 +62,12 @@ class Settings(BaseSettings):
         "redis://host:6379/0 when several gateways share it, or memory:. Empty: a file for this fleet in "
         "the user's state folder (XDG_STATE_HOME).",
     )
+    cancellable_models: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Models whose inference stops in Triton when the client leaves or the deadline passes, "
+        "as globs separated by commas: llm-*,detector. They are asked over gRPC, which costs more than HTTP. "
+        "A model's config can say so itself: gateway.cancellable is true.",
+    )
     load_timeout_s: float = Field(300.0, gt=0, description="How long a model's load may take.")
     triton_ca_file: Path | None = Field(
         None, description="The authority that signed the certificates of https:// replicas."
@@ -201,7 +207,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"it does not fit {certificate}: {exc}") from exc
         return value
 
-    @field_validator("triton_urls", "cors_origins", mode="before")
+    @field_validator("triton_urls", "cors_origins", "cancellable_models", mode="before")
     @classmethod
     def separated(cls, value: Any) -> Any:
         """`a,b`: pydantic-settings itself would read a tuple as JSON."""

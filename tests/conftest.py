@@ -37,12 +37,14 @@ def demo(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session", params=["as written", "renamed"])
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
-    """The gateway before the test repository: once as it is written, once with every name drawn."""
+    """The gateway before the test repository: once as it is written, over HTTP; once with every name drawn,
+    over gRPC."""
     names = Names(seed=7 if request.param == "renamed" else None)
     folder = tmp_path_factory.mktemp("zoo")
     write_repository(folder, names)
+    settings = {"cancellable_models": "*"} if request.param == "renamed" else {}
     with (
         triton_on_free_ports(folder) as triton,
-        gateway_before(triton.options.url) as client,
+        gateway_before(triton.options.url, **settings) as client,
     ):
         yield Zoo(client, names)

@@ -21,6 +21,12 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
             "MODEL_NOT_FOUND",
         ),
         (400, "Request for unknown model: 'm' has no available versions", 503, "MODEL_NOT_READY"),
+        (
+            400,
+            "inference request for sequence 7 to model 'm' must specify the START flag",
+            409,
+            "SEQUENCE_NOT_RUNNING",
+        ),
         (400, "Model 'm' is not ready", 503, "MODEL_NOT_READY"),
         (503, "Exceeds maximum queue size", 429, "OVERLOADED"),
         (503, "Request timeout expired", 504, "DEADLINE_PASSED"),

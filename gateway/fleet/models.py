@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from time import perf_counter
-from typing import Any
-from urllib.parse import quote
 
 from gateway.context import current
 from gateway.errors import (
@@ -20,33 +19,20 @@ from gateway.errors import (
     listed,
     quoted,
 )
+from gateway.fleet.calls import Call, called, model_path, posted
 from gateway.fleet.pool import Pool
 from gateway.fleet.replica import Replica
 from gateway.tensors.inputs import Inputs
 from gateway.tensors.outputs import Result, joined
 from gateway.tensors.signature import Signature, signature
-from gateway.triton import infer, streams
 from gateway.triton.complaints import Asked
-from gateway.triton.http import Headers, Reply
+from gateway.triton.infer import Answer
 from gateway.triton.streams import Stream
 
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
 METADATA_TIMEOUT_S = 5.0
-# What a path's segment may hold as it is (RFC 3986, section 3.3); Triton does not decode the rest.
-UNQUOTED = "!$&'()*+,;=:@"
 # Triton and what we know of the model disagree: read it again.
 CONTRADICTIONS = (UnknownModel, ModelNotReady, DoesNotFit)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the caller wants beside the tensors."""
-
-    outputs: tuple[str, ...]
-    parameters: Mapping[str, Any]
-    request_id: str
-    deadline: float  # in the loop's time
-    headers: Headers = field(default_factory=list)
 
 
 @dataclass
@@ -59,10 +45,14 @@ class Known:
 
 
 class Models:
-    """What the models take and give, read when first asked for and kept fresh; and their answers."""
+    """What the models take and give, read when first asked for and kept fresh; and their answers.
 
-    def __init__(self, pool: Pool) -> None:
+    Those that `cancellable` names, as globs, or whose config says so, stop when nobody waits any more.
+    """
+
+    def __init__(self, pool: Pool, cancellable: Sequence[str] = ()) -> None:
         self._pool = pool
+        self._cancellable = cancellable
         self._known: dict[tuple[str, str], Known] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[Signature]] = {}
 
@@ -138,6 +128,8 @@ class Models:
         pieces = list(inputs.cut(model.max_batch_size))
         if len(pieces) == 1:
             return await self._infer_piece(model, pieces[0], call)
+        if call.step is not None:  # its pieces would have no order
+            raise DoesNotFit(f"a step of a sequence has at most {model.max_batch_size} items")
         tasks = [asyncio.create_task(self._infer_part(model, piece, call)) for piece in pieces]
         with waited_at_once():
             try:
@@ -156,23 +148,12 @@ class Models:
             raise
 
     async def _infer_piece(self, model: Signature, inputs: Inputs, call: Call) -> Result:
-        timeout_s = call.deadline - asyncio.get_running_loop().time()
-        headers, body = infer.encoded(
-            model,
-            inputs.arrays,
-            call.outputs,
-            call.parameters,
-            request_id=call.request_id,
-            timeout_us=max(int(timeout_s * 1e6), 1),
-        )
-        path = f"{model_path(model.model, model.version)}/infer".encode()
-        asked = Asked(model.model, model.version, timeout_s)
+        way = called if self._stops(model) else posted
         try:
-            reply = await self._posted(asked, path, [*headers, *call.headers], body)
+            arrays, version = await way(self._pool, call.asks(model, inputs.arrays), call)
         except CONTRADICTIONS:
             self.forget(model.model)
             raise
-        arrays, version = infer.decoded(reply)
         return Result(
             model,
             arrays,
@@ -193,22 +174,13 @@ class Models:
         """
         if len(list(inputs.cut(model.max_batch_size))) > 1:
             raise DoesNotFit(f"the model streams at most {model.max_batch_size} items at a time")
-        left_s = call.deadline - asyncio.get_running_loop().time()
-        inference = streams.request(
-            model,
-            inputs.arrays,
-            call.outputs,
-            call.parameters,
-            request_id=call.request_id,
-            timeout_us=max(int(left_s * 1e6), 1),
-        )
-        asked = Asked(model.model, model.version, timeout_s)
+        inference = call.asks(model, inputs.arrays)
+        asked = Asked(model.model, model.version, timeout_s, sequence=call.step)
 
-        async def start(replica: Replica) -> tuple[Stream, streams.Answer | None]:
-            begun = Stream(replica.streams, asked, inference)
+        async def start(replica: Replica) -> tuple[Stream, Answer | None]:
+            begun = Stream(replica.channel, asked, inference)
             try:
-                left_s = call.deadline - asyncio.get_running_loop().time()
-                return begun, await begun.next(left_s)
+                return begun, await begun.next(call.left_s)
             except BaseException:
                 begun.close()
                 raise
@@ -219,25 +191,23 @@ class Models:
             self.forget(model.model)
             raise
 
-        def result_of(answer: streams.Answer) -> Result:
+        def result_of(answer: Answer) -> Result:
             classified = bool(call.parameters.get("classification"))
             return Result(model, answer[0], inputs.batched, call.request_id, answer[1], classified)
 
         return results(begun, first, timeout_s, result_of)
 
-    async def _posted(self, asked: Asked, path: bytes, headers: Headers, body: bytes) -> Reply:
-        answer = await self._pool.send(asked, b"POST", path, headers, body)
-        try:
-            return Reply(answer.status, answer.headers, await answer.read())
-        finally:
-            answer.close()
+    def _stops(self, model: Signature) -> bool:
+        return model.cancellable or any(
+            fnmatchcase(model.model, glob) for glob in self._cancellable
+        )
 
 
 async def results(
     stream: Stream,
-    answer: streams.Answer | None,
+    answer: Answer | None,
     timeout_s: float,
-    result_of: Callable[[streams.Answer], Result],
+    result_of: Callable[[Answer], Result],
 ) -> AsyncGenerator[Result, None]:
     """From this answer on."""
     try:
@@ -258,12 +228,6 @@ def waited_at_once() -> Iterator[None]:
     finally:
         if notes is not None:
             notes.upstream_s = before_s + perf_counter() - began
-
-
-def model_path(model: str, version: str = "") -> str:
-    """Triton's path of a model. Triton does not decode it: what must be quoted is no model's name."""
-    path = f"/v2/models/{quote(model, safe=UNQUOTED)}"
-    return f"{path}/versions/{version}" if version else path
 
 
 def output_names(model: Signature, wanted: Sequence[str]) -> tuple[str, ...]:

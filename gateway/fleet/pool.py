@@ -26,8 +26,10 @@ from gateway.fleet.balance import less_loaded
 from gateway.fleet.health import Budget, State, may_eject
 from gateway.fleet.index import index_of
 from gateway.fleet.replica import Address, Replica, Source, Wire
+from gateway.fleet.sequences import Sequences
 from gateway.metrics import Metrics
-from gateway.triton.complaints import Asked, complaint
+from gateway.triton.answers import complained, whole
+from gateway.triton.complaints import Asked
 from gateway.triton.grpc import NoGrpc
 from gateway.triton.http import Answer, Headers, NotSent
 
@@ -43,7 +45,6 @@ LOOK_FOR_THE_LOST_S: Final = 0.2
 FIRST_LOOK_S: Final = 2.0
 CANCEL_AGAIN_S: Final = 0.2
 INDEX: Final = b"/v2/repository/index"
-MAX_ERROR_BYTES: Final = 1 << 20
 MAX_CANDIDATE_LISTS: Final = 10_000
 USUAL_WEIGHT: Final = 0.05
 FIRST_TRY_S: Final = 1.0  # for what may be asked twice, while there is another to ask
@@ -95,6 +96,7 @@ class Pool:
         self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
         self._usual_s: dict[str, float] = {}
         self._budget = Budget()
+        self._sequences = Sequences(self._loop.time)
 
     async def __aenter__(self) -> Pool:
         for source in self._sources:
@@ -236,6 +238,9 @@ class Pool:
 
     def choose(self, model: str = "", version: str = "", but: Replica | None = None) -> Replica:
         """The less loaded of two that can serve the model. Raises `NoReplica`."""
+        return less_loaded(self._among(model, version, but))
+
+    def _among(self, model: str, version: str, but: Replica | None) -> tuple[Replica, ...]:
         candidates = self._candidates.get((model, version))
         if candidates is None:
             candidates = self._look_up(model, version)
@@ -243,7 +248,20 @@ class Pool:
             candidates = tuple(replica for replica in candidates if replica is not but)
         if not candidates:
             raise NoReplica
-        return less_loaded(candidates)
+        return candidates
+
+    def _chosen(self, asked: Asked, but: Replica | None) -> Replica:
+        """As `choose`; for a step of a sequence the replica that has its state, or will have it. Raises
+        `SequenceNotRunning` when it is lost."""
+        model, version, step = asked.model, asked.version, asked.sequence
+        if step is None:
+            return self.choose(model, version, but)
+        holding = (
+            replica
+            for replica in self.replicas.values()
+            if self.state(replica) is not State.DOWN and replica.index.ready(model, version)
+        )
+        return self._sequences.choose(model, step, self._among(model, version, but), holding)
 
     def _look_up(self, model: str, version: str) -> tuple[Replica, ...]:
         """Those on which it is ready, the healthy before the others; where it is nowhere ready, Triton
@@ -292,8 +310,8 @@ class Pool:
         notes = current.get()
         while True:
             candidates = self._candidates.get(asked[:2], ())
-            alone = len(candidates) == 1 and tried is None
-            replica = candidates[0] if alone else self.choose(asked.model, asked.version, tried)
+            alone = len(candidates) == 1 and tried is None and asked.sequence is None
+            replica = candidates[0] if alone else self._chosen(asked, tried)
             try_s = left_s
             if repeatable and not alone and not tried:
                 try_s = min(left_s, FIRST_TRY_S)
@@ -311,8 +329,8 @@ class Pool:
                         step.note("http.response.status_code", answer.status)
                 took_s = self._attempted(replica, began, "answered", notes)
                 if answer.status < 400:
-                    if len(self.replicas) > 1:
-                        self._succeeded(replica, asked.model, took_s)
+                    if len(self.replicas) > 1 or asked.sequence is not None:
+                        self._succeeded(replica, asked, took_s)
                     return answer
                 error = await complained(answer, asked)
                 if isinstance(error, (ModelNotReady, UnknownModel)):
@@ -335,7 +353,7 @@ class Pool:
         tried: Replica | None = None
         notes = current.get()
         while True:
-            replica = self.choose(asked.model, asked.version, tried)
+            replica = self._chosen(asked, tried)
             began = perf_counter()
             try:
                 begun = await start(replica)
@@ -349,7 +367,8 @@ class Pool:
                 self._attempted(replica, began, "answered", notes)
                 self._contradicted(replica, asked)
             else:
-                self._attempted(replica, began, "answered", notes)
+                took_s = self._attempted(replica, began, "answered", notes)
+                self._succeeded(replica, asked, took_s)
                 return begun
             if tried or not self._may_retry(error, replica, asked, b""):
                 raise error
@@ -363,10 +382,7 @@ class Pool:
         answer = await self.send(
             asked, method, path.encode(), headers, body, repeatable=method == b"GET"
         )
-        try:
-            text = await answer.read()
-        finally:
-            answer.close()
+        text = (await whole(answer)).body
         try:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as exc:
@@ -381,7 +397,10 @@ class Pool:
         *,
         repeatable: bool = False,
     ) -> bool:
-        """Only what cannot have run, or may run twice; of a body that is being streamed nothing is left."""
+        """Only what cannot have run, or may run twice; of a body that is being streamed nothing is left, and
+        a sequence that runs has its state on one replica."""
+        if asked.sequence is not None and not asked.sequence.start:
+            return False
         if not isinstance(error, (*NOT_RUN, *ON_THE_WIRE) if repeatable else NOT_RUN):
             return False
         if isinstance(error, ON_THE_WIRE):
@@ -407,7 +426,10 @@ class Pool:
             notes.upstream_s += took_s
         return took_s
 
-    def _succeeded(self, replica: Replica, model: str, took_s: float) -> None:
+    def _succeeded(self, replica: Replica, asked: Asked, took_s: float) -> None:
+        model = asked.model
+        if asked.sequence is not None:
+            self._sequences.answered(model, asked.sequence)
         self._budget.earn()
         if replica.health.failures:
             replica.health = replica.health.succeeded()
@@ -454,14 +476,3 @@ async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-
-
-async def complained(answer: Answer, asked: Asked) -> GatewayError:
-    """Triton's complaint as an error of ours; the connection is given back."""
-    body = bytearray()
-    try:
-        while len(body) < MAX_ERROR_BYTES and (chunk := await answer.next_chunk()):
-            body += chunk
-    finally:
-        answer.close()
-    return complaint(answer.status, bytes(body), asked)

@@ -12,9 +12,9 @@ from gateway.exposition.layout import Layout
 from gateway.fleet.balance import Pace
 from gateway.fleet.health import Health
 from gateway.fleet.index import NOTHING, Index
+from gateway.triton.channel import Channel
 from gateway.triton.grpc import Tls
 from gateway.triton.http import Upstream
-from gateway.triton.streams import Channel
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 PORT = re.compile("[0-9]{1,5}")
@@ -110,26 +110,25 @@ class Replica:
         self.metrics = Upstream(
             address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
         )
-
-        self.streams = Channel(address.grpc, wire.grpc_tls if address.tls else None)
+        self.channel = Channel(address.grpc, wire.grpc_tls if address.tls else None)
 
     @property
     def outstanding(self) -> int:
         """What it has not answered, or not to the end."""
-        return self.http.outstanding + self.streams.users
+        return self.http.outstanding + self.channel.users
 
     @property
     def load(self) -> float:
         """What the choice compares."""
-        return (self.http.outstanding + self.streams.users + 1) * self.pace.slowness
+        return (self.http.outstanding + self.channel.users + 1) * self.pace.slowness
 
     def drop_idle(self) -> None:
         """Leave no connection open that a stopping Triton would wait for."""
         self.http.drop_idle()
         self.metrics.drop_idle()
-        self.streams.drop_idle()
+        self.channel.drop_idle()
 
     def close(self) -> None:
         self.http.close()
         self.metrics.close()
-        self.streams.drop_idle()
+        self.channel.drop_idle()

@@ -30,10 +30,11 @@ from gateway.errors import (
     listed,
     quoted,
 )
+from gateway.fleet.calls import UNQUOTED, model_path
 from gateway.fleet.declared import ModelsFile
 from gateway.fleet.health import State
 from gateway.fleet.index import READY, UNAVAILABLE, UNLOADED, Index, Version, names
-from gateway.fleet.models import UNQUOTED, Models, model_path
+from gateway.fleet.models import Models
 from gateway.fleet.plan import Action, Backoff, actions, wanted
 from gateway.fleet.pool import NoReplica, Pool, ended
 from gateway.fleet.replica import Replica

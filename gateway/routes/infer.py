@@ -15,19 +15,21 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.context import Notes
-from gateway.errors import DeadlinePassed, Malformed
-from gateway.fleet.models import Call, output_names
+from gateway.errors import DeadlinePassed, DoesNotFit, Malformed
+from gateway.fleet.calls import Call
+from gateway.fleet.models import output_names
 from gateway.limits import Decoders
 from gateway.routes.bodies import answers, payload_of, refusals, whole_body
 from gateway.routes.services import Services, ServicesForInference
 from gateway.routes.streams import Streamed, form_of
 from gateway.tensors import predict as dialect
-from gateway.tensors import schema
+from gateway.tensors import schema, sequence
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.images import ImageLimits, pixels
 from gateway.tensors.inputs import Inputs, images_of, to_inputs
 from gateway.tensors.outputs import Rendered, Result, jsonable, renderer, text_or_base64
 from gateway.tensors.payload import JSON, NPY, NPZ, Limits, Payload
+from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT
 from gateway.triton.http import Headers
@@ -40,7 +42,7 @@ MOST_PARAMETERS = 1000
 LARGE_ARRAY_BYTES = 1 << 20
 
 # What the API's description says.
-FAILURES = refusals(404, 406, 415, 502, 504)
+FAILURES = refusals(404, 406, 409, 415, 502, 504)
 BINARY = {"schema": schema.BINARY}
 ANSWER = {
     "type": "object",
@@ -115,6 +117,20 @@ HEADERS = [
         "description": "A name for the request, in the answer and in the logs.",
         "schema": {"type": "string"},
     },
+    {
+        "name": "X-Sequence-ID",
+        "in": "header",
+        "required": False,
+        "description": "The sequence that the request belongs to; a number, or a text.",
+        "schema": {"type": "string", "maxLength": sequence.LONGEST},
+    },
+    {
+        "name": "X-Sequence",
+        "in": "header",
+        "required": False,
+        "description": "Whether the sequence starts or ends with the request.",
+        "schema": {"type": "string", "examples": ["start", "end", "start, end"]},
+    },
 ]
 BODY = {"requestBody": {"required": True, "content": schema.ANY_BODY}, "parameters": HEADERS}
 ROWS_OR_COLUMNS = {
@@ -150,6 +166,7 @@ class Exchange:
     deadline: float
     trace: Headers  # the caller's trace context, for Triton
     caller: str  # the name of its key
+    step: Step | None  # of a sequence, as its headers say
     stack: AsyncExitStack  # what is given back at the end
 
     async def enter(self) -> None:
@@ -172,9 +189,20 @@ class Exchange:
     def call(self, payload: Payload) -> Call:
         if len(payload.parameters) > MOST_PARAMETERS:  # which keep Triton busy for minutes
             raise Malformed(f"a request has at most {MOST_PARAMETERS} parameters")
+        step = sequence.from_parameters(payload.parameters)
+        if step is not None and self.step is not None:
+            raise Malformed(
+                "the sequence is named by X-Sequence-ID and by a parameter; name it once"
+            )
         outputs = output_names(self.signature, payload.outputs)
-        request_id = payload.id or self.request_id
-        return Call(outputs, payload.parameters, request_id, self.deadline, self.trace)
+        return Call(
+            outputs,
+            payload.parameters,
+            payload.id or self.request_id,
+            self.deadline,
+            self.trace,
+            step or self.step,
+        )
 
 
 @asynccontextmanager
@@ -210,8 +238,11 @@ async def begun(
     notes: Notes = request.scope["notes"]
     notes.model, notes.version = signature.model, version
     trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
+    step = sequence.from_headers(
+        request.headers.get("x-sequence-id"), request.headers.get("x-sequence")
+    )
     return Exchange(
-        services, signature, notes.request_id, timeout_s, deadline, trace, notes.key, stack
+        services, signature, notes.request_id, timeout_s, deadline, trace, notes.key, step, stack
     )
 
 
@@ -303,6 +334,8 @@ async def results_of(rows: list[Any], asked: Exchange) -> list[Result]:
         payload = dialect.from_rows(rows)
         inputs = await asked.inputs(payload)
         return [await asked.result(inputs, payload)]
+    if asked.step is not None and len(rows) > 1:  # they would have no order
+        raise DoesNotFit("the model has no batch dimension: a step of a sequence has one instance")
     gate = asyncio.Semaphore(ROWS_AT_A_TIME)
 
     async def one(row: Any) -> Result:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from gateway.auth import admit, admit_to_all
 from gateway.context import Notes
 from gateway.errors import (
     BodyTooLarge,
+    DoesNotFit,
     Forbidden,
     GatewayError,
     Malformed,
@@ -33,6 +35,7 @@ from gateway.metrics import CLIENT_LEFT
 from gateway.routes.bodies import WINDOWS, bounded
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
+from gateway.tensors.sequence import Step, from_headers, from_parameters
 from gateway.triton.complaints import Asked, scrubbed_event
 from gateway.triton.http import Answer, Headers
 from gateway.triton.shapes import Shapes
@@ -83,10 +86,13 @@ HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 NOT_SENT_ON = HOP_BY_HOP | frozenset(
-    b"host expect authorization x-api-key x-request-timeout".split()
+    b"host expect authorization x-api-key x-request-timeout x-sequence-id x-sequence".split()
 )
+OF_A_SEQUENCE = (b"x-sequence-id", b"x-sequence")
 OF_THE_BODY = frozenset((b"content-encoding", b"inference-header-content-length"))
 NOTHING: Headers = []
+NO_SEQUENCE: dict[bytes, str] = {}
+NAMES_A_SEQUENCE = b'"sequence_id"'
 # A `Connection` that names these would cut the body loose.
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 NOT_RELAYED = HOP_BY_HOP | frozenset((b"transfer-encoding",))
@@ -160,6 +166,9 @@ async def asked(
     message: Message = await receive()
     if length is not None and length <= GATHERED_BYTES and message.get("more_body", False):
         message = await gathered(message, receive)
+    step = wishes.step
+    if rule.tensors and step is None:
+        step = step_in(message.get("body", b""), wishes.json_bytes)
     body = body_of(message, receive, headers, length, limit)
     if rule.tensors or encoding in WINDOWS:
         room = limit if length is None or encoding in WINDOWS else length
@@ -172,7 +181,7 @@ async def asked(
     model = names["model"]
     if rule.inference and not services.gate.enters(model):
         timeout_s = await waited(services.gate, model, timeout_s, notes.key)
-    whom = Asked(model, names["version"], timeout_s, rule.health)
+    whom = Asked(model, names["version"], timeout_s, rule.health, step)
     # Triton answers HEAD with a body, which would be read as the next answer.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     try:
@@ -234,6 +243,7 @@ class Wishes(NamedTuple):
     json_bytes: int | None = (
         None  # of the body, before what is binary; None where all of it is JSON
     )
+    step: Step | None = None  # of a sequence
 
 
 def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
@@ -243,6 +253,7 @@ def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
     timeout: str | None = None
     length: int | None = None
     described: Headers = NOTHING
+    sequence: dict[bytes, str] = NO_SEQUENCE
     for header in headers:
         name = header[0]
         if name == b"content-length":
@@ -252,6 +263,8 @@ def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
                 named += (token.strip().lower() for token in header[1].split(b","))
             elif name == b"x-request-timeout":
                 timeout = header[1].decode("latin-1")
+            elif name in OF_A_SEQUENCE:
+                sequence = {**sequence, name: header[1].decode("latin-1")}
             continue
         elif name in OF_THE_BODY:
             described = [*described, header]
@@ -259,9 +272,10 @@ def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
     if named:
         dropped = set(named) - FRAMING
         kept = [header for header in kept if header[0] not in dropped]
+    step = from_headers(*map(sequence.get, OF_A_SEQUENCE)) if sequence else None
     if not described:
-        return kept, Wishes(timeout, length)
-    return kept, Wishes(timeout, length, *described_by(described))
+        return kept, Wishes(timeout, length, step=step)
+    return kept, Wishes(timeout, length, *described_by(described), step)
 
 
 def described_by(headers: Headers) -> tuple[str, int | None]:
@@ -272,6 +286,18 @@ def described_by(headers: Headers) -> tuple[str, int | None]:
     encoding = found.get(b"content-encoding", b"").decode("latin-1").strip().lower()
     json_bytes = found.get(b"inference-header-content-length", b"")
     return encoding, int(json_bytes) if json_bytes.isdigit() else None
+
+
+def step_in(body: bytes, json_bytes: int | None) -> Step | None:
+    """The step of a sequence that the JSON of an inference names, where all of that has come. Whether it
+    is a good one is Triton's to say."""
+    if body.find(NAMES_A_SEQUENCE, 0, json_bytes) < 0:
+        return None
+    try:
+        document = orjson.loads(memoryview(body)[:json_bytes])
+        return from_parameters(document["parameters"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, DoesNotFit):
+        return None
 
 
 def body_of(

@@ -39,7 +39,7 @@ ERRORS = {
     "404": "The model or version is not known.",
     "406": "The answer has no form that Accept allows.",
     "408": "The request did not come in time.",
-    "409": "It conflicts with how the models are managed.",
+    "409": "It conflicts with how the models are managed, or its sequence is not running.",
     "413": "The body or an image is too large.",
     "414": "The URL is too long.",
     "415": "The body's type is not taken.",
@@ -89,13 +89,8 @@ ANY_BODY = {
 
 
 def error_responses() -> dict[int | str, dict[str, Any]]:
-    """Of an inference, which changes nothing that could conflict."""
     content = {JSON: {"schema": ERROR}}
-    return {
-        status: {"description": text, "content": content}
-        for status, text in ERRORS.items()
-        if status != "409"
-    }
+    return {status: {"description": text, "content": content} for status, text in ERRORS.items()}
 
 
 def element(datatype: Datatype, *, is_input: bool) -> Schema:

@@ -104,6 +104,11 @@ class Signature:
         return self.batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
 
     @property
+    def cancellable(self) -> bool:
+        """Its config says that who leaves is to stop it."""
+        return self.parameters.get("gateway.cancellable", "").strip().lower() == "true"
+
+    @property
     def required(self) -> list[Tensor]:
         return [tensor for tensor in self.inputs.values() if not tensor.optional]
 

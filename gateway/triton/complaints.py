@@ -26,10 +26,12 @@ from gateway.errors import (
     NotFound,
     Overloaded,
     RefusedByModel,
+    SequenceNotRunning,
     Unavailable,
     UnknownModel,
     quoted,
 )
+from gateway.tensors.sequence import Step
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Asked(NamedTuple):
     version: str = ""
     timeout_s: float = 0.0
     health: bool = False
+    sequence: Step | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ RULES = (
     rule(ANY, r"is not (at )?ready|not ready for inference|is unloaded",
          lambda _, asked: ModelNotReady(asked.model, asked.version)),
     rule(ANY, r"model version is not available", lambda _, asked: UnknownModel(asked.model, asked.version)),
+    rule({400, 500}, r"must specify the START flag", lambda _, asked: SequenceNotRunning(
+        asked.model, asked.sequence.sequence_id if asked.sequence else None)),
     rule(ANY, r"Failed to process the request\(s\)", lambda text, asked: ModelFault(
         f"model '{asked.model}' failed: {text}")),
     rule(ANY, r"queue size|queue is full", lambda _, asked: Overloaded(

@@ -1,16 +1,21 @@
-"""An inference in Triton's binary extension, with tritonclient's own encoding and none of its I/O."""
+"""An inference as tritonclient encodes it for either wire; for HTTP in the binary extension, without I/O."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
 
 import numpy as np
-from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
+import tritonclient.http
+from tritonclient.http import InferenceServerClient, InferResult
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import BadUpstream, DoesNotFit, quoted
+from gateway.tensors import sequence
+from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
 from gateway.triton.http import Headers, Reply
 
@@ -24,42 +29,62 @@ UNREADABLE = (
     struct.error,
     InferenceServerException,
 )
-# Parameters that tritonclient passes on by an argument of their own.
-ARGUMENTS = ("sequence_id", "sequence_start", "sequence_end", "priority")
+INT64: Final = range(-(1 << 63), 1 << 63)
+
+Answer = tuple[dict[str, np.ndarray], str]  # the outputs by name, and the version that answered
 
 
-def encoded(
-    signature: Signature,
-    arrays: Mapping[str, np.ndarray],
-    outputs: Sequence[str],
-    parameters: Mapping[str, Any],
-    *,
-    request_id: str,
-    timeout_us: int,
-) -> tuple[Headers, bytes]:
-    """Headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension).
+@dataclass(frozen=True)
+class Inference:
+    """What is asked of a model. `classification` among the parameters asks for that many classes of each
+    output; `timeout` and `priority` are Triton's own."""
 
-    `classification` among the parameters asks for that many classes of each output.
-    """
-    inputs = []
-    for name, array in arrays.items():
-        tensor = InferInput(name, list(array.shape), signature.inputs[name].datatype.name)
-        inputs.append(tensor.set_data_from_numpy(array, binary_data=True))
-    custom = {key: value for key, value in parameters.items() if key not in ARGUMENTS}
-    classes = class_count(custom.pop("classification", 0))
-    named = outputs or (signature.outputs if classes else ())
-    requested = [InferRequestedOutput(name, True, class_count=classes) for name in named]
+    signature: Signature
+    arrays: Mapping[str, np.ndarray]
+    outputs: Sequence[str]
+    parameters: Mapping[str, Any]
+    request_id: str
+    timeout_us: int
+    step: Step | None = None
+
+    def arguments(self, wire: ModuleType) -> dict[str, Any]:
+        """As `tritonclient.http` or `tritonclient.grpc` take it. Raises `DoesNotFit`."""
+        inputs = []
+        for name, array in self.arrays.items():
+            datatype = self.signature.inputs[name].datatype.name
+            tensor = wire.InferInput(name, list(array.shape), datatype)
+            inputs.append(tensor.set_data_from_numpy(array))
+        custom = {key: value for key, value in self.parameters.items() if key not in sequence.KEYS}
+        classes = whole("classification", custom.pop("classification", 0), "a count")
+        named = self.outputs or (self.signature.outputs if classes else ())
+        arguments = {
+            "inputs": inputs,
+            "outputs": [wire.InferRequestedOutput(name, class_count=classes) for name in named]
+            or None,
+            "request_id": self.request_id,
+            "timeout": whole(
+                "timeout", custom.pop("timeout", self.timeout_us), "microseconds", least=1
+            ),
+            "priority": whole("priority", custom.pop("priority", 0), "a level"),
+            "parameters": custom or None,
+        }
+        for key, value in custom.items():
+            if isinstance(value, int) and value not in INT64:
+                raise DoesNotFit(f"the parameter {quoted(key)} does not fit into 64 bits")
+        if self.step is not None:
+            values = self.step.sequence_id, self.step.start, self.step.end
+            arguments |= zip(sequence.KEYS, values, strict=True)
+        return arguments
+
+
+def encoded(inference: Inference) -> tuple[Headers, bytes]:
+    """Headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
     try:
         body, header_length = InferenceServerClient.generate_request_body(
-            inputs,
-            outputs=requested,
-            request_id=request_id,
-            timeout=microseconds(custom.pop("timeout", timeout_us)),
-            parameters=custom or None,
-            **{key: parameters[key] for key in ARGUMENTS if key in parameters},
+            **inference.arguments(tritonclient.http)
         )
     except InferenceServerException as exc:
-        raise DoesNotFit(f"the parameters do not fit: {exc.message()}") from exc
+        raise misfit(exc) from exc
     headers = [
         (b"content-length", b"%d" % len(body)),
         (b"content-type", b"application/octet-stream"),
@@ -69,20 +94,19 @@ def encoded(
     return headers, body
 
 
-def class_count(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+def misfit(exc: InferenceServerException) -> DoesNotFit:
+    """What tritonclient itself refuses, before it sends."""
+    return DoesNotFit(f"the parameters do not fit: {exc.message()}")
+
+
+def whole(key: str, value: Any, what: str, least: int = 0) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < INT64.stop:
         return value
-    raise DoesNotFit(f"the parameter 'classification' takes a count, not {quoted(str(value))}")
+    raise DoesNotFit(f"the parameter '{key}' takes {what}, not {quoted(str(value))}")
 
 
-def microseconds(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise DoesNotFit(f"the parameter 'timeout' takes microseconds, not {quoted(str(value))}")
-
-
-def decoded(reply: Reply) -> tuple[dict[str, np.ndarray], str]:
-    """The outputs by name, and the version that answered. Raises `BadUpstream`."""
+def decoded(reply: Reply) -> Answer:
+    """Raises `BadUpstream`."""
     length = reply.header(b"inference-header-content-length")
     try:
         result = InferResult.from_response_body(

@@ -5,6 +5,7 @@ It knows its tensors by their place in the config, never by name.
 
 import io
 import json
+import os
 import time
 from pathlib import Path
 
@@ -89,12 +90,17 @@ class TritonPythonModel:
         self.outputs = [entry["name"] for entry in config["output"]]
         self.behaviour = config["parameters"]["behaviour"]["string_value"]
         self.folder = Path(args["model_repository"])
+        self.counts = {}
 
     def execute(self, requests):
         if self.behaviour == "ticking":
             for request in requests:
                 self.tick(request)
             return None  # as a decoupled model must
+        if self.behaviour == "counting":
+            return [self.count(request) for request in requests]
+        if self.behaviour == "patient":
+            return [self.wait(request) for request in requests]
         return [self.answer(request) for request in requests]
 
     def tick(self, request):
@@ -117,6 +123,35 @@ class TritonPythonModel:
         if count < 0:
             failing([np.array([count])])
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def count(self, request):
+        """How many requests of its sequence there were since it was started; and whose count it is."""
+        sequence, flags = request.correlation_id(), request.flags()
+        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+            self.counts[sequence] = 0
+        self.counts[sequence] += 1
+        count = self.counts[sequence]
+        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+            del self.counts[sequence]
+        return self.made([[count]], [[os.getpid()]])
+
+    def wait(self, request):
+        """For SECONDS, or until it is cancelled; a file says which, after how long, and when."""
+        given = pb_utils.get_input_tensor_by_name(request, self.inputs[0]).as_numpy()
+        began, seconds = time.time(), float(given.max())
+        while (waited := time.time() - began) < seconds and not request.is_cancelled():
+            time.sleep(min(0.01, seconds - waited))
+        with (self.folder / "ends").open("a") as file:
+            how = "cancelled" if request.is_cancelled() else "finished"
+            file.write(f"{how} {waited} {time.time()}\n")
+        return self.made(given)
+
+    def made(self, *values):
+        kinds = (np.float32,) if self.behaviour == "patient" else (np.int32, np.int64)
+        arrays = [np.array(value, kind) for value, kind in zip(values, kinds, strict=True)]
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor(*pair) for pair in zip(self.outputs, arrays, strict=True)]
+        )
 
     def answer(self, request):
         tensors = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Model:
     max_batch_size: int = 0
     hints: Mapping[str, str] = field(default_factory=dict)  # "scale.X": "0..1", by the tests' names
     decoupled: bool = False
+    extra: str = ""  # of its config, as it stands there
 
 
 def identity(name: str, datatype: str, dims: tuple[int, ...], batch: int = 0) -> Model:
@@ -141,6 +142,21 @@ TICKING = Model(
     decoupled=True,
 )  # fmt: skip
 
+# Waits as long as it is told to, and looks whether it is cancelled; only the first says so in its config.
+CANCELLABLE = Model(
+    "cancellable", "patient", (T("SECONDS", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 4,
+    {"cancellable": "true"},
+)  # fmt: skip
+PATIENT = replace(CANCELLABLE, name="patient", hints={})
+
+# Keeps a count for each sequence, and says in which process it is.
+COUNTING = Model(
+    "counting", "counting",
+    (T("X", "INT32", (1,)),), (T("COUNT", "INT32", (1,)), T("PROCESS", "INT64", (1,))), 4,
+    extra="sequence_batching { max_sequence_idle_microseconds: 60000000 "
+    "oldest { max_candidate_sequences: 64 } }",
+)  # fmt: skip
+
 
 class Names:
     """The tests' names and those in the repository; the same, or drawn at random."""
@@ -180,8 +196,10 @@ def config(model: Model, names: Names) -> str:
     parameters = {"behaviour": model.behaviour}
     for hint, value in model.hints.items():
         kind, _, tensor = hint.partition(".")
-        parameters[f"gateway.{kind}.{names.tensor(tensor)}"] = value
-    lines = ['backend: "python"', f"max_batch_size: {model.max_batch_size}"]
+        parameters[f"gateway.{kind}.{names.tensor(tensor)}" if tensor else f"gateway.{kind}"] = (
+            value
+        )
+    lines = ['backend: "python"', f"max_batch_size: {model.max_batch_size}", model.extra]
     if model.decoupled:
         lines.append("model_transaction_policy { decoupled: true }")
     lines += [f"input {{ {entry(tensor, names)} }}" for tensor in model.inputs]

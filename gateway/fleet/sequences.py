@@ -1,0 +1,88 @@
+"""Which replica a sequence's requests go to: the one that has its state.
+
+Where a sequence starts follows from its name alone, by rendezvous hashing (D. Thaler and C. Ravishankar,
+Using Name-Based Mappings to Increase Hit Rates, 1998): gateways that see the same replicas choose the same
+one and need not tell each other. A replica that joins would draw a share of the sequences that are running,
+so those of this process are remembered until they end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Final, Protocol, TypeVar
+
+from gateway.errors import SequenceNotRunning
+from gateway.tensors.sequence import Step
+
+# Triton itself forgets an idle sequence after a second, unless the model's config says otherwise.
+IDLE_S: Final = 3600.0
+MOST: Final = 65_536
+
+Key = tuple[str, int | str]
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Replica = TypeVar("Replica", bound=Named)
+
+
+class Sequences:
+    """Those that run, by model and id, and where; the one that was idle longest is forgotten first."""
+
+    def __init__(
+        self, clock: Callable[[], float], *, idle_s: float = IDLE_S, most: int = MOST
+    ) -> None:
+        self._clock = clock
+        self._idle_s = idle_s
+        self._most = most
+        self._running: OrderedDict[Key, tuple[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def choose(
+        self, model: str, step: Step, candidates: Iterable[Replica], holding: Iterable[Replica]
+    ) -> Replica:
+        """Of some candidates, where the sequence starts; of those that may be holding its state, the one
+        that does. Raises `SequenceNotRunning` when that one is not among them."""
+        key = model, step.sequence_id
+        kept = None if step.start else self._running.get(key)
+        if kept is None:
+            chosen = highest(key, candidates)
+        else:
+            found = next((replica for replica in holding if replica.name == kept[0]), None)
+            if found is None:
+                raise SequenceNotRunning(model, step.sequence_id, f"its replica {kept[0]} is gone")
+            chosen = found
+        self._keep(key, chosen.name)
+        return chosen
+
+    def answered(self, model: str, step: Step) -> None:
+        """A step has been made; after the last there is nothing to remember."""
+        if step.end:
+            self._running.pop((model, step.sequence_id), None)
+
+    def _keep(self, key: Key, name: str) -> None:
+        now = self._clock()
+        self._running[key] = name, now
+        self._running.move_to_end(key)
+        while len(self._running) > self._most or self._oldest() < now - self._idle_s:
+            self._running.popitem(last=False)
+
+    def _oldest(self) -> float:
+        return next(iter(self._running.values()))[1]
+
+
+def highest(key: Key, replicas: Iterable[Replica]) -> Replica:
+    """Each replica draws a number for this sequence, always the same; the highest has it."""
+    model, sequence_id = key
+
+    def drawn(replica: Replica) -> bytes:
+        return blake2b(f"{replica.name}\0{model}\0{sequence_id!r}".encode(), digest_size=8).digest()
+
+    return max(replicas, key=drawn)

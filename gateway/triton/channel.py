@@ -1,0 +1,122 @@
+"""A replica's gRPC, for inferences: the connection, how answers are read, and what failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+from time import perf_counter
+from typing import Any, Final
+
+import orjson
+import tritonclient.grpc
+from tritonclient.grpc import InferResult
+from tritonclient.grpc.aio import InferenceServerClient
+
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
+from gateway.triton.complaints import Asked, complaint
+from gateway.triton.grpc import STATUSES, NoGrpc, Tls, secured
+from gateway.triton.infer import INT64, UNREADABLE, Answer, Inference
+
+IDLE_S: Final = 2.0
+MISSING_S: Final = 30.0
+# How gRPC's own words begin, which a model's may hold as well: nothing was sent; it may have run.
+NOT_SENT: Final = re.compile(
+    r"failed to connect|connections to all backends|dns resolution|name resolution|empty address",
+    re.I,
+)
+CUT_OFF: Final = re.compile(
+    r"stream removed|socket closed|recvmsg|endpoint|connection (?:reset|closed)|broken pipe|goaway",
+    re.I,
+)
+
+
+class Channel:
+    """To one replica, while it is used: an idle one would be waited for by a Triton that stops."""
+
+    def __init__(self, address: str, tls: Tls | None) -> None:
+        self._address = address
+        self._tls = tls
+        self._triton: InferenceServerClient | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._left = False  # a call in its middle
+        self._missing_until = 0.0
+        self.is_new = True  # nothing has come from there yet
+        self.users = 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Lately nobody answered there, though the replica was well."""
+        return perf_counter() < self._missing_until
+
+    def miss(self) -> bool:
+        """Do without it for a while; whether that is news."""
+        is_news = not self._missing_until
+        self._missing_until = perf_counter() + MISSING_S
+        return is_news
+
+    def found(self) -> None:
+        self.is_new = False
+        self._missing_until = 0.0
+
+    def take(self) -> InferenceServerClient:
+        """Give it back with `give`."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if self._triton is None:
+            self._triton = InferenceServerClient(self._address, **secured(self._tls))
+            self.is_new = True
+        self.users += 1
+        return self._triton
+
+    def give(self, *, ended: bool) -> None:
+        self.users -= 1
+        self._left = self._left or not ended
+        if not self.users:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.drop_idle)
+
+    def drop_idle(self) -> None:
+        """Another is made when one is wanted."""
+        if self._triton is not None and not self.users:
+            closing, self._triton = self._triton, None
+            asyncio.ensure_future(closing.close())  # noqa: RUF006 - the channel holds it
+            if self._left:
+                # The cancellation's traceback holds the call in a cycle, and a call the connection.
+                self._left = False
+                gc.collect()
+
+
+def arguments(inference: Inference) -> dict[str, Any]:
+    """As tritonclient's gRPC takes it. Raises `DoesNotFit`."""
+    found = inference.arguments(tritonclient.grpc)
+    sequence_id = found.get("sequence_id")
+    if isinstance(sequence_id, int) and sequence_id not in INT64:
+        found["sequence_id"] = sequence_id - (1 << 64)  # the field has a sign; Triton takes it away
+    signature = inference.signature
+    return {"model_name": signature.model, "model_version": signature.version, **found}
+
+
+def decoded(result: InferResult) -> Answer:
+    """Raises `BadUpstream`."""
+    try:
+        response = result.get_response()
+        arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
+    except UNREADABLE as exc:
+        raise BadUpstream("the replica's answer to an inference cannot be read") from exc
+    return arrays, str(response.model_version)
+
+
+def translated(code: str, details: str, asked: Asked) -> GatewayError:
+    """What a failed call means."""
+    if code == "DEADLINE_EXCEEDED":
+        return DeadlinePassed(asked.timeout_s)
+    if code == "UNAVAILABLE" and NOT_SENT.match(details):
+        return NoGrpc("nobody answers at the replica's gRPC port", refused=False)
+    if code == "UNAVAILABLE" and CUT_OFF.match(details):
+        return BadUpstream("the replica's gRPC connection was cut off")
+    return complaint(STATUSES.get(code, 400), told(details), asked)
+
+
+def told(message: str) -> bytes:
+    return orjson.dumps({"error": message})

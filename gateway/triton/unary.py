@@ -1,0 +1,82 @@
+"""An inference over gRPC that is answered once, so that whoever leaves stops it in Triton.
+
+Triton's HTTP does not notice that a client is gone. A call may be cancelled at any moment, also in that of
+its completion, which tritonserver 2.51 does not survive of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from gateway.triton.channel import Channel, arguments, decoded, translated
+from gateway.triton.complaints import Asked
+from gateway.triton.grpc import CONNECT_TIMEOUT_S, NoGrpc
+from gateway.triton.http import Headers
+from gateway.triton.infer import Answer, Inference, misfit
+
+T = TypeVar("T")
+NEVER_SENT: Final = "None"  # the status of what tritonclient itself refuses
+
+
+async def infer(channel: Channel, asked: Asked, inference: Inference, headers: Headers) -> Answer:
+    """The model's answer within `asked.timeout_s`; cancelling this cancels the inference.
+
+    Raises `NoGrpc` when it cannot have been sent, and what Triton's refusal means.
+    """
+    called = arguments(inference)
+    ended = False
+    triton = channel.take()
+    try:
+        if channel.is_new:
+            await reached(triton)
+            channel.found()
+        calling = triton.infer(**called, client_timeout=asked.timeout_s, headers=metadata(headers))
+        result = await apart(calling)
+        ended = True
+    except InferenceServerException as exc:
+        status = str(exc.status())
+        if status == NEVER_SENT:
+            raise misfit(exc) from exc
+        raise translated(status.removeprefix("StatusCode."), str(exc.message()), asked) from exc
+    finally:
+        channel.give(ended=ended)
+    return decoded(result)
+
+
+async def reached(triton: InferenceServerClient) -> None:
+    """A port that swallows everything is to be told from a model that takes its time."""
+    try:
+        await apart(triton.is_server_live(), CONNECT_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise NoGrpc("nobody answers at the replica's gRPC port", refused=False) from None
+
+
+async def apart(call: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    """What a call answers, awaited in a task of its own: gRPC raises a cancellation of its own in place of
+    the one that came, which a deadline would not know again."""
+    task = asyncio.create_task(call)
+    task.add_done_callback(seen)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def seen(task: asyncio.Task[T]) -> None:
+    """Of a call that fails as it is given up nobody asks why."""
+    if not task.cancelled():
+        task.exception()
+
+
+def metadata(headers: Headers) -> dict[str, str]:
+    """gRPC takes printable ASCII only; anything else would be a fault of ours."""
+    texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    return {name: value for name, value in texts if value.isascii() and value.isprintable()}
