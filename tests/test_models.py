@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from gateway.fleet.models import OLD_S
 from tests.models.zoo import MODELS, Names, Zoo, identity, write_repository
 from tests.servers import gateway_before, triton_on_free_ports
 from tests.test_demo import assert_error
@@ -106,3 +108,18 @@ def test_a_model_replaced_by_one_of_another_shape_is_seen(tmp_path: Path) -> Non
         assert client.post(direct).status_code == 200
         assert_error(zoo.infer("changing", [1, 2, 3]), 422, "DOES_NOT_FIT_MODEL", "")
         assert zoo.outputs(zoo.infer("changing", [1, 2, 3, 4])) == {"Y": [1, 2, 3, 4]}
+
+
+@pytest.mark.long
+def test_what_is_known_of_a_model_that_nobody_asks_for_is_not_relied_upon(tmp_path: Path) -> None:
+    names = Names()
+    write_repository(tmp_path, names, [identity("changing", "INT32", (2,), 8)])
+    config = tmp_path / "changing" / "config.pbtxt"
+    with triton_on_free_ports(tmp_path) as triton, gateway_before(triton.options.url) as client:
+        zoo = Zoo(client, names)
+        assert zoo.outputs(zoo.infer("changing", [1, 2])) == {"Y": [1, 2]}
+        config.write_text(config.read_text().replace("[2]", "[3]"))
+        direct = f"http://127.0.0.1:{triton.options.http_port}/v2/repository/models/changing/load"
+        assert client.post(direct).status_code == 200
+        time.sleep(OLD_S + 1)
+        assert zoo.outputs(zoo.infer("changing", [1, 2, 3])) == {"Y": [1, 2, 3]}

@@ -30,6 +30,7 @@ from gateway.triton.infer import Answer
 from gateway.triton.streams import Stream
 
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
+OLD_S = 10.0  # … and one of a model that nobody asked for lately is not relied upon
 METADATA_TIMEOUT_S = 5.0
 # Triton and what we know of the model disagree: read it again.
 CONTRADICTIONS = (UnknownModel, ModelNotReady, DoesNotFit)
@@ -70,7 +71,7 @@ class Models:
         version = version and str(int(version))
         key, now = (model, version), asyncio.get_running_loop().time()
         known = self._known.get(key)
-        if known is None:
+        if known is None or now - known.read_at > OLD_S:
             return await self._first_read(key)
         if now - known.read_at > FRESH_S and known.refresh is None:
             known.refresh = asyncio.create_task(self._read_again(model, version))
@@ -78,7 +79,7 @@ class Models:
         return known.signature
 
     async def _first_read(self, key: tuple[str, str]) -> Signature:
-        """Read once, however many ask at the same time."""
+        """Read once, however many ask and wait at the same time."""
         task = self._reading.get(key)
         if task is None:
             task = self._reading[key] = asyncio.create_task(self._read_signature(*key))
