@@ -110,6 +110,25 @@ def test_a_request_is_a_span_of_the_callers_trace_with_its_steps_below(
     assert triton.end_time_unix_nano <= server.end_time_unix_nano
 
 
+def test_what_goes_over_grpc_is_a_step_as_well(traced: tuple[httpx.Client, Collector]) -> None:
+    client, collector = traced
+    trace = "11" * 16
+    answer = client.post(
+        "/v1/models/ensemble/infer",
+        content=(ROOT / "docs/images/seven.png").read_bytes(),
+        headers={
+            "Content-Type": "image/png",
+            "Accept": "text/event-stream",
+            "traceparent": f"00-{trace}-{PARENT}-01",
+        },
+    )
+    assert answer.status_code == 200
+    until(lambda: len(collector.of(trace)) >= 2, 10)
+    spans = collector.of(trace)
+    assert spans["triton"].parent_span_id == spans["POST /v1/models/{model}/infer"].span_id
+    assert attributes(spans["triton"])["server.address"]
+
+
 def test_a_request_without_a_trace_begins_one_and_failures_are_marked(
     traced: tuple[httpx.Client, Collector],
 ) -> None:

@@ -65,23 +65,22 @@ async def posted(pool: Pool, inference: Inference, call: Call) -> Answer:
 
 async def called(pool: Pool, inference: Inference, call: Call) -> Answer:
     """The fleet's answer over gRPC: giving this up stops the inference in Triton."""
-    return await pool.begin(call.to(inference.signature), partial(stoppable, inference, call))
+    asked = call.to(inference.signature)
+    return await pool.begin(asked, call.headers, partial(stoppable, inference, call))
 
 
-async def stoppable(inference: Inference, call: Call, replica: Replica) -> Answer:
+async def stoppable(inference: Inference, call: Call, replica: Replica, trace: Headers) -> Answer:
     """A replica's answer over gRPC; over HTTP where that is all there is."""
     asked = call.to(inference.signature)
     why = ""
     if not replica.channel.is_missing:
         try:
-            return await unary.infer(replica.channel, asked, inference, call.headers)
+            return await unary.infer(replica.channel, asked, inference, trace)
         except NoGrpc as exc:
             why = exc.detail
     headers, body = infer.encoded(inference)
     path, left_s = infer_path(inference), call.left_s
-    answer = await replica.http.send(
-        b"POST", path, [*headers, *call.headers], body, timeout_s=left_s
-    )
+    answer = await replica.http.send(b"POST", path, [*headers, *trace], body, timeout_s=left_s)
     if why and replica.channel.miss():  # and the replica is well
         log.warning("%s at %s: who leaves does not stop an inference there", why, replica.address)
     if answer.status >= 400:

@@ -26,6 +26,7 @@ from gateway.tensors.inputs import Inputs
 from gateway.tensors.outputs import Result, joined
 from gateway.tensors.signature import Signature, signature
 from gateway.triton.complaints import Asked
+from gateway.triton.http import Headers
 from gateway.triton.infer import Answer
 from gateway.triton.streams import Stream
 
@@ -178,8 +179,8 @@ class Models:
         inference = call.asks(model, inputs.arrays)
         asked = Asked(model.model, model.version, timeout_s, sequence=call.step)
 
-        async def start(replica: Replica) -> tuple[Stream, Answer | None]:
-            begun = Stream(replica.channel, asked, inference)
+        async def start(replica: Replica, trace: Headers) -> tuple[Stream, Answer | None]:
+            begun = Stream(replica.channel, asked, inference, trace)
             try:
                 return begun, await begun.next(call.left_s)
             except BaseException:
@@ -187,7 +188,7 @@ class Models:
                 raise
 
         try:
-            begun, first = await self._pool.begin(asked, start)
+            begun, first = await self._pool.begin(asked, call.headers, start)
         except CONTRADICTIONS:
             self.forget(model.model)
             raise

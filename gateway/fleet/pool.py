@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Final, TypeVar
@@ -49,6 +50,7 @@ MAX_CANDIDATE_LISTS: Final = 10_000
 USUAL_WEIGHT: Final = 0.05
 FIRST_TRY_S: Final = 1.0  # for what may be asked twice, while there is another to ask
 T = TypeVar("T")
+Start = Callable[[Replica, Headers], Awaitable[T]]
 # A replica that says so has not run the request.
 NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
 ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
@@ -347,16 +349,17 @@ class Pool:
             self.metrics.retries.labels(replica.name).inc()
             tried = replica
 
-    async def begin(self, asked: Asked, start: Callable[[Replica], Awaitable[T]]) -> T:
+    async def begin(self, asked: Asked, headers: Headers, start: Start[T]) -> T:
         """What `start` begins on a replica, over another wire than HTTP; on a second one, when the first
-        cannot have run it. Raises what it raises."""
+        cannot have run it. It is given the headers that go with it. Raises what it raises."""
         tried: Replica | None = None
         notes = current.get()
         while True:
             replica = self._chosen(asked, tried)
             began = perf_counter()
             try:
-                begun = await start(replica)
+                with traced(notes, replica, headers) as carried:
+                    begun = await start(replica, carried)
             except ON_THE_WIRE as exc:
                 error: GatewayError = exc
                 self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
@@ -467,6 +470,16 @@ class Pool:
             replica.index_bytes = b""
             replica.doubted.set()
             self._changed()
+
+
+@contextmanager
+def traced(notes: Notes | None, replica: Replica, headers: Headers) -> Iterator[Headers]:
+    """A span of this attempt, where the request is traced: the parent of what Triton does."""
+    if notes is None or notes.trace is None:
+        yield headers
+        return
+    with notes.trace.step("triton", client=True, server__address=replica.name) as step:
+        yield step.carried(headers)
 
 
 async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:

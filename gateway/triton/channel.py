@@ -16,6 +16,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.triton.complaints import Asked, complaint
 from gateway.triton.grpc import STATUSES, NoGrpc, Tls, secured
+from gateway.triton.http import Headers
 from gateway.triton.infer import INT64, UNREADABLE, Answer, Inference
 
 IDLE_S: Final = 2.0
@@ -120,3 +121,9 @@ def translated(code: str, details: str, asked: Asked) -> GatewayError:
 
 def told(message: str) -> bytes:
     return orjson.dumps({"error": message})
+
+
+def metadata(headers: Headers) -> dict[str, str]:
+    """gRPC takes printable ASCII only; anything else would be a fault of ours."""
+    texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    return {name: value for name, value in texts if value.isascii() and value.isprintable()}

@@ -15,8 +15,9 @@ import grpc
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed
-from gateway.triton.channel import Channel, arguments, decoded, told, translated
+from gateway.triton.channel import Channel, arguments, decoded, metadata, told, translated
 from gateway.triton.complaints import Asked, complaint
+from gateway.triton.http import Headers
 from gateway.triton.infer import Answer, Inference, misfit
 
 # The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
@@ -29,11 +30,13 @@ LEAVING: set[asyncio.Task[None]] = set()  # nobody else holds them
 class Stream:
     """The answers to one inference. Whoever has one closes it, which cancels what is left of it."""
 
-    def __init__(self, channel: Channel, asked: Asked, inference: Inference) -> None:
+    def __init__(
+        self, channel: Channel, asked: Asked, inference: Inference, headers: Headers
+    ) -> None:
         called = arguments(inference)
         self._asked = asked
         self._channel = channel
-        self._responses: Any = channel.take().stream_infer(only(called))
+        self._responses: Any = channel.take().stream_infer(only(called), headers=metadata(headers))
         self._reading: asyncio.Task[tuple[Any, Any]] | None = None
         self._open = True
         self._ended = False

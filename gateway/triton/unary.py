@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from gateway.triton.channel import Channel, arguments, decoded, translated
+from gateway.triton.channel import Channel, arguments, decoded, metadata, translated
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import CONNECT_TIMEOUT_S, NoGrpc
 from gateway.triton.http import Headers
@@ -74,9 +74,3 @@ def seen(task: asyncio.Task[T]) -> None:
     """Of a call that fails as it is given up nobody asks why."""
     if not task.cancelled():
         task.exception()
-
-
-def metadata(headers: Headers) -> dict[str, str]:
-    """gRPC takes printable ASCII only; anything else would be a fault of ours."""
-    texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
-    return {name: value for name, value in texts if value.isascii() and value.isprintable()}
