@@ -12,7 +12,7 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test faults check fmt bench bench-peers resnet50 lock clean models examples
+.PHONY: run test faults check fmt bench bench-peers resnet50 manifests crds lock clean models examples
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
@@ -83,8 +83,17 @@ $(RESNET50)/.ready: requirements/resnet50.txt
 	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
 	@touch $@
 
+# What k8s/ takes from elsewhere in a form of its own; a test compares.
+manifests: $(VENV)/.dev
+	@$(BIN)/python deploy/monitoring/prometheusrule.py > k8s/components/monitoring/rules.yaml
+
+# Schemas of custom resources, locked by hash; without them the test of those is skipped.
+crds:
+	@npm ci --prefix tests/crds --ignore-scripts --no-audit --no-fund
+
 lock:
 	$(LOCK) pyproject.toml -o requirements/gateway.txt
+	$(LOCK) pyproject.toml --extra redis --extra otel -c requirements/gateway.txt -o requirements/image.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
 	$(LOCK) --group models -o requirements/models.txt

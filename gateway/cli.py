@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -50,6 +51,13 @@ cli.add_typer(key, name="key")
 
 Host = Annotated[str, typer.Option(help="The address that the gateway listens on.")]
 Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")]
+TritonHost = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        help="The address that Triton listens on. It asks nobody for a key: for gateways only.",
+    ),
+]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that serve; one per core at most.")]
 Replicas = Annotated[
     int,
@@ -121,9 +129,11 @@ def up(
 
 @cli.command()
 @with_triton_flags
-def triton(flags: TritonFlags) -> None:
+def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     """Start the embedded Triton alone."""
-    options = flags.options()
+    options = replace(flags.options(), host=host)
+    if not is_loopback(host):
+        say(f"whoever reaches {host} may do anything with this Triton: it asks nobody for a key")
     reasons: list[str] = []
 
     def gone(reason: str) -> None:
