@@ -12,17 +12,21 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test faults check fmt bench bench-peers resnet50 manifests crds lock clean models examples
+.PHONY: run test faults containers check fmt bench bench-peers resnet50 manifests crds lock clean models examples
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
 test: $(VENV)/.dev models examples
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not containers" $(ARGS)
 
 # One after the other: most of them measure.
 faults: $(VENV)/.dev models
 	@$(BIN)/python -m tests.faults $(ARGS)
+
+# The images, built and run without a registry and a cluster; what is missing for it is said.
+containers: $(VENV)/.dev
+	@$(BIN)/python -m pytest -n 0 -s -v tests/containers $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
