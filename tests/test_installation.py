@@ -63,7 +63,15 @@ def test_pips_complaint_becomes_a_sentence(stderr: str, words: str) -> None:
     assert words in reason(stderr)
 
 
-LOCKS = ["models.txt", "tritonserver.txt", "gateway.txt", "dev.txt", "peers.txt", "sentences.txt"]
+LOCKS = [
+    "models.txt",
+    "tritonserver.txt",
+    "gateway.txt",
+    "image.txt",
+    "dev.txt",
+    "peers.txt",
+    "sentences.txt",
+]
 
 
 @pytest.mark.parametrize("name", LOCKS)

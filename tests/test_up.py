@@ -239,6 +239,17 @@ def test_triton_alone(repository: Path) -> None:
         assert triton.end() == 130
 
 
+def test_triton_alone_listens_where_it_is_told(repository: Path) -> None:
+    """Elsewhere than on 127.0.0.1, where gateways of other machines can reach it."""
+    with Up(repository, "--host", "127.0.0.2", command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        here, there = triton.triton, triton.triton.replace("127.0.0.1", "127.0.0.2")
+        assert httpx.get(f"http://{there}/v2/models/echo/ready").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://{here}/v2/health/live")
+        assert "nobody for a key" not in "".join(triton.lines)  # which is still this machine
+
+
 def test_triton_alone_ends_when_its_server_does_not_come_back(repository: Path) -> None:
     with Up(repository, command="triton") as triton:
         triton.wait_for("Triton is ready")

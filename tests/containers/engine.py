@@ -23,11 +23,17 @@ import pytest
 from gateway.triton.installation import cache_folder
 from tests.servers import ROOT
 
-TOOLS = ("buildah", "podman", "runc", "debootstrap")
+TOOLS = ("buildah", "podman", "runc", "debootstrap", "catatonit")
 PACKAGES = "python3,python3-venv,libpython3.11,ca-certificates"
 # A package index behind an authority, or a configuration, of this machine's own.
 OF_THIS_MACHINE = ("/etc/ssl/certs", "/etc/pip.conf")
-CONFIGURATION = '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "runc"\n'
+CONFIGURATION = """[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+runtime = "runc"
+[containers]
+default_ulimits = ["nofile={files}:{files}", "nproc=8192:8192"]
+"""
 
 
 def require_tools() -> None:
@@ -38,13 +44,19 @@ def require_tools() -> None:
         pytest.skip("a base is made and images are built as root")
 
 
+def without_downloads(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if member.name.startswith(("./var/cache/apt/", "./var/lib/apt/lists/")) else member
+
+
 class Engine:
     """buildah and podman with a storage of their own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "containers.conf").write_text(CONFIGURATION)
+        # More than the machine's own limit cannot be had, and is what podman asks for.
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        (folder / "containers.conf").write_text(CONFIGURATION.format(files=files))
         self.env = {
             **os.environ,
             "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
@@ -85,7 +97,7 @@ class Engine:
                 )
                 self.run(*bootstrap, str(root), timeout_s=900)
                 with tarfile.open(archive, "w") as tar:
-                    tar.add(root, ".")
+                    tar.add(root, ".", filter=without_downloads)
                 self.run("podman", "import", "--quiet", str(archive), name, timeout_s=300)
         return str(name)
 
@@ -107,14 +119,11 @@ class Engine:
     @contextmanager
     def container(self, image: str, options: Sequence[str], *arguments: str) -> Iterator[Container]:
         """As the manifests have it: nothing of the root can be written, and no capability is left."""
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         confined = (
             "--read-only",
             "--cap-drop=ALL",
             "--security-opt=no-new-privileges",
             "--tmpfs=/tmp:rw,size=256m",
-            f"--ulimit=nofile={files}:{files}",
-            "--ulimit=nproc=8192:8192",
             "--network=host",
             "--no-healthcheck",  # whose timer podman wants of systemd
         )
@@ -123,6 +132,16 @@ class Engine:
             yield Container(self, name)
         finally:
             self.run("podman", "rm", "--force", "--time=1", name)
+
+    @contextmanager
+    def pods(self, manifest: Path) -> Iterator[None]:
+        """Of Deployments and ConfigMaps, on this machine's own network."""
+        play = ("podman", "play", "kube")
+        self.run(*play, "--network=host", str(manifest))
+        try:
+            yield
+        finally:
+            self.run(*play, "--down", str(manifest))
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,9 @@ class Container:
 
     def inside(self, *command: str) -> bool:
         return self.engine.does("podman", "exec", self.name, *command)
+
+    def read(self, path: str) -> str:
+        return self.engine.run("podman", "exec", self.name, "cat", path)
 
     def terminate(self) -> None:
         self.engine.run("podman", "kill", "--signal=TERM", self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from tests.containers.engine import Container, Engine, engine
-from tests.manifests import Manifests, quantity
+from tests.manifests import Manifests, Resource, quantity
 from tests.servers import ROOT, free_ports
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
@@ -102,6 +104,7 @@ def fleet(
     words = ["triton", *(f"{flag}={number}" for flag, number in numbers)]
     models = made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
     (tmp_path / "models.yaml").write_text(models)
+    tmp_path.chmod(0o755)  # for whom the container runs as
     url = f"http://127.0.0.1:{http}?grpc={grpc}&metrics={metrics}"
     given = {**made.settings(), "GATEWAY_TRITON_URLS": url, "GATEWAY_DRAIN_S": "3"}
     options = [
@@ -149,6 +152,49 @@ def test_the_gateway_serves_and_loses_nothing_when_it_is_stopped_under_load(
     print(f"answered while it was stopped: {seen['200']}, and nothing else")
 
 
+def for_podman(made: Manifests, images: dict[str, str], folder: Path) -> list[Resource]:
+    """What podman 4 knows of the manifests: no probes, no Service, no emptyDir that others may write to."""
+    folder.chmod(0o1777)
+    settings = made.get("ConfigMap", "triton-gateway-settings")
+    settings["data"]["GATEWAY_TRITON_URLS"] = "dns+http://localhost:8000"
+    deployments = made.kind("Deployment")
+    for deployment in deployments:
+        pod = deployment["spec"]["template"]["spec"]
+        for volume in pod["volumes"]:
+            if volume.pop("emptyDir", None):
+                path = "/dev/shm" if volume["name"] == "shm" else str(folder)
+                volume["hostPath"] = {"path": path, "type": "Directory"}
+        for container in pod["containers"]:
+            container["image"] = images[container["image"]]
+            for key in ("ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"):
+                container.pop(key, None)
+    return [*made.kind("ConfigMap"), *deployments]
+
+
+def test_the_dev_overlays_pods_serve(
+    containers: Engine, gateway_image: str, embedded_image: str, tmp_path: Path
+) -> None:
+    for port in (8000, 8001, 8002, 8080):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                pytest.skip(f"port {port}, which the manifests name, is taken on this machine")
+    images = {
+        "triton-gateway:0.1.0": gateway_image,
+        "triton-gateway-embedded:0.1.0": embedded_image,
+    }
+    resources = for_podman(Manifests.of("dev"), images, tmp_path)
+    (tmp_path / "pods.yaml").write_text(yaml.safe_dump_all(resources))
+    with containers.pods(tmp_path / "pods.yaml"):
+        container = Container(containers, "triton-gateway-pod-0-gateway")
+        wait_for("http://127.0.0.1:8080/readyz", container)
+        with httpx.Client(base_url="http://127.0.0.1:8080", timeout=30) as client:
+            assert_serves(client)
+        assert (
+            container.look("{{.HostConfig.ReadonlyRootfs}} {{.Config.User}}") == "true 10001:10001"
+        )
+        assert "CapEff:\t0000000000000000" in container.read("/proc/1/status")
+
+
 def test_the_images_own_health_check_is_true_while_it_serves(
     containers: Engine, gateway_image: str
 ) -> None:
@@ -165,10 +211,9 @@ def test_the_images_own_health_check_is_true_while_it_serves(
 
 def test_the_gateways_image_is_small(containers: Engine, gateway_image: str) -> None:
     """As registries count: compressed, and with the base, which here is larger than the one that is named."""
-    save = subprocess.Popen(
-        ["podman", "save", "--quiet", gateway_image], env=containers.env, stdout=subprocess.PIPE
-    )
-    packed = subprocess.run(["gzip", "-6"], stdin=save.stdout, capture_output=True, check=True)
-    assert save.wait() == 0
+    save = ["podman", "save", "--quiet", gateway_image]
+    with subprocess.Popen(save, env=containers.env, stdout=subprocess.PIPE) as saving:
+        packed = subprocess.run(["gzip"], stdin=saving.stdout, capture_output=True, check=True)
+    assert saving.returncode == 0
     print(f"the gateway's image, compressed: {len(packed.stdout) / 1e6:.0f} MB")
     assert len(packed.stdout) < LIMIT_BYTES
