@@ -334,3 +334,9 @@ def test_the_dashboard_can_be_narrowed() -> None:
             if name.startswith(metrics) and f"${variable}" not in conditions
         ]
         assert not loose
+
+
+def test_deploying_says_of_every_alert_where_to_look() -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    linked = re.findall(r"\[(\w+)\]\(monitoring\.md#(\w+)\)", text)
+    assert dict(linked) == {alert: alert.lower() for alert in ALERTS}
