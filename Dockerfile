@@ -5,10 +5,13 @@
 #
 # A tag can be moved; what a release is built from is named with its digest:
 #   --build-arg PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:…
-# Python 3.11 because the embedded Triton's Python backend has no stub for 3.13, and bookworm for its glibc.
+# The embedded Triton is for Python 3.10 to 3.12, and a glibc as new as bookworm's.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG TRITON_VERSION=25.12
 ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-py3
+# What the labels say; a release names its commit: --build-arg REVISION="$(git rev-parse HEAD)"
+ARG VERSION=0.1.0
+ARG REVISION=unknown
 
 
 # The tools: pip, and what builds the wheel. Nothing of this stage is in an image but what is copied by name.
@@ -61,8 +64,11 @@ RUN /opt/triton-gateway/bin/python -c 'from gateway.triton.installation import i
 
 
 FROM ${TRITON_IMAGE} AS triton
+ARG VERSION
+ARG REVISION
 LABEL org.opencontainers.image.title="triton-gateway-triton" \
       org.opencontainers.image.description="NVIDIA Triton Inference Server with the models of triton-gateway's triton_repo." \
+      org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 # What the Python models import, beside what the image's own Python has, for which it has a pip.
 ENV PYTHONPATH=/opt/models-environment PYTHONDONTWRITEBYTECODE=1
@@ -81,8 +87,11 @@ CMD ["tritonserver", "--model-repository=/opt/triton_repo", "--model-control-mod
 
 
 FROM ${PYTHON_IMAGE} AS embedded
+ARG VERSION
+ARG REVISION
 LABEL org.opencontainers.image.title="triton-gateway-embedded" \
       org.opencontainers.image.description="triton-gateway and a tritonserver for CPUs in one container." \
+      org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=server /opt/triton-gateway /opt/triton-gateway
 COPY --from=repository /build/triton_repo /opt/triton-gateway/triton_repo
@@ -102,8 +111,11 @@ CMD ["up", "--host", "0.0.0.0"]
 
 # The last one is what a build without --target makes.
 FROM ${PYTHON_IMAGE} AS gateway
+ARG VERSION
+ARG REVISION
 LABEL org.opencontainers.image.title="triton-gateway" \
       org.opencontainers.image.description="The REST front door of NVIDIA Triton Inference Server." \
+      org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/triton-gateway /opt/triton-gateway
 COPY --from=build --chown=10001:10001 /state /var/lib

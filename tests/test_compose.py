@@ -119,6 +119,9 @@ def test_a_base_is_an_argument_of_an_exact_version() -> None:
     assert outside == {"${PYTHON_IMAGE}", "${TRITON_IMAGE}"}
     assert re.fullmatch(r"docker\.io/library/python:3\.11\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
     assert re.fullmatch(r"\d\d\.\d\d", arguments["TRITON_VERSION"])
+    assert f'version = "{arguments["VERSION"]}"' in (ROOT / "pyproject.toml").read_text()
+    for tag in re.findall(r"triton-gateway\S*:(\d\S*)", (ROOT / "compose.yaml").read_text()):
+        assert tag.startswith(arguments["VERSION"])
     for tag in (SERVICES["triton"]["image"], (ROOT / "k8s/base/kustomization.yaml").read_text()):
         assert f"-{arguments['TRITON_VERSION']}" in tag
 
@@ -126,7 +129,7 @@ def test_a_base_is_an_argument_of_an_exact_version() -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_is_labelled_runs_as_nobody_special_and_tells_its_health(image: str) -> None:
     text = stage(image)
-    for label in ("title", "description", "licenses"):
+    for label in ("title", "description", "version", "revision", "licenses"):
         assert f"org.opencontainers.image.{label}=" in text
     assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", text, re.MULTILINE)
     assert "\nHEALTHCHECK " in text
