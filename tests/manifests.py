@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -32,10 +33,18 @@ VARIANTS = {
 
 
 def tool() -> list[str]:
-    for command in (["kubectl", "kustomize"], ["kustomize", "build"]):
-        if shutil.which(command[0]):
-            return command
+    if shutil.which("kubectl") and kubectl_minor() >= 24:  # an older one knows no components
+        return ["kubectl", "kustomize"]
+    if shutil.which("kustomize"):
+        return ["kustomize", "build"]
     pytest.skip("neither kubectl (1.24 or newer) nor kustomize is installed")
+
+
+@cache
+def kubectl_minor() -> int:
+    command = ["kubectl", "version", "--client", "--output=json"]
+    told = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    return int(json.loads(told)["clientVersion"]["minor"].rstrip("+"))
 
 
 def build(folder: Path) -> str:
