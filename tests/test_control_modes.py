@@ -12,7 +12,7 @@ import pytest
 
 from gateway.errors import ModelControlMode
 from gateway.fleet.repository import Outcome, Report
-from gateway.triton.http import NotSent
+from gateway.triton.wire import NotSent
 from tests.test_fleet import until, write_echo
 from tests.test_up import Up
 

@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
-from gateway.triton.http import Answer, Connection, Headers, NotSent, Reply, Upstream
+from gateway.triton.http import Answer, Reply, Upstream
+from gateway.triton.wire import Connection, Headers, NotSent
 from tests.servers import free_ports
 
 MIB = 1 << 20

@@ -20,8 +20,8 @@ from gateway.triton import infer, unary
 from gateway.triton.answers import complained, whole
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import NoGrpc
-from gateway.triton.http import Headers
 from gateway.triton.infer import Answer, Inference
+from gateway.triton.wire import Headers
 
 log = logging.getLogger(__name__)
 

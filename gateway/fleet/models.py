@@ -26,9 +26,9 @@ from gateway.tensors.inputs import Inputs
 from gateway.tensors.outputs import Result, joined
 from gateway.tensors.signature import Signature, signature
 from gateway.triton.complaints import Asked
-from gateway.triton.http import Headers
 from gateway.triton.infer import Answer
 from gateway.triton.streams import Stream
+from gateway.triton.wire import Headers
 
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
 OLD_S = 10.0  # … and one of a model that nobody asked for lately is not relied upon

@@ -32,7 +32,8 @@ from gateway.metrics import Metrics
 from gateway.triton.answers import complained, whole
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import NoGrpc
-from gateway.triton.http import Answer, Headers, NotSent
+from gateway.triton.http import Answer
+from gateway.triton.wire import Headers, NotSent
 
 log = logging.getLogger(__name__)
 

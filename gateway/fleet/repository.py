@@ -42,7 +42,7 @@ from gateway.state.wishes import Store, Wish
 from gateway.triton import grpc
 from gateway.triton.complaints import Asked, LoadFailed, refusal
 from gateway.triton.grpc import NoGrpc, Tls
-from gateway.triton.http import NotSent
+from gateway.triton.wire import NotSent
 
 log = logging.getLogger(__name__)
 

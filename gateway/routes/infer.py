@@ -32,7 +32,7 @@ from gateway.tensors.payload import JSON, NPY, NPZ, Limits, Payload
 from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT
-from gateway.triton.http import Headers
+from gateway.triton.wire import Headers
 
 router = APIRouter(tags=["inference"])
 ROWS_AT_A_TIME = 16

@@ -37,8 +37,9 @@ from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
 from gateway.tensors.sequence import Step, from_headers, from_parameters
 from gateway.triton.complaints import Asked, scrubbed_event
-from gateway.triton.http import Answer, Headers
+from gateway.triton.http import Answer
 from gateway.triton.shapes import Shapes
+from gateway.triton.wire import Headers
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from tritonclient.grpc.aio import InferenceServerClient
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.triton.complaints import Asked, complaint
 from gateway.triton.grpc import STATUSES, NoGrpc, Tls, secured
-from gateway.triton.http import Headers
 from gateway.triton.infer import INT64, UNREADABLE, Answer, Inference
+from gateway.triton.wire import Headers
 
 IDLE_S: Final = 2.0
 MISSING_S: Final = 30.0

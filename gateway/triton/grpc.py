@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed, GatewayError, Malformed
 from gateway.triton.complaints import Asked, refusal
-from gateway.triton.http import NotSent
+from gateway.triton.wire import NotSent
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from gateway.errors import BadUpstream, DoesNotFit, quoted
 from gateway.tensors import sequence
 from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
-from gateway.triton.http import Headers, Reply
+from gateway.triton.http import Reply
+from gateway.triton.wire import Headers
 
 # What tritonclient lets escape when an answer is not one.
 UNREADABLE = (

@@ -17,8 +17,8 @@ from tritonclient.utils import InferenceServerException
 from gateway.errors import DeadlinePassed
 from gateway.triton.channel import Channel, arguments, decoded, metadata, told, translated
 from gateway.triton.complaints import Asked, complaint
-from gateway.triton.http import Headers
 from gateway.triton.infer import Answer, Inference, misfit
+from gateway.triton.wire import Headers
 
 # The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
 # ending one that way: the words have to do.

@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 from gateway.triton.channel import Channel, arguments, decoded, metadata, translated
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import CONNECT_TIMEOUT_S, NoGrpc
-from gateway.triton.http import Headers
 from gateway.triton.infer import Answer, Inference, misfit
+from gateway.triton.wire import Headers
 
 T = TypeVar("T")
 NEVER_SENT: Final = "None"  # the status of what tritonclient itself refuses
