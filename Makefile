@@ -12,7 +12,7 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test faults containers check fmt bench bench-peers resnet50 manifests crds lock clean models examples
+.PHONY: run test faults containers page check fmt bench bench-peers resnet50 manifests crds lock clean models examples
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
@@ -27,6 +27,10 @@ faults: $(VENV)/.dev models
 # The images, built and run without a registry and a cluster; what is missing for it is said.
 containers: $(VENV)/.dev
 	@$(BIN)/python -m pytest -n 0 -s -v tests/containers $(ARGS)
+
+# The page in a real Chromium, which is 130 MB to install. PAGE_PICTURE=FILE keeps what it looks like.
+page: $(VENV)/.dev models
+	@$(BIN)/python -m pytest -n 0 -m long tests/test_page.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

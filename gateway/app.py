@@ -36,7 +36,7 @@ from gateway.keys import KeysFile
 from gateway.limits import Decoders, Gate
 from gateway.metrics import Metrics
 from gateway.rates import Rates
-from gateway.routes import health, infer, models, repository
+from gateway.routes import health, infer, models, page, repository
 from gateway.routes import metrics as metrics_page
 from gateway.routes.edge import Edge
 from gateway.routes.services import Services
@@ -57,7 +57,14 @@ EXPOSED = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-
 OWN_VERSION = version("triton-gateway")
 LAGS = 20  # ten seconds: a scrape every ten sees the worst
 
-ROUTERS = (infer.router, models.router, repository.router, health.router, metrics_page.router)
+ROUTERS = (
+    infer.router,
+    models.router,
+    repository.router,
+    health.router,
+    metrics_page.router,
+    page.router,
+)
 HANDLED = (HTTPException, RequestValidationError, Exception)
 
 
@@ -240,7 +247,8 @@ def create_app(settings: Settings) -> ASGIApp:
     app.keyed = parts.keys is not None
     edge = Edge(app)
     for router in ROUTERS:
-        app.include_router(router)
+        if router is not page.router or settings.page:
+            app.include_router(router)
     for exception in HANDLED:
         app.add_exception_handler(exception, errors.render)
     if not settings.cors_origins:

@@ -19,10 +19,11 @@ from gateway.keys import Caller, KeysFile, Right, Role
 
 LOOK_EVERY_S: Final = 0.5
 BEARER: Final = b"bearer"
-# Asked by what watches and what draws the documentation, neither of which has a key.
+# Asked by what watches and what draws pages, neither of which has a key.
 OPEN: Final = frozenset(
-    ("/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+    ("/", "/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 )
+OPEN_BELOW: Final = "/static/"
 ANYBODY: Final = Caller("", rights=frozenset((Right.infer, Right.metrics, Right.fleet)))
 NOBODY: Final = Caller("", models=())
 # Who sends these is not the one at the other end of the connection.
@@ -51,7 +52,7 @@ class Access:
             if (found := file.owner(key)) is None:
                 raise Unauthenticated("the key is not known")
         except Unauthenticated:
-            if scope["path"] in OPEN:
+            if is_open(scope["path"]):
                 return NOBODY
             raise
         return found
@@ -61,6 +62,10 @@ class Access:
         while self._file is not None:
             await asyncio.sleep(LOOK_EVERY_S)
             self._file.look()
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_BELOW)
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -182,6 +182,10 @@ class Settings(BaseSettings):
     shutdown_s: float = Field(
         30.0, gt=0, description="How long running requests may then take before they are cut."
     )
+    page: bool = Field(
+        True,
+        description="Whether / shows the page with the fleet, a form for every model and live numbers.",
+    )
     otlp_endpoint: str = Field(
         "",
         description="Where traces are sent, as OTLP over HTTP: http://collector:4318. Empty: no traces. "

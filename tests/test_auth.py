@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.app import ROUTERS, create_app
-from gateway.auth import OPEN
+from gateway.auth import OPEN, OPEN_BELOW
 from gateway.keys import BadKeysFile, Caller, Role, create, keys_in, read, revoke
 from gateway.routes.v2 import RULES
 from gateway.settings import Settings
@@ -105,6 +105,8 @@ class Row:
 
 
 ROWS = (
+    Row("GET", "/", FREE),
+    Row("GET", "/static/{name:path}", FREE),
     Row("GET", "/livez", FREE),
     Row("GET", "/readyz", FREE),
     Row("GET", "/docs", FREE),
@@ -156,7 +158,8 @@ WITHOUT_ROLE = {"/nothing": 404, "/v2/nothing": 404}
 
 
 def filled(path: str, model: str) -> str:
-    return path.replace("{model}", model).replace("{version}", "1").replace("{operation}", "0" * 32)
+    path = path.replace("{name:path}", "main.js").replace("{operation}", "0" * 32)
+    return path.replace("{model}", model).replace("{version}", "1")
 
 
 def routes() -> Iterator[tuple[str, str]]:
@@ -179,7 +182,7 @@ def test_every_rule_of_what_is_passed_has_its_row() -> None:
 
 
 def test_what_is_open_is_in_the_table() -> None:
-    assert {row.path for row in ROWS if row.whose == FREE} == OPEN
+    assert {row.path for row in ROWS if row.whose == FREE} == OPEN | {OPEN_BELOW + "{name:path}"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method} {row.path}")
@@ -226,8 +229,12 @@ def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
         "/readyz%0a",
         "/docs/../v1/models",
         "/livez%2f..%2fmetrics",
+        "/static",
+        "/static%00",
     ):
         assert ask(port_of(client), "GET", path).status == 401, path
+    for path in ("/static/../metrics", "/static/..%2fv1%2fmodels", "/static/"):
+        assert ask(port_of(client), "GET", path).status == 404, path
     for path in ("/metrics%0a", "/v1/replicas%0a"):  # which the framework takes for the route
         headers = [("X-API-Key", TEXTS if "metrics" in path else INFER)]
         assert ask(port_of(client), "GET", path, headers).status in (403, 404), path

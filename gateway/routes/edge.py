@@ -107,7 +107,8 @@ class Edge:
                 status = message["status"]
                 headers = [*message.get("headers", ()), header, NO_GUESSING]
                 if any(name == b"content-type" and HTML in value for name, value in headers):
-                    headers += OF_PAGES
+                    given = {name for name, _ in headers}  # a page may have a stricter policy
+                    headers += [pair for pair in OF_PAGES if pair[0] not in given]
                 message["headers"] = headers
             else:
                 notes.bytes_out += len(message.get("body", b""))

@@ -1,0 +1,85 @@
+"""`/`: the fleet, a form for every model and live numbers, in a browser.
+
+The files of `gateway/static/` are public; what the page shows comes from the API, with the key that its
+user typed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.errors import NotFound, quoted
+
+router = APIRouter(include_in_schema=False)
+
+TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+# A model's name and answer are strangers' words: nothing inline runs, nor does a string become markup.
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob: data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+# The files name one another without a version: each is asked for again, and seldom sent.
+CACHED: Final = "no-cache"
+
+
+@dataclass(frozen=True)
+class Asset:
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def assets(folder: Path) -> dict[str, Asset]:
+    """Every file below the folder that has a type of `TYPES`, by its path there."""
+    found: dict[str, Asset] = {}
+    for path in folder.rglob("*"):
+        if content_type := TYPES.get(path.suffix):
+            body = path.read_bytes()
+            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+            found[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
+    return found
+
+
+ASSETS: Final = assets(Path(__file__).parents[1] / "static")
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def page(request: Request) -> Response:
+    return answered(request, ASSETS["index.html"])
+
+
+@router.api_route("/static/{name:path}", methods=["GET", "HEAD"])
+async def static(request: Request, name: str) -> Response:
+    if name not in ASSETS:
+        raise NotFound(f"the page has no file {quoted(name)}")
+    return answered(request, ASSETS[name])
+
+
+def answered(request: Request, asset: Asset) -> Response:
+    """With `If-None-Match`, nothing but that it is the same (RFC 9110, section 13.1.2)."""
+    headers = {"ETag": asset.etag, "Cache-Control": CACHED, "Content-Security-Policy": POLICY}
+    known = request.headers.get("if-none-match", "").split(",")
+    if any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, 200, headers, asset.content_type)

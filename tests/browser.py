@@ -1,0 +1,150 @@
+"""A real Chromium, headless, driven by Selenium; it downloads nothing, and tells what it asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
+MISSING = "chromium and chromium-driver are not installed"
+PATIENCE_S = 20
+ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",  # which a container's root has not
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--no-first-run",
+    "--no-proxy-server",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--force-device-scale-factor=1",
+    "--hide-scrollbars",
+    "--window-size=1200,1000",
+)
+
+
+class Page:
+    """A tab, by what its user sees."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+        self.refusals: set[int] = set()  # that a test provokes: the console tells them
+        self.origin = ""
+
+    def open(self, origin: str, fragment: str = "", key: str = "") -> None:
+        """Anew, with nothing of the last test left."""
+        self.origin = origin.rstrip("/")
+        self.close()
+        kept = f"sessionStorage.setItem('triton-gateway-key', {json.dumps(key)})" if key else ""
+        before = {"source": f"sessionStorage.clear(); {kept}"}
+        script = self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", before)
+        self.driver.get(f"{self.origin}/{fragment}")
+        self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+    def close(self) -> None:
+        """Nothing is asked for from here on."""
+        self.driver.get("about:blank")
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def module(self, name: str, function: str, *given: Any) -> Any:
+        """What the function makes of one of the page's modules; it sees `given`."""
+        return self.driver.execute_async_script(
+            f"const given = [...arguments], done = given.pop();"
+            f"import('/static/{name}').then({function}).then(done, (error) => done(String(error)));",
+            *given,
+        )
+
+    def find(self, css: str) -> WebElement:
+        """As soon as it is shown."""
+        return self.until(
+            lambda: next((one for one in self.all(css) if one.is_displayed()), None), css
+        )
+
+    def all(self, css: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def text(self, css: str) -> str:
+        return self.find(css).text
+
+    def see(self, css: str, words: str) -> str:
+        """Wait for these words, and give the whole text."""
+        return self.until(lambda: words in (text := self.text(css)) and text, f"{css}: {words}")
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        ignored = (StaleElementReferenceException,)
+        wait = WebDriverWait(self.driver, PATIENCE_S, 0.03, ignored_exceptions=ignored)
+        try:
+            return wait.until(lambda _: condition())
+        except WebDriverException as exc:
+            shown = self.driver.find_element(By.TAG_NAME, "body").text
+            raise AssertionError(f"it never came: {what}\n{shown}\n{self.console()}") from exc
+
+    def click(self, css: str) -> None:
+        self.find(css).click()
+
+    def type(self, css: str, text: str) -> None:
+        self.find(css).send_keys(text)
+
+    def drag(self, css: str, *points: tuple[int, int]) -> None:
+        """With the mouse down from the first to the last, as seen from the middle."""
+        element = self.find(css)
+        chain = ActionChains(self.driver, duration=30)
+        chain.move_to_element_with_offset(element, *points[0]).click_and_hold()
+        for point in points[1:]:
+            chain.move_to_element_with_offset(element, *point)
+        chain.release().perform()
+
+    def console(self) -> list[str]:
+        """What the console complained of, without the refusals that a test provoked."""
+        expected = tuple(f"status of {status}" for status in self.refusals)
+        entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        said = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+        return [line for line in said if not any(words in line for words in expected)]
+
+    def asked(self) -> set[str]:
+        """The origins of all requests since the last call."""
+        urls = set()
+        for entry in self.driver.get_log("performance"):  # type: ignore[no-untyped-call]
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                urls.add(message["params"]["request"]["url"])
+        return {"/".join(url.split("/")[:3]) for url in urls if url.startswith(("http", "ws"))}
+
+    def dark(self, on: bool) -> None:
+        features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    @contextmanager
+    def phone(self) -> Iterator[None]:
+        metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        yield
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
