@@ -240,6 +240,7 @@ def test_a_line_is_drawn_with_the_keys_alone(page: browser.Page, demo_url: str) 
 def test_an_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.click("input[value=file]")
+    assert page.all("input[type=file][accept='image/*'][capture]")  # shown where fingers point
     page.type("input[type=file]:not([capture])", str(IMAGES / "three.jpg"))
     page.click("#ask")
     page.see("#answer-body .scores", "0.")

@@ -220,6 +220,7 @@ LABELS = [
     f"{method} {route.path}"
     for router in ROUTERS
     for route in router.routes
+    if route.include_in_schema
     for method in route.methods
 ]
 
