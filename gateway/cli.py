@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from gateway import logs
 from gateway.app import create_app
 from gateway.auth import is_loopback
+from gateway.client import commands
 from gateway.flags import TritonFlags, with_triton_flags
 from gateway.fleet.declared import BadModelsFile
 from gateway.fleet.replica import BadAddress
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 cli = typer.Typer(
     help="The REST front door of NVIDIA Triton Inference Server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -48,6 +48,7 @@ key = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.add_typer(key, name="key")
+cli.add_typer(commands.cli)
 
 Host = Annotated[str, typer.Option(help="The address that the gateway listens on.")]
 Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")]
@@ -252,7 +253,7 @@ def main() -> None:
     # A shell starts what it puts in the background with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        cli()
+        cli(prog_name="triton-gateway")
     except (
         Failure,
         CannotInstall,

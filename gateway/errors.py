@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -280,6 +279,9 @@ def body_of(
 
 async def render(request: Request, exc: Exception) -> Response:
     """The one handler. What is not of the family is a fault of ours: logged in full, told in brief."""
+    # Whoever gets here has it already; the family is for those too who do without FastAPI.
+    from fastapi.exceptions import RequestValidationError  # noqa: PLC0415
+
     request_id = str(request.scope.get("request_id", ""))
     if isinstance(exc, GatewayError):
         status, code, sentence = exc.status, exc.code, exc.detail

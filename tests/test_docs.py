@@ -1,10 +1,12 @@
-"""The documents tell the truth: their curls are run, and their tables compared with the code."""
+"""The documents tell the truth: their commands are run, and their tables compared with the code."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from gateway.settings import Settings
 from tests.servers import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PROGRAMS = {"curl": ["curl"], "triton-gateway": [sys.executable, "-m", "gateway"]}
 READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
 # Its examples are about models that it makes; tests/test_bring_your_model.py runs them.
 OWN_SERVER = "bring-your-model.md"
@@ -40,8 +43,15 @@ def matches(answer: str, printed: str) -> bool:
 
 def assert_prints(gateway: httpx.Client, command: str, answer: str) -> None:
     words = shlex.split(command.replace("localhost:8080", str(gateway.base_url).rstrip("/")))
-    assert words[0] == "curl"
-    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "TRITON_GATEWAY_URL": str(gateway.base_url)}
+    run = subprocess.run(
+        [*PROGRAMS[words[0]], *words[1:]],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert run.returncode == 0, run.stderr
     assert matches(answer, run.stdout.strip()), run.stdout
 

@@ -24,6 +24,7 @@ LAYERS = {
     "gateway.triton": 2,
     "gateway.auth": 2,
     "gateway.limits": 2,
+    "gateway.client": 3,
     "gateway.flags": 3,
     "gateway.rates": 3,
     "gateway.fleet": 3,

@@ -1,0 +1,74 @@
+"""Standard input and output without ever stopping the loop, whatever stands at their other end.
+
+uvloop's own watching of a descriptor makes it non-blocking, and with it the terminal of the shell that
+started us. So what would block is done in a thread, and one that nobody waits for at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+CHUNK_BYTES: Final = 256 * 1024
+# What a pipe that says it takes something takes at once.
+PIPE_BYTES: Final = select.PIPE_BUF
+
+
+async def read_some(descriptor: int) -> bytes:
+    """What has come; empty at the end."""
+    if is_file(descriptor) or select.select([descriptor], [], [], 0)[0]:
+        return os.read(descriptor, CHUNK_BYTES)
+    return await in_thread(lambda: os.read(descriptor, CHUNK_BYTES))
+
+
+async def write_all(descriptor: int, data: bytes) -> None:
+    """Raises `OSError`, a `BrokenPipeError` when nobody reads any more."""
+    if is_file(descriptor) or (
+        len(data) <= PIPE_BYTES and select.select([], [descriptor], [], 0)[1]
+    ):
+        write(descriptor, data)
+    else:
+        await in_thread(lambda: write(descriptor, data))
+
+
+def write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Like `asyncio.to_thread`, but the interpreter does not wait for its end."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(outcome: T | OSError) -> None:
+        if done.done():
+            return
+        if isinstance(outcome, OSError):
+            done.set_exception(outcome)
+        else:
+            done.set_result(outcome)
+
+    def run() -> None:
+        try:
+            outcome: T | OSError = work()
+        except OSError as exc:
+            outcome = exc
+        with suppress(RuntimeError):  # the loop is gone, and so is whoever asked
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done

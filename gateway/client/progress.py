@@ -1,0 +1,59 @@
+"""A bar on standard error while many things are done, if that is a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+REFRESH_S: Final = 0.25
+
+
+class Progress:
+    """Shows what `seen` says: how many are done, and how many of them failed. Inside a running loop."""
+
+    def __init__(self, seen: Callable[[], tuple[int, int]], total: int | None) -> None:
+        self._seen = seen
+        self._total = total
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Progress:
+        if sys.stderr.isatty():
+            self._task = asyncio.create_task(self._show())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})  # the bar is gone before anything is said
+
+    async def _show(self) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        columns = (
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("[red]{task.fields[failed]}"),
+        )
+        # Refreshed from here: a thread of its own would take turns with the requests.
+        bar = progress.Progress(
+            *columns, console=Console(stderr=True), auto_refresh=False, transient=True
+        )
+        with bar:
+            task = bar.add_task("", total=self._total, rate="", failed="")
+            while True:
+                done, failed = self._seen()
+                bar.update(task, completed=done, failed=f"{failed} failed" if failed else "")
+                bar.update(task, rate=f"{bar.tasks[0].speed or 0:.0f}/s")
+                bar.refresh()
+                await asyncio.sleep(REFRESH_S)

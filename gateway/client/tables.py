@@ -1,0 +1,112 @@
+"""What the gateway says, as a table for a person or as JSON for a script, on standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+# Of what is piped into a file or a program nothing is cut.
+WIDE = 1000
+COLOURS = {
+    "READY": "green",
+    "HEALTHY": "green",
+    "UP": "green",
+    "yes": "green",
+    "LOADING": "yellow",
+    "EJECTED": "red",
+    "DOWN": "red",
+    "UNAVAILABLE": "red",
+    "no": "red",
+}
+
+
+def console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in row))
+    return made
+
+
+def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    draw(table(columns, rows))
+
+
+def draw(picture: RenderableType) -> None:
+    """On standard output; without blanks at the ends of lines where it is no terminal."""
+    made = console()
+    if made.is_terminal:
+        made.print(picture)
+        return
+    with made.capture() as captured:
+        made.print(picture)
+    for line in captured.get().splitlines():
+        sys.stdout.write(f"{line.rstrip()}\n")
+
+
+def show_json(value: Any) -> None:
+    sys.stdout.buffer.write(
+        orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    )
+
+
+MODELS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "WHY")
+
+
+def model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
+    versions = ", ".join(
+        f"{version.get('version', '')} {version.get('state', '')}".strip()
+        for version in model["versions"]
+    )
+    why = [word for word in ("declared", "last_error") if word in model]
+    told = [model["last_error"] if word == "last_error" else word for word in why]
+    if "wished" in model:
+        told.insert(0, f"{model['wished']} by the API")
+    replicas = counted(model.get("replicas", {}).values())
+    return (model["name"], "yes" if model["ready"] else "no", versions, replicas, "; ".join(told))
+
+
+REPLICAS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "WHY")
+
+
+def replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
+    why = replica.get("reason", "")
+    if "ejected_for_s" in replica:
+        why = f"left alone for {replica['ejected_for_s']:g} s; {why}"
+    return (
+        replica["address"],
+        replica["state"],
+        str(replica["outstanding"]),
+        f"{replica['slowness']:g}",
+        counted(replica["models"].values()),
+        why,
+    )
+
+
+REPORT = ("MODEL", "REPLICA", "STATE", "WHY")
+
+
+def report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Of a load or an unload: a line for each replica."""
+    return [
+        (report["model"], address, found["state"], found.get("reason", ""))
+        for address, found in report["replicas"].items()
+    ]
+
+
+def counted(states: Iterable[str]) -> str:
+    """«3 READY, 1 LOADING»."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
