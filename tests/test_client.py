@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import hashlib
 import io
 import json
 import os
 import pty
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ import yaml
 from PIL import Image
 
 from gateway.client import errors
+from gateway.client.order import InOrder
 from gateway.triton.embedded import EmbeddedTriton
-from tests.models.zoo import Names, write_repository
+from tests.models.zoo import MODELS, Names, write_repository
 from tests.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
 
 ADMIN, WEAK = "tgw_admin-of-these-tests", "tgw_infer-of-these-tests"
@@ -75,8 +78,9 @@ def command(*arguments: str | Path) -> list[str]:
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
     folder = tmp_path_factory.mktemp("zoo")
-    write_repository(folder, NAMES)
-    with triton_on_free_ports(folder, TEXTS, IMAGES, NUMBERS, PAUSES) as triton:
+    wanted = ("single_BYTES", "nhwc", "plain_vector_FP32", "sleeping")
+    write_repository(folder, NAMES, [model for model in MODELS if model.name in wanted])
+    with triton_on_free_ports(folder) as triton:
         yield triton
 
 
@@ -267,14 +271,22 @@ def test_every_kind_of_input(gateway: Gateway, tmp_path: Path) -> None:
     assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
 
 
-def test_what_is_put_off_is_sent_again(triton: EmbeddedTriton, tmp_path: Path) -> None:
+def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
+    triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    pauses = tmp_path / "pauses"
+    pauses.mkdir()
     for number in range(3):
-        (tmp_path / f"{number}.json").write_text('{"inputs": 0.1}')
-    with gateway_before(triton.options.url, max_inflight="1", max_queue="0") as client:
+        (pauses / f"{number}.json").write_text('{"inputs": 0.1}')
+    declared = tmp_path / "models.yaml"
+    declared.write_text("models: [nonesuch]")
+    settings = {"max_inflight": "1", "max_queue": "0", "models_file": str(declared)}
+    with gateway_before(triton.options.url, **settings) as client:
         limited = Gateway(str(client.base_url), key="")
-        refused = limited.run("infer", PAUSES, tmp_path, "--retries", "0")
+        assert limited.fails(1, "ready") == "not ready: nonesuch cannot be served"
+        refused = limited.run("infer", PAUSES, pauses, "--retries", "0")
         assert [record.get("code") for record in records(refused.stdout)].count("OVERLOADED") == 2
-        ended = limited.run("infer", PAUSES, tmp_path)
+        ended = limited.run("infer", PAUSES, pauses)
         assert (ended.returncode, len(records(ended.stdout))) == (0, 3)
         again = re.search(
             r"3 answered, 0 failed, in (.*) s .* asked again (\d+) times", ended.stderr
@@ -282,6 +294,20 @@ def test_what_is_put_off_is_sent_again(triton: EmbeddedTriton, tmp_path: Path) -
         assert again is not None, ended.stderr
         assert float(again[1]) >= 1  # as Retry-After says
         assert int(again[2]) >= 2
+        running = limited.start(
+            "infer", PAUSES, "-", "--retries", "1",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(b"no number\n")
+        running.stdin.flush()
+        assert b"DOES_NOT_FIT_MODEL" in running.stdout.readline()
+    # The gateway has ended.
+    _, said = running.communicate(b"another line\n", timeout=20)
+    assert running.returncode == 3
+    sentence = f"no gateway can be reached at {limited.url}; the rest was not asked"
+    assert sentence in said.decode()
 
 
 def test_what_cannot_be_is_said_before_anything_is_sent(gateway: Gateway, tmp_path: Path) -> None:
@@ -321,7 +347,7 @@ def test_models_and_replicas_as_tables_and_as_json(
     assert json.loads(gateway.run("replicas", "--json").stdout)[0]["address"] == address
 
 
-def test_loading_and_unloading_and_whether_it_is_ready(
+def test_loading_and_unloading_and_that_it_is_ready(
     gateway: Gateway, triton: EmbeddedTriton
 ) -> None:
     address = f"127.0.0.1:{triton.options.http_port}"
@@ -336,10 +362,6 @@ def test_loading_and_unloading_and_whether_it_is_ready(
         "model": NUMBERS, "state": "READY", "replicas": {address: {"state": "READY"}},
     }  # fmt: skip
     assert json.loads(gateway.run("ready", "--json").stdout)["ready"] is True
-    (nobody,) = free_ports(1)
-    with gateway_before(f"http://127.0.0.1:{nobody}") as client:
-        sentence = Gateway(str(client.base_url), key="").fails(1, "ready")
-        assert sentence.startswith(f"not ready: 127.0.0.1:{nobody} is down")
 
 
 def test_the_curl_line_works_as_it_is_printed(gateway: Gateway) -> None:
@@ -408,6 +430,52 @@ def test_how_far_it_is_is_shown_in_a_terminal_only(gateway: Gateway, tmp_path: P
         running.wait()
         os.close(mine)
         os.close(its)
+
+
+async def done_in_order(
+    delays_s: list[float], concurrency: int, stops_after_s: Sequence[float] = ()
+) -> tuple[list[int], int]:
+    """What was written, when each job takes its time, and how many were under way at most."""
+    written: list[int] = []
+    under_way = most = 0
+
+    async def jobs() -> AsyncIterator[int]:
+        for number in range(len(delays_s)):
+            yield number
+
+    async def do(number: int) -> int:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(delays_s[number])
+        under_way -= 1
+        return number
+
+    async def write(numbers: list[int]) -> None:
+        written.extend(numbers)
+
+    work = InOrder(do, write, concurrency)
+    for after_s in stops_after_s:
+        asyncio.get_running_loop().call_later(after_s, work.stop)
+    await asyncio.wait_for(work.run(jobs()), 10)
+    return written, most
+
+
+def test_outcomes_keep_their_order_and_no_more_than_asked_for_are_under_way() -> None:
+    draw = random.Random(3)
+    delays_s = [draw.choice((0, 0.001, 0.01)) for _ in range(300)]
+    assert asyncio.run(done_in_order(delays_s, 7)) == (list(range(300)), 7)
+
+
+def test_stopped_it_waits_for_what_is_under_way() -> None:
+    written, _ = asyncio.run(done_in_order([0.2, *[0.001] * 1000], 4, [0.05]))
+    assert 3 < len(written) < 1000
+    assert written == list(range(len(written)))
+
+
+def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> None:
+    written, _ = asyncio.run(done_in_order([0, 600, 0, 0, 600, 0], 4, [0.05, 0.1]))
+    assert written == [0, 2, 3, 5]
 
 
 def test_the_shell_completes_every_command() -> None:

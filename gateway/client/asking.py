@@ -25,7 +25,17 @@ class BadAnswer(ClientError):
 
 def stackable(body: Body) -> bool:
     """Whether it is one value, which can stand in a batch with others."""
-    return body.content_type in (TEXT, OCTETS) or body.content_type.startswith("image/")
+    if body.content_type == TEXT:
+        return is_utf8(body.data)  # else it goes alone, and the gateway says what is wrong with it
+    return body.content_type == OCTETS or body.content_type.startswith("image/")
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def together(bodies: Sequence[Body]) -> Body:
@@ -36,7 +46,7 @@ def together(bodies: Sequence[Body]) -> Body:
 
 def value_of(body: Body) -> Any:
     if body.content_type == TEXT:
-        return body.data.decode("utf-8", "replace")
+        return body.data.decode()
     return {"b64": base64.b64encode(body.data).decode()}
 
 

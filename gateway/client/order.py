@@ -10,7 +10,9 @@ J = TypeVar("J")
 R = TypeVar("R")
 
 # How many outcomes may wait for an earlier one, for each that is under way.
-AHEAD: Final = 8
+AHEAD: Final = 16
+# Outcomes are written together with those that come this soon after: a write each costs as much as an answer.
+GATHER_S: Final = 0.01
 
 
 class InOrder(Generic[J, R]):
@@ -37,17 +39,15 @@ class InOrder(Generic[J, R]):
         self._writer: asyncio.Task[None] | None = None
         self._closing = False
         self._error: BaseException | None = None
-        self.stopped = False
+        self._stops = 0
 
     def stop(self) -> None:
-        """Begin nothing more; what is under way goes on. The second time nothing does."""
-        if self.stopped:
-            for task in [*self._tasks, self._writer]:
-                if task is not None:
-                    task.cancel()
-        self.stopped = True
-        if self._producer is not None:
-            self._producer.cancel()
+        """Begin nothing more. The second time, wait for nothing; the third, do not even write."""
+        self._stops += 1
+        doomed = {1: [self._producer], 2: self._tasks}.get(self._stops, [self._writer])
+        for task in doomed:
+            if task is not None:
+                task.cancel()
 
     async def run(self, jobs: AsyncIterator[J]) -> None:
         """Raises what a job or the writer raised first; what was done until then is written."""
@@ -94,6 +94,7 @@ class InOrder(Generic[J, R]):
         while not self._closing:
             await self._ready.wait()
             self._ready.clear()
+            await asyncio.sleep(GATHER_S)
             while chunk := self._following():
                 await self._write(chunk)
                 for _ in chunk:

@@ -28,6 +28,8 @@ class Target:
             port = parts.port
         except ValueError as exc:
             raise Misused(f"{self.url!r} is no URL of a gateway: {exc}") from None
+        if parts.username is not None:
+            raise Misused("the gateway's URL has a user in it; what the gateway takes is a key")
         if parts.scheme not in PORTS or not parts.hostname or port == 0:
             raise Misused(f"{self.url!r} is no URL of a gateway, as http://localhost:8080 is one")
         return parts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Final
 
 import orjson
@@ -53,7 +54,7 @@ class Wire:
 
         Raises `Unreachable` when no connection comes about, and `NoAnswer`.
         """
-        headers = [(b"content-type", content_type.encode()), *self._headers]
+        headers = ((b"content-type", content_type.encode()), *self._headers)
         for attempt in range(self._retries + 1):
             last = attempt == self._retries
             try:
@@ -71,7 +72,7 @@ class Wire:
             await asyncio.sleep(wait_s * random.uniform(1, 1.25))  # noqa: S311
         raise AssertionError("the last attempt has returned or raised")
 
-    async def _ask(self, body: bytes, headers: list[tuple[bytes, bytes]]) -> Reply:
+    async def _ask(self, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Reply:
         try:
             return await self._upstream.ask(
                 b"POST", self._path, body, headers, timeout_s=self._timeout_s + GRACE_S
