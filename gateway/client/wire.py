@@ -16,7 +16,8 @@ from gateway.client.api import CONNECT_TIMEOUT_S, model_path
 from gateway.client.errors import ClientError, Unreachable
 from gateway.client.target import Target
 from gateway.errors import BadUpstream, DeadlinePassed
-from gateway.triton.http import NotSent, Reply, Upstream
+from gateway.triton.http import Reply, Upstream
+from gateway.triton.wire import NotSent
 
 LATER: Final = (429, 503)
 MAX_WAIT_S: Final = 60.0
