@@ -596,6 +596,7 @@ def test_every_worker_reads_the_file_again(demo_triton: EmbeddedTriton, tmp_path
     arguments = ("serve", "--port", str(port), "--workers", "2")
     with Command(*arguments, environment=environment) as command:
         command.wait_for("serving")
+        httpx.get(f"http://127.0.0.1:{port}/livez", timeout=30)  # it listens before a worker is up
 
         def statuses() -> set[int]:
             found = set()

@@ -22,7 +22,9 @@ def pair(demo_triton: EmbeddedTriton) -> Iterator[tuple[Command, str]]:
         "serve", "--port", str(port), "--workers", "2", environment=environment
     ) as command:
         command.wait_for("serving")
-        yield command, f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        httpx.get(f"{url}/livez", timeout=30)  # it listens before a worker is up
+        yield command, url
 
 
 def workers(command: Command) -> list[psutil.Process]:
