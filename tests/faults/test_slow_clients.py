@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -32,8 +33,9 @@ from tests.servers import Triton, gateway
 from tests.test_exposition import program
 from tests.test_fleet import write_echo
 
-LOOK_EVERY_S = 0.2  # more often, and looking would slow down who asks beside it
-DEADLINE_S = 4
+LOOK_EVERY_S = 0.5  # more often, and looking would slow down who asks beside it
+DEADLINE_S = 6
+PER_S = 200  # new slow connections: all are there before the first must go. More at once is a flood.
 # To notice it, to linger while the client reads why, and for the machine to get round to it.
 GRACE_S = 3
 SPAWN = multiprocessing.get_context("spawn")
@@ -58,7 +60,7 @@ parameters {{ key: "large" value {{ string_value: "{large}" }} }}
 
 @dataclass(frozen=True)
 class House:
-    """A gateway that waits for nobody for longer than four seconds."""
+    """A gateway that waits for nobody for longer than a few seconds."""
 
     port: int
     process: psutil.Process
@@ -123,10 +125,22 @@ class Watch:
 
 
 @contextmanager
-def slow(url: str, count: int, *how: str) -> Iterator[subprocess.Popen[bytes]]:
+def humble() -> Iterator[None]:
+    """Whoever looks at thousands of connections is not to take the time that it measures."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # only root may
+            os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+@contextmanager
+def slow(url: str, count: int, per_s: float, *how: str) -> Iterator[subprocess.Popen[bytes]]:
     """Attackers are elsewhere, as a rule: here they get what the server leaves of the few cores."""
     tool = program("slowhttptest", "slowhttptest")
-    command = ["nice", "-n", "19", tool, "-c", str(count), "-r", "500", "-u", url]
+    command = ["nice", "-n", "19", tool, "-c", str(count), "-r", f"{per_s:.0f}", "-u", url]
     with subprocess.Popen(
         [*command, "-l", "60", "-p", "30", "-v", "0", *how],
         stdin=subprocess.DEVNULL,
@@ -173,7 +187,7 @@ ATTACKS = {
     # are few: the system keeps megabytes of each, and Triton is busy for long with each.
     "readers": [
         ("/docs", 995, *READ),
-        ("/v2/models/large/config", 5, *READ, "-r", "2"),
+        ("/v2/models/large/config", 5, *READ),
     ],
 }
 # What the system takes of a large answer counts as taken, and it takes megabytes, a few at a time.
@@ -190,9 +204,11 @@ def test_a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_noti
     with ExitStack() as stack:
         end = stack.enter_context(others(house.port))
         time.sleep(QUIET_S)  # what it is like without
+        stack.enter_context(humble())
         began = time.monotonic()
         for path, count, *how in ATTACKS[attack]:
-            stack.enter_context(slow(house.url(path), count, *how))
+            per_s = max(PER_S * count / 1000, 2)
+            stack.enter_context(slow(house.url(path), count, per_s, *how))
         while (left := watch.look(house.process)) > 0 or len(watch.seen) < SEEN:
             assert time.monotonic() - began < 40, f"{left} of {len(watch.seen)} are still there"
             time.sleep(LOOK_EVERY_S)
