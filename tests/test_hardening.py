@@ -530,6 +530,20 @@ def test_a_client_is_not_slow_that_waits_to_be_told_to_go_on(hasty: Stage) -> No
         assert client.answer().body == b"ok"
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_body_that_began_behind_another_request_and_stops_is_refused(
+    hasty: Stage, size: int
+) -> None:
+    with hasty.client() as client:
+        client.say(
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok"
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\nhal" % size
+        )
+        assert client.answer().body == b"ok"
+        assert client.answer().status == 408
+        assert client.rest() == b""
+
+
 def test_a_body_that_stops_in_an_answer_that_began_cuts_it(hasty: Stage) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start())
@@ -539,7 +553,7 @@ def test_a_body_that_stops_in_an_answer_that_began_cuts_it(hasty: Stage) -> None
 
     hasty.app = app
     with hasty.client() as client:
-        client.say(POST + b"Content-Length: 100\r\n\r\n", b"a")
+        client.say(POST + b"Content-Length: 100000\r\n\r\n", b"a")
         client.head()
         assert client.chunk() == b"hello"
         assert client.rest() == b""

@@ -207,7 +207,9 @@ class Protocol(asyncio.Protocol):
         self._arriving = None
         if self._current is not None and not self._refused:
             self._give_up(self._current)
-        del self._parser  # which holds this object
+        if self._task is None:
+            self._current = None  # which holds this object, as does the parser
+        del self._parser
 
     def data_received(self, data: bytes) -> None:
         if self._last:
@@ -294,11 +296,12 @@ class Protocol(asyncio.Protocol):
             "state": self._state.copy(),
             **self._addresses,
         }
+        self._between = False  # perhaps it began behind the end of another
         exchange = self._arriving = Exchange(self, scope, keep_alive, expects_continue)
         self._url = b""
         self._headers = []
         if self._current is None:
-            self._start(exchange)
+            self._current = exchange
         else:
             self._waiting.append(exchange)
             self.pause_reading()
@@ -320,6 +323,8 @@ class Protocol(asyncio.Protocol):
         if self._arriving is not None:
             self._last = not self._arriving.keep_alive
             self._arriving.arrived_whole()
+            if self._task is None and self._current is self._arriving:
+                self._start()
             self._arriving = None
 
     # The exchanges call these.
@@ -361,7 +366,11 @@ class Protocol(asyncio.Protocol):
         else:
             self._idle_since = self.loop.time()
             if self._waiting:
-                self._start(self._waiting.popleft())
+                self._current = self._waiting.popleft()
+                if self._current is self._arriving:
+                    self._start_early()
+                else:
+                    self._start()
                 if self._unparsed:
                     data, self._unparsed = self._unparsed, b""
                     self._feed_in_pieces(data)
@@ -401,10 +410,17 @@ class Protocol(asyncio.Protocol):
         else:
             self._current.keep_alive = False
 
-    def _start(self, exchange: Exchange) -> None:
-        self._current = exchange
-        self._task = self.loop.create_task(exchange.run(self.app))
+    def _start(self) -> None:
+        current = cast(Exchange, self._current)
+        self._task = self.loop.create_task(current.run(self.app))
         self._tasks.add(self._task)
+
+    def _start_early(self) -> None:
+        """Before its body is whole; but not if that is small. A thousand that trickle would cost as much as a
+        thousand answers."""
+        current = self._current
+        if self._task is None and current is not None and not current.is_gathered_first():
+            self._start()
 
     def _give_up(self, exchange: Exchange) -> None:
         exchange.leave()
@@ -522,6 +538,7 @@ class Protocol(asyncio.Protocol):
             self._came = self._dry_bytes = 0
             self._body_left = self._arriving.length_to_come()
             self._look_by(now + self._coming_left_s)
+            self._start_early()
         else:
             self._part_of_body_came(len(data))
 

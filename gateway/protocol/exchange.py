@@ -108,9 +108,18 @@ class Exchange:
 
     def length_to_come(self) -> int:
         """Of the announced length, while nothing was taken of it yet; 0 where there is none."""
+        announced = self._announced
+        return announced and announced - self._unread
+
+    def is_gathered_first(self) -> bool:
+        """The body is small, says so, and comes without being asked for."""
+        return 0 < self._announced <= HIGH_WATER_BYTES and not self._expects_continue
+
+    @property
+    def _announced(self) -> int:
         for name, value in self._scope["headers"]:
             if name == b"content-length":
-                return int(value) - self._unread
+                return int(value)
         return 0
 
     def is_not_asked_for(self) -> bool:

@@ -180,11 +180,13 @@ def others(port: int) -> Iterator[Callable[[], list[Asked]]]:
 
 
 V1, V2 = "/v1/models/echo/infer", "/v2/models/echo/infer"
-BODY = "-B", "-i", "1", "-x", "16", "-s", "100000", "-f", "application/json"
+BODY = "-B", "-i", "1", "-x", "16", "-f", "application/json"
+LARGE_BODY = *BODY, "-s", "100000"  # too large to be gathered before it is answered
 READ = "-X", "-n", "1", "-z", "8", "-w", "256", "-y", "512"
 ATTACKS = {
     "headers": [(V1, 1000, "-H", "-i", "1", "-x", "16")],
     "bodies": [(V1, 500, *BODY), (V2, 500, *BODY)],
+    "large bodies": [(V1, 500, *LARGE_BODY), (V2, 500, *LARGE_BODY)],
     # The system takes the small answers whole, and the gateway waits for the next request. The large ones
     # are few: the system keeps megabytes of each, and Triton is busy for long with each.
     "readers": [
@@ -194,7 +196,7 @@ ATTACKS = {
 }
 # What the system takes of a large answer counts as taken, and it takes megabytes, a few at a time.
 SEEN = 800  # of the thousand: some come and go between two looks
-DEADLINES = {"headers": 1, "bodies": 1, "readers": 2}
+DEADLINES = {"headers": 1, "bodies": 1, "large bodies": 1, "readers": 2}
 
 
 @pytest.mark.long
