@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -88,13 +90,21 @@ def test_the_api_description_shows_every_body_and_error(zoo: Zoo) -> None:
     assert zoo.client.get("/docs").status_code == 200
 
 
-def test_a_model_replaced_by_one_of_another_shape_is_seen(tmp_path: Path) -> None:
+@contextmanager
+def changing(folder: Path) -> Iterator[tuple[Zoo, Path, str]]:
+    """A model that has served, its config, and where Triton itself loads it again."""
     names = Names()
-    write_repository(tmp_path, names, [identity("changing", "INT32", (2,), 8)])
-    config = tmp_path / "changing" / "config.pbtxt"
-    with triton_on_free_ports(tmp_path) as triton, gateway_before(triton.options.url) as client:
+    write_repository(folder, names, [identity("changing", "INT32", (2,), 8)])
+    with triton_on_free_ports(folder) as triton, gateway_before(triton.options.url) as client:
         zoo = Zoo(client, names)
         assert zoo.outputs(zoo.infer("changing", [1, 2])) == {"Y": [1, 2]}
+        load = f"http://{triton.options.address}/v2/repository/models/changing/load"
+        yield zoo, folder / "changing" / "config.pbtxt", load
+
+
+def test_a_model_replaced_by_one_of_another_shape_is_seen(tmp_path: Path) -> None:
+    with changing(tmp_path) as (zoo, config, direct):
+        client = zoo.client
         config.write_text(config.read_text().replace("[2]", "[3]").replace("INT32", "FP32"))
 
         # Loaded again through the gateway: seen at once.
@@ -104,7 +114,6 @@ def test_a_model_replaced_by_one_of_another_shape_is_seen(tmp_path: Path) -> Non
 
         # Loaded again behind its back: seen at the first answer that contradicts.
         config.write_text(config.read_text().replace("[3]", "[4]"))
-        direct = f"http://127.0.0.1:{triton.options.http_port}/v2/repository/models/changing/load"
         assert client.post(direct).status_code == 200
         assert_error(zoo.infer("changing", [1, 2, 3]), 422, "DOES_NOT_FIT_MODEL", "")
         assert zoo.outputs(zoo.infer("changing", [1, 2, 3, 4])) == {"Y": [1, 2, 3, 4]}
@@ -112,14 +121,9 @@ def test_a_model_replaced_by_one_of_another_shape_is_seen(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_what_is_known_of_a_model_that_nobody_asks_for_is_not_relied_upon(tmp_path: Path) -> None:
-    names = Names()
-    write_repository(tmp_path, names, [identity("changing", "INT32", (2,), 8)])
-    config = tmp_path / "changing" / "config.pbtxt"
-    with triton_on_free_ports(tmp_path) as triton, gateway_before(triton.options.url) as client:
-        zoo = Zoo(client, names)
-        assert zoo.outputs(zoo.infer("changing", [1, 2])) == {"Y": [1, 2]}
+    with changing(tmp_path) as (zoo, config, direct):
+        client = zoo.client
         config.write_text(config.read_text().replace("[2]", "[3]"))
-        direct = f"http://127.0.0.1:{triton.options.http_port}/v2/repository/models/changing/load"
         assert client.post(direct).status_code == 200
         time.sleep(OLD_S + 1)
         assert zoo.outputs(zoo.infer("changing", [1, 2, 3])) == {"Y": [1, 2, 3]}

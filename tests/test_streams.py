@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +80,17 @@ def told(text: str) -> list[tuple[str, str, Any]]:
         fields = dict(line.split(": ", 1) for line in event.split("\n"))
         found.append((fields.get("event", ""), fields.get("id", ""), json.loads(fields["data"])))
     return found
+
+
+def test_what_a_decoupled_model_says_of_itself_works_as_pasted(client: httpx.Client) -> None:
+    described = client.get("/v1/models/ticking").json()
+    line = shlex.split(described["curl"])
+    pasted = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    assert told(pasted.stdout)[-1][0] == "end"
+    assert "outputs" in told(pasted.stdout)[0][2]
+    program = [sys.executable, "-c", described["python"]]
+    printed = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    assert "'NUMBER'" in printed.stdout
 
 
 def test_each_answer_is_an_event_as_it_is_made(client: httpx.Client) -> None:

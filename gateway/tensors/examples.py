@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from gateway.tensors.dtypes import Kind
-from gateway.tensors.payload import JSON
+from gateway.tensors.payload import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.signature import Layout, Signature, Tensor
 
 ANY_SIZE = 2
@@ -73,18 +73,21 @@ def is_long(document: Mapping[str, Any]) -> bool:
 
 
 def curl(signature: Signature, base_url: str) -> str:
-    """A line to paste into a shell."""
+    """A line to paste into a shell; a model that answers several times is streamed."""
     shown = example(signature)
     url = shlex.quote(f"{base_url}{path_of(signature)}")
     header = f"-H {shlex.quote(f'Content-Type: {shown.content_type}')}"
+    ask = "curl -s"
+    if signature.decoupled:
+        ask, header = "curl -sN", f"{header} -H {shlex.quote(f'Accept: {EVENT_STREAM}')}"
     if shown.file:
-        return f"curl -s --data-binary @{shown.file} {header} {url}"
+        return f"{ask} --data-binary @{shown.file} {header} {url}"
     if shown.text:
-        return f"curl -s -d {shlex.quote(shown.text)} {header} {url}"
+        return f"{ask} -d {shlex.quote(shown.text)} {header} {url}"
     if is_long(shown.json):
         program = f"import json; print(json.dumps({compact(shown.json)}))"
-        return f"python3 -c {shlex.quote(program)} | curl -s -d @- {header} {url}"
-    return f"curl -s -d {shlex.quote(orjson.dumps(shown.json).decode())} {header} {url}"
+        return f"python3 -c {shlex.quote(program)} | {ask} -d @- {header} {url}"
+    return f"{ask} -d {shlex.quote(orjson.dumps(shown.json).decode())} {header} {url}"
 
 
 def python(signature: Signature, base_url: str) -> str:
@@ -96,12 +99,17 @@ def python(signature: Signature, base_url: str) -> str:
         body = f"{shown.text!r}.encode()"
     else:
         body = f"json.dumps({compact(shown.json)}).encode()"
+    headers = f'"Content-Type": "{shown.content_type}"'
+    ask = 'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
+    if signature.decoupled:
+        headers += f', "Accept": "{NDJSON}"'
+        ask = "for answer in urllib.request.urlopen(request):\n    print(json.loads(answer))\n"
     return (
         "import json, urllib.request\n"
         f"body = {body}\n"
-        f'headers = {{"Content-Type": "{shown.content_type}"}}\n'
+        f"headers = {{{headers}}}\n"
         f"request = urllib.request.Request({base_url + path_of(signature)!r}, body, headers)\n"
-        'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
+        f"{ask}"
     )
 
 

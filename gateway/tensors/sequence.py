@@ -54,7 +54,9 @@ def from_headers(named: str | None, flags: str | None) -> Step | None:
     """The step that `X-Sequence-ID: 7` and `X-Sequence: start, end` name. Raises `Malformed`."""
     if named is None:
         if flags is not None:
-            raise Malformed("X-Sequence says of a sequence that X-Sequence-ID does not name")
+            raise Malformed(
+                "X-Sequence says where a sequence starts or ends; X-Sequence-ID has to name it"
+            )
         return None
     plain = named.isascii() and named.isprintable()
     sequence_id = int(named[:LONGEST]) if plain and named.isdigit() else named
