@@ -139,6 +139,7 @@ def limits_of(settings: Settings) -> Limits:
         header_bytes=settings.max_header_bytes,
         header_fields=settings.max_header_fields,
         url_bytes=settings.max_url_bytes,
+        body_bytes=settings.max_body_bytes,
         pipelined=settings.max_pipelined,
         header_timeout_s=settings.header_timeout_s,
         body_stall_s=settings.body_stall_s,

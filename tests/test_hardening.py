@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import resource
 import shutil
@@ -26,13 +27,15 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.protocol import connection as protocol
-from gateway.protocol.limits import Credit, network_of
+from gateway.protocol.limits import LOOKS_AT_A_TIME, Credit, Crowd, network_of
 from tests.servers import Command, free_ports
 from tests.test_protocol import (
+    ENOUGH,
     GET,
     KIB,
     LIKE_A_REQUEST,
     MIB,
+    PATIENCE_S,
     Client,
     Stage,
     Work,
@@ -470,16 +473,20 @@ def test_a_header_behind_a_request_that_is_worked_for_has_to_come_in_time_too(
 
 @pytest.mark.parametrize("head", [POST + b"Content-Length: 100000\r\n\r\n", CHUNKED + b"186a0\r\n"])
 @pytest.mark.parametrize("drips", [False, True])
-def test_a_body_that_comes_too_slowly_is_given_up(hasty: Stage, head: bytes, drips: bool) -> None:
+@pytest.mark.parametrize("before", [b"a", ENOUGH])
+def test_a_body_that_comes_too_slowly_is_given_up(
+    hasty: Stage, head: bytes, drips: bool, before: bytes
+) -> None:
+    """Who sends little of it is not even worked for; who sent much, no longer."""
     work = hasty.app = Work()
     with hasty.client() as client:
         began = time.monotonic()
-        client.say(head, b"a")
+        client.say(head, before)
         if drips:
             dripped(client, b"a" * 1000, 0.02, 3)
         assert refused(client) == TOO_SLOW
         assert 0.4 < time.monotonic() - began < 2
-        assert work.cancelled.wait(1)
+        assert work.cancelled.wait(1) == (before == ENOUGH)
 
 
 def test_a_body_that_is_slow_but_not_too_slow_is_taken(hasty: Stage) -> None:
@@ -553,7 +560,7 @@ def test_a_body_that_stops_in_an_answer_that_began_cuts_it(hasty: Stage) -> None
 
     hasty.app = app
     with hasty.client() as client:
-        client.say(POST + b"Content-Length: 100000\r\n\r\n", b"a")
+        client.say(POST + b"Content-Length: 100000\r\n\r\n", ENOUGH)
         client.head()
         assert client.chunk() == b"hello"
         assert client.rest() == b""
@@ -565,6 +572,31 @@ def test_pace_is_an_average_with_a_grace() -> None:
     assert pace.after(10.0, 10 * 1024, 1024, 10.0).left_s == 10
     assert pace.after(5.0, 1 << 30, 1024, 10.0).left_s == 10  # haste is not saved up
     assert pace.after(8.0, 4 * 1024, 1024, 10.0).left_s == 6
+
+
+def test_hundreds_that_are_overdue_together_hold_nobody_up() -> None:
+    seen: list[str] = []
+
+    def fails() -> None:
+        seen.append("overdue")
+        raise RuntimeError("one of them")
+
+    async def all_of_it() -> None:
+        loop, crowd = asyncio.get_running_loop(), Crowd()
+        loop.set_exception_handler(lambda *_: None)
+        for _ in range(200):
+            crowd.look(loop, fails)
+        while seen.count("overdue") < 200:
+            seen.append("somebody else")
+            await asyncio.sleep(0)
+        seen.append("somebody else")
+        crowd.look(loop, fails)
+        while seen.count("overdue") < 201:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), PATIENCE_S))
+    runs = [len(list(run)) for what, run in itertools.groupby(seen) if what == "overdue"]
+    assert max(runs) <= LOOKS_AT_A_TIME
 
 
 def drain(connection: socket.socket) -> None:

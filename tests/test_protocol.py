@@ -28,6 +28,7 @@ from gateway.settings import Settings
 
 KIB = 1 << 10
 MIB = 1 << 20
+ENOUGH = bytes(64 * KIB + 1)  # of a body, for its request to be answered before it is whole
 PATIENCE_S = 5.0  # what must not be waited for in vain
 HOST = "127.0.0.1"
 
@@ -609,19 +610,26 @@ def test_the_pieces_of_a_large_body_are_given_as_they_come(stage: Stage) -> None
     stage.app = app
     with stage.client() as client:
         rest = bytes(100 * KIB)
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (4 + len(rest)))
+        size = len(ENOUGH) + 4 + len(rest)
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
+        client.say(ENOUGH[1:])
         assert client.is_told_nothing()
+        client.say(ENOUGH[:1])
+        client.head()
+        assert client.chunk() == b"<%b>" % ENOUGH
         for piece in (b"ab", b"cd"):
             client.say(piece)
-            if piece == b"ab":
-                client.head()
             assert client.chunk() == b"<%b>" % piece
         client.say(rest)
         given = b"".join(iter(client.chunk, b""))
         assert given.replace(b"<", b"").replace(b">", b"") == rest
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
+        assert client.is_told_nothing()
+        client.say(b"%x\r\n%b\r\n" % (len(ENOUGH), ENOUGH))
         client.head()
-        assert client.chunk() == b"<ab>"
+        assert client.chunk() == b"<ab%b>" % ENOUGH
+        client.say(b"2\r\ncd\r\n")
+        assert client.chunk() == b"<cd>"
         client.say(b"0\r\nX: y\r\n\r\n")
         assert [*iter(client.chunk, b"")] == [b"<>"]
 
@@ -1129,7 +1137,7 @@ def test_an_idle_connection_is_closed_and_one_that_works_is_not() -> None:
             busy.say(GET)
             assert begins(work)
             stage.app = answers_early
-            early.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n")
+            early.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n" + ENOUGH)
             assert early.answer().status == 413
             began = time.monotonic()
             assert silent.rest() == b""
@@ -1271,7 +1279,7 @@ async def answers_early_after_a_part(scope: Scope, receive: Receive, send: Send)
 
 
 @pytest.mark.parametrize("app", [answers_early, answers_early_after_a_part])
-@pytest.mark.parametrize("size", [65 * KIB, 100 * KIB, 3 * MIB])
+@pytest.mark.parametrize("size", [66 * KIB, 100 * KIB, 3 * MIB])
 def test_an_early_answer_leaves_the_connection_in_step(
     stage: Stage, app: ASGIApp, size: int
 ) -> None:
@@ -1279,10 +1287,10 @@ def test_an_early_answer_leaves_the_connection_in_step(
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
     stage.app = app
     with stage.client() as client:
-        client.say(head + body[:1])
+        client.say(head + body[: len(ENOUGH)])
         assert client.answer().status == 413
-        client.say(body[1:])
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n!\r\n")
+        client.say(body[len(ENOUGH) :])
+        client.say(BROKEN_CHUNKS)
         assert client.answer().status == 413
         client.say(b"%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (size, body))
         stage.app = echo
@@ -1341,7 +1349,7 @@ def test_an_early_answer_that_closes_is_whole(stage: Stage) -> None:
 
     stage.app = app
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nabc")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
         assert client.answer().body == b"too much"
         assert client.rest() == b""
 
@@ -1442,7 +1450,10 @@ def test_garbage_behind_good_requests_ends_the_connection_after_their_answers(
         assert client.rest() == b""
 
 
-BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
+BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (
+    len(ENOUGH),
+    ENOUGH,
+)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -1711,7 +1722,7 @@ def test_a_client_that_leaves_is_not_worked_for(stage: Stage, size: int, how: st
 def test_a_client_that_leaves_before_its_body_is_whole_is_not_worked_for(stage: Stage) -> None:
     work = stage.app = Work()
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nhello")
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
         stage.settle()
     assert work.cancelled.wait(PATIENCE_S)
     assert not work.begun.is_set()
@@ -1893,7 +1904,7 @@ def test_a_connection_that_ended_leaves_nothing_to_the_collector(stage: Stage, h
                 assert begins(work)
             else:
                 stage.app = answers_early
-                client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\nhello")
+                client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n" + ENOUGH)
                 assert client.answer().status == 413
         eventually(stage.quiet)
         stage.settle()

@@ -950,7 +950,8 @@ def in_the_middle_of_the_body(wire: Wire) -> None:
 
 def in_the_middle_of_a_chunk(wire: Wire) -> None:
     head = "POST /v2/models/whole/infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    wire.socket.sendall(head.encode() + b"10\r\n0123456789abcdef\r\nff\r\nnot all")
+    # As much as is sent on before it is whole.
+    wire.socket.sendall(head.encode() + b"10001\r\n%b\r\nff\r\nnot all" % bytes(0x10001))
 
 
 @pytest.mark.parametrize(

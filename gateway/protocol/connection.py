@@ -416,10 +416,12 @@ class Protocol(asyncio.Protocol):
         self._tasks.add(self._task)
 
     def _start_early(self) -> None:
-        """Before its body is whole; but not if that is small. A thousand that trickle would cost as much as a
-        thousand answers."""
-        current = self._current
-        if self._task is None and current is not None and not current.is_gathered_first():
+        """Before its body is whole, but not before much of it is here: a thousand that trickle would cost as
+        much as a thousand answers. One that says it is too large is told so at once."""
+        arriving = self._arriving
+        if arriving is None or self._task is not None or arriving is not self._current:
+            return
+        if not arriving.is_gathering(self._limits.body_bytes):
             self._start()
 
     def _give_up(self, exchange: Exchange) -> None:
@@ -541,6 +543,7 @@ class Protocol(asyncio.Protocol):
             self._start_early()
         else:
             self._part_of_body_came(len(data))
+            self._start_early()
 
     def _part_of_header_came(self, data: bytes | memoryview) -> None:
         self._head_bytes += len(data)
@@ -577,9 +580,11 @@ class Protocol(asyncio.Protocol):
             if self._timer is not None:
                 self._timer.cancel()
             self._looks_at = when
-            self._timer = self.loop.call_at(when, self._look)
+            self._timer = self.loop.call_at(when, self._crowd.look, self.loop, self._look)
 
     def _look(self) -> None:
+        if self not in self._connections:
+            return  # it is gone
         self._looks_at = math.inf
         now = self.loop.time()
         if self._refused and not self.transport.is_closing():

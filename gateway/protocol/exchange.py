@@ -111,9 +111,10 @@ class Exchange:
         announced = self._announced
         return announced and announced - self._unread
 
-    def is_gathered_first(self) -> bool:
-        """The body is small, says so, and comes without being asked for."""
-        return 0 < self._announced <= HIGH_WATER_BYTES and not self._expects_continue
+    def is_gathering(self, most_bytes: int) -> bool:
+        """Little is here of a body that may be sent, and that comes without being asked for."""
+        few = self._unread <= HIGH_WATER_BYTES and not self._received
+        return few and not self._expects_continue and self._announced <= most_bytes
 
     @property
     def _announced(self) -> int:
