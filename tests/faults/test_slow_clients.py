@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
 from operator import itemgetter
 from pathlib import Path
-from typing import cast
 
 import psutil
 import pytest
@@ -21,11 +17,10 @@ import pytest
 from tests.faults.test_load import (
     ECHO,
     QUIET,
-    Asked,
+    Offering,
     Pool,
     by_v2,
     median_ms,
-    offer,
     p99_ms,
     port_of,
 )
@@ -40,7 +35,6 @@ PER_S = (
 )
 # To notice it, to linger while the client reads why, and for the machine to get round to it.
 GRACE_S = 3
-SPAWN = multiprocessing.get_context("spawn")
 SLOW_HOST = "0100007F"  # 127.0.0.1, as the system's table has it
 GOOD_HOST = "127.0.0.2"
 GOOD_PER_S = 100
@@ -155,30 +149,6 @@ def slow(url: str, count: int, per_s: float, *how: str) -> Iterator[subprocess.P
             running.kill()
 
 
-def good_traffic(port: int, ended: Event, told: Connection) -> None:
-    told.send(offer(Pool(port, IDLE_S, GOOD_HOST), GOOD, GOOD_PER_S, 60, ended))
-
-
-@contextmanager
-def others(port: int) -> Iterator[Callable[[], list[Asked]]]:
-    """Who asks meanwhile, in a process of its own: what looks at thousands of connections would hold it
-    up. Calling what this gives ends it, and says what came of each request."""
-    ended, (hears, tells) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
-    asking = SPAWN.Process(target=good_traffic, args=(port, ended, tells))
-    asking.start()
-
-    def end() -> list[Asked]:
-        ended.set()
-        assert hears.poll(20)
-        return cast("list[Asked]", hears.recv())
-
-    try:
-        yield end
-    finally:
-        asking.kill()
-        asking.join()
-
-
 V1, V2 = "/v1/models/echo/infer", "/v2/models/echo/infer"
 BODY = "-B", "-i", "1", "-x", "16", "-f", "application/json"
 LARGE_BODY = *BODY, "-s", "100000"
@@ -216,8 +186,9 @@ def test_a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_noti
 
 def p99_grows(house: House, attack: str) -> float:
     watch, memory = Watch(house.port), house.process.memory_info().rss
+    good = Pool(house.port, IDLE_S, GOOD_HOST)
     with ExitStack() as stack:
-        end = stack.enter_context(others(house.port))
+        others = stack.enter_context(Offering(good, GOOD, GOOD_PER_S, 60))
         time.sleep(QUIET_S)  # what it is like without
         stack.enter_context(humble())
         began = time.monotonic()
@@ -228,7 +199,7 @@ def p99_grows(house: House, attack: str) -> float:
             assert time.monotonic() - began < 40, f"{left} of {len(watch.seen)} are still there"
             time.sleep(LOOK_EVERY_S)
         took_s = time.monotonic() - began
-        every = end()
+        every = others.end()
     before = [each for each in every if began - QUIET_S + 1 < each.at < began]
     asked = [each for each in every if each.at > began]
     grown = p99_ms(asked) / p99_ms(before)
