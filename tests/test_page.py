@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -260,6 +262,38 @@ def test_an_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> Non
     page.click("#ask")
     page.until(lambda: page.text("#answer-body .scores tbody th") == "7", "a seven")
     assert r"--data-binary '@it'\''s a seven.png'" in page.text("#curl")
+
+
+@pytest.mark.long
+def test_an_image_is_pasted(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("canvas")
+    page.clipboard(allowed=True)
+    page.copy_image((IMAGES / "seven.png").read_bytes())
+    page.type("body", Keys.CONTROL + "v")
+    page.see(".drop", "image.png")
+    page.click("#ask")
+    page.see("#answer-body .scores", "0.")
+    assert page.all("#answer-body .scores tbody th")[0].text == "7"
+    assert "@image.png -H 'Content-Type: image/png'" in page.text("#curl")
+
+
+@pytest.mark.long
+def test_the_curl_line_is_copied(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    assert not page.find("#curl-copy").is_enabled()  # there is none yet
+    page.type("textarea", 'it\'s a "text"')
+    page.clipboard(allowed=False)
+    page.click("#curl-copy")
+    page.see("#curl-copied", "selected")
+    line = page.text("#curl")
+    assert page.run("return getSelection().toString()") == line
+    page.clipboard(allowed=True)
+    page.click("#curl-copy")
+    page.until(lambda: page.text("#curl-copied") == "copied", "copied")
+    assert page.copied() == line
+    answer = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
+    assert len(json.loads(answer)["outputs"]["EMBEDDING"]) == 384
 
 
 @pytest.mark.long
