@@ -28,14 +28,15 @@ from PIL import Image
 from gateway.client import errors
 from gateway.client.order import InOrder
 from gateway.triton.embedded import EmbeddedTriton
-from tests.models.zoo import MODELS, Names, write_repository
+from tests.models.zoo import MODELS, TICKING, Names, write_repository
 from tests.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
 
 ADMIN, WEAK = "tgw_admin-of-these-tests", "tgw_infer-of-these-tests"
 NAMES = Names(seed=11)
-TEXTS, IMAGES, NUMBERS, PAUSES = (
-    NAMES.model(name) for name in ("single_BYTES", "nhwc", "plain_vector_FP32", "sleeping")
-)
+ALL = TEXTS, IMAGES, NUMBERS, PAUSES, TICKS = [
+    NAMES.model(name)
+    for name in ("single_BYTES", "nhwc", "plain_vector_FP32", "sleeping", "ticking")
+]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def command(*arguments: str | Path) -> list[str]:
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
     folder = tmp_path_factory.mktemp("zoo")
     wanted = ("single_BYTES", "nhwc", "plain_vector_FP32", "sleeping")
-    write_repository(folder, NAMES, [model for model in MODELS if model.name in wanted])
+    models = [model for model in MODELS if model.name in wanted]
+    write_repository(folder, NAMES, [TICKING, *models])
     with triton_on_free_ports(folder) as triton:
         yield triton
 
@@ -271,6 +273,29 @@ def test_every_kind_of_input(gateway: Gateway, tmp_path: Path) -> None:
     assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
 
 
+def test_a_model_that_answers_several_times(gateway: Gateway, tmp_path: Path) -> None:
+    asked = {"three.json": 3, "none.json": 0, "fails.json": -2}
+    for name, count in asked.items():
+        inputs = {NAMES.tensor("COUNT"): count, NAMES.tensor("SECONDS"): 0.0}
+        (tmp_path / name).write_text(json.dumps({"inputs": inputs}))
+    ended = gateway.run("infer", TICKS, *(tmp_path / name for name in asked))
+    three, none, fails = records(ended.stdout)
+    assert three["outputs"][NAMES.tensor("NUMBER")] == [[0], [1], [2]]
+    assert none["outputs"] == {}
+    assert set(fails) == {"input", "error", "code"}
+    assert (fails["code"], bool(fails["error"])) == ("MODEL_FAULT", True)
+    assert "2 answered, 1 failed" in ended.stderr
+    assert ended.returncode == 1
+    table = gateway.run("infer", TICKS, tmp_path / "three.json", "--format", "csv").stdout
+    header, row = csv.reader(table.splitlines())
+    assert dict(zip(header, row, strict=True))[NAMES.tensor("NUMBER")] == "[[0],[1],[2]]"
+    assert "any number of times" in gateway.fails(2, "infer", TICKS, tmp_path, "--batch", "2")
+    brief = ("--seconds", "0.1", "--concurrency", "2", "--json")
+    (level,) = json.loads(gateway.run("bench", TICKS, tmp_path / "three.json", *brief).stdout)
+    assert level["failed"] == 0 < level["requests"]
+    assert fails["error"] in gateway.fails(1, "bench", TICKS, tmp_path / "fails.json", *brief)
+
+
 def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
     triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
@@ -340,10 +365,10 @@ def test_models_and_replicas_as_tables_and_as_json(
 ) -> None:
     assert re.search(rf"^{TEXTS} +yes +1 READY ", gateway.run("models").stdout, re.MULTILINE)
     listed = json.loads(gateway.run("models", "--json").stdout)
-    assert {model["name"] for model in listed if model["ready"]} == {TEXTS, IMAGES, NUMBERS, PAUSES}
+    assert {model["name"] for model in listed if model["ready"]} == set(ALL)
     address = f"127.0.0.1:{triton.options.http_port}"
     table = gateway.run("replicas").stdout
-    assert re.search(rf"^{address} +UP +0 .* 4 READY$", table, re.MULTILINE), table
+    assert re.search(rf"^{address} +UP +0 .* {len(ALL)} READY$", table, re.MULTILINE), table
     assert json.loads(gateway.run("replicas", "--json").stdout)[0]["address"] == address
 
 

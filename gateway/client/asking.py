@@ -11,7 +11,7 @@ import orjson
 from gateway.client.errors import ClientError
 from gateway.client.inputs import OCTETS, TEXT, Body, Input
 from gateway.client.records import Record
-from gateway.client.wire import NoAnswer, Wire, sentence_of
+from gateway.client.wire import NoAnswer, Wire, failure_of, is_stream
 from gateway.triton.http import Reply
 
 JSON: Final = "application/json"
@@ -84,9 +84,9 @@ class Asker:
             reply = await self._wire.infer(body.content_type, body.data)
             if reply.status in OF_ONE:
                 return []
-            if reply.status != 200:
-                return [failed(name, reply) for name in names]
-            parts = split(outputs_of(reply), len(names))
+            if failure := failure_of(reply):
+                return [Record(name, None, *failure) for name in names]
+            parts = split(outputs_of(reply.body), len(names))
         except (NoAnswer, BadAnswer) as exc:
             return [Record(name, error=str(exc), code="NO_ANSWER") for name in names]
         return [Record(name, part) for name, part in zip(names, parts, strict=True)]
@@ -94,20 +94,26 @@ class Asker:
     async def _alone(self, name: str, body: Body) -> Record:
         try:
             reply = await self._wire.infer(body.content_type, body.data)
-            return Record(name, outputs_of(reply)) if reply.status == 200 else failed(name, reply)
+            if failure := failure_of(reply):
+                return Record(name, None, *failure)
+            return Record(name, every_output(reply) if is_stream(reply) else outputs_of(reply.body))
         except (NoAnswer, BadAnswer) as exc:
             return Record(name, error=str(exc), code="NO_ANSWER")
 
 
-def failed(name: str, reply: Reply) -> Record:
-    sentence, code = sentence_of(reply)
-    return Record(name, error=sentence, code=code)
+def every_output(reply: Reply) -> dict[str, list[Any]]:
+    """Of each output what every answer of a stream says, in their order. Raises `BadAnswer`."""
+    found: dict[str, list[Any]] = {}
+    for line in reply.body.splitlines():
+        for name, value in outputs_of(line).items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
-def outputs_of(reply: Reply) -> dict[str, Any]:
+def outputs_of(answer: bytes) -> dict[str, Any]:
     """Raises `BadAnswer`."""
     try:
-        told = orjson.loads(reply.body)
+        told = orjson.loads(answer)
     except orjson.JSONDecodeError:
         told = None
     if not isinstance(told, dict) or not isinstance(told.get("outputs"), dict):

@@ -15,7 +15,7 @@ import uvloop
 from gateway.client.errors import ClientError, Misused
 from gateway.client.inputs import Body
 from gateway.client.target import Target
-from gateway.client.wire import NoAnswer, Wire, sentence_of
+from gateway.client.wire import NoAnswer, Wire, failure_of
 
 PERCENTILES: Final = (50, 90, 95, 99)
 WARM_UP: Final = 3  # requests before anything is measured
@@ -47,18 +47,26 @@ class Bench:
     body: Body
     seconds: float
     timeout_s: float
+    streams: bool = False
 
     def levels(self, concurrencies: Sequence[int]) -> list[Level]:
         """Raises `ClientError` when not even one request succeeds."""
         return uvloop.run(self._levels(concurrencies))
 
     async def _levels(self, concurrencies: Sequence[int]) -> list[Level]:
-        wire = Wire(self.target, self.model, self.version, timeout_s=self.timeout_s, retries=0)
+        wire = Wire(
+            self.target,
+            self.model,
+            self.version,
+            timeout_s=self.timeout_s,
+            retries=0,
+            streams=self.streams,
+        )
         try:
             for _ in range(WARM_UP):
                 reply = await wire.infer(self.body.content_type, self.body.data)
-                if reply.status != 200:
-                    raise ClientError(sentence_of(reply)[0])
+                if failure := failure_of(reply):
+                    raise ClientError(failure[0])
             return [await self._level(wire, concurrency) for concurrency in concurrencies]
         finally:
             wire.close()
@@ -77,10 +85,10 @@ class Bench:
                 except NoAnswer:
                     failed += 1
                     continue
-                if reply.status == 200:
-                    took.append(time.perf_counter() - sent)
-                else:
+                if failure_of(reply):
                     failed += 1
+                else:
+                    took.append(time.perf_counter() - sent)
 
         await asyncio.gather(*(one_after_the_other() for _ in range(concurrency)))
         return level(concurrency, sorted(took), failed, time.perf_counter() - began)

@@ -276,7 +276,9 @@ def bench(
         body = bench.example_of(described) if source is None else Input("", source).read()
     except OSError as exc:
         raise Misused(f"{file} cannot be read: {exc.strerror}") from None
-    work = bench.Bench(target, model, version, body, seconds, timeout)
+    work = bench.Bench(
+        target, model, version, body, seconds, timeout, streams=described["decoupled"]
+    )
     levels = work.levels(numbers(concurrency))
     if json:
         tables.show_json(levels)

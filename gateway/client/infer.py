@@ -91,13 +91,14 @@ def infer(order: Order) -> int:
         described = api.model(order.model, order.version)
     check(order, described)
     form = writer(order.format, [output["name"] for output in described["outputs"]])
+    streams = described["decoupled"]
     done: Counter[str] = Counter()
     if order.resume and order.output is not None and order.output.exists():
         done = resumed(order.output, form)
     descriptor = opened(order)
     gc.freeze()  # what was imported stays; looking through it again and again costs 5 % of a run
     try:
-        return uvloop.run(Run(order, form, done, descriptor).run())
+        return uvloop.run(Run(order, form, done, descriptor, streams).run())
     finally:
         if descriptor != STDOUT:
             os.close(descriptor)
@@ -105,14 +106,11 @@ def infer(order: Order) -> int:
 
 def check(order: Order, described: dict[str, Any]) -> None:
     """Raises `Misused` for what this model cannot do."""
-    if described["decoupled"]:
-        raise Misused(
-            f"{order.model} answers any number of times, and infer is for one answer; "
-            "see triton-gateway curl"
-        )
     if order.batch == 1:
         return
     required = [tensor for tensor in described["inputs"] if not tensor.get("optional")]
+    if described["decoupled"]:
+        raise Misused(f"--batch: {order.model} answers any number of times")
     if described["max_batch_size"] == 0:
         raise Misused(f"--batch: {order.model} has no batch dimension")
     single = len(required) == 1 and (
@@ -143,11 +141,14 @@ def opened(order: Order) -> int:
 class Run:
     """One run of the command, inside the loop."""
 
-    def __init__(self, order: Order, form: Writer, done: Counter[str], descriptor: int) -> None:
+    def __init__(
+        self, order: Order, form: Writer, done: Counter[str], descriptor: int, streams: bool
+    ) -> None:
         self._order = order
         self._form = form
         self._done = done
         self._descriptor = descriptor
+        self._streams = streams
         self._tally = Tally(order.inputs.total)
         self._signal = 0
 
@@ -159,6 +160,7 @@ class Run:
             order.version,
             timeout_s=order.timeout_s,
             retries=order.retries,
+            streams=self._streams,
         )
         work: InOrder[list[Input], list[Record]] = InOrder(
             Asker(wire), self._write, order.concurrency

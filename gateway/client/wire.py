@@ -20,6 +20,7 @@ from gateway.triton.http import Reply, Upstream
 from gateway.triton.wire import NotSent
 
 LATER: Final = (429, 503)
+NDJSON: Final = b"application/x-ndjson"
 MAX_WAIT_S: Final = 60.0
 FIRST_WAIT_S: Final = 0.25
 # The gateway knows better than we do that the time is over.
@@ -34,8 +35,16 @@ class Wire:
     """Inferences with one model. Inside a running loop."""
 
     def __init__(
-        self, target: Target, model: str, version: str, *, timeout_s: float, retries: int
+        self,
+        target: Target,
+        model: str,
+        version: str,
+        *,
+        timeout_s: float,
+        retries: int,
+        streams: bool = False,
     ) -> None:
+        """`streams` of a model that answers any number of times; `timeout_s` is for all of them."""
         self._base = target.base
         self._timeout_s = timeout_s
         self._retries = retries
@@ -49,6 +58,8 @@ class Wire:
         self._path = f"{target.path}{model_path(model, version)}/infer".encode()
         headers = {**target.headers, "x-request-timeout": f"{timeout_s:g}"}
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        if streams:
+            self._headers.append((b"accept", NDJSON))
 
     async def infer(self, content_type: str, body: bytes) -> Reply:
         """The answer; one that says «later» is asked for again, when it says.
@@ -93,12 +104,18 @@ def retry_after_s(reply: Reply) -> float:
     return min(float(told), MAX_WAIT_S) if told.isdigit() else 1.0
 
 
-def sentence_of(reply: Reply) -> tuple[str, str]:
-    """What an answer that is no success says, and its code."""
+def is_stream(reply: Reply) -> bool:
+    return reply.status == 200 and reply.header(b"content-type").startswith(NDJSON)
+
+
+def failure_of(reply: Reply) -> tuple[str, str] | None:
+    """What an answer that is no success says, and its code. A stream that fails says it in its last line."""
+    if reply.status == 200 and not is_stream(reply):
+        return None
     try:
-        told = orjson.loads(reply.body)
+        told = orjson.loads(reply.body.rstrip(b"\n").rpartition(b"\n")[2])
     except orjson.JSONDecodeError:
         told = None
     if isinstance(told, dict) and isinstance(told.get("error"), str):
         return told["error"], str(told.get("code", ""))
-    return f"status {reply.status}, without a word", ""
+    return None if reply.status == 200 else (f"status {reply.status}, without a word", "")
