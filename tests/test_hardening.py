@@ -24,7 +24,7 @@ import pytest
 import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.protocol import connection as protocol
 from gateway.protocol.limits import LOOKS_AT_A_TIME, Credit, Crowd, network_of
@@ -604,6 +604,14 @@ def drain(connection: socket.socket) -> None:
         pass
 
 
+def answers(body: bytes, *headers: tuple[bytes, bytes]) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start((b"content-length", b"%d" % len(body)), *headers))
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
 def test_a_client_that_never_reads_is_cut_off(hasty: Stage) -> None:
     work = Work()
 
@@ -629,12 +637,7 @@ def test_a_client_that_never_reads_is_cut_off(hasty: Stage) -> None:
 
 def test_the_system_keeps_little_of_what_a_client_does_not_read(stage: Stage) -> None:
     body = bytes(16 * MIB)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start((b"content-length", b"%d" % len(body))))
-        await send({"type": "http.response.body", "body": body})
-
-    stage.app = app
+    stage.app = answers(body)
     with stage.client(SO_RCVBUF=64 * KIB) as client:
         client.say(GET)
         client.head()
@@ -649,12 +652,7 @@ def test_the_system_keeps_little_of_what_a_client_does_not_read(stage: Stage) ->
 
 def test_a_client_that_never_reads_its_last_answer_is_cut_off(hasty: Stage) -> None:
     body = bytes(16 * MIB)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start((b"content-length", b"%d" % len(body)), (b"connection", b"close")))
-        await send({"type": "http.response.body", "body": body})
-
-    hasty.app = app
+    hasty.app = answers(body, (b"connection", b"close"))
     with hasty.client(SO_RCVBUF=64 * KIB) as client:
         client.say(GET)
         client.head()
@@ -663,12 +661,7 @@ def test_a_client_that_never_reads_its_last_answer_is_cut_off(hasty: Stage) -> N
 
 def test_a_client_that_reads_slowly_is_waited_for(hasty: Stage) -> None:
     body = bytes(2 * MIB)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start((b"content-length", b"%d" % len(body))))
-        await send({"type": "http.response.body", "body": body})
-
-    hasty.app = app
+    hasty.app = answers(body)
     with hasty.client(SO_RCVBUF=64 * KIB) as client:
         client.say(GET)
         client.head()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,12 +117,7 @@ def models(json: Json = False, url: Url = LOCAL, key: Key = "", ca: Ca = None) -
     """The models, and whether each is ready."""
     from gateway.client import tables
 
-    with connected(url, key, ca) as api:
-        listed = api.get("/v1/models")
-    if json:
-        tables.show_json(listed["models"])
-    else:
-        tables.show(tables.MODELS, map(tables.model_row, listed["models"]))
+    show("models", tables.MODELS, tables.model_row, json, Target(url, key, ca))
 
 
 @cli.command()
@@ -130,12 +125,25 @@ def replicas(json: Json = False, url: Url = LOCAL, key: Key = "", ca: Ca = None)
     """The Tritons behind the gateway, and how each is."""
     from gateway.client import tables
 
-    with connected(url, key, ca) as api:
-        listed = api.get("/v1/replicas")
+    show("replicas", tables.REPLICAS, tables.replica_row, json, Target(url, key, ca))
+
+
+def show(
+    what: str,
+    columns: Sequence[str],
+    row: Callable[[Any], Sequence[str]],
+    json: bool,
+    target: Target,
+) -> None:
+    from gateway.client import tables
+    from gateway.client.api import Api
+
+    with Api(target) as api:
+        listed = api.get(f"/v1/{what}")[what]
     if json:
-        tables.show_json(listed["replicas"])
+        tables.show_json(listed)
     else:
-        tables.show(tables.REPLICAS, map(tables.replica_row, listed["replicas"]))
+        tables.show(columns, map(row, listed))
 
 
 @cli.command()
