@@ -116,8 +116,11 @@ def test_grafana_finds_its_dashboard_and_prometheus() -> None:
 def test_a_base_is_an_argument_of_an_exact_version() -> None:
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
     outside = {base for base, _ in STAGES} - {name for _, name in STAGES}
-    assert outside == {"${PYTHON_IMAGE}", "${TRITON_IMAGE}"}
+    assert outside == {"${PYTHON_IMAGE}", "${GATEWAY_IMAGE}", "${TRITON_IMAGE}"}
     assert re.fullmatch(r"docker\.io/library/python:3\.11\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
+    # Debian 12's Python is 3.11, and there are no tags of exact versions.
+    assert arguments["GATEWAY_IMAGE"] == "gcr.io/distroless/python3-debian12:nonroot"
+    assert set(re.findall(r"python(3\.\d+)/", DOCKERFILE)) == {"3.11"}
     assert re.fullmatch(r"\d\d\.\d\d", arguments["TRITON_VERSION"])
     assert f'version = "{arguments["VERSION"]}"' in (ROOT / "pyproject.toml").read_text()
     for tag in re.findall(r"triton-gateway\S*:(\d\S*)", (ROOT / "compose.yaml").read_text()):

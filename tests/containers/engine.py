@@ -1,6 +1,6 @@
 """Images of the unchanged Dockerfile without an image registry, and containers of them without a cluster.
 
-The base is made of Debian's packages and gets the name that the Dockerfile's FROM uses.
+The bases are made of Debian's packages and get the names that the Dockerfile's FROMs use.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 from gateway.triton.installation import cache_folder
+from tests.containers.bases import DISTROLESS_CONFIG, make_distroless, make_python
 from tests.servers import ROOT
 
 TOOLS = ("buildah", "podman", "runc", "debootstrap", "catatonit")
-PACKAGES = "python3,python3-venv,libpython3.11,ca-certificates"
 # A package index behind an authority, or a configuration, of this machine's own.
 OF_THIS_MACHINE = ("/etc/ssl/certs", "/etc/pip.conf")
 CONFIGURATION = """[engine]
@@ -82,27 +81,28 @@ class Engine:
     def does(self, *command: str) -> bool:
         return subprocess.run(command, env=self.env, capture_output=True).returncode == 0
 
-    @cached_property
-    def base(self) -> str:
-        """The name that the Dockerfile begins with, and an image of that name."""
-        (name,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
-        if not self.does("podman", "image", "exists", name):
-            with tempfile.TemporaryDirectory(dir=self._folder) as work:
-                root, archive = Path(work) / "root", Path(work) / "root.tar"
-                bootstrap = (
-                    "debootstrap",
-                    "--variant=minbase",
-                    f"--include={PACKAGES}",
-                    "bookworm",
-                )
-                self.run(*bootstrap, str(root), timeout_s=900)
-                with tarfile.open(archive, "w") as tar:
-                    tar.add(root, ".", filter=without_downloads)
-                self.run("podman", "import", "--quiet", str(archive), name, timeout_s=300)
-        return str(name)
+    def _make_bases(self) -> None:
+        """Images of the names that the Dockerfile begins with."""
+        dockerfile = (ROOT / "Dockerfile").read_text()
+        names = dict(re.findall(r"^ARG (PYTHON|GATEWAY)_IMAGE=(\S+)$", dockerfile, re.M))
+        if all(self.does("podman", "image", "exists", name) for name in names.values()):
+            return
+        with tempfile.TemporaryDirectory(dir=self._folder) as work:
+            python, distroless = Path(work) / "python", Path(work) / "distroless"
+            make_python(python, self.run)
+            make_distroless(distroless, python, self.run)
+            self._import(python, names["PYTHON"])
+            self._import(distroless, names["GATEWAY"], *DISTROLESS_CONFIG)
+
+    def _import(self, root: Path, name: str, *changes: str) -> None:
+        archive = root.with_suffix(".tar")
+        with tarfile.open(archive, "w") as tar:
+            tar.add(root, ".", filter=without_downloads)
+        options = [f"--change={change}" for change in changes]
+        self.run("podman", "import", "--quiet", *options, str(archive), name, timeout_s=300)
 
     def build(self, target: str) -> str:
-        assert self.base
+        self._make_bases()
         image = f"localhost/triton-gateway-{target}:test"
         mounts = [f"--volume={path}:{path}:ro" for path in OF_THIS_MACHINE if Path(path).exists()]
         how = (
@@ -155,8 +155,8 @@ class Container:
     def inside(self, *command: str) -> bool:
         return self.engine.does("podman", "exec", self.name, *command)
 
-    def read(self, path: str) -> str:
-        return self.engine.run("podman", "exec", self.name, "cat", path)
+    def says(self, *command: str) -> str:
+        return self.engine.run("podman", "exec", self.name, *command)
 
     def terminate(self) -> None:
         self.engine.run("podman", "kill", "--signal=TERM", self.name)
