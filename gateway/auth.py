@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from gateway.errors import Forbidden, Unauthenticated, UnknownModel, quoted
+from gateway.errors import Forbidden, Unauthenticated, UnknownModel
 from gateway.keys import Caller, KeysFile, Right, Role
+from gateway.words import quoted
 
 LOOK_EVERY_S: Final = 0.5
 BEARER: Final = b"bearer"

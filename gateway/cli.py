@@ -1,39 +1,19 @@
-"""The command `triton-gateway`."""
+"""The command `triton-gateway`. Each command imports what it needs when it is called, to answer soon."""
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
-from gateway import logs
-from gateway.app import create_app
-from gateway.auth import is_loopback
 from gateway.client import commands
 from gateway.flags import TritonFlags, with_triton_flags
-from gateway.fleet.declared import BadModelsFile
-from gateway.fleet.replica import BadAddress
-from gateway.keys import BadKeysFile, Role, create, read, revoke
-from gateway.server import run_workers, server
-from gateway.settings import Settings
-from gateway.state.wishes import BadState
-from gateway.tracing import BadTracing
-from gateway.triton.embedded import EmbeddedTriton, say, side_by_side
-from gateway.triton.installation import CannotInstall
-from gateway.triton.options import CannotStart, Options, check_distinct, check_port, ports_of
-
-log = logging.getLogger(__name__)
+from gateway.keys import Role, create, read, revoke
+from gateway.words import Failure, say
 
 cli = typer.Typer(
     help="The REST front door of NVIDIA Triton Inference Server.",
@@ -88,83 +68,32 @@ KeysPath = Annotated[
 ]
 
 
-class Failure(Exception):
-    """A command that ends: the sentence goes to standard error, the exit status is 1."""
-
-
 @cli.command()
 @with_triton_flags
 def up(
     flags: TritonFlags, host: Host = "127.0.0.1", port: Port = 8080, replicas: Replicas = 1
 ) -> None:
     """Start an embedded Triton, or several, and the gateway before it."""
-    began = time.monotonic()
-    options = flags.options()
-    fleet = [options.replica(number) for number in range(replicas)]
-    check_distinct({"--port": port, **ports_of(fleet)})
-    check_port(host, port, "--port")
-    # Nobody looks at the readiness of a laptop: what ends, ends at once.
-    settings = read_settings(triton_urls=tuple(options.url for options in fleet), drain_s=0)
+    from gateway import serving
 
-    def ready() -> None:
-        say(
-            f"ready after {time.monotonic() - began:.1f} s on http://{host}:{port}  (Ctrl-C ends it)"
-        )
-
-    warn_if_open(settings, host)
-    gateway = server(create_app(settings), settings, host, port, ready)
-    reasons: list[str] = []
-
-    def gone(reason: str) -> None:
-        reasons.append(reason)
-        if len(reasons) == replicas:
-            gateway.should_exit = True
-        else:
-            say(f"{reason}; the gateway goes on with the others")
-
-    with side_by_side(tritons_of(fleet, gone)):
-        gateway.run()
-    if len(reasons) == replicas:
-        raise Failure(reasons[-1])
+    serving.up(flags.options(), host, port, replicas)
 
 
 @cli.command()
 @with_triton_flags
 def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     """Start the embedded Triton alone."""
-    options = replace(flags.options(), host=host)
-    if not is_loopback(host):
-        say(f"whoever reaches {host} may do anything with this Triton: it asks nobody for a key")
-    reasons: list[str] = []
+    from gateway import serving
 
-    def gone(reason: str) -> None:
-        reasons.append(reason)
-        # From another thread: only a signal to the main one wakes it.
-        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
-
-    with EmbeddedTriton(options, on_gone=gone):
-        say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
-        try:
-            signal.pause()
-        except SystemExit:
-            if reasons:
-                raise Failure(reasons[0]) from None
-            raise
+    serving.triton(flags.options(), host)
 
 
 @cli.command()
 def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: Workers = 1) -> None:
     """Start the gateway alone, before the Tritons of GATEWAY_TRITON_URLS."""
-    check_port(host, port, "--port")
-    settings = read_settings()
-    tritons = ", ".join(settings.triton_urls)
-    ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
-    warn_if_open(settings, host)
-    app = create_app(settings)  # what cannot be used is said here, and not by each worker
-    if workers > 1:
-        run_workers(settings, host, port, workers, ready)
-    else:
-        server(app, settings, host, port, ready).run()
+    from gateway import serving
+
+    serving.serve(host, port, workers)
 
 
 @key.command("create")
@@ -205,41 +134,14 @@ def revoke_key(name: KeyName, file: KeysPath = None) -> None:
 
 
 def keys_path(file: Path | None) -> Path:
-    path = file or read_settings().keys_file
+    if file is not None:
+        return file
+    from gateway.settings import read_settings
+
+    path = read_settings().keys_file
     if path is None:
         raise Failure("which keys file? Say --file FILE, or set GATEWAY_KEYS_FILE")
     return path
-
-
-def warn_if_open(settings: Settings, host: str) -> None:
-    if settings.keys_file is None and not is_loopback(host):
-        log.warning(
-            "whoever reaches %s may use every model and read the metrics: there is no keys file "
-            "(GATEWAY_KEYS_FILE; triton-gateway key create makes one)",
-            host,
-        )
-
-
-def tritons_of(fleet: Sequence[Options], on_gone: Callable[[str], None]) -> list[EmbeddedTriton]:
-    """What one of several says begins with its address."""
-    return [
-        EmbeddedTriton(
-            options, on_gone=on_gone, label=f"{options.address}: " if len(fleet) > 1 else ""
-        )
-        for options in fleet
-    ]
-
-
-def read_settings(**known: Any) -> Settings:
-    """The settings of the environment; the log is set up with them."""
-    try:
-        settings = Settings(**known)
-        logs.configure(settings)
-    except ValidationError as exc:
-        wrong = exc.errors()[0]
-        name = "GATEWAY_" + "_".join(map(str, wrong["loc"])).upper()
-        raise Failure(f"{name} cannot be {wrong['input']!r}: {wrong['msg']}") from exc
-    return settings
 
 
 def end(number: int, frame: FrameType | None) -> None:
@@ -254,15 +156,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         cli(prog_name="triton-gateway")
-    except (
-        Failure,
-        CannotInstall,
-        CannotStart,
-        BadAddress,
-        BadKeysFile,
-        BadModelsFile,
-        BadState,
-        BadTracing,
-    ) as exc:
+    except Failure as exc:
         say(f"triton-gateway: {exc}")
-        sys.exit(1)
+        sys.exit(exc.status)

@@ -8,13 +8,15 @@ raised while a body is being read then keeps its status on its way through FastA
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from gateway.words import listed, quoted
 
 log = logging.getLogger(__name__)
 
@@ -245,24 +247,8 @@ FRAMEWORK = {
 }
 
 
-def quoted(text: str, limit: int = 80) -> str:
-    """`text` as it may stand in a sentence: printable, and no longer than `limit` characters."""
-    shown = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "'" + "".join(c if c.isprintable() else "�" for c in shown) + "'"
-
-
 def shown_id(sequence_id: int | str) -> str:
     return quoted(sequence_id) if isinstance(sequence_id, str) else str(sequence_id)
-
-
-def listed(names: Iterable[str], limit: int = 20) -> str:
-    """«a, b and c», cut after `limit` names."""
-    shown: Sequence[str] = list(names)
-    if len(shown) > limit:
-        shown = [*shown[:limit], f"{len(shown) - limit} more"]
-    if len(shown) < 2:
-        return "".join(shown) or "nothing"
-    return ", ".join(shown[:-1]) + " and " + shown[-1]
 
 
 def body_of(

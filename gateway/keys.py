@@ -28,6 +28,7 @@ from urllib.parse import quote
 import yaml
 
 from gateway.documents import UNREADABLE, Loader, stamp
+from gateway.words import Failure
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ MOST_SEEN: Final = 1024
 LONGEST_SEEN: Final = 256
 
 
-class BadKeysFile(ValueError):
+class BadKeysFile(Failure):
     """A keys file that cannot be used, in a sentence."""
 
 

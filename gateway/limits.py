@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
 from gateway.context import current
-from gateway.errors import DeadlinePassed, Overloaded, quoted
+from gateway.errors import DeadlinePassed, Overloaded
 from gateway.metrics import Metrics
+from gateway.words import quoted
 
 T = TypeVar("T")
 

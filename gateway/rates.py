@@ -13,9 +13,10 @@ from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
 from gateway.auth import OPEN
-from gateway.errors import Overloaded, StateUnavailable, quoted
+from gateway.errors import Overloaded, StateUnavailable
 from gateway.metrics import Metrics
 from gateway.state.wishes import Windows
+from gateway.words import quoted
 
 # What watches the gateway is heard however often its key is used.
 UNCOUNTED: Final = OPEN | {"/metrics", "/v2/health/live", "/v2/health/ready"}

@@ -8,8 +8,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from gateway.words import Failure
 
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 
@@ -229,3 +231,13 @@ class Settings(BaseSettings):
                     f"{origin!r} is no origin; write https://HOST or https://HOST:PORT"
                 )
         return value
+
+
+def read_settings(**known: Any) -> Settings:
+    """Those of the environment. Raises `Failure`."""
+    try:
+        return Settings(**known)
+    except ValidationError as exc:
+        wrong = exc.errors()[0]
+        name = "GATEWAY_" + "_".join(map(str, wrong["loc"])).upper()
+        raise Failure(f"{name} cannot be {wrong['input']!r}: {wrong['msg']}") from exc

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from gateway.words import Failure
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
@@ -30,7 +32,7 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return f"{random.getrandbits(128):032x}"
 
 
-class BadTracing(ValueError):
+class BadTracing(Failure):
     """Traces are wanted and cannot be had, in a sentence."""
 
 

@@ -515,17 +515,28 @@ def test_the_shell_completes_every_command() -> None:
     assert {"up", "serve", "key", "infer", "models", "top", "bench"} <= set(ended.stdout.split())
 
 
-def test_who_only_asks_does_not_import_the_server() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "up --help", "key create shop --file keys.yaml", "models --url http://127.0.0.1:9"],
+)
+def test_who_serves_nothing_does_not_import_the_server(arguments: str, tmp_path: Path) -> None:
+    server = {"fastapi", "starlette", "grpc", "tritonclient", "numpy", "uvicorn"}
     program = (
-        "import sys\n"
-        "from gateway import __main__\n"
-        "from gateway.client import api, tables\n"
-        "print(*{'fastapi', 'grpc', 'tritonclient', 'numpy', 'uvicorn'} & set(sys.modules))"
+        "import atexit, sys\n"
+        "from gateway.__main__ import main\n"
+        f"atexit.register(lambda: print('imported', *{server} & set(sys.modules), file=sys.stderr))\n"
+        "main()"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=30
+        [sys.executable, "-c", program, *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
-    assert ended.stdout == b"\n", ended
+    assert ended.returncode == (3 if "--url" in arguments else 0), ended
+    assert ended.stderr.splitlines()[-1] == "imported"
 
 
 def test_every_exit_status_is_documented() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +15,7 @@ from gateway.client.target import Target
 if TYPE_CHECKING:
     from gateway.client.api import Api
 
-cli = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+cli = typer.Typer()
 
 Url = Annotated[
     str, typer.Option(envvar="TRITON_GATEWAY_URL", help="Where the gateway is.", show_envvar=True)
@@ -311,17 +304,3 @@ def connected(url: str, key: str, ca: Path | None) -> Api:
     from gateway.client.api import Api
 
     return Api(Target(url, key, ca))
-
-
-NAMES = [command.callback.__name__ for command in cli.registered_commands if command.callback]
-
-
-def main() -> None:
-    """One of these commands alone; a failure is one sentence on standard error."""
-    # A shell starts what it puts in the background with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        cli(prog_name="triton-gateway")
-    except ClientError as exc:
-        typer.echo(f"triton-gateway: {exc}", err=True)
-        sys.exit(exc.status)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from gateway.words import Failure
 
 
-class ClientError(Exception):
+class ClientError(Failure):
     """The gateway refused, or something failed."""
-
-    status: ClassVar[int] = 1
 
 
 class Misused(ClientError):

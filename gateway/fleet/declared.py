@@ -13,13 +13,14 @@ import orjson
 import yaml
 
 from gateway.documents import UNREADABLE, Loader, stamp
+from gateway.words import Failure
 
 log = logging.getLogger(__name__)
 
 VERSION: Final = re.compile("[0-9]{1,19}")
 
 
-class BadModelsFile(ValueError):
+class BadModelsFile(Failure):
     """A models file that cannot be read, in a sentence."""
 
 

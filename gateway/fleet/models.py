@@ -16,8 +16,6 @@ from gateway.errors import (
     ModelNotReady,
     RefusedByModel,
     UnknownModel,
-    listed,
-    quoted,
 )
 from gateway.fleet.calls import Call, called, model_path, posted
 from gateway.fleet.pool import Pool
@@ -29,6 +27,7 @@ from gateway.triton.complaints import Asked
 from gateway.triton.infer import Answer
 from gateway.triton.streams import Stream
 from gateway.triton.wire import Headers
+from gateway.words import listed, quoted
 
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
 OLD_S = 10.0  # … and one of a model that nobody asked for lately is not relied upon

@@ -15,6 +15,7 @@ from gateway.fleet.index import NOTHING, Index
 from gateway.triton.channel import Channel
 from gateway.triton.grpc import Tls
 from gateway.triton.http import Upstream
+from gateway.words import Failure
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 PORT = re.compile("[0-9]{1,5}")
@@ -22,7 +23,7 @@ SCHEMES = {"http": (False, False), "https": (True, False)}
 SCHEMES |= {f"dns+{scheme}": (tls, True) for scheme, (tls, _) in SCHEMES.items()}
 
 
-class BadAddress(ValueError):
+class BadAddress(Failure):
     """An address of a replica that cannot be one, in a sentence."""
 
 

@@ -27,8 +27,6 @@ from gateway.errors import (
     ModelControlMode,
     StateUnavailable,
     UnknownModel,
-    listed,
-    quoted,
 )
 from gateway.fleet.calls import UNQUOTED, model_path
 from gateway.fleet.declared import ModelsFile
@@ -43,6 +41,7 @@ from gateway.triton import grpc
 from gateway.triton.complaints import Asked, LoadFailed, refusal
 from gateway.triton.grpc import NoGrpc, Tls
 from gateway.triton.wire import NotSent
+from gateway.words import listed, quoted
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from gateway.errors import BadUpstream, GatewayError, listed
+from gateway.errors import BadUpstream, GatewayError
 from gateway.exposition.families import (
     PARTS,
     Families,
@@ -34,6 +34,7 @@ from gateway.fleet.health import State
 from gateway.fleet.replica import Replica
 from gateway.routes.bodies import REQUEST_ID, refusals
 from gateway.routes.services import ServicesForMetrics
+from gateway.words import listed
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])

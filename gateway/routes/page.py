@@ -13,7 +13,8 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from gateway.errors import NotFound, quoted
+from gateway.errors import NotFound
+from gateway.words import quoted
 
 router = APIRouter(include_in_schema=False)
 

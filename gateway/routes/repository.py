@@ -11,12 +11,13 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from gateway.errors import Forbidden, Malformed, NotFound, quoted
+from gateway.errors import Forbidden, Malformed, NotFound
 from gateway.fleet.index import READY, merged
 from gateway.fleet.repository import merged_detail
 from gateway.routes.bodies import ManagementError, answers, refusals, whole_body
 from gateway.routes.services import Services, ServicesForFleet, ServicesForManagement, caller_of
 from gateway.tensors.payload import JSON
+from gateway.words import quoted
 
 router = APIRouter(tags=["management"])
 MAX_BYTES = 1 << 20

@@ -12,6 +12,7 @@ import orjson
 from limits import RateLimitItem
 
 from gateway.errors import StateUnavailable
+from gateway.words import Failure
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ READ: Final = "read"  # what is done with the state, or cannot be
 KEPT: Final = "kept"
 
 
-class BadState(ValueError):
+class BadState(Failure):
     """A `GATEWAY_STATE` that cannot be one, or cannot be used, in a sentence."""
 
 

@@ -15,11 +15,12 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from gateway.errors import DoesNotFit, listed, quoted
+from gateway.errors import DoesNotFit
 from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, Datatype, Kind
 from gateway.tensors.payload import DATA_URI, Part, Payload, from_base64
 from gateway.tensors.signature import ImageSpec, Signature, Tensor
+from gateway.words import listed, quoted
 
 SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "": lambda values: values,

@@ -22,7 +22,8 @@ import orjson
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from gateway.errors import Malformed, TooLarge, UnsupportedBody, quoted
+from gateway.errors import Malformed, TooLarge, UnsupportedBody
+from gateway.words import quoted
 
 JSON = "application/json"
 NPY = "application/x-npy"

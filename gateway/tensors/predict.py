@@ -11,9 +11,10 @@ from typing import Any
 
 import orjson
 
-from gateway.errors import DoesNotFit, Malformed, listed
+from gateway.errors import DoesNotFit, Malformed
 from gateway.tensors.outputs import Rendered, Result, value_of
 from gateway.tensors.payload import JSON, Limits, Part, Payload, decoded, loads
+from gateway.words import listed
 
 KNOWN = {"instances", "inputs", "signature_name", "parameters", "id"}
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.errors import DoesNotFit, Malformed, quoted
+from gateway.errors import DoesNotFit, Malformed
+from gateway.words import quoted
 
 ID, START, END = KEYS = ("sequence_id", "sequence_start", "sequence_end")
 LONGEST: Final = 128  # bytes of an id; Triton's control inputs hold no longer ones

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from gateway.errors import ModelFault, quoted
+from gateway.errors import ModelFault
 from gateway.tensors.dtypes import Datatype, Kind, datatype
+from gateway.words import quoted
 
 CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 Json = Mapping[str, Any]

@@ -29,9 +29,9 @@ from gateway.errors import (
     SequenceNotRunning,
     Unavailable,
     UnknownModel,
-    quoted,
 )
 from gateway.tensors.sequence import Step
+from gateway.words import quoted
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import IO, cast
 
 import orjson
 
-from gateway.errors import listed
 from gateway.triton import guard
 from gateway.triton.chatter import Chatter
 from gateway.triton.installation import Installation, install
@@ -30,17 +29,11 @@ from gateway.triton.options import (
     check_port,
     ports_of,
 )
+from gateway.words import listed, say
 
 POLL_S = 0.05
 READY = "READY"
 RESTARTS, RESTART_WINDOW_S = 3, 60.0
-
-
-def say(line: str) -> None:
-    """To a person, on standard error; that nobody reads it any more must not stop anything."""
-    with suppress(OSError, ValueError):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
 
 
 class Life:

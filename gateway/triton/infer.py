@@ -13,12 +13,13 @@ import tritonclient.http
 from tritonclient.http import InferenceServerClient, InferResult
 from tritonclient.utils import InferenceServerException
 
-from gateway.errors import BadUpstream, DoesNotFit, quoted
+from gateway.errors import BadUpstream, DoesNotFit
 from gateway.tensors import sequence
 from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
 from gateway.triton.http import Reply
 from gateway.triton.wire import Headers
+from gateway.words import quoted
 
 # What tritonclient lets escape when an answer is not one.
 UNREADABLE = (

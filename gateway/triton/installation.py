@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.words import Failure
+
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHONS = ("3.10", "3.11", "3.12")
 GLIBC = (2, 35)
@@ -28,7 +30,7 @@ ELSEWHERE = "elsewhere run Triton in Docker and use: triton-gateway serve"
 COMPLETE = ".complete"
 
 
-class CannotInstall(Exception):
+class CannotInstall(Failure):
     """Why there can be no embedded Triton here, in a sentence that says what to do."""
 
 

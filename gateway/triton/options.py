@@ -11,8 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from gateway.errors import listed
 from gateway.triton.installation import Installation
+from gateway.words import Failure, listed
 
 EXIT_GRACE_S: Final = 4.0  # Triton's own limit for running requests is a second less
 LAST_PORT: Final = 65535
@@ -64,7 +64,7 @@ class ModelControl(str, Enum):
     poll = "poll"
 
 
-class CannotStart(Exception):
+class CannotStart(Failure):
     """Why Triton did not start, in a sentence that says what to do."""
 
 

@@ -1,0 +1,119 @@
+"""What `triton-gateway up`, `triton` and `serve` start.
+
+The gateway takes a second to import: what cannot be is said before, and Triton alone does without.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from gateway import logs
+from gateway.auth import is_loopback
+from gateway.settings import Settings, read_settings
+from gateway.triton.embedded import EmbeddedTriton, side_by_side
+from gateway.triton.options import Options, check_distinct, check_port, ports_of
+from gateway.words import Failure, say
+
+log = logging.getLogger(__name__)
+
+
+def up(options: Options, host: str, port: int, replicas: int) -> None:
+    began = time.monotonic()
+    fleet = [options.replica(number) for number in range(replicas)]
+    check_distinct({"--port": port, **ports_of(fleet)})
+    check_port(host, port, "--port")
+    # Nobody looks at the readiness of a laptop: what ends, ends at once.
+    settings = configured(triton_urls=tuple(options.url for options in fleet), drain_s=0)
+    from gateway.app import create_app
+    from gateway.server import server
+
+    def ready() -> None:
+        say(
+            f"ready after {time.monotonic() - began:.1f} s on http://{host}:{port}  (Ctrl-C ends it)"
+        )
+
+    warn_if_open(settings, host)
+    gateway = server(create_app(settings), settings, host, port, ready)
+    reasons: list[str] = []
+
+    def gone(reason: str) -> None:
+        reasons.append(reason)
+        if len(reasons) == replicas:
+            gateway.should_exit = True
+        else:
+            say(f"{reason}; the gateway goes on with the others")
+
+    with side_by_side(tritons_of(fleet, gone)):
+        gateway.run()
+    if len(reasons) == replicas:
+        raise Failure(reasons[-1])
+
+
+def triton(options: Options, host: str) -> None:
+    if not is_loopback(host):
+        say(f"whoever reaches {host} may do anything with this Triton: it asks nobody for a key")
+    reasons: list[str] = []
+
+    def gone(reason: str) -> None:
+        reasons.append(reason)
+        # From another thread: only a signal to the main one wakes it.
+        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
+
+    options = replace(options, host=host)
+    with EmbeddedTriton(options, on_gone=gone):
+        say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
+        try:
+            signal.pause()
+        except SystemExit:
+            if reasons:
+                raise Failure(reasons[0]) from None
+            raise
+
+
+def serve(host: str, port: int, workers: int) -> None:
+    check_port(host, port, "--port")
+    settings = configured()
+    from gateway.app import create_app
+    from gateway.server import run_workers, server
+
+    tritons = ", ".join(settings.triton_urls)
+    ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+    warn_if_open(settings, host)
+    app = create_app(settings)  # what cannot be used is said here, and not by each worker
+    if workers > 1:
+        run_workers(settings, host, port, workers, ready)
+    else:
+        server(app, settings, host, port, ready).run()
+
+
+def configured(**known: Any) -> Settings:
+    """The settings of the environment; the log is set up with them."""
+    settings = read_settings(**known)
+    logs.configure(settings)
+    return settings
+
+
+def warn_if_open(settings: Settings, host: str) -> None:
+    if settings.keys_file is None and not is_loopback(host):
+        log.warning(
+            "whoever reaches %s may use every model and read the metrics: there is no keys file "
+            "(GATEWAY_KEYS_FILE; triton-gateway key create makes one)",
+            host,
+        )
+
+
+def tritons_of(fleet: Sequence[Options], on_gone: Callable[[str], None]) -> list[EmbeddedTriton]:
+    """What one of several says begins with its address."""
+    return [
+        EmbeddedTriton(
+            options, on_gone=on_gone, label=f"{options.address}: " if len(fleet) > 1 else ""
+        )
+        for options in fleet
+    ]
