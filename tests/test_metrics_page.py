@@ -40,13 +40,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             for _ in range(count):
                 assert fleet.infer(model).status_code == 200
         yield fleet
-        end_at_once(*fleet.tritons)
-
-
-def end_at_once(*tritons: Triton) -> None:
-    """Without the seconds that each takes to say good-bye."""
-    for triton in tritons:
-        triton.kill()
 
 
 class Quiet(ThreadingHTTPServer):
@@ -417,7 +410,6 @@ def test_a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_sampl
         assert took[dead.address] == 0
         assert took[hanging.address] > 0.2
         command.wait_for("its page is no exposition: line 1")
-        end_at_once(well, hanging)
 
 
 @pytest.mark.parametrize(
@@ -522,6 +514,5 @@ def test_inference_goes_on_while_large_pages_are_scraped_all_the_time(tmp_path: 
             f"p50 {medians[0]:.2f} → {medians[1]:.2f} ms (× {medians[1] / medians[0]:.1f}), "
             f"p99 {worst[0]:.2f} → {worst[1]:.2f} ms, {pages} pages scraped meanwhile"
         )
-        end_at_once(triton)
         assert pages > 1
         assert medians[1] < 10 * medians[0] + 5

@@ -18,10 +18,10 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from gateway.triton.embedded import EmbeddedTriton, Options
+from gateway.triton.options import Options
 from tests import browser
 from tests.models.zoo import MODELS, TICKING, Model, Names, write_repository
-from tests.servers import ROOT, free_ports, gateway_before
+from tests.servers import ROOT, BriefTriton, free_ports, gateway_before
 from tests.test_auth import ADMIN, INFER, entry, written
 
 STATIC = ROOT / "gateway" / "static"
@@ -181,7 +181,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Name
     http, grpc, metrics = free_ports(3)
     repositories = (ROOT / "triton_repo", folder)
     options = Options(repositories, load, http_port=http, grpc_port=grpc, metrics_port=metrics)
-    with EmbeddedTriton(options) as server:
+    with BriefTriton(options) as server:
         yield server.options.url, names
 
 

@@ -98,6 +98,27 @@ class Up(Command):
     def server(self) -> psutil.Process:
         return self.servers()[0]
 
+    def __exit__(self, *_: object) -> None:
+        """Without the seconds in which a Triton says good-bye, where the test has not waited for them."""
+        assert self.process.stdin is not None
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            servers = {each: ports(each) for each in family if each.name() == "tritonserver"}
+            self.process.stdin.close()
+            for server, before in servers.items():
+                deadline = time.monotonic() + 5
+                # Killed before it is asked to end, it would be started again.
+                while ports(server) == before and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                server.kill()
+        super().__exit__()
+
+
+def ports(server: psutil.Process) -> set[int]:
+    """Those that it listens on."""
+    connections = server.net_connections("tcp")
+    return {found.laddr.port for found in connections if found.status == psutil.CONN_LISTEN}
+
 
 def http_port(server: psutil.Process) -> list[int]:
     flag = "--http-port="
