@@ -16,7 +16,6 @@ from gateway.keys import Role, create, read, revoke
 from gateway.words import Failure, say
 
 cli = typer.Typer(
-    help="The REST front door of NVIDIA Triton Inference Server.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -66,6 +65,24 @@ Rate = Annotated[
 KeysPath = Annotated[
     Path | None, typer.Option("--file", help="The keys file. Default: that of GATEWAY_KEYS_FILE.")
 ]
+
+
+def tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"triton-gateway {version('triton-gateway')}")
+        raise typer.Exit
+
+
+@cli.callback()
+def command(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=tell_version, is_eager=True, help="Say its version."),
+    ] = False,
+) -> None:
+    """The REST front door of NVIDIA Triton Inference Server."""
 
 
 @cli.command()

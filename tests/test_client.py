@@ -517,7 +517,13 @@ def test_the_shell_completes_every_command() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "up --help", "key create shop --file keys.yaml", "models --url http://127.0.0.1:9"],
+    [
+        "--version",
+        "--help",
+        "up --help",
+        "key create shop --file keys.yaml",
+        "models --url http://127.0.0.1:9",
+    ],
 )
 def test_who_serves_nothing_does_not_import_the_server(arguments: str, tmp_path: Path) -> None:
     server = {"fastapi", "starlette", "grpc", "tritonclient", "numpy", "uvicorn"}
@@ -536,6 +542,7 @@ def test_who_serves_nothing_does_not_import_the_server(arguments: str, tmp_path:
         timeout=30,
     )
     assert ended.returncode == (3 if "--url" in arguments else 0), ended
+    assert arguments != "--version" or re.fullmatch(r"triton-gateway \d+\.\d+\.\d+\n", ended.stdout)
     assert ended.stderr.splitlines()[-1] == "imported"
 
 
