@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.errors import DoesNotFit, GatewayError, Malformed
+from gateway.triton.nesting import MOST_DEPTH, Nesting
 from gateway.triton.shapes import MOST_KEYS, Shapes
 from tests.models.zoo import Model, Names, T, write_repository
 from tests.servers import gateway_before, triton_on_free_ports
@@ -159,8 +160,12 @@ def is_large(shape: object) -> bool:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("shapes")
-    echo = Model("echo", "identity", (T("X", "FP32", (-1,)),), (T("Y", "FP32", (-1,)),))
-    write_repository(folder, Names(), [echo])
+    models = [
+        Model("echo", "identity", (T("X", "FP32", (-1,)),), (T("Y", "FP32", (-1,)),)),
+        Model("texts", "identity", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
+        Model("scores", "identity", (T("X", "FP32", (3,)),), (T("Y", "FP32", (3,)),), 8),
+    ]
+    write_repository(folder, Names(), models)
     with triton_on_free_ports(folder) as triton, gateway_before(triton.options.url) as client:
         yield client
 
@@ -197,3 +202,108 @@ def test_no_more_parameters_than_any_request_has(client: httpx.Client) -> None:
 def test_the_error_says_what_was_wrong() -> None:
     with pytest.raises(DoesNotFit, match=r"the shape \[1,99999\] has more elements than the body"):
         Shapes(100, None).feed(b'{"shape":[1,99999]}')
+
+
+# What else tritonserver 2.51 dies of.
+
+TEXT = {"name": "X", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
+SCORES = {"name": "X", "shape": [1, 3], "datatype": "FP32", "data": [1.5, 3.5, 2.5]}
+CLASSES = {"name": "Y", "parameters": {"classification": 2}}
+
+
+def lives(client: httpx.Client) -> bool:
+    good = client.post("/v2/models/echo/infer", json=request([2]))
+    return good.status_code == 200 and good.json()["outputs"][0]["data"] == [1.5, 2.5]
+
+
+@pytest.mark.parametrize("way", ["whole", "in pieces", "compressed", "compressed in pieces"])
+@pytest.mark.parametrize("model", ["texts", "echo"])
+def test_there_are_no_classes_of_what_has_none(client: httpx.Client, model: str, way: str) -> None:
+    """BYTES, and an output that may be empty."""
+    given = TEXT if model == "texts" else {**SCORES, "shape": [0], "data": []}
+    body = json.dumps({"inputs": [given], "outputs": [CLASSES]}, indent=1).encode()
+    headers = {"Content-Type": "application/json"}
+    if "compressed" in way:
+        body, headers["Content-Encoding"] = gzip.compress(body), "gzip"
+    content = pieces(body) if "pieces" in way else body
+    answer = client.post(f"/v2/models/{model}/infer", content=content, headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (422, "DOES_NOT_FIT_MODEL")
+    assert "classification is of numbers" in answer.json()["error"]
+    assert lives(client)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        '[{"name":"Y","parameters":{"classification":2,"classification":0}}]',
+        '[{"name":"Y","name":"Z","parameters":{"classification":2}}]',
+        '[{"name":"Y","parameters":{"classificati\\u006fn":2}}]',
+        '[{"name":"\\u0059","parameters":{"classification" : 2}}]',
+        '[{"name":"Y","parameters":{"classification":2}}],"outputs":[]',
+    ],
+)
+def test_nor_in_any_disguise(client: httpx.Client, outputs: str) -> None:
+    body = f'{{"inputs":[{json.dumps(TEXT)}],"outputs":{outputs}}}'
+    answer = client.post("/v2/models/texts/infer", content=body)
+    assert answer.status_code in (400, 422)
+    assert lives(client)
+
+
+def test_through_v1_neither(client: httpx.Client) -> None:
+    for model, value in {"texts": "a", "echo": []}.items():
+        body = {"inputs": {"X": value}, "parameters": {"classification": 2}}
+        answer = client.post(f"/v1/models/{model}/infer", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (422, "DOES_NOT_FIT_MODEL")
+    assert lives(client)
+
+
+def test_classes_of_scores_and_a_text_that_is_called_so(client: httpx.Client) -> None:
+    body = {"inputs": [SCORES], "outputs": [CLASSES]}
+    for content in (orjson.dumps(body), pieces(orjson.dumps(body))):
+        answer = client.post("/v2/models/scores/infer", content=content)
+        assert answer.json()["outputs"][0]["data"] == ["3.500000:1", "2.500000:2"]
+    word = {**TEXT, "data": ["classification"]}
+    answer = client.post("/v2/models/texts/infer", json={"inputs": [word]})
+    assert answer.json()["outputs"][0]["data"] == ["classification"]
+    word = {
+        "inputs": [TEXT],
+        "parameters": {"classification": 2},
+    }  # Triton's parameters are of outputs
+    assert client.post("/v2/models/texts/infer", json=word).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
+@pytest.mark.parametrize("way", ["whole", "in pieces", "compressed"])
+def test_json_of_any_depth_reaches_nobody(client: httpx.Client, path: str, way: str) -> None:
+    deep = "[" * 60_000 + "]" * 60_000
+    body = f'{{"X": "a\\"[", "inputs": [{{"name": "X", "data": {deep}}}]}}'.encode()
+    headers = {"Content-Encoding": "gzip"} if way == "compressed" else {}
+    content = gzip.compress(body) if way == "compressed" else body
+    parts = [content[at : at + 50_000] for at in range(0, len(content), 50_000)]
+    given = iter(parts) if way == "in pieces" else content
+    answer = client.post(f"/v2/models/scores/{path}", content=given, headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (400, "MALFORMED_REQUEST")
+    assert "nested deeper" in answer.json()["error"]
+    assert lives(client)
+
+
+@given(JSON, st.lists(st.integers(0, 2000), max_size=4), st.integers(0, 2 * MOST_DEPTH))
+def test_the_depth_that_is_found_is_a_parsers(inner: object, cuts: list[int], more: int) -> None:
+    text = json.dumps(inner, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    body = b'{"a":' * (more % 2) + b"[" * more + text + b"]" * more + b"}" * (more % 2)
+    nesting = Nesting()
+    ends = sorted(min(cut, len(body)) for cut in cuts)
+    too_deep = False
+    try:
+        for start, end in zip((0, *ends), (*ends, len(body)), strict=True):
+            nesting.feed(body[start:end])
+    except Malformed:
+        too_deep = True
+    assert too_deep == (more + more % 2 + depth(inner) > MOST_DEPTH)
+
+
+def depth(document: object) -> int:
+    if isinstance(document, dict | list):
+        values = document.values() if isinstance(document, dict) else document
+        return 1 + max(map(depth, values), default=0)
+    return 0

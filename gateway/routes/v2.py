@@ -6,11 +6,12 @@ byte, in both directions as it comes; only Triton's errors are corrected and scr
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -36,8 +37,10 @@ from gateway.routes.bodies import WINDOWS, bounded
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
 from gateway.tensors.sequence import Step, from_headers, from_parameters
+from gateway.tensors.signature import Signature
 from gateway.triton.complaints import Asked, scrubbed_event
 from gateway.triton.http import Answer
+from gateway.triton.infer import without_classes
 from gateway.triton.shapes import Shapes
 from gateway.triton.wire import Headers
 
@@ -171,10 +174,12 @@ async def asked(
     if rule.tensors and step is None:
         step = step_in(message.get("body", b""), wishes.json_bytes)
     body = body_of(message, receive, headers, length, limit)
-    if rule.tensors or encoding in WINDOWS:
+    if rule.inference or encoding in WINDOWS:
         room = limit if length is None or encoding in WINDOWS else length
-        shapes = Shapes(room, wishes.json_bytes if rule.tensors else 0)
+        shapes = Shapes(room, wishes.json_bytes if rule.inference else 0, tensors=rule.tensors)
         body = await looked_at(body, shapes, encoding, limit)
+        signature = partial(services.models.signature, names["model"], names["version"])
+        body = await with_classes_checked(body, shapes, wishes, signature)
     if isinstance(body, bytes):
         notes.bytes_in = len(body)
     else:
@@ -373,6 +378,57 @@ async def looked_through(body: AsyncIterator[bytes], shapes: Shapes) -> AsyncIte
     async for data in body:
         shapes.feed(data)
         yield data
+
+
+async def with_classes_checked(
+    body: bytes | AsyncIterator[bytes],
+    shapes: Shapes,
+    wishes: Wishes,
+    signature: Callable[[], Awaitable[Signature]],
+) -> bytes | AsyncIterator[bytes]:
+    if not isinstance(body, bytes):
+        return classes_checked(body, shapes, signature)
+    if shapes.asks_for_classes:
+        document = b"" if wishes.encoding in WINDOWS else body[: wishes.json_bytes]
+        check_classes(await signature(), outputs_with_classes(document))
+    return body
+
+
+async def classes_checked(
+    body: AsyncIterator[bytes], shapes: Shapes, signature: Callable[[], Awaitable[Signature]]
+) -> AsyncIterator[bytes]:
+    """Of which outputs is not known before the end: none of them may be one that has no classes."""
+    checked = False
+    async for data in body:
+        if shapes.asks_for_classes and not checked:
+            checked = True
+            check_classes(await signature(), None)
+        yield data
+
+
+def check_classes(model: Signature, named: list[str] | None) -> None:
+    """Of any output, where it cannot be said of which. Raises `DoesNotFit`."""
+    names = list(model.outputs) if named is None else named
+    if names:
+        without_classes(model, names)
+
+
+def outputs_with_classes(body: bytes) -> list[str] | None:
+    """The outputs of which the JSON of an inference wants classes; None where it can be read in two ways."""
+    try:
+        outputs = json.loads(body, object_pairs_hook=unambiguous)["outputs"]
+        return [each["name"] for each in outputs if "classification" in each.get("parameters", {})]
+    except KeyError:
+        return []  # it names no outputs
+    except (ValueError, RecursionError, TypeError, AttributeError):
+        return None
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
 
 
 async def whole(body: bytes) -> AsyncIterator[bytes]:

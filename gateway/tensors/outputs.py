@@ -78,7 +78,7 @@ def value_of(result: Result, name: str) -> Any:
         array = array.reshape(array.shape[:-1]) if array.shape[-1:] == (1,) else array
     if array.dtype.kind == "O":
         content_type = tensor.content_type if tensor is not None else ""
-        if result.classified:
+        if result.classified and (tensor is None or tensor.has_classes):
             return nested(array, class_of)
         return nested(array, parsed_json if content_type == JSON else text_or_base64)
     return jsonable(array)

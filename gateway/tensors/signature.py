@@ -49,6 +49,12 @@ class Tensor:
     labels: bool = False
 
     @property
+    def has_classes(self) -> bool:
+        """Of which Triton can name the best few. tritonserver 2.51 dies of classes of BYTES, and of an
+        output that has no elements, as one of any size may."""
+        return self.datatype.kind not in (Kind.BYTES, Kind.BOOLEAN) and -1 not in self.shape
+
+    @property
     def image(self) -> ImageSpec | None:
         """How an image fits, or None where the shape is not an image's.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
@@ -59,9 +59,13 @@ class Inference:
         custom = {key: value for key, value in self.parameters.items() if key not in sequence.KEYS}
         classes = whole("classification", custom.pop("classification", 0), "a count")
         named = self.outputs or (self.signature.outputs if classes else ())
+        none = without_classes(self.signature, self.outputs) if classes else ()
+        counts = {name: 0 if name in none else classes for name in named}
         arguments = {
             "inputs": inputs,
-            "outputs": [wire.InferRequestedOutput(name, class_count=classes) for name in named]
+            "outputs": [
+                wire.InferRequestedOutput(name, class_count=count) for name, count in counts.items()
+            ]
             or None,
             "request_id": self.request_id,
             "timeout": whole(
@@ -77,6 +81,23 @@ class Inference:
             values = self.step.sequence_id, self.step.start, self.step.end
             arguments |= zip(sequence.KEYS, values, strict=True)
         return arguments
+
+
+def without_classes(signature: Signature, named: Collection[str]) -> list[str]:
+    """The outputs of which there are no classes. Raises `DoesNotFit` for one that is asked for by name, or
+    when that leaves none."""
+    every = {
+        name: tensor for name, tensor in signature.outputs.items() if name in (named or {name})
+    }
+    none = [tensor for tensor in every.values() if not tensor.has_classes]
+    if none and (named or len(none) == len(every)):
+        tensor = none[0]
+        dims = ",".join(map(str, tensor.shape))
+        raise DoesNotFit(
+            f"classification is of numbers, as many as the model's config says; the output "
+            f"{quoted(tensor.name)} is {tensor.datatype.name} [{dims}]"
+        )
+    return [tensor.name for tensor in none]
 
 
 def encoded(inference: Inference) -> tuple[Headers, bytes]:

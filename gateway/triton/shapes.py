@@ -1,7 +1,8 @@
 """The JSON of a V2 inference, looked through as it passes: Triton takes its word for every shape. Pure.
 
-A shape of more elements than there can be makes tritonserver 2.51 allocate them, overflow, and die; and a
-hundred thousand keys among the parameters keep it busy for minutes. Nothing is decoded here: a quote inside
+A shape of more elements than there can be makes tritonserver 2.51 allocate them, overflow, and die; so do
+tens of thousands of levels, and classes of an output that has none; and a hundred thousand keys among the
+parameters keep it busy for minutes. Nothing is decoded here: a quote inside
 a JSON string is always escaped, so `"shape"` with its colon is a key wherever it stands.
 """
 
@@ -12,26 +13,34 @@ from math import prod
 from typing import Final
 
 from gateway.errors import DoesNotFit, Malformed
+from gateway.triton.nesting import Nesting
 
 MOST_KEYS: Final = 10_000
 LARGEST: Final = 1 << 40
 LONGEST: Final = 4096  # from the key to the end of the list
 SPACE: Final = rb"[ \t\r\n]*"
 KEY: Final = re.compile(rb'(?<!\\)"' + SPACE + rb":")
+CLASSES: Final = re.compile(rb'"classification"' + SPACE + rb"(?::|\Z)")
 SHAPE: Final = re.compile(rb'(?<!\\)"shape"' + SPACE + rb":" + SPACE + rb"\[([^\]]*)\]")
 BEGUN: Final = re.compile(rb'(?<!\\)"shape"' + SPACE + rb"(?:\Z|:" + SPACE + rb"(?:\Z|\[[^\]]*\Z))")
 # Nobody who writes JSON escapes these letters but to be read in two ways.
-DISGUISED: Final = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:73|68|61|70|65)")
+DISGUISED: Final = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:6[13568CcEeFf9]|7[034])")
 NUMBER: Final = re.compile(rb"[0-9]+")
 OVERLAP: Final = 16  # of two pieces, between which a word may be cut
 
 
 class Shapes:
-    """Of one request: `json_bytes` of it are JSON, or all; and it has room for so many elements."""
+    """Of one request: `json_bytes` of it are JSON, or all; and it has room for so many elements.
 
-    def __init__(self, most_elements: int, json_bytes: int | None) -> None:
+    JSON that is not of `tensors` is looked at for its depth alone.
+    """
+
+    def __init__(self, most_elements: int, json_bytes: int | None, *, tensors: bool = True) -> None:
         self._most_elements = most_elements
         self._left = json_bytes
+        self._tensors = tensors
+        self._nesting = Nesting()
+        self.asks_for_classes = False
         self._keys = 0
         self._held = b""
 
@@ -42,7 +51,11 @@ class Shapes:
             self._left -= len(data)
         if not data:
             return
+        self._nesting.feed(data)
+        if not self._tensors:
+            return
         text = self._held + data
+        self.asks_for_classes = self.asks_for_classes or CLASSES.search(text) is not None
         if b"\\" in text and DISGUISED.search(text):
             raise Malformed("the JSON writes plain letters as \\u escapes; write them as they are")
         end = 0
