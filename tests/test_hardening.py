@@ -473,8 +473,12 @@ def test_a_header_behind_a_request_that_is_worked_for_has_to_come_in_time_too(
 
 @pytest.mark.parametrize(
     "head",
-    [POST + b"Content-Length: 100000\r\n\r\n", CHUNKED + b"186a0\r\n"],
-    ids=["length", "chunks"],
+    [
+        POST + b"Content-Length: 100000\r\n\r\n",
+        CHUNKED + b"186a0\r\n",
+        POST + b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 100000\r\n\r\n",
+    ],
+    ids=["length", "chunks", "offering HTTP/2"],
 )
 @pytest.mark.parametrize("drips", [False, True])
 @pytest.mark.parametrize("before", [b"a", ENOUGH], ids=["little", "much"])

@@ -668,7 +668,7 @@ def raw_answer(zoo: Zoo, request: bytes) -> bytes:
 def test_an_upgrade_is_refused_before_its_body_is_taken_for_a_request(zoo: Zoo) -> None:
     path = zoo.path("single_BYTES")
     request = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Content-Type: text/plain\r\nContent-Length: 40\r\n\r\nGET /livez HTTP/1.1\r\nHost: smuggled\r\n\r\n"
     )
     answer = raw_answer(zoo, request.encode())

@@ -1507,9 +1507,11 @@ def test_garbage_in_the_body_of_a_request_that_waits_ends_the_connection_before_
 
 
 UPGRADES = {
-    "h2c": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+    "h2c and another": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c, x\r\n\r\n",
+    "twice": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: x\r\n\r\n",
+    "h2c by CONNECT": b"CONNECT h:80 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
     "a WebSocket": b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
-    "with a body": b"POST / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"
+    "with a body": b"POST / HTTP/1.1\r\nHost: x\r\nUpgrade: x\r\nConnection: upgrade\r\n"
     b"Content-Length: 35\r\n\r\n" + LIKE_A_REQUEST,
     "CONNECT": b"CONNECT h:80 HTTP/1.1\r\nHost: x\r\n\r\n" + LIKE_A_REQUEST,
 }
@@ -1525,6 +1527,47 @@ def test_another_protocol_is_refused(stage: Stage, name: str, before: bool) -> N
         assert client.answer().error == NO_UPGRADE
         assert client.rest() == b""
     assert len(stage.asked) == before
+
+
+OFFERS = (
+    b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+)
+OFFERED = {
+    "nothing": (b"GET /in HTTP/1.1\r\n" + OFFERS + b"\r\n", b""),
+    "a length": (b"POST /in HTTP/1.1\r\n" + OFFERS + b"Content-Length: 35\r\n\r\n", LIKE_A_REQUEST),
+    "no length": (b"POST /in HTTP/1.1\r\n" + OFFERS + b"Content-Length: 0\r\n\r\n", b""),
+    "chunks": (
+        b"POST /in HTTP/1.1\r\n" + OFFERS + b"Transfer-Encoding: chunked\r\n\r\n",
+        b"23\r\n" + LIKE_A_REQUEST + b"\r\n0\r\nX-Sum: 1\r\n\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("body", OFFERED)
+def test_an_offer_of_http_2_is_declined_and_the_request_answered(stage: Stage, body: str) -> None:
+    """Java's client offers it with every request to http://."""
+    head, rest = OFFERED[body]
+    wire = head + rest
+    sent = LIKE_A_REQUEST if rest else b""
+    with stage.client() as client:
+        for cut in (0, 1, 20, len(head) - 1, len(head), len(head) + 1, len(wire) - 1):
+            client.say(wire[:cut], wire[cut:])
+            answer = client.answer()
+            assert (answer.status, answer.body, answer.header(b"x-target")) == (200, sent, b"/in")
+        client.say(wire + GET + wire + wire)
+        answers = [client.answer() for _ in range(4)]
+        assert [answer.header(b"x-target") for answer in answers] == [b"/in", b"/", b"/in", b"/in"]
+        assert [answer.body for answer in answers] == [sent, b"", sent, sent]
+        assert client.is_still_served()
+        large = bytes(100 * KIB)
+        client.say(
+            b"PUT / HTTP/1.1\r\n" + OFFERS + b"Content-Length: %d\r\n\r\n" % len(large), large
+        )
+        assert client.answer().body == large
+        client.say(wire.replace(b"Connection: ", b"Connection: close, ") + GET)
+        assert client.answer().header(b"connection") == b"close"
+        assert client.rest() == b""
 
 
 @pytest.mark.parametrize("name", UPGRADES)

@@ -40,6 +40,7 @@ HEAD_END: Final = b"\r\n\r\n"
 # Of the fields that say how a request is read there is one at most.
 # What changes how a request is read; its length is httptools' business, which is strict about it.
 NOTED: Final = frozenset((b"host", b"transfer-encoding", b"expect"))
+FRAMING: Final = frozenset((b"content-length", b"transfer-encoding"))
 HOST: Final = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\da-fA-Fv.:]+\])(?::\d*)?[ \t]*", re.ASCII)
 WHOLE_BYTES: Final = 2048  # a read as small as this is parsed at once, pipelined or not
 LEAST_PIECE_BYTES: Final = 64
@@ -69,6 +70,7 @@ class Protocol(asyncio.Protocol):
         "_counted",
         "_crowd",
         "_current",
+        "_declined",
         "_drain",
         "_dry_bytes",
         "_fed",
@@ -85,6 +87,7 @@ class Protocol(asyncio.Protocol):
         "_most_fields",
         "_most_header_bytes",
         "_most_url_bytes",
+        "_muted",
         "_noted",
         "_parser",
         "_reading",
@@ -144,6 +147,8 @@ class Protocol(asyncio.Protocol):
         self._noted: Pairs = []
         # What was noted of the last request, if it was a Host and nothing else.
         self._usual: Pairs = [(b"", b"")]
+        self._declined: bytes | None = None  # an upgrade, after which the parser goes no further
+        self._muted = False  # it is told again how long the body is
         self._between = True  # two requests, as far as is known
         self._fed = WHOLE_BYTES  # that the parser is being given, at most
         self._head_bytes = 0  # of a header that is not whole, before those
@@ -226,7 +231,10 @@ class Protocol(asyncio.Protocol):
         self._between = False
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+        except httptools.HttpParserUpgrade as exc:
+            self._go_on(data[exc.args[0] :])
+            return
+        except httptools.HttpParserError as exc:
             self._fail(exc)
         if not self._between or self._url:
             self._part_came(data)
@@ -256,10 +264,12 @@ class Protocol(asyncio.Protocol):
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._muted:
+            self._muted, self._url, self._headers, self._noted = False, b"", [], []
+            return
         parser = self._parser
         if parser.should_upgrade():
-            # httptools would take the body for the other protocol's, and so for the next request.
-            raise Malformed("this server does not change protocols: send no Upgrade header")
+            self._decline_upgrade()
         version = parser.get_http_version()
         expects_continue = self._noted != self._usual and self._check_noted(version)
         self._noted = []
@@ -312,6 +322,8 @@ class Protocol(asyncio.Protocol):
             self._arriving.arrived(body)
 
     def on_message_complete(self) -> None:
+        if self._declined is not None:
+            return  # httptools takes the body for the other protocol's
         self._between = True
         self._body_left = 0
         self._coming_since = None
@@ -493,12 +505,35 @@ class Protocol(asyncio.Protocol):
                 start = end
                 if start < size and not self._between and self._arriving is None:
                     self._head_bytes += len(piece)  # empty lines
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+        except httptools.HttpParserUpgrade as exc:
+            self._go_on(data[start + exc.args[0] :])
+            return
+        except httptools.HttpParserError as exc:
             self._fail(exc)
         finally:
             self._fed = WHOLE_BYTES
         if not self._between or self._url:
             self._part_came(piece)
+
+    def _decline_upgrade(self) -> None:
+        """Who offers HTTP/2, as Java's client does, is answered without (RFC 9110, section 7.8). Others
+        would not understand the answer."""
+        offered = [value.lower() for name, value in self._headers if name == b"upgrade"]
+        if offered != [b"h2c"] or self._parser.get_method() == b"CONNECT":
+            raise Malformed("this server does not change protocols: send no Upgrade header")
+        framing = [pair for pair in self._headers if pair[0] in FRAMING]
+        self._declined = b"".join(b"%b: %b\r\n" % pair for pair in framing)
+
+    def _go_on(self, rest: bytes) -> None:
+        """With a parser that knows nothing of an upgrade, behind the header."""
+        framing, self._declined = self._declined, None
+        if framing is None:
+            self._fail(httptools.HttpParserUpgrade())
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        self._muted = True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+        self._feed_in_pieces(rest)
 
     def _check_noted(self, version: str) -> bool:
         """RFC 9112, sections 3.2 and 6.3, without its leniencies: nobody may read it otherwise.
