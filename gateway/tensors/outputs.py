@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from gateway.errors import NotAcceptable, Unrepresentable
+from gateway.errors import DoesNotFit, NotAcceptable, Unrepresentable
 from gateway.tensors.dtypes import Kind
 from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS, media_type
 from gateway.tensors.signature import Signature, Tensor
@@ -51,13 +51,23 @@ class Rendered:
 
 
 def joined(results: Sequence[Result]) -> Result:
-    """The answers to the pieces of one batch, as one answer."""
+    """The answers to the pieces of one batch, as one answer.
+
+    Raises `DoesNotFit`: a model may pad to the longest item of a batch, and each piece has another.
+    """
     first = results[0]
     if len(results) == 1:
         return first
-    arrays = {
-        name: np.concatenate([result.arrays[name] for result in results]) for name in first.arrays
-    }
+    try:
+        arrays = {
+            name: np.concatenate([result.arrays[name] for result in results])
+            for name in first.arrays
+        }
+    except (KeyError, ValueError):
+        raise DoesNotFit(
+            "the answers to the pieces of this batch have different shapes; "
+            f"send at most {first.signature.max_batch_size} items at a time"
+        ) from None
     return Result(first.signature, arrays, True, first.id, first.version, first.classified)
 
 
