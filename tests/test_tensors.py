@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gateway.errors import DoesNotFit
+from gateway.errors import DoesNotFit, Malformed
 from gateway.tensors.outputs import Result, joined
+from gateway.tensors.payload import CHARSETS, Limits, read_payload
 from gateway.tensors.signature import Signature, signature
 
 
@@ -50,3 +53,50 @@ def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is(
     for other in ({"IDS": short}, {"IDS": scalar}, {}):
         with pytest.raises(DoesNotFit, match="different shapes; send at most 32 items at a time"):
             joined([same[0], result(WORDS, **other)])
+
+
+# Bodies.
+
+
+def text_of(body: bytes, charset: str) -> Any:
+    payload = read_payload(body, f"text/plain; charset={charset}", Limits())
+    return payload.parts[""][0].value
+
+
+@pytest.mark.parametrize(
+    "charset",
+    [
+        "undefined", "utf-7", "unicode_escape", "unicode-escape", "raw_unicode_escape", "idna",
+        "punycode", "rot13", "hex", "base64", "zlib", "aliases", "os.path", "no", "é", '""', '"a\0b"',
+    ],
+)  # fmt: skip
+def test_what_is_no_encoding_of_characters_is_no_charset(charset: str) -> None:
+    for body in (b"text", b"+2AA-", b"\\ud800", b"xn--a"):
+        with pytest.raises(Malformed, match=r"charset .* is not known; send UTF-8"):
+            text_of(body, charset)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "UTF8",
+        "us-ascii",
+        "ISO-8859-1",
+        "iso-8859-15",
+        "Windows-1252",
+        "Shift_JIS",
+        "EUC-KR",
+        "UTF-16",
+    ],
+)
+def test_a_charset_goes_by_the_names_that_people_know(name: str) -> None:
+    assert text_of("text".encode(name), name) == "text"
+
+
+def test_whatever_a_charset_makes_is_unicode() -> None:
+    bodies = [random.Random(seed).randbytes(12) for seed in range(100)]
+    for charset in CHARSETS:
+        assert text_of("abc".encode(charset), charset) == "abc"
+        for body in (*bodies, b"\xd8\x00", b"\x00\xd8", b"\xed\xa0\x80", b"\x00\xd8\0\0"):
+            with suppress(Malformed):
+                text_of(body, charset).encode()

@@ -14,6 +14,8 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.message import Message
+from encodings import normalize_encoding
+from encodings.aliases import aliases
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -33,6 +35,16 @@ EVENT_STREAM = "text/event-stream"
 NDJSON = "application/x-ndjson"
 MULTIPART = "multipart/form-data"
 TAKEN = ("image/*", OCTETS, "text/plain", MULTIPART, JSON, NPY, NPZ)
+# Those of the WHATWG's Encoding Standard, by Python's names, and ASCII, UTF-16 and UTF-32. Python's other
+# codecs may be no character encodings, make what is no Unicode, or keep each name that they do not know.
+CHARSETS = frozenset({
+    "ascii", "big5", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257",
+    "cp1258", "cp866", "cp874", "euc_jp", "euc_kr", "gb18030", "gb2312", "gbk", "iso2022_jp",
+    "iso8859_10", "iso8859_13", "iso8859_14", "iso8859_15", "iso8859_16", "iso8859_2", "iso8859_3",
+    "iso8859_4", "iso8859_5", "iso8859_6", "iso8859_7", "iso8859_8", "iso8859_9", "koi8_r", "koi8_u",
+    "latin_1", "mac_cyrillic", "mac_roman", "shift_jis", "tis_620", "utf_16", "utf_16_be", "utf_16_le",
+    "utf_32", "utf_32_be", "utf_32_le", "utf_8", "utf_8_sig",
+})  # fmt: skip
 DATA_URI = re.compile(r"data:(?P<type>[^,;]*)(?P<parameters>(?:;[^,;]*)*),", re.I)
 
 
@@ -103,10 +115,12 @@ def read_value(body: bytes, name: str, parameters: Mapping[str, str], content_ty
 
 def text(body: bytes, parameters: Mapping[str, str]) -> str:
     charset = parameters.get("charset", "utf-8")
+    codec = normalize_encoding(charset.lower())
+    codec = aliases.get(codec, codec)
+    if codec not in CHARSETS:
+        raise Malformed(f"the text's charset {quoted(charset)} is not known; send UTF-8")
     try:
-        return body.decode(charset)
-    except LookupError:
-        raise Malformed(f"the text's charset {quoted(charset)} is not known; send UTF-8") from None
+        return body.decode(codec)
     except UnicodeDecodeError as exc:
         raise Malformed(f"the text is not valid {charset}: byte {exc.start} does not fit") from None
 
