@@ -100,3 +100,9 @@ def test_whatever_a_charset_makes_is_unicode() -> None:
         for body in (*bodies, b"\xd8\x00", b"\x00\xd8", b"\xed\xa0\x80", b"\x00\xd8\0\0"):
             with suppress(Malformed):
                 text_of(body, charset).encode()
+
+
+def test_a_boundary_that_is_too_long_is_malformed() -> None:
+    for length, told in ((300, "boundary is too long"), (70, "ends before its last boundary")):
+        with pytest.raises(Malformed, match=told):
+            read_payload(b"", f"multipart/form-data; boundary={'b' * length}", Limits())

@@ -21,7 +21,7 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import orjson
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.errors import Malformed, TooLarge, UnsupportedBody
@@ -277,18 +277,25 @@ class Form:
         self._data = bytearray()
         self._header: tuple[bytearray, bytearray] = (bytearray(), bytearray())
         self._ended = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin,
-                "on_part_data": lambda data, start, end: self._data.extend(data[start:end]),
-                "on_part_end": self._end_part,
-                "on_header_field": lambda data, start, end: self._header[0].extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._header[1].extend(data[start:end]),
-                "on_header_end": self._end_header,
-                "on_end": self._end,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin,
+                    "on_part_data": lambda data, start, end: self._data.extend(data[start:end]),
+                    "on_part_end": self._end_part,
+                    "on_header_field": lambda data, start, end: self._header[0].extend(
+                        data[start:end]
+                    ),
+                    "on_header_value": lambda data, start, end: self._header[1].extend(
+                        data[start:end]
+                    ),
+                    "on_header_end": self._end_header,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError:
+            raise Malformed("the multipart body's boundary is too long") from None
 
     def feed(self, data: bytes) -> None:
         try:
