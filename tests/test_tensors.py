@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from contextlib import suppress
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from gateway.errors import DoesNotFit, Malformed
-from gateway.tensors.outputs import Result, joined
+from gateway.tensors.outputs import Result, as_npz, joined
 from gateway.tensors.payload import CHARSETS, Limits, read_payload
 from gateway.tensors.signature import Signature, signature
 
@@ -53,6 +54,20 @@ def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is(
     for other in ({"IDS": short}, {"IDS": scalar}, {}):
         with pytest.raises(DoesNotFit, match="different shapes; send at most 32 items at a time"):
             joined([same[0], result(WORDS, **other)])
+
+
+def test_an_archive_takes_any_name_for_an_output() -> None:
+    names = ["file", "allow_pickle", "args", "a/b", "../c", "d.npy", "é ☕"]
+    arrays = {name: np.array([[number]], np.int32) for number, name in enumerate(names)}
+    arrays["text"] = np.array([[b"x"]], object)
+    plain = model({"X": ("INT32", [1])}, dict.fromkeys(arrays, ("INT32", [-1, 1])))
+    body = as_npz(Result(plain, arrays, batched=False)).body
+    with np.load(io.BytesIO(body)) as loaded:
+        assert {name: loaded[name].tolist() for name in names} == {
+            name: [[number]] for number, name in enumerate(names)
+        }
+        assert loaded["text"].tolist() == [[b"x"]]
+    assert set(read_payload(body, "application/x-npz", Limits()).parts) >= set(names)
 
 
 # Bodies.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,9 +141,13 @@ def as_npy(result: Result) -> Rendered:
 
 
 def as_npz(result: Result) -> Rendered:
+    """As `np.savez` writes it, which takes some names for its own parameters."""
     file = io.BytesIO()
-    arrays = {name: storable(result.array(name)) for name in result.arrays}
-    np.savez(file, allow_pickle=False, **arrays)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in result.arrays:
+            array = storable(result.array(name))
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
     return Rendered(file.getvalue(), NPZ)
 
 
