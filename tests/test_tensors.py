@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.errors import DoesNotFit, Malformed
-from gateway.tensors.outputs import Result, as_npz, joined
+from gateway.errors import DoesNotFit, Malformed, ModelFault
+from gateway.tensors.outputs import Result, joined, renderer
 from gateway.tensors.payload import CHARSETS, Limits, read_payload
 from gateway.tensors.signature import Signature, signature
 
@@ -61,13 +61,22 @@ def test_an_archive_takes_any_name_for_an_output() -> None:
     arrays = {name: np.array([[number]], np.int32) for number, name in enumerate(names)}
     arrays["text"] = np.array([[b"x"]], object)
     plain = model({"X": ("INT32", [1])}, dict.fromkeys(arrays, ("INT32", [-1, 1])))
-    body = as_npz(Result(plain, arrays, batched=False)).body
+    render = renderer("application/x-npz", plain, list(arrays))
+    body = render(result(plain, **arrays)).body
     with np.load(io.BytesIO(body)) as loaded:
         assert {name: loaded[name].tolist() for name in names} == {
             name: [[number]] for number, name in enumerate(names)
         }
         assert loaded["text"].tolist() == [[b"x"]]
     assert set(read_payload(body, "application/x-npz", Limits()).parts) >= set(names)
+
+
+@pytest.mark.parametrize("accept", ["application/x-npy", "application/octet-stream", "image/png"])
+def test_an_output_that_the_model_leaves_out_is_its_fault(accept: str) -> None:
+    hints = {"gateway.content_type.PNG": "image/png"}
+    several = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, **hints)
+    with pytest.raises(ModelFault, match="did not answer the output"):
+        renderer(accept, several, ["PNG"])(result(several))
 
 
 # Bodies.

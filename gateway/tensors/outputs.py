@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from gateway.errors import DoesNotFit, NotAcceptable, Unrepresentable
+from gateway.errors import DoesNotFit, ModelFault, NotAcceptable, Unrepresentable
 from gateway.tensors.dtypes import Kind
 from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS, media_type
 from gateway.tensors.signature import Signature, Tensor
@@ -133,8 +133,16 @@ def class_of(value: bytes) -> Any:
     return {"score": float(score), "index": int(index), **({"label": label[0]} if label else {})}
 
 
-def as_npy(result: Result) -> Rendered:
+def only_output(result: Result) -> str:
+    """The one that was asked for, which Triton lets a model leave out."""
+    if not result.arrays:
+        raise ModelFault("the model did not answer the output that was asked for")
     (name,) = result.arrays
+    return name
+
+
+def as_npy(result: Result) -> Rendered:
+    name = only_output(result)
     file = io.BytesIO()
     np.save(file, storable(result.array(name)), allow_pickle=False)
     return Rendered(file.getvalue(), NPY)
@@ -163,7 +171,7 @@ def storable(array: np.ndarray) -> np.ndarray:
 
 def as_raw(result: Result, content_type: str) -> Rendered:
     """The only element of the only output."""
-    (name,) = result.arrays
+    name = only_output(result)
     array = result.array(name)
     if array.size != 1:
         raise Unrepresentable(f"{array.size} values, and one body holds one", [JSON])
