@@ -8,11 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from gateway.errors import DoesNotFit, Malformed, ModelFault
+from gateway.tensors.images import ImageLimits
+from gateway.tensors.inputs import Inputs, to_inputs
 from gateway.tensors.outputs import Result, joined, renderer
-from gateway.tensors.payload import CHARSETS, Limits, read_payload
+from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
+from gateway.tensors.predict import from_rows, predictions
 from gateway.tensors.signature import Signature, signature
 
 
@@ -77,6 +81,98 @@ def test_an_output_that_the_model_leaves_out_is_its_fault(accept: str) -> None:
     several = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, **hints)
     with pytest.raises(ModelFault, match="did not answer the output"):
         renderer(accept, several, ["PNG"])(result(several))
+
+
+def test_an_answer_without_a_batch_dimension_is_given_as_it_is() -> None:
+    for array in (np.array(7), np.zeros((0,)), np.array([1, 2, 3])):
+        answer = result(WORDS, batched=False, IDS=array)
+        assert np.array_equal(answer.array("IDS"), array)
+
+
+# What is stacked.
+
+
+def converted(payload: Payload, shape: list[int], batch: int, datatype: str = "INT32") -> Inputs:
+    tensor = {"X": (datatype, shape)}
+    return to_inputs(payload, model(tensor, tensor, batch), ImageLimits())
+
+
+def fields(*values: Any) -> Payload:
+    return Payload({"X": [Part(value, JSON) for value in values]})
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "values", "stacked"),
+    [
+        ([-1], 8, [1, 2, 3], [[1], [2], [3]]),
+        ([1], 8, [1, 2, 3], [[1], [2], [3]]),
+        ([], 8, [1, 2, 3], [1, 2, 3]),
+        ([-1, 1], 8, [1, 2], [[[1]], [[2]]]),
+        ([-1, -1], 8, [[[1]], [[2]]], [[[1]], [[2]]]),
+        ([-1], 8, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        ([-1, -1], 0, [1, 2, 3], [[1], [2], [3]]),
+        ([-1, 2], 0, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+    ],
+)
+def test_what_is_stacked_is_a_batch(
+    shape: list[int], batch: int, values: list[Any], stacked: list[Any]
+) -> None:
+    for payload in (from_rows(values), fields(*values)):
+        inputs = converted(payload, shape, batch)
+        assert inputs.arrays["X"].tolist() == stacked
+        assert inputs.batched == bool(batch)
+        assert inputs.batch_size == (len(values) if batch else 0)
+    assert converted(from_rows(values[:1]), shape, batch).arrays["X"].tolist() == stacked[:1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "values", "words"),
+    [
+        ([2], 8, [1, 2], "a batch of 2, each a single value"),
+        ([2, 2], 8, [[1, 2], [3, 4]], r"a batch of 2, each of the shape \[2\]"),
+        ([-1, -1], 8, [[1, 2], [3, 4]], r"a batch of 2, each of the shape \[2\]"),
+        ([1], 8, [[[1]], [[2]]], r"each of the shape \[1,1\]"),
+        ([-1, 2], 0, [1, 2], "a batch of 2, each a single value"),
+        ([-1], 8, [[1], [2, 3]], "different shapes"),
+    ],
+)
+def test_what_is_stacked_is_never_one_item(
+    shape: list[int], batch: int, values: list[Any], words: str
+) -> None:
+    for payload in (from_rows(values), fields(*values)):
+        with pytest.raises(DoesNotFit, match=words):
+            converted(payload, shape, batch)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"IDS": np.ones((2, 4))}, "answered 2 values for 3 instances in its output 'IDS'"),
+        ({"IDS": np.ones((4, 4))}, "answered 4 values for 3 instances"),
+        ({"IDS": np.array(1)}, "answered a single value for 3 instances"),
+        (
+            {"IDS": np.ones((3, 4)), "MORE": np.ones(2)},
+            "2 values for 3 instances in its output 'MORE'",
+        ),
+        ({"MORE": np.array(1)}, "answered a single value for 3 instances"),
+        ({}, "answered no output"),
+    ],
+)
+def test_a_model_that_does_not_answer_each_instance_is_at_fault(
+    answer: dict[str, np.ndarray], words: str
+) -> None:
+    several = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1]), "MORE": ("INT32", [1])}, 2)
+    with pytest.raises(ModelFault, match=words):
+        predictions([Result(several, answer, batched=True, rows=3)])
+
+
+def test_pieces_of_a_batch_of_instances_are_counted_together() -> None:
+    tensor = {"X": ("INT32", [-1])}
+    pair = model(tensor, tensor, 2)
+    pieces = list(to_inputs(from_rows([5, 6, 7]), pair, ImageLimits()).cut(2))
+    results = [Result(pair, piece.arrays, piece.batched, rows=piece.rows) for piece in pieces]
+    answer = orjson.loads(predictions([joined(results)]).body)
+    assert answer == {"predictions": [[5], [6], [7]]}
 
 
 # Bodies.

@@ -162,6 +162,7 @@ class Models:
             call.request_id,
             version,
             classified=bool(call.parameters.get("classification")),
+            rows=inputs.rows,
         )
 
     async def stream(

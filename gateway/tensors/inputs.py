@@ -38,6 +38,7 @@ class Inputs:
     batch_size: int = 0
     batched: bool = False  # the request had a batch dimension, and so will its answer
     offset: int = 0  # of a piece, in the batch that it was cut from
+    rows: int = 0  # of a request that wants an answer for each
 
     def cut(self, max_batch_size: int) -> Iterator[Inputs]:
         """The same in pieces that Triton takes, in order."""
@@ -47,7 +48,7 @@ class Inputs:
         for start in range(0, self.batch_size, max_batch_size):
             end = min(start + max_batch_size, self.batch_size)
             piece = {name: array[start:end] for name, array in self.arrays.items()}
-            yield Inputs(piece, end - start, self.batched, start)
+            yield Inputs(piece, end - start, self.batched, start, end - start if self.rows else 0)
 
 
 def images_of(
@@ -68,15 +69,18 @@ def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits
     batched: dict[str, bool] = {}
     for name, parts in assigned(payload, signature).items():
         tensor = signature.inputs[name]
-        value, listed_in_json = array_of(parts, tensor, limits, stacked=payload.stacked)
-        arrays[name], batched[name] = fitted(value, tensor, signature.batching, listed_in_json)
+        if payload.stacked or len(parts) > 1:
+            arrays[name], batched[name] = stacked(parts, tensor, limits, signature.batching), True
+        else:
+            arrays[name], batched[name] = fitted(parts[0], tensor, limits, signature.batching)
+    rows = max(map(len, payload.parts.values()), default=0) if payload.stacked else 0
     if not signature.batching:
-        return Inputs(arrays)
+        return Inputs(arrays, rows=rows)
     sizes = {name: len(array) for name, array in arrays.items()}
     if len(set(sizes.values())) > 1:
         counts = listed(f"{quoted(name)} has {size}" for name, size in sizes.items())
         raise DoesNotFit(f"the inputs are batches of different sizes: {counts}")
-    return Inputs(arrays, next(iter(sizes.values()), 0), any(batched.values()))
+    return Inputs(arrays, next(iter(sizes.values()), 0), any(batched.values()), rows=rows)
 
 
 def assigned(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
@@ -107,19 +111,23 @@ def described(signature: Signature) -> str:
     )
 
 
-def array_of(
-    parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits, *, stacked: bool
-) -> tuple[np.ndarray, bool]:
-    """The value of an input, with the dimensions it came with; and whether it was a JSON list."""
+def stacked(
+    parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits, batching: bool
+) -> np.ndarray:
+    """A batch of the parts, each of which is one item, with the dimensions that Triton wants."""
     values = [one_array(part, tensor, limits) for part in parts]
-    if len(values) == 1 and not stacked:
-        return values[0], isinstance(parts[0].value, list)
     shapes = {value.shape for value in values}
     if len(shapes) > 1:
         raise misfit(
             tensor, f"values of the different shapes {listed(map(shape_text, sorted(shapes)))}"
         )
-    return np.stack(values), True
+    wanted = (-1, *tensor.shape) if batching else tensor.shape
+    array = np.stack(values)
+    if array.ndim == 1 and all(size in (1, -1) for size in wanted[1:]):
+        array = array.reshape(-1, *(1 for _ in wanted[1:]))
+    if not agrees(array.shape, wanted):
+        raise misfit(tensor, f"a batch of {len(values)}, each {item_text(values[0].shape)}")
+    return array
 
 
 def one_array(part: Part, tensor: Tensor, limits: images.ImageLimits) -> np.ndarray:
@@ -305,10 +313,11 @@ def exactly(array: np.ndarray, tensor: Tensor) -> np.ndarray:
 
 
 def fitted(
-    array: np.ndarray, tensor: Tensor, batching: bool, listed_in_json: bool
+    part: Part, tensor: Tensor, limits: images.ImageLimits, batching: bool
 ) -> tuple[np.ndarray, bool]:
     """The array with the dimensions that Triton wants; and whether it came as a batch."""
-    shape = tensor.shape
+    array, shape = one_array(part, tensor, limits), tensor.shape
+    listed_in_json = isinstance(part.value, list)
     if not batching:
         return unbatched(array, tensor), False
     if shape == (1,) and array.ndim == 1 and (listed_in_json or len(array) != 1):
@@ -344,6 +353,10 @@ def agrees(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 def shape_text(shape: Sequence[int]) -> str:
     return f"[{','.join(map(str, shape))}]" if shape else "a single value"
+
+
+def item_text(shape: Sequence[int]) -> str:
+    return f"of the shape {shape_text(shape)}" if shape else "a single value"
 
 
 def came(leaves: Sequence[Any], kinds: set[type]) -> str:

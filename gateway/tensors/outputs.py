@@ -35,11 +35,14 @@ class Result:
     id: str = ""
     version: str = ""
     classified: bool = False
+    rows: int = 0  # of the request, where it wants an answer for each
 
     def array(self, name: str) -> np.ndarray:
         """An output as the request asked for it: without a batch dimension if that had none."""
         array = self.arrays[name]
-        return array if self.batched or not self.signature.batching else array[0]
+        if self.batched or not self.signature.batching:
+            return array
+        return array[0] if array.shape[:1] == (1,) else array  # a model may answer no batch of one
 
     def tensor(self, name: str) -> Tensor | None:
         return self.signature.outputs.get(name)
@@ -69,7 +72,8 @@ def joined(results: Sequence[Result]) -> Result:
             "the answers to the pieces of this batch have different shapes; "
             f"send at most {first.signature.max_batch_size} items at a time"
         ) from None
-    return Result(first.signature, arrays, True, first.id, first.version, first.classified)
+    rows = sum(result.rows for result in results)
+    return Result(first.signature, arrays, True, first.id, first.version, first.classified, rows)
 
 
 def as_json(result: Result) -> Rendered:
@@ -86,7 +90,8 @@ def value_of(result: Result, name: str) -> Any:
     """An output as orjson writes it. Of single values (shape [1]), a batch is a list."""
     array, tensor = result.array(name), result.tensor(name)
     if result.signature.batching and tensor is not None and tensor.shape == (1,):
-        array = array.reshape(array.shape[:-1]) if array.shape[-1:] == (1,) else array
+        own = array.ndim - result.batched
+        array = array.reshape(array.shape[:-1]) if own > 0 and array.shape[-1] == 1 else array
     if array.dtype.kind == "O":
         content_type = tensor.content_type if tensor is not None else ""
         if result.classified and (tensor is None or tensor.has_classes):

@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from gateway.errors import DoesNotFit, Malformed
+from gateway.errors import DoesNotFit, Malformed, ModelFault
 from gateway.tensors.outputs import Rendered, Result, value_of
 from gateway.tensors.payload import JSON, Limits, Part, Payload, decoded, loads
-from gateway.words import listed
+from gateway.words import listed, quoted
 
 KNOWN = {"instances", "inputs", "signature_name", "parameters", "id"}
 
@@ -64,12 +64,25 @@ def predictions(results: list[Result]) -> Rendered:
     rows: list[Any] = []
     for result in results:
         names = list(result.arrays)
-        columns = [as_list(value_of(result, name)) for name in names]
-        if not result.signature.stackable:
-            columns = [[column] for column in columns]
+        if not names:
+            raise ModelFault("the model answered no output")
+        columns = [column(result, name) for name in names]
         values = columns[0] if len(names) == 1 else map(partial(row_of, names), *columns)
         rows.extend(values)
     return dumped({"predictions": rows})
+
+
+def column(result: Result, name: str) -> list[Any]:
+    """The output's value for each instance of this answer."""
+    value = as_list(value_of(result, name))
+    if not result.signature.stackable:
+        return [value]
+    if isinstance(value, list) and len(value) == result.rows:
+        return value
+    count = f"{len(value)} values" if isinstance(value, list) else "a single value"
+    raise ModelFault(
+        f"the model answered {count} for {result.rows} instances in its output {quoted(name)}"
+    )
 
 
 def row_of(names: list[str], *values: Any) -> dict[str, Any]:
