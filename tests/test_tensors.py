@@ -51,6 +51,29 @@ def result(model: Signature, batched: bool = True, **arrays: np.ndarray) -> Resu
 WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("std", "0", "not a list of numbers to divide by"),
+        ("std", "0.5,-0.0,0.5", "not a list of numbers to divide by"),
+        ("std", "1e-40", "not a list of numbers to divide by"),
+        ("std", "nan", "not a list of finite numbers"),
+        ("std", "inf", "not a list of finite numbers"),
+        ("mean", "0.5,nan,0.5", "not a list of finite numbers"),
+        ("mean", "-inf", "not a list of finite numbers"),
+        ("mean", "1e39", "not a list of finite numbers"),
+        ("mean", "half", "not a list of numbers"),
+    ],
+)
+def test_a_hint_that_cannot_be_is_named(kind: str, text: str, words: str) -> None:
+    tensor = {"X": ("FP32", [3, 6, 4])}
+    for usable in ("", "0.5", "0.485, -0.456,1e6,"):
+        model(tensor, tensor, 8, **{f"gateway.{kind}.X": usable})
+    with pytest.raises(ModelFault) as raised:
+        model(tensor, tensor, 8, **{f"gateway.{kind}.X": text})
+    assert f"gateway.{kind}.X = '{text}', which is {words}" in raised.value.detail
+
+
 def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is() -> None:
     same = [result(WORDS, IDS=np.ones((2, 3))), result(WORDS, IDS=np.zeros((1, 3)))]
     assert joined(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from gateway.errors import ModelFault
 from gateway.tensors.dtypes import Datatype, Kind, datatype
 from gateway.words import quoted
@@ -170,16 +172,25 @@ def tensor(
         content_type=hint("content_type"),
         scale=hint("scale"),
         mean=numbers(hint("mean"), f"gateway.mean.{name}"),
-        std=numbers(hint("std"), f"gateway.std.{name}"),
+        std=numbers(hint("std"), f"gateway.std.{name}", divisors=True),
         labels=bool(config.get("label_filename")),
     )
 
 
-def numbers(text: str, key: str) -> tuple[float, ...]:
-    """`0.485,0.456,0.406`: one value per channel."""
+def numbers(text: str, key: str, *, divisors: bool = False) -> tuple[float, ...]:
+    """`0.485,0.456,0.406`: one value per channel, and none that makes a pixel infinite."""
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise ModelFault(
-            f"the model's config has {key} = {quoted(text)}, which is not a list of numbers"
-        ) from None
+        raise wrong(text, key, "a list of numbers") from None
+    with np.errstate(all="ignore"):
+        single = np.array(values, np.float32)
+        if not np.isfinite(single).all():
+            raise wrong(text, key, "a list of finite numbers")
+        if divisors and not np.isfinite(np.float32(255) / single).all():
+            raise wrong(text, key, "a list of numbers to divide by")
+    return values
+
+
+def wrong(text: str, key: str, wanted: str) -> ModelFault:
+    return ModelFault(f"the model's config has {key} = {quoted(text)}, which is not {wanted}")
