@@ -12,11 +12,13 @@ import orjson
 import pytest
 
 from gateway.errors import DoesNotFit, Malformed, ModelFault
+from gateway.tensors.examples import curl, example, python
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import Inputs, to_inputs
 from gateway.tensors.outputs import Result, joined, renderer
 from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
 from gateway.tensors.predict import from_rows, predictions
+from gateway.tensors.schema import openapi
 from gateway.tensors.signature import Signature, signature
 
 
@@ -72,6 +74,22 @@ def test_a_hint_that_cannot_be_is_named(kind: str, text: str, words: str) -> Non
     with pytest.raises(ModelFault) as raised:
         model(tensor, tensor, 8, **{f"gateway.{kind}.X": text})
     assert f"gateway.{kind}.X = '{text}', which is {words}" in raised.value.detail
+
+
+def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
+    answers = {"Y": ("FP32", [1])}
+    several = model({"A": ("INT32", [2]), "B": ("BYTES", [1])}, answers, 8, optional=True)
+    assert example(several).json == {"inputs": {"A": [1, 1]}}
+    assert '{"inputs":{"A":[1,1]}}' in curl(several, "http://here")
+    assert "{'inputs': {'A': [1] * 2}}" in python(several, "http://here")
+    assert "'example': {'inputs': {'A': [1, 1]}}" in str(openapi(several))
+    only = model({"B": ("BYTES", [1])}, answers, 8, optional=True)
+    shown = example(only)
+    inputs = to_inputs(
+        read_payload(shown.text.encode(), shown.content_type, Limits()), only, ImageLimits()
+    )
+    assert inputs.arrays["B"].tolist() == [[b"some text"]]
+    assert example(model({}, answers, 8)).json == {"inputs": {}}
 
 
 def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is() -> None:

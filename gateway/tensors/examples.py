@@ -30,11 +30,10 @@ class Example:
 
 def example(signature: Signature) -> Example:
     """The simplest request: the only input alone, or every required input by name."""
-    required = signature.required
-    if len(required) != 1:
-        values = {tensor.name: json_example(tensor) for tensor in required}
-        return Example(JSON, json={"inputs": values})
-    (tensor,) = required
+    candidates = signature.required or list(signature.inputs.values())
+    if len(candidates) != 1:
+        return Example(JSON, json={"inputs": named_examples(signature)})
+    (tensor,) = candidates
     if tensor.datatype.kind is Kind.BYTES and whole(tensor):
         if tensor.content_type.startswith("image/"):
             return Example("image/png", file="image.png")
@@ -42,6 +41,12 @@ def example(signature: Signature) -> Example:
     if tensor.image is not None and tensor.image.layout is not Layout.GREY:
         return Example("image/png", file="image.png")
     return Example(JSON, json={"inputs": {tensor.name: json_example(tensor)}})
+
+
+def named_examples(signature: Signature) -> dict[str, Any]:
+    """Every required input; where all are optional the first, for Triton takes no request without any."""
+    shown = signature.required or list(signature.inputs.values())[:1]
+    return {tensor.name: json_example(tensor) for tensor in shown}
 
 
 def whole(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 
 from gateway.tensors.dtypes import Datatype, Kind
-from gateway.tensors.examples import json_example, path_of
+from gateway.tensors.examples import named_examples, path_of
 from gateway.tensors.payload import EVENT_STREAM, JSON, MULTIPART, NDJSON, NPY, NPZ, OCTETS
 from gateway.tensors.signature import Signature, Tensor
 
@@ -175,9 +175,11 @@ def response_schema(signature: Signature) -> Schema:
 
 def openapi(signature: Signature, *, keyed: bool = False) -> dict[str, Any]:
     """The document of this one model."""
-    examples = {tensor.name: json_example(tensor) for tensor in signature.required}
     content: dict[str, Any] = {
-        JSON: {"schema": request_schema(signature), "example": {"inputs": examples}},
+        JSON: {
+            "schema": request_schema(signature),
+            "example": {"inputs": named_examples(signature)},
+        },
         NPZ: {"schema": BINARY},
         MULTIPART: {
             "schema": {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY)}
