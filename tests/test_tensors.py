@@ -216,6 +216,22 @@ def test_pieces_of_a_batch_of_instances_are_counted_together() -> None:
     assert answer == {"predictions": [[5], [6], [7]]}
 
 
+@pytest.mark.parametrize("written", ["9007199254740993.0", "-9007199254740993.0", "1e18", "1.0e17"])
+def test_an_integer_that_may_have_been_rounded_is_refused(written: str) -> None:
+    def sent(number: str, datatype: str = "INT64") -> Any:
+        payload = read_payload(f'{{"inputs": [{number}]}}'.encode(), JSON, Limits())
+        return converted(payload, [1], 8, datatype).arrays["X"].item()
+
+    with pytest.raises(DoesNotFit, match="written with a fraction or an exponent"):
+        sent(written)
+    assert sent("9007199254740993") == 9007199254740993
+    assert sent("18446744073709551615", "UINT64") == 18446744073709551615
+    assert sent("9007199254740991.0") == 9007199254740991
+    assert sent("-2e3") == -2000
+    with pytest.raises(DoesNotFit, match="outside"):
+        sent("1e18", "INT32")
+
+
 # Bodies.
 
 

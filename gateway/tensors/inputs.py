@@ -22,6 +22,8 @@ from gateway.tensors.payload import DATA_URI, Part, Payload, from_base64
 from gateway.tensors.signature import ImageSpec, Signature, Tensor
 from gateway.words import listed, quoted
 
+# From here on a JSON number that is read as floating point may have been another integer.
+LARGEST_EXACT = 1 << 53
 SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "": lambda values: values,
     "none": lambda values: values,
@@ -228,12 +230,18 @@ def integers(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
         fractional = next((leaf for leaf in leaves if int(leaf) != leaf), None)
         if fractional is not None:
             raise misfit(tensor, f"{fractional!r}, which is not whole")
-        leaves = [int(leaf) for leaf in leaves]
+    whole = [int(leaf) for leaf in leaves] if float in kinds else leaves
     low, high = tensor.datatype.range
-    if leaves and (min(leaves) < low or max(leaves) > high):
-        outside = next(leaf for leaf in leaves if not low <= leaf <= high)
+    if whole and (min(whole) < low or max(whole) > high):
+        outside = next(leaf for leaf in whole if not low <= leaf <= high)
         raise misfit(tensor, f"{outside}, which is outside {low}..{high}")
-    return np.array(leaves, tensor.datatype.numpy)
+    if float in kinds:
+        rounded = (leaf for leaf in leaves if type(leaf) is float and abs(leaf) >= LARGEST_EXACT)
+        if (inexact := next(rounded, None)) is not None:
+            raise misfit(
+                tensor, f"{inexact!r}, written with a fraction or an exponent, which may be rounded"
+            )
+    return np.array(whole, tensor.datatype.numpy)
 
 
 def floats(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
