@@ -11,11 +11,11 @@ import numpy as np
 import orjson
 import pytest
 
-from gateway.errors import DoesNotFit, Malformed, ModelFault
+from gateway.errors import DoesNotFit, Malformed, ModelFault, NotAcceptable
 from gateway.tensors.examples import curl, example, python
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import Inputs, to_inputs
-from gateway.tensors.outputs import Result, joined, renderer
+from gateway.tensors.outputs import Result, joined, preferences, renderer
 from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
 from gateway.tensors.predict import from_rows, predictions
 from gateway.tensors.schema import openapi
@@ -128,6 +128,44 @@ def test_an_answer_without_a_batch_dimension_is_given_as_it_is() -> None:
     for array in (np.array(7), np.zeros((0,)), np.array([1, 2, 3])):
         answer = result(WORDS, batched=False, IDS=array)
         assert np.array_equal(answer.array("IDS"), array)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "application/json"),
+        (", ,", "application/json"),
+        ("*/*", "application/json"),
+        ("text/html, */*;q=0.1", "application/json"),
+        ("application/*", "application/json"),
+        ("application/x-npz, application/json", "application/x-npz"),
+        ("application/json, application/x-npz", "application/json"),
+        ("application/json;q=0.5, application/x-npz;q=0.9", "application/x-npz"),
+        ("application/json;q=0, */*", "application/x-npz"),
+        ("*/*, application/json;q=0", "application/x-npz"),
+        ("*/*, application/json;q=0, application/x-npz;q=0.0", "application/x-npy"),
+        ("application/json;q=0.1, */*;q=0.5", "application/x-npz"),
+        ("application/*;q=0, image/*", "image/png"),
+        ("image/png;q=soon", "image/png"),
+        ("application/json;q=0", None),
+        ("application/*;q=0, text/html", None),
+        ("*/*;q=0", None),
+    ],
+)
+def test_accept_goes_by_the_most_specific_range(accept: str, content_type: str | None) -> None:
+    pictures = model(
+        {"X": ("INT32", [1])}, {"PNG": ("BYTES", [1])}, **{"gateway.content_type.PNG": "image/png"}
+    )
+    if content_type is None:
+        with pytest.raises(NotAcceptable):
+            renderer(accept, pictures, ["PNG"])
+        return
+    render = renderer(accept, pictures, ["PNG"])
+    assert render(result(pictures, PNG=np.array([b"x"], object))).content_type == content_type
+
+
+def test_the_ranges_of_accept_are_in_the_order_of_preference() -> None:
+    assert preferences("a/a;q=0.5, b/b, c/c;q=0, d/d, e/e;q=0.9") == ["b/b", "d/d", "e/e", "a/a"]
 
 
 # What is stacked.

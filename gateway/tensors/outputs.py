@@ -7,7 +7,8 @@ import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -204,15 +205,23 @@ def renderer(
             forms[OCTETS] = lambda result: as_raw(result, tensor.content_type or OCTETS)
             if tensor.content_type and tensor.content_type != JSON:
                 forms[tensor.content_type] = forms[OCTETS]
-    for wanted in preferences(accept):
-        for form, render in forms.items():
-            if matches(wanted, form):
-                return render
-    raise NotAcceptable(accept, forms)
+    ranges = media_ranges(accept)
+    ranked = [(rank, form) for form in forms if (rank := rank_of(form, ranges))]
+    if not ranked:
+        raise NotAcceptable(accept, forms)
+    return forms[max(ranked, key=itemgetter(0))[1]]  # the first of equals
 
 
-def preferences(accept: str) -> list[str]:
-    """The media ranges of an `Accept` header, best first."""
+class Range(NamedTuple):
+    """A media range of an `Accept` header."""
+
+    quality: float
+    position: int
+    name: str
+
+
+def media_ranges(accept: str) -> list[Range]:
+    """As they stand in the header; one that names nothing is as good as none."""
     ranges = []
     for position, entry in enumerate(accept.split(",")):
         name, parameters = media_type(entry)
@@ -220,9 +229,22 @@ def preferences(accept: str) -> list[str]:
             quality = float(parameters.get("q", "1"))
         except ValueError:
             quality = 1.0
-        if name and quality > 0:
-            ranges.append((-quality, position, name))
-    return [name for _, _, name in sorted(ranges)] or (["*/*"] if not accept.strip() else [])
+        if name:
+            ranges.append(Range(quality, -position, name))
+    return ranges or [Range(1.0, 0, "*/*")]
+
+
+def rank_of(form: str, ranges: Sequence[Range]) -> tuple[float, int] | None:
+    """By the most specific range that matches, and where that stands; None where it is not wanted."""
+    found = [each for each in ranges if matches(each.name, form)]
+    best = max(found, key=lambda each: (-each.name.count("*"), each.quality), default=None)
+    return best[:2] if best is not None and best.quality > 0 else None
+
+
+def preferences(accept: str) -> list[str]:
+    """The media ranges of an `Accept` header that are wanted, best first."""
+    wanted = (each for each in media_ranges(accept) if each.quality > 0)
+    return [each.name for each in sorted(wanted, reverse=True)]
 
 
 def matches(wanted: str, form: str) -> bool:
