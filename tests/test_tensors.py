@@ -14,9 +14,9 @@ import pytest
 from gateway.errors import DoesNotFit, Malformed, ModelFault, NotAcceptable
 from gateway.tensors.examples import curl, example, python
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import Inputs, to_inputs
+from gateway.tensors.inputs import Inputs, images_of, to_inputs
 from gateway.tensors.outputs import Result, joined, preferences, renderer
-from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
+from gateway.tensors.payload import CHARSETS, JSON, OCTETS, Limits, Part, Payload, read_payload
 from gateway.tensors.predict import from_rows, predictions
 from gateway.tensors.schema import openapi
 from gateway.tensors.signature import Signature, signature
@@ -268,6 +268,28 @@ def test_an_integer_that_may_have_been_rounded_is_refused(written: str) -> None:
     assert sent("-2e3") == -2000
     with pytest.raises(DoesNotFit, match="outside"):
         sent("1e18", "INT32")
+
+
+def test_for_numbers_a_numpy_file_is_one_whatever_its_type() -> None:
+    file = io.BytesIO()
+    np.save(file, np.arange(6, dtype=np.int32).reshape(1, 3, 2))
+    whole = file.getvalue()
+    for shape in ([3, 2], [1, 3, 2]):  # of which the second is an image's
+        tensor = {"X": ("FP32", shape)}
+        for payload in (read_payload(whole, OCTETS, Limits()), form("X", whole)):
+            inputs = to_inputs(payload, model(tensor, tensor, 8), ImageLimits())
+            assert inputs.arrays["X"].ravel().tolist() == [0, 1, 2, 3, 4, 5]
+            assert not images_of(payload, model(tensor, tensor, 8), ImageLimits())
+    with pytest.raises(Malformed, match="npy file"):
+        converted(form("X", whole[:-1]), [3, 2], 8)
+    assert converted(form("X", whole), [1], 8, "BYTES").arrays["X"].item() == whole
+
+
+def form(name: str, file: bytes) -> Payload:
+    """What `curl -F name=@file` sends."""
+    head = f'Content-Disposition: form-data; name="{name}"; filename="a.npy"\r\n'
+    part = f"--b\r\n{head}Content-Type: {OCTETS}\r\n\r\n".encode() + file
+    return read_payload(part + b"\r\n--b--\r\n", "multipart/form-data; boundary=b", Limits())
 
 
 # Bodies.

@@ -6,7 +6,7 @@ Every refusal names the input, what the model expects (datatype, shape, an examp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from PIL import Image
 from gateway.errors import DoesNotFit
 from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, Datatype, Kind
-from gateway.tensors.payload import DATA_URI, Part, Payload, from_base64
+from gateway.tensors.payload import DATA_URI, NPY_MAGIC, Part, Payload, from_base64, npy
 from gateway.tensors.signature import ImageSpec, Signature, Tensor
 from gateway.words import listed, quoted
 
@@ -86,7 +86,22 @@ def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits
 
 
 def assigned(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
-    """Which parts go to which input."""
+    """Which parts go to which input, and what they are to it."""
+    return {
+        name: [recognised(part, signature.inputs[name]) for part in parts]
+        for name, parts in named(payload, signature).items()
+    }
+
+
+def recognised(part: Part, tensor: Tensor) -> Part:
+    """For numbers, bytes that begin as NumPy's file does are one: curl gives a file no better type."""
+    blob = part.value
+    if tensor.datatype.kind is Kind.BYTES or not isinstance(blob, bytes):
+        return part
+    return replace(part, value=npy(blob, {})) if blob.startswith(NPY_MAGIC) else part
+
+
+def named(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
     parts = {name: found for name, found in payload.parts.items() if found}
     required = signature.required or list(signature.inputs.values())
     if len(parts) == 1 and len(required) == 1 and not parts.keys() & signature.inputs.keys():

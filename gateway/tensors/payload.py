@@ -29,6 +29,7 @@ from gateway.words import quoted
 
 JSON = "application/json"
 NPY = "application/x-npy"
+NPY_MAGIC = b"\x93NUMPY"
 NPZ = "application/x-npz"
 OCTETS = "application/octet-stream"
 EVENT_STREAM = "text/event-stream"
