@@ -243,6 +243,42 @@ def test_interrupted_while_it_waits_for_a_line(gateway: Gateway) -> None:
     running.communicate()
 
 
+def test_pipes_are_read_where_they_are_named_and_nowhere_else(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    text_files(tmp_path, 2)
+    os.mkfifo(pipe := tmp_path / "0" / "pipe.txt")
+    listed = [f"{tmp_path}/0/0000.txt", f"{tmp_path}/1/0001.txt"]
+    for named in (tmp_path, tmp_path / "*" / "*.txt"):
+        assert names_of(gateway.run("infer", TEXTS, named).stdout) == listed
+    for flag, name in (("--concurrency=2", pipe), ("--lines", f"{pipe}:1")):
+        running = gateway.start("infer", TEXTS, listed[1], pipe, flag, stdout=subprocess.PIPE)
+        pipe.write_text("through a pipe")  # waits until it is read
+        told = records(running.communicate(timeout=20)[0].decode())
+        assert (running.returncode, told[1]["input"]) == (0, str(name))
+        assert "through a pipe" in str(value_of(told[1]))
+
+
+@pytest.mark.parametrize(("flag", "signals"), [("--batch=1", 2), ("--lines", 1)])
+def test_a_pipe_that_nobody_writes_to_does_not_keep_it_from_its_end(
+    gateway: Gateway, tmp_path: Path, flag: str, signals: int
+) -> None:
+    (path,) = text_files(tmp_path, 1)
+    os.mkfifo(pipe := tmp_path / "pipe.txt")
+    running = gateway.start(
+        "infer", TEXTS, path, pipe, flag, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline()  # the file before it is answered
+    for _ in range(signals):
+        assert running.poll() is None
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.2)  # two at once would be one
+    _, told = running.communicate(timeout=5)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert told.decode().splitlines()[-1].startswith("interrupted: ")
+
+
 def test_who_reads_no_further_ends_it(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "many.txt").write_text("a line\n" * 3000)
     running = gateway.start(

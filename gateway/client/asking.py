@@ -62,7 +62,7 @@ class Asker:
         bodies: dict[int, Body] = {}
         for number, given in enumerate(group):
             try:
-                bodies[number] = given.read()
+                bodies[number] = await given.body()
             except OSError as exc:
                 sentence = f"the file cannot be read: {exc.strerror}"
                 records[number] = Record(given.name, error=sentence, code="UNREADABLE")

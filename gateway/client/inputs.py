@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gateway.client.errors import Misused
-from gateway.client.pipes import CHUNK_BYTES, read_some
+from gateway.client.pipes import CHUNK_BYTES, in_thread, read_some
 
 STDIN: Final = "-"
 TEXT: Final = "text/plain; charset=utf-8"
@@ -59,6 +60,12 @@ class Input:
             return Body(TEXT, self.source)
         data = content_of(self.source)
         return Body(content_type_of(self.source, data), data)
+
+    async def body(self) -> Body:
+        """Like `read`, but the loop goes on however long the other end of a pipe takes."""
+        if isinstance(self.source, bytes) or not is_special(self.source):
+            return self.read()
+        return await in_thread(self.read)
 
 
 def content_of(path: str) -> bytes:
@@ -109,6 +116,9 @@ class Inputs:
             if path == STDIN:
                 async for found in lines_of_stdin():
                     yield found
+            elif self.lines and is_special(path):
+                async for found in lines_of_pipe(path):
+                    yield found
             elif self.lines:
                 for found in lines_of(path):
                     yield found
@@ -128,21 +138,39 @@ def lines_of(path: str) -> Iterator[Input]:
 
 async def lines_of_stdin() -> AsyncIterator[Input]:
     """As they come."""
+    async for found in lines_from(0, STDIN, "standard input"):
+        yield found
+
+
+async def lines_of_pipe(path: str) -> AsyncIterator[Input]:
+    """As they come. To open it waits for the other end."""
+    try:
+        descriptor = await in_thread(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        raise Misused(f"{shown(path)} cannot be read: {exc.strerror}") from None
+    try:
+        async for found in lines_from(descriptor, shown(path), shown(path)):
+            yield found
+    finally:
+        os.close(descriptor)
+
+
+async def lines_from(descriptor: int, name: str, called: str) -> AsyncIterator[Input]:
     number, rest = 0, b""
-    while data := await some_of_stdin():
+    while data := await some_of(descriptor, called):
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
             number += 1
-            yield Input(f"{STDIN}:{number}", without_end(line))
+            yield Input(f"{name}:{number}", without_end(line))
     if rest:
-        yield Input(f"{STDIN}:{number + 1}", without_end(rest))
+        yield Input(f"{name}:{number + 1}", without_end(rest))
 
 
-async def some_of_stdin() -> bytes:
+async def some_of(descriptor: int, called: str) -> bytes:
     try:
-        return await read_some(0)
+        return await read_some(descriptor)
     except OSError as exc:
-        raise Misused(f"standard input cannot be read: {exc.strerror}") from None
+        raise Misused(f"{called} cannot be read: {exc.strerror}") from None
 
 
 def without_end(line: bytes) -> bytes:
@@ -173,14 +201,25 @@ def named_by(argument: str) -> list[str]:
     if Path(argument).exists():
         return [argument]
     matching = glob.glob(argument, recursive=True)  # noqa: PTH207 - it may be absolute
-    files = sorted(path for path in matching if not Path(path).is_dir())
+    files = sorted(path for path in matching if not Path(path).is_dir() and not is_special(path))
     if not files:
         raise Misused(f"{shown(argument)} is no file, no folder and no pattern that matches any")
     return files
+
+
+def is_special(path: str) -> bool:
+    """A pipe, a socket or a device: reading it may never end, so it must be named itself."""
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except OSError:
+        return False  # it is said when it is its turn
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def below(folder: str) -> Iterator[str]:
     """Every file in the folder and its folders; what is hidden stays so."""
     for at, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(at, name) for name in sorted(files) if not name.startswith("."))  # noqa: PTH118
+        names = sorted(name for name in files if not name.startswith("."))
+        paths = (os.path.join(at, name) for name in names)  # noqa: PTH118
+        yield from (path for path in paths if not is_special(path))

@@ -24,16 +24,15 @@ PIPE_BYTES: Final = select.PIPE_BUF
 
 async def read_some(descriptor: int) -> bytes:
     """What has come; empty at the end."""
-    if is_file(descriptor) or select.select([descriptor], [], [], 0)[0]:
+    if is_file(descriptor) or is_ready(descriptor, select.POLLIN):
         return os.read(descriptor, CHUNK_BYTES)
     return await in_thread(lambda: os.read(descriptor, CHUNK_BYTES))
 
 
 async def write_all(descriptor: int, data: bytes) -> None:
     """Raises `OSError`, a `BrokenPipeError` when nobody reads any more."""
-    if is_file(descriptor) or (
-        len(data) <= PIPE_BYTES and select.select([], [descriptor], [], 0)[1]
-    ):
+    at_once = len(data) <= PIPE_BYTES and is_ready(descriptor, select.POLLOUT)
+    if is_file(descriptor) or at_once:
         write(descriptor, data)
     else:
         await in_thread(lambda: write(descriptor, data))
@@ -43,6 +42,13 @@ def write(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def is_ready(descriptor: int, event: int) -> bool:
+    """By poll: select knows no descriptor above 1023."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(0))
 
 
 def is_file(descriptor: int) -> bool:
