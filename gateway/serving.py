@@ -6,6 +6,7 @@ The gateway takes a second to import: what cannot be is said before, and Triton 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 from gateway import logs
 from gateway.auth import is_loopback
-from gateway.settings import Settings, read_settings
+from gateway.settings import Settings, read_settings, unknown
 from gateway.triton.embedded import EmbeddedTriton, side_by_side
 from gateway.triton.options import Options, check_distinct, check_port, ports_of
 from gateway.words import Failure, say
@@ -97,6 +98,8 @@ def configured(**known: Any) -> Settings:
     """The settings of the environment; the log is set up with them."""
     settings = read_settings(**known)
     logs.configure(settings)
+    for sentence in unknown(os.environ):
+        log.warning("%s", sentence)
     return settings
 
 

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import re
 import ssl
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.words import Failure
 
+PREFIX: Final = "GATEWAY_"
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
+LONGEST_S: Final = 86400.0
+# What Kubernetes puts into every pod beside a Service whose name begins with "gateway".
+OF_A_SERVICE: Final = re.compile(
+    r"GATEWAY_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+# A name and a password in an address; more than them rather than a part of one.
+CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
+
+# 0 is for what may also not wait at all. No infinity: it has no place in a timer.
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+AnySeconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 
 
 class LogFormat(str, Enum):
@@ -36,7 +51,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
 class Settings(BaseSettings):
     """The gateway's settings; `docs/settings.md` shows them, and a test compares the two."""
 
-    model_config = SettingsConfigDict(env_prefix="GATEWAY_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     triton_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         ("http://127.0.0.1:8000",),
@@ -44,11 +59,11 @@ class Settings(BaseSettings):
         "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002. "
         "dns+http://NAME:8000 stands for every address of a name, looked up again and again.",
     )
-    poll_interval_s: float = Field(
-        0.5, gt=0, le=60, description="How often every replica is looked at."
+    poll_interval_s: Seconds = Field(
+        0.5, le=60, description="How often every replica is looked at."
     )
-    dns_interval_s: float = Field(
-        5.0, gt=0, description="How often the names of dns+http:// are looked up."
+    dns_interval_s: Seconds = Field(
+        5.0, description="How often the names of dns+http:// are looked up."
     )
     models_file: Path | None = Field(
         None,
@@ -70,7 +85,7 @@ class Settings(BaseSettings):
         "as globs separated by commas: llm-*,detector. They are asked over gRPC, which costs more than HTTP. "
         "A model's config can say so itself: gateway.cancellable is true.",
     )
-    load_timeout_s: float = Field(300.0, gt=0, description="How long a model's load may take.")
+    load_timeout_s: Seconds = Field(300.0, description="How long a model's load may take.")
     triton_ca_file: Path | None = Field(
         None, description="The authority that signed the certificates of https:// replicas."
     )
@@ -111,44 +126,46 @@ class Settings(BaseSettings):
     max_queue: int = Field(
         512, ge=0, description="Inferences that may wait for a place; the next one is 429 at once."
     )
-    request_timeout_s: float = Field(
-        30.0, gt=0, description="How long a request may take when the client does not say."
+    max_request_timeout_s: Seconds = Field(
+        300.0, description="The most that a client may ask for with X-Request-Timeout."
     )
-    max_request_timeout_s: float = Field(
-        300.0, gt=0, description="The most that a client may ask for with X-Request-Timeout."
+    request_timeout_s: Seconds = Field(
+        30.0,
+        validate_default=True,
+        description="How long a request may take when the client does not say.",
     )
-    connect_timeout_s: float = Field(
-        0.5, gt=0, description="How long connecting to a replica may take."
+    connect_timeout_s: Seconds = Field(
+        0.5, description="How long connecting to a replica may take."
     )
     keep_alive_s: int = Field(
-        75, gt=0, description="How long a client's connection may be idle, in seconds."
+        75,
+        gt=0,
+        le=int(LONGEST_S),
+        description="How long a client's connection may be idle, in seconds.",
     )
     max_header_bytes: int = Field(
         64 << 10,
-        gt=0,
+        ge=1 << 10,
         description="The largest header of a request, with its first line; and the largest trailers.",
     )
-    max_header_fields: int = Field(100, gt=0, description="The most fields of a request's header.")
-    max_url_bytes: int = Field(8 << 10, gt=0, description="The longest URL of a request.")
+    max_header_fields: int = Field(100, ge=16, description="The most fields of a request's header.")
+    max_url_bytes: int = Field(8 << 10, ge=256, description="The longest URL of a request.")
     max_pipelined: int = Field(
         16,
         gt=0,
         description="How many requests of one connection may wait for the answer of the one before; "
         "what follows is read later.",
     )
-    header_timeout_s: float = Field(
+    header_timeout_s: Seconds = Field(
         10.0,
-        gt=0,
         description="How long a request's header may take, and a new connection until its first one.",
     )
-    body_stall_s: float = Field(
+    body_stall_s: Seconds = Field(
         10.0,
-        gt=0,
         description="How far a request's body may fall behind GATEWAY_MIN_BYTES_PER_S before it is given up.",
     )
-    write_timeout_s: float = Field(
+    write_timeout_s: Seconds = Field(
         30.0,
-        gt=0,
         description="How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in taking its answer before "
         "it is cut off.",
     )
@@ -176,13 +193,12 @@ class Settings(BaseSettings):
         validate_default=True,
         description="The key of that certificate (PEM); empty when it is in the same file.",
     )
-    drain_s: float = Field(
+    drain_s: AnySeconds = Field(
         10.0,
-        ge=0,
         description="How long serve goes on after SIGTERM, saying at /readyz that it is not ready.",
     )
-    shutdown_s: float = Field(
-        30.0, gt=0, description="How long running requests may then take before they are cut."
+    shutdown_s: Seconds = Field(
+        30.0, description="How long running requests may then take before they are cut."
     )
     page: bool = Field(
         True,
@@ -198,6 +214,24 @@ class Settings(BaseSettings):
         LogFormat.console, description="console for people, json for one JSON object a line."
     )
 
+    @field_validator("request_timeout_s")
+    @classmethod
+    def allowed(cls, value: float, info: ValidationInfo) -> float:
+        most = info.data.get("max_request_timeout_s", value)
+        if value > most:
+            raise ValueError(f"it is more than GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {most:g}")
+        return value
+
+    @field_validator("tls_cert_file")
+    @classmethod
+    def certificate(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
+            except OSError as exc:
+                raise ValueError(f"no certificate can be read there: {reason(exc)}") from exc
+        return value
+
     @field_validator("tls_key_file")
     @classmethod
     def fitting(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -209,8 +243,9 @@ class Settings(BaseSettings):
         else:
             try:
                 load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
-            except (OSError, ssl.SSLError) as exc:
-                raise ValueError(f"it does not fit {certificate}: {exc}") from exc
+            except OSError as exc:
+                fits = f"no key that fits {certificate} can be read"
+                raise ValueError(f"{fits} there: {reason(exc)}") from exc
         return value
 
     @field_validator("triton_urls", "cors_origins", "cancellable_models", mode="before")
@@ -219,6 +254,18 @@ class Settings(BaseSettings):
         """`a,b`: pydantic-settings itself would read a tuple as JSON."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("triton_urls")
+    @classmethod
+    def replicas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """What is wrong with an address itself is said where it is read."""
+        if not value:
+            raise ValueError("the gateway needs a Triton to stand before")
+        if any("@" in url for url in value):
+            raise ValueError(
+                "a Triton asks for no name and no password; leave out what ends with @"
+            )
         return value
 
     @field_validator("cors_origins")
@@ -232,6 +279,25 @@ class Settings(BaseSettings):
                 )
         return value
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def endpoint(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            whole = False
+        if value and not whole:
+            raise ValueError("it is no address; write http://HOST:4318")
+        return value
+
+
+def reason(exc: OSError) -> str:
+    """In words, without the numbers of the library that failed."""
+    if isinstance(exc, ssl.SSLError) and exc.reason:
+        return exc.reason.replace("_", " ").lower()
+    return (exc.strerror or str(exc)).lower()
+
 
 def read_settings(**known: Any) -> Settings:
     """Those of the environment. Raises `Failure`."""
@@ -239,5 +305,26 @@ def read_settings(**known: Any) -> Settings:
         return Settings(**known)
     except ValidationError as exc:
         wrong = exc.errors()[0]
-        name = "GATEWAY_" + "_".join(map(str, wrong["loc"])).upper()
-        raise Failure(f"{name} cannot be {wrong['input']!r}: {wrong['msg']}") from exc
+        name = PREFIX + "_".join(map(str, wrong["loc"])).upper()
+        why = wrong.get("ctx", {}).get("error", wrong["msg"])  # ours without pydantic's own words
+        raise Failure(f"{name} cannot be {shown(wrong['input'])}: {why}") from None
+
+
+def shown(value: Any) -> str:
+    """A value as it was written, but for a password in it."""
+    written = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+    return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """A sentence for each variable of the environment that looks like a setting and is none."""
+    known = [name.upper() for name in Settings.model_fields]
+    found = sorted({name.upper() for name in names if name.upper().startswith(PREFIX)})
+    told = []
+    for name in found:
+        if (rest := name.removeprefix(PREFIX)) not in known and not OF_A_SERVICE.fullmatch(name):
+            near = get_close_matches(rest, known, 1)
+            told.append(
+                f"{name} is no setting" + (f"; is {PREFIX}{near[0]} meant?" if near else "")
+            )
+    return told
