@@ -51,6 +51,10 @@ class TritonFlags:
     exit_on_error: Annotated[
         bool, typer.Option(help="Whether a model that fails at the start ends it.")
     ] = True
+    start_timeout: Annotated[
+        int,
+        typer.Option(min=1, help="Seconds within which Triton must be ready, with its models."),
+    ] = 120
     backend_config: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,6 +86,7 @@ class TritonFlags:
             http_port=self.triton_http_port,
             grpc_port=self.triton_grpc_port,
             metrics_port=self.triton_metrics_port,
+            start_timeout_s=self.start_timeout,
         )
 
     def _default_load(self) -> tuple[str, ...]:

@@ -225,6 +225,13 @@ def test_a_model_that_does_not_load_ends_it_with_tritons_reason(repository: Path
     assert up.lines[-1] == "triton-gateway: Triton could not load echo: no weights here"
 
 
+def test_a_model_that_takes_longer_than_it_may_ends_it(repository: Path) -> None:
+    write_model(repository, "time.sleep(30)")
+    with Up(repository, "--start-timeout", "1") as up:
+        assert up.end() == 1
+    assert "Triton was not ready within 1 s (--start-timeout); its last line: " in up.lines[-1]
+
+
 def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> None:
     with Up(repository, "--load", "nobody") as up:
         assert up.end() == 1

@@ -101,7 +101,7 @@ class Life:
             connection.close()
 
     def _why_it_waits(self) -> str:
-        late = f"Triton was not ready within {self._options.start_timeout_s:g} s"
+        late = f"Triton was not ready within {self._options.start_timeout_s:g} s (--start-timeout)"
         if self._options.remote:
             return (
                 f"{late}: it may wait for {listed(self._options.remote)}; can that be reached, and are "
