@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from gateway.triton.guard import SHARED_MEMORY
-from gateway.triton.options import REPLICA_STEP
+from gateway.triton.options import REPLICA_STEP, CannotStart, ModelControl, Options
 from tests.servers import Command, free_ports
 
 CONFIG = """
@@ -256,6 +256,56 @@ def test_no_model_repository_is_said(tmp_path: Path) -> None:
         assert up.end() == 1
     assert "there is no model repository" in up.lines[-1]
     assert "--model-repository" in up.lines[-1]
+
+
+@pytest.mark.parametrize("name", ["my models", "a&b", "a;b", "$a", "a'b", "(a)", "a*", "\u00e9"])
+def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, name: str) -> None:
+    odd, plain = tmp_path / name, tmp_path / "plain"
+    write_model(odd, "pass")
+    with pytest.raises(CannotStart, match="cannot run a Python model at") as refused:
+        Options((odd,)).check()
+    assert f"'{odd}'" in str(refused.value)
+    write_model(plain, "pass")
+    (plain / "echo").rename(plain / name)
+    for options in (
+        Options((plain,), load=("*",)),
+        Options((plain,), load=(name,)),
+        Options((plain,), model_control=ModelControl.poll),
+    ):
+        with pytest.raises(CannotStart) as refused:
+            options.check()
+        assert f"'{plain / name}'" in str(refused.value)
+    Options((plain,), load=("another",)).check()
+    (tmp_path / "link").symlink_to(odd)
+    Options((tmp_path / "link",), load=("*",)).check()
+
+
+def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> None:
+    odd, link = tmp_path / "my models", tmp_path / "a-_.+@=,%:~^!#b"
+    write_model(odd, "pass")
+    with Up(odd) as up:
+        assert up.end() == 1
+    assert "takes no path with a blank in it; rename that, or make a link" in up.lines[-1]
+    assert len(up.lines) == 1
+    link.symlink_to(odd)
+    with Up(link) as up:
+        up.wait_for("ready after")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+
+
+def test_a_path_of_no_python_model_may_be_any(tmp_path: Path) -> None:
+    odd = tmp_path / "my models"
+    write_model(odd, "pass")
+    config = odd / "echo" / "config.pbtxt"
+    config.write_text(CONFIG.replace("python", "onnxruntime"))
+    Options((odd,), load=("*",)).check()
+    (odd / "echo" / "configs").mkdir()
+    (odd / "echo" / "configs" / "embedded.pbtxt").write_text(CONFIG)  # which Triton then reads
+    with pytest.raises(CannotStart):
+        Options((odd,), load=("*",)).check()
+    (odd / "echo" / "configs" / "embedded.pbtxt").write_text("# without a backend")
+    with pytest.raises(CannotStart):
+        Options((odd,), load=("*",)).check()
 
 
 def test_triton_alone(repository: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from gateway.triton.installation import Installation
-from gateway.words import Failure, listed
+from gateway.triton.stub import odd_characters, out_of_reach
+from gateway.words import Failure, listed, quoted
 
 EXIT_GRACE_S: Final = 4.0  # Triton's own limit for running requests is a second less
 LAST_PORT: Final = 65535
@@ -129,6 +130,7 @@ class Options:
         for repository in self.model_repositories:
             check_repository(repository)
         self._check_mode()
+        self._check_paths()
         for value in self.backend_configs:
             if PREFIX_SETTING.match(value):
                 raise CannotStart(
@@ -150,6 +152,19 @@ class Options:
                 f"--poll-secs is for --model-control poll; in mode {mode.value} Triton does not "
                 "look at the repository again"
             )
+
+    def _check_paths(self) -> None:
+        everything = ALL in self.load or self.model_control is not ModelControl.explicit
+        names = None if everything else frozenset(self.load)
+        for place in self.model_repositories:
+            if is_remote(place):
+                continue  # Triton copies it to a path of its own
+            if (folder := out_of_reach(Path(place_of(place)), names)) is not None:
+                raise CannotStart(
+                    f"Triton cannot run a Python model at {quoted(str(folder), 200)}: its Python backend "
+                    f"takes no path with {listed(odd_characters(folder))} in it; rename that, or make a "
+                    "link to it with a plain name"
+                )
 
     def command(self, files: Installation, shared_memory_prefix: str) -> list[str]:
         poll = [] if self.poll_s is None else [f"--repository-poll-secs={self.poll_s}"]
