@@ -10,6 +10,8 @@ import pytest
 from gateway.triton.installation import (
     CannotInstall,
     Platform,
+    cache_folder,
+    check_place,
     check_platform,
     find_libpython,
     library_folders,
@@ -47,6 +49,19 @@ def test_a_python_without_a_shared_library_is_told_what_to_install(tmp_path: Pat
     with pytest.raises(CannotInstall, match="apt-get install libpython3"):
         find_libpython([tmp_path])
     assert find_libpython(library_folders()).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"), [("my cache", "a blank"), ("c\u00e2che", "\u00e2"), ("a(b)", r"\( and \)")]
+)
+def test_a_cache_that_the_python_backend_cannot_be_started_from_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, odd: str
+) -> None:
+    monkeypatch.setenv("TRITON_GATEWAY_CACHE", f"/{name}")
+    with pytest.raises(CannotInstall, match=f"with {odd} in it; name another with"):
+        check_place(cache_folder())
+    monkeypatch.setenv("TRITON_GATEWAY_CACHE", "/my-c@che")
+    check_place(cache_folder())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.words import Failure
+from gateway.triton.stub import odd_characters
+from gateway.words import Failure, listed, quoted
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHONS = ("3.10", "3.11", "3.12")
@@ -72,6 +73,7 @@ def install(say: Callable[[str], None]) -> Installation:
     check_platform(Platform.here())
     libpython = find_libpython(library_folders())
     cache = cache_folder()
+    check_place(cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -89,6 +91,15 @@ def install(say: Callable[[str], None]) -> Installation:
         models_bin=models / "bin",
         libpython=libpython,
     )
+
+
+def check_place(cache: Path) -> None:
+    """The Python backend is started from there. Raises `CannotInstall`."""
+    if odd := odd_characters(cache):
+        raise CannotInstall(
+            f"the cache folder cannot be {quoted(str(cache), 200)}: Triton's Python backend takes no path "
+            f"with {listed(odd)} in it; name another with TRITON_GATEWAY_CACHE"
+        )
 
 
 @dataclass(frozen=True)
