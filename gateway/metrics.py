@@ -109,7 +109,8 @@ class Metrics:
         )
         self.attempts = counter(
             "gateway_upstream_attempts_total",
-            "Requests sent to a replica, by what came of it: answered, refused, bad_answer, deadline.",
+            "Requests sent to a replica, by what came of it: answered, refused, bad_answer, deadline, "
+            "given_up.",
             ("replica", "outcome"),
         )
         self.retries = counter(

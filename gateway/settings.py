@@ -217,7 +217,9 @@ class Settings(BaseSettings):
     @field_validator("request_timeout_s")
     @classmethod
     def allowed(cls, value: float, info: ValidationInfo) -> float:
-        most = info.data.get("max_request_timeout_s", value)
+        most: float = info.data.get("max_request_timeout_s", value)
+        if value > most and value == cls.model_fields["request_timeout_s"].default:
+            return most  # nobody wanted it to be more
         if value > most:
             raise ValueError(f"it is more than GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {most:g}")
         return value

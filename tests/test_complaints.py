@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from gateway.triton.complaints import Asked, complaint, scrubbed
+from gateway.triton.complaints import Asked, complaint, scrubbed, scrubbed_event
 
 STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
 
@@ -28,6 +28,15 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
             "SEQUENCE_NOT_RUNNING",
         ),
         (400, "Model 'm' is not ready", 503, "MODEL_NOT_READY"),
+        (400, "requested model 'm' is not available", 404, "MODEL_NOT_FOUND"),
+        (400, "failed to read the version (details: stol)", 404, "MODEL_NOT_FOUND"),
+        (500, "failed to get request params", 400, "MALFORMED_REQUEST"),
+        (
+            500,
+            "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned",
+            400,
+            "MALFORMED_REQUEST",
+        ),
         (503, "Exceeds maximum queue size", 429, "OVERLOADED"),
         (503, "Request timeout expired", 504, "DEADLINE_PASSED"),
         (
@@ -99,3 +108,23 @@ def test_no_text_of_a_clients_making_takes_long(part: str) -> None:
     for status in (400, 500):
         complaint(status, orjson.dumps({"error": text}), Asked("m"))
     scrubbed(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (
+            "Failed to process the request(s) for model 'm', message: ValueError: boom",
+            "MODEL_FAULT",
+        ),
+        (
+            "unexpected shape for input 'X' for model 'm'. Expected [2], got [3]",
+            "DOES_NOT_FIT_MODEL",
+        ),
+        ("anything else", "REFUSED_BY_MODEL"),
+    ],
+)
+def test_an_error_in_a_stream_has_a_code(text: str, code: str) -> None:
+    event = orjson.loads(scrubbed_event(b"data: " + orjson.dumps({"error": text}) + b"\n\n"))
+    assert event["code"] == code
+    assert text.endswith(event["error"])

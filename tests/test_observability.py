@@ -166,6 +166,30 @@ def test_a_request_has_one_line_with_all_that_is_known(
     assert 0 < line["upstream_ms"] < line["duration_ms"]
 
 
+def test_the_time_of_an_inference_that_is_given_up_was_tritons(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    body = {"inputs": ["The ship left the harbour at dawn. " * 40] * 32}
+    headers = {"X-Request-ID": "given-up-1", "X-Request-Timeout": "0.05"}
+    answer = client.post("/v1/models/text_ensemble/infer", json=body, headers=headers)
+    assert answer.status_code == 504
+    (line,) = logged(command, "given-up-1")
+    assert line["attempts"] == 1
+    assert 20 < float(str(line["upstream_ms"])) < float(str(line["duration_ms"]))
+    assert total(client, "gateway_upstream_attempts_total", outcome="given_up") >= 1
+
+
+def test_who_asks_for_the_head_alone_gets_it(client: httpx.Client) -> None:
+    """Of whatever answers GET (RFC 9110, section 9.1)."""
+    for path in ("/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/core", "/openapi.json"):
+        head, whole = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert client.head("/v1/models/nobody").status_code == 404
+    assert client.head("/v1/models/core/infer").status_code == 405
+
+
 def test_tritons_reason_is_in_the_log_in_full_under_the_request_id(
     fresh: tuple[httpx.Client, Command],
 ) -> None:

@@ -338,6 +338,9 @@ class Pool:
                 error = await complained(answer, asked)
                 if isinstance(error, (ModelNotReady, UnknownModel)):
                     self._contradicted(replica, asked)
+            except asyncio.CancelledError:  # by the request's deadline, or a client that left
+                self._attempted(replica, began, "given_up", notes)
+                raise
             except ON_THE_WIRE as exc:
                 error = exc
                 self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
@@ -361,6 +364,9 @@ class Pool:
             try:
                 with traced(notes, replica, headers) as carried:
                     begun = await start(replica, carried)
+            except asyncio.CancelledError:
+                self._attempted(replica, began, "given_up", notes)
+                raise
             except ON_THE_WIRE as exc:
                 error: GatewayError = exc
                 self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)

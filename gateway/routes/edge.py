@@ -95,6 +95,8 @@ class Edge:
     async def _framed(self, scope: Scope, receive: Receive, send: Send, notes: Notes) -> int:
         status = CLIENT_LEFT
         header = (b"x-request-id", notes.request_id.encode())
+        # The server leaves out the answer's body (RFC 9110, section 9.3.2).
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def receive_counted() -> Message:
             message = await receive()
@@ -110,15 +112,15 @@ class Edge:
                     given = {name for name, _ in headers}  # a page may have a stricter policy
                     headers += [pair for pair in OF_PAGES if pair[0] not in given]
                 message["headers"] = headers
-            else:
+            elif asked is scope:
                 notes.bytes_out += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._framework(scope, receive_counted, send_with_id)
+            await self._framework(asked, receive_counted, send_with_id)
         finally:
             # Only what a table of ours holds is a label: a path of a client's making is not.
-            notes.route = getattr(scope.get("route"), "path", "")
+            notes.route = getattr(asked.get("route"), "path", "")
         return status
 
 

@@ -78,7 +78,7 @@ RULES = (
     rule(f"{MODEL}/ready", "GET HEAD", health=True),
     rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
     rule("/v2/health/(live|ready)", "GET HEAD", health=True),
-    rule("/v2/?", "GET HEAD"),
+    rule("/v2", "GET HEAD"),
     rule("/v2/(system|cuda)sharedmemory(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
     rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
     rule(f"{MODEL}/trace/setting", "GET HEAD POST", right=Right.manage),

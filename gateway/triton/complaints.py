@@ -104,11 +104,13 @@ MODE = re.compile(r"explicit model load / unload is not allowed", re.I)
 
 RULES = (
     rule(ANY, r"has no available versions", lambda _, asked: ModelNotReady(asked.model, asked.version)),
-    rule(ANY, r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository",
+    rule(ANY, r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository|"
+         r"requested model '[^']{0,300}' is not available",
          lambda _, asked: UnknownModel(asked.model, asked.version)),
     rule(ANY, r"is not (at )?ready|not ready for inference|is unloaded",
          lambda _, asked: ModelNotReady(asked.model, asked.version)),
-    rule(ANY, r"model version is not available", lambda _, asked: UnknownModel(asked.model, asked.version)),
+    rule(ANY, r"model version is not available|\bstol\b",
+         lambda _, asked: UnknownModel(asked.model, asked.version)),
     rule({400, 500}, r"must specify the START flag", lambda _, asked: SequenceNotRunning(
         asked.model, asked.sequence.sequence_id if asked.sequence else None)),
     rule(ANY, r"Failed to process the request\(s\)", lambda text, asked: ModelFault(
@@ -120,7 +122,7 @@ RULES = (
     rule(ANY, r"server is (stopping|shutting|not ready|exiting)|exit timeout",
          lambda *_: Unavailable("the replica is stopping; try again")),
     rule(ANY, r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
-         r"Unable to find 'inputs'",
+         r"Unable to find 'inputs'|failed to get request params|attempt to access JSON",
          lambda text, _: Malformed(f"Triton cannot read the request: {text}")),
     rule(ANY, MODE.pattern, lambda *_: ModelControlMode()),
     rule(ANY, r"decoupled transaction", lambda _, asked: RefusedByModel(
@@ -152,7 +154,13 @@ def text_of(body: bytes) -> str:
 def scrubbed_event(payload: bytes) -> bytes:
     """The JSON of an error that comes in the middle of a stream, without what must not leave."""
     log.warning("Triton's stream failed: %s", payload[:LOGGED].decode(errors="replace"))
-    return orjson.dumps({"error": scrubbed(text_of(payload)) or "the stream failed"})
+    text = text_of(payload)[:LONGEST]
+    code = next(
+        row.error("", Asked()).code
+        for row in RULES
+        if 400 in row.statuses and row.words.search(text)
+    )
+    return orjson.dumps({"error": scrubbed(text) or "the stream failed", "code": code})
 
 
 def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
