@@ -9,6 +9,7 @@ a JSON string is always escaped, so `"shape"` with its colon is a key wherever i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from math import prod
 from typing import Final
 
@@ -21,11 +22,14 @@ LONGEST: Final = 4096  # from the key to the end of the list
 SPACE: Final = rb"[ \t\r\n]*"
 KEY: Final = re.compile(rb'(?<!\\)"' + SPACE + rb":")
 CLASSES: Final = re.compile(rb'"classification"' + SPACE + rb"(?::|\Z)")
-SHAPE: Final = re.compile(rb'(?<!\\)"shape"' + SPACE + rb":" + SPACE + rb"\[([^\]]*)\]")
-BEGUN: Final = re.compile(rb'(?<!\\)"shape"' + SPACE + rb"(?:\Z|:" + SPACE + rb"(?:\Z|\[[^\]]*\Z))")
+# They begin with the word itself, for which `re` looks quickly; what an escape makes of it is seen after.
+SHAPE: Final = re.compile(rb'"shape"' + SPACE + rb":" + SPACE + rb"\[([^\]]*)\]")
+BEGUN: Final = re.compile(rb'"shape"' + SPACE + rb"(?:\Z|:" + SPACE + rb"(?:\Z|\[[^\]]*\Z))")
 # Nobody who writes JSON escapes these letters but to be read in two ways.
 DISGUISED: Final = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:6[13568CcEeFf9]|7[034])")
 NUMBER: Final = re.compile(rb"[0-9]+")
+GAPS: Final = (b'" ', b'"\t', b'"\r', b'"\n')  # perhaps before a colon
+BACKSLASH: Final = 0x5C
 OVERLAP: Final = 16  # of two pieces, between which a word may be cut
 
 
@@ -59,11 +63,11 @@ class Shapes:
         if b"\\" in text and DISGUISED.search(text):
             raise Malformed("the JSON writes plain letters as \\u escapes; write them as they are")
         end = 0
-        for found in SHAPE.finditer(text):
+        for found in unescaped(SHAPE, text, 0):
             self._check(found[1])
             end = found.end()
         self._count(text, len(self._held))
-        begun = BEGUN.search(text, end)
+        begun = next(unescaped(BEGUN, text, end), None)
         if begun is None:
             self._held = text[self._cut(text, max(end, len(text) - OVERLAP)) :]
         elif len(text) - begun.start() > LONGEST:
@@ -86,6 +90,16 @@ class Shapes:
 
     def _count(self, text: bytes, seen: int) -> None:
         """What was held is not counted again."""
-        self._keys += sum(1 for found in KEY.finditer(text) if found.end() > seen)
+        if b"\\" in text or any(gap in text for gap in GAPS):
+            self._keys += sum(1 for found in KEY.finditer(text) if found.end() > seen)
+        else:
+            self._keys += text.count(b'":', max(seen - 1, 0))
         if self._keys > MOST_KEYS:
             raise Malformed(f"the JSON has more than {MOST_KEYS} keys")
+
+
+def unescaped(words: re.Pattern[bytes], text: bytes, start: int) -> Iterator[re.Match[bytes]]:
+    for found in words.finditer(text, start):
+        before = found.start() - 1
+        if before < 0 or text[before] != BACKSLASH:
+            yield found
