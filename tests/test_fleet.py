@@ -453,11 +453,11 @@ def test_a_triton_that_is_asked_to_stop_does_so_at_once_with_the_gateway_attache
         took = leaving.ended(30)
         statuses, _ = load.result()
     print(f"it took {took:.1f} s; {statuses}")
-    assert took < 5
-    assert set(statuses) == {200}
     leaving.end()
     leaving.start()
     leaving.wait()
+    assert took < 10  # of the 30 s that it would wait for a connection
+    assert set(statuses) == {200}
 
 
 def test_a_model_unloaded_behind_our_back_costs_no_request(three: Fleet) -> None:
