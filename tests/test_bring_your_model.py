@@ -21,6 +21,7 @@ from tests.servers import ROOT, gateway_before, triton_on_free_ports
 from tests.test_docs import OWN_SERVER, assert_prints, examples
 
 DOCUMENT = ROOT / "docs" / OWN_SERVER
+QUICK_START = ROOT / "docs" / "quick-start.md"
 REPOSITORY = ROOT / "triton_repo"
 LABELS = [f"thing {number}" for number in range(network.CLASSES)]
 RECIPE = Recipe(232, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -28,13 +29,14 @@ PNG = {"Content-Type": "image/png"}
 NPY = {**PNG, "Accept": "application/x-npy"}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+def blocks(language: str, document: Path = DOCUMENT) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the document's `sh` blocks make, its pipeline, and two networks with a line of config."""
+    """What the document's `sh` blocks make, its pipeline, what the quick start makes, and another network
+    with a line of config."""
     place = tmp_path_factory.mktemp("brought")
     (place / "triton_repo").symlink_to(REPOSITORY)
     (place / "model.onnx").write_bytes(network.classifier())
@@ -43,12 +45,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=20)
     models = place / "my_models"
     write(models, network.classifier(), LABELS, RECIPE)
-    for name, graph in (("texts", network.texts()), ("bare", network.classifier())):
-        version = models / name / "1"
-        version.mkdir(parents=True)
-        (version / "model.onnx").write_bytes(graph)
-        (version / "model.py").symlink_to(REPOSITORY / "core/1/model.py")
-        (version.parent / "config.pbtxt").write_text('backend: "python"')
+    (place / "my.onnx").write_bytes(network.classifier())
+    (steps,) = (block for block in blocks("sh", QUICK_START) if "my.onnx" in block)
+    subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=20)
+    (place / "repository" / "mine").rename(models / "mine")
+    version = models / "texts" / "1"
+    version.mkdir(parents=True)
+    (version / "model.onnx").write_bytes(network.texts())
+    (version / "model.py").symlink_to(REPOSITORY / "core/1/model.py")
+    (version.parent / "config.pbtxt").write_text('backend: "python"')
     return models
 
 
@@ -110,12 +115,12 @@ def test_the_pipeline_serves_another_network_by_its_config_values_alone(
 
 
 def test_a_line_of_config_is_enough_for_shapes_and_batches(brought: httpx.Client) -> None:
-    described = brought.get("/v1/models/bare").json()
+    described = brought.get("/v1/models/mine").json()
     assert described["max_batch_size"] == 4
     assert [tensor["shape"] for tensor in described["inputs"]] == [[3, 224, 224]]
-    assert "dynamic_batching" in brought.get("/v2/models/bare/config").json()
+    assert "dynamic_batching" in brought.get("/v2/models/mine/config").json()
     body = png(224, 224)
-    response = brought.post("/v1/models/bare/infer", content=body, headers=NPY)
+    response = brought.post("/v1/models/mine/infer", content=body, headers=NPY)
     greys = np.asarray(Image.open(io.BytesIO(body)), np.float32).transpose(2, 0, 1)
     expected = network.scores(greys)
     np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, rtol=1e-4, atol=0.1)
