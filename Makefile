@@ -26,11 +26,11 @@ faults: $(VENV)/.dev models
 
 # The images, built and run without a registry and a cluster; what is missing for it is said.
 containers: $(VENV)/.dev
-	@$(BIN)/python -m pytest -n 0 -s -v tests/containers $(ARGS)
+	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
 
 # The page in a real Chromium, which is 130 MB to install. PAGE_PICTURE=FILE keeps what it looks like.
 page: $(VENV)/.dev models
-	@$(BIN)/python -m pytest -n 0 -m long tests/test_page.py $(ARGS)
+	@$(BIN)/python -m pytest -n 0 -m long tests/system/test_page.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -28,8 +28,8 @@ from tritonclient.http import InferenceServerClient, InferInput
 from benchmarks import hot_path, servers
 from benchmarks.load import Measured, Request, measure
 from gateway.triton.embedded import EmbeddedTriton
-from tests.servers import triton_on_free_ports
-from tests.test_exposition import of_models
+from tests.support.servers import triton_on_free_ports
+from tests.support.tools import of_models
 
 RESULTS = Path(__file__).with_name("results.md")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.models.zoo import Model, Names, T, write_repository
-from tests.servers import ROOT, Command, free_ports
+from tests.support.model_zoo.zoo import Model, Names, T, write_repository
+from tests.support.servers import ROOT, Command, free_ports
 
 MODELS = (
     Model("small", "identity", (T("X", "FP32", (256,)),), (T("Y", "FP32", (256,)),), 64),

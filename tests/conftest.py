@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
-from tests.models.zoo import Names, Zoo, write_repository
-from tests.servers import ROOT, gateway_before, triton_on_free_ports
+from tests.support.model_zoo.zoo import Names, Zoo, write_repository
+from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

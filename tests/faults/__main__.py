@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from tests.faults.rows import ROWS, Row
+from tests.support.fault_table import ROWS, Row
 
 WORST_FIRST: Final = ("failed", "not run", "skipped", "passed")
 MARKS: Final = {"failed": "✗", "not run": "·", "skipped": "–", "passed": "✓"}

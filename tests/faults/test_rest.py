@@ -22,12 +22,19 @@ import pytest
 from PIL import Image
 
 from gateway.triton.embedded import EmbeddedTriton
-from tests.models.zoo import MODELS, Names, write_repository
-from tests.servers import Command, Triton, free_ports, gateway, triton_on_free_ports
-from tests.test_fleet import BODY, ECHO, hammer, repository, until
-from tests.test_fleet import Fleet as Served
-from tests.test_images import encoded
-from tests.test_workers import workers
+from tests.support.fleet import BODY, ECHO, hammer, repository
+from tests.support.fleet import Fleet as Served
+from tests.support.images import encoded
+from tests.support.model_zoo.zoo import MODELS, Names, write_repository
+from tests.support.servers import (
+    Command,
+    Triton,
+    free_ports,
+    gateway,
+    triton_on_free_ports,
+    workers,
+)
+from tests.support.wait import wait_until
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -75,12 +82,12 @@ def test_the_only_triton_killed_under_load_is_said_at_once_and_is_back_at_once(
             ThreadPoolExecutor(1) as pool,
         ):
             alone = Served([triton], client, command)
-            until(lambda: alone.infer().is_success, 5)
+            wait_until(lambda: alone.infer().is_success)
             load = pool.submit(hammer, alone, 4)
             time.sleep(1)
             triton.kill()
             killed = time.monotonic()
-            until(lambda: client.get("/readyz").status_code == 503, 1)
+            wait_until(lambda: client.get("/readyz").status_code == 503)
             assert client.get("/livez").status_code == 200
             refused = alone.infer()
             assert_told(refused, 503, "NO_REPLICA")
@@ -89,7 +96,7 @@ def test_the_only_triton_killed_under_load_is_said_at_once_and_is_back_at_once(
             after = sorted(took for at, _, took in seen if at > killed + 0.1)
             triton.start()
             triton.wait()
-            back_s = until(lambda: alone.infer().status_code == 200, 2)
+            back_s = wait_until(lambda: alone.infer().status_code == 200)
         triton.kill()  # which is quicker than its end
     print(
         f"{dict(statuses)}; half of the refusals within {after[len(after) // 2] * 1000:.1f} ms, ",
@@ -142,14 +149,14 @@ def test_a_model_unloaded_behind_our_back_is_503_at_once_and_other_models_are_se
     direct = f"{triton.options.url.partition('?')[0]}/v2/repository/models/pair"
     httpx.post(f"{direct}/unload").raise_for_status()
     began = time.monotonic()
-    until(lambda: pair().status_code != 200, 1)
+    wait_until(lambda: pair().status_code != 200)
     assert_told(pair(), 503, "MODEL_NOT_READY")
-    until(lambda: not ready(), 1)
+    wait_until(lambda: not ready())
     print(f"noticed after {(time.monotonic() - began) * 1000:.0f} ms")
     other = client.post("/v1/models/single_BYTES/infer", json={"inputs": "a"})
     assert other.status_code == 200
     httpx.post(f"{direct}/load").raise_for_status()
-    until(lambda: pair().status_code == 200, 1)
+    wait_until(lambda: pair().status_code == 200)
 
 
 def spoil_config(folder: Path) -> None:
@@ -249,15 +256,15 @@ def test_what_a_killed_worker_was_doing_is_not_counted_for_ever(triton: Embedded
     with Command(*arguments, environment=environment) as command, ThreadPoolExecutor(3) as pool:
         command.wait_for("serving")
         calls = list(map(pool.submit, [ask] * 3, range(3)))
-        until(lambda: in_flight() >= 3, 3.5)
+        wait_until(lambda: in_flight() >= 3)
         victims = workers(command)
         for victim in victims:
             victim.kill()
         began = time.monotonic()
         assert [call.result() for call in calls] == [0] * 3
-        until(lambda: not any(victim.is_running() for victim in victims), 30)
-        until(lambda: serves(url), 30)
-        until(lambda: in_flight() <= 2, 10)  # this page, and perhaps the last one
+        wait_until(lambda: not any(victim.is_running() for victim in victims))
+        wait_until(lambda: serves(url))
+        wait_until(lambda: in_flight() <= 2)  # this page, and perhaps the last one
         print(f"served and counted rightly {time.monotonic() - began:.1f} s after both were killed")
 
 
@@ -294,7 +301,7 @@ def test_a_state_that_cannot_be_written_refuses_changes_and_nothing_else(tmp_pat
             folder.unlink()
             (tmp_path / "gone").rename(folder)
             wished = json.loads((folder / "state.json").read_bytes())
-            until(lambda: client.post("/v2/repository/models/late/load").status_code == 200, 5)
+            wait_until(lambda: client.post("/v2/repository/models/late/load").status_code == 200)
         triton.kill()
     print("2 changes refused with 503, 2 models served meanwhile")
     assert "other" in json.dumps(wished)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.faults.rows import ROWS
-from tests.servers import ROOT
+from tests.support.fault_table import ROWS
+from tests.support.servers import ROOT
 
 ALL = [row for rows in ROWS.values() for row in rows]
 NODE_IDS = {node_id for row in ALL for node_id in row.node_ids}

@@ -14,19 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.test_load import (
-    ECHO,
-    QUIET,
-    Offering,
-    Pool,
-    by_v2,
-    median_ms,
-    p99_ms,
-    port_of,
-)
-from tests.servers import Triton, gateway
-from tests.test_exposition import program
-from tests.test_fleet import write_echo
+from tests.support.fake_triton import port_of
+from tests.support.fleet import write_echo
+from tests.support.load import ECHO, QUIET, Offering, Pool, by_v2, median_ms, p99_ms
+from tests.support.servers import Triton, gateway
+from tests.support.tools import program
 
 LOOK_EVERY_S = 0.5  # more often, and looking would slow down who asks beside it
 DEADLINE_S = 6

@@ -18,9 +18,10 @@ import aiohttp
 import httpx
 import pytest
 
-from tests.faults.proxy import WELL, End, Fault, Proxy, always
-from tests.servers import Triton, gateway
-from tests.test_fleet import Fleet, hammer, until, write_echo
+from tests.support.fault_proxy import WELL, End, Fault, Proxy, always
+from tests.support.fleet import Fleet, hammer, write_echo
+from tests.support.servers import Triton, gateway
+from tests.support.wait import wait_until
 
 INFER = b"/v2/models/echo/infer"
 PLAIN = {"Accept-Encoding": "identity"}
@@ -65,7 +66,7 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
 @contextmanager
 def before(behind: Behind, count: int) -> Iterator[Fleet]:
     with gateway(*behind.urls[:count]) as (client, command):
-        until(lambda: client.get("/readyz").text.count('"ready"') == count + 1, 10)
+        wait_until(lambda: client.get("/readyz").text.count('"ready"') == count + 1)
         yield Fleet(behind.tritons[:count], client, command)
 
 
@@ -354,7 +355,7 @@ def test_a_replica_that_cannot_be_reached_costs_half_a_second_and_then_nothing(
     assert set(later) == {200}
     assert slowest < CONNECT_S + TOLERANCE_S
     assert after < TOLERANCE_S
-    back = until(lambda: two.client.get("/readyz").text.count('"ready"') == 3, 10)
+    back = wait_until(lambda: two.client.get("/readyz").text.count('"ready"') == 3)
     print(f"it is asked again {back:.1f} s after it can be reached")
 
 
@@ -372,7 +373,7 @@ def test_a_replica_that_accepts_and_never_answers_costs_whom_it_has_their_deadli
         list(pool.map(ask, range(24)))
         with behind.proxies[0].having(Fault(delay_s=math.inf)):
             first = list(pool.map(ask, range(12)))
-            left_s = until(lambda: two.client.get("/readyz").text.count('"ready"') == 2, 4)
+            left_s = wait_until(lambda: two.client.get("/readyz").text.count('"ready"') == 2)
             then = [ask(number) for number in range(20)]
     late = [took for status, took in first if status == 504]
     well = [took for status, took in first if status == 200]

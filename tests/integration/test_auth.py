@@ -1,0 +1,933 @@
+"""Who may call what: real keys, a real gateway, the real tritonserver. Every route has its row here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.app import ROUTERS, create_app
+from gateway.auth import OPEN, OPEN_BELOW
+from gateway.keys import BadKeysFile, Caller, Role, create, keys_in, read, revoke
+from gateway.routes.v2 import RULES
+from gateway.settings import Settings
+from gateway.triton.embedded import EmbeddedTriton
+from tests.support.fake_triton import ask, fake_triton, port_of
+from tests.support.fleet import ECHO, Fleet, fleet_of
+from tests.support.keys import (
+    ADMIN,
+    BOTH,
+    ENTRIES,
+    INFER,
+    METRICS,
+    SECRETS,
+    TEXTS,
+    TEXTS_ADMIN,
+    bearer,
+    entry,
+    written,
+)
+from tests.support.servers import ROOT, Command, free_ports, gateway
+from tests.support.trace_collector import collecting
+from tests.support.wait import wait_until
+
+TEXT_MODELS = {"text_core", "text_ensemble", "text_postprocessing", "text_preprocessing"}
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    demo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, Command]]:
+    """A gateway with these keys before the real tritonserver; its log is told in full."""
+    path = written(tmp_path_factory.mktemp("keys") / "keys.yaml", ENTRIES)
+    settings = {"keys_file": str(path), "log_level": "debug", "log_format": "json"}
+    with gateway(demo_triton.options.url, **settings) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def client(guarded: tuple[httpx.Client, Command]) -> httpx.Client:
+    return guarded[0]
+
+
+# Every route.
+
+FREE, ASKED, SCRAPED, MANAGED = "open", "infer", "metrics", "admin"
+MAY = {
+    FREE: {"", INFER, METRICS, ADMIN},
+    ASKED: {INFER, ADMIN},
+    SCRAPED: {METRICS, ADMIN},
+    MANAGED: {ADMIN},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A route, for whom it is, and what whoever may call it is told."""
+
+    method: str
+    path: str
+    whose: str
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "text/plain"
+
+
+ROWS = (
+    Row("GET", "/", FREE),
+    Row("GET", "/static/{name:path}", FREE),
+    Row("GET", "/livez", FREE),
+    Row("GET", "/readyz", FREE),
+    Row("GET", "/docs", FREE),
+    Row("GET", "/docs/oauth2-redirect", FREE),
+    Row("GET", "/redoc", FREE),
+    Row("GET", "/openapi.json", FREE),
+    Row("GET", "/metrics", SCRAPED),
+    Row("GET", "/v1/models", ASKED),
+    Row("GET", "/v1/models/{model}", ASKED),
+    Row("GET", "/v1/models/{model}/versions/{version}", ASKED),
+    Row("GET", "/v1/models/{model}/openapi.json", ASKED),
+    Row("GET", "/v1/models/{model}/versions/{version}/openapi.json", ASKED),
+    Row("POST", "/v1/models/{model}/infer", ASKED, body=b"a text"),
+    Row("POST", "/v1/models/{model}/versions/{version}/infer", ASKED, body=b"a text"),
+    Row("POST", "/v1/models/{model}:predict", ASKED, body=b'{"instances": ["a text"]}'),
+    Row(
+        "POST", "/v1/models/{model}/versions/{version}:predict", ASKED,
+        body=b'{"instances": ["a text"]}',
+    ),
+    Row("GET", "/v1/replicas", MANAGED),
+    Row("GET", "/v1/operations/{operation}", MANAGED, 404),
+    Row("GET", "/v2/models", ASKED),
+    Row("POST", "/v2/repository/index", MANAGED),
+    Row("POST", "/v2/repository/models/{model}/load", MANAGED),
+    Row("POST", "/v2/repository/models/{model}/unload", MANAGED, 409),
+    Row("GET", "/nothing", ASKED, 404),
+    # What passes to Triton.
+    Row("GET", "/v2", ASKED),
+    Row("GET", "/v2/health/live", ASKED),
+    Row("GET", "/v2/health/ready", ASKED),
+    Row("GET", "/v2/models/stats", ASKED),
+    Row("GET", "/v2/models/{model}", ASKED),
+    Row("GET", "/v2/models/{model}/versions/{version}", ASKED),
+    Row("GET", "/v2/models/{model}/ready", ASKED),
+    Row("GET", "/v2/models/{model}/config", ASKED),
+    Row("GET", "/v2/models/{model}/stats", ASKED),
+    Row("POST", "/v2/models/{model}/infer", ASKED, 400, b"{"),
+    Row("POST", "/v2/models/{model}/generate", ASKED, 400, b"{"),
+    Row("POST", "/v2/models/{model}/generate_stream", ASKED, 400, b"{"),
+    Row("GET", "/v2/models/{model}/trace/setting", MANAGED),
+    Row("GET", "/v2/logging", MANAGED),
+    Row("GET", "/v2/trace/setting", MANAGED),
+    Row("GET", "/v2/systemsharedmemory/status", ASKED, 403),
+    Row("GET", "/v2/cudasharedmemory/status", ASKED, 403),
+    Row("GET", "/v2/nothing", ASKED, 404),
+)  # fmt: skip
+# A key of no use for inference is told that there is nothing, or that it is shut, like any other.
+WITHOUT_ROLE = {"/nothing": 404, "/v2/nothing": 404}
+
+
+def filled(path: str, model: str) -> str:
+    path = path.replace("{name:path}", "main.js").replace("{operation}", "0" * 32)
+    return path.replace("{model}", model).replace("{version}", "1")
+
+
+def routes() -> Iterator[tuple[str, str]]:
+    framework: Any = create_app(Settings(state="memory:"))
+    own = [route for route in framework._framework.routes if hasattr(route, "path")]
+    assert len(framework._framework.routes) <= len(own) + len(ROUTERS)
+    for route in [*own, *(route for router in ROUTERS for route in router.routes)]:
+        for method in route.methods - {"HEAD"}:
+            yield method, route.path
+
+
+def test_every_route_has_its_row() -> None:
+    rows = {(row.method, row.path) for row in ROWS}
+    assert not set(routes()) - rows
+
+
+def test_every_rule_of_what_is_passed_has_its_row() -> None:
+    for rule in RULES:
+        assert any(rule.path.fullmatch(filled(row.path, "m")) for row in ROWS), rule.path.pattern
+
+
+def test_what_is_open_is_in_the_table() -> None:
+    assert {row.path for row in ROWS if row.whose == FREE} == OPEN | {OPEN_BELOW + "{name:path}"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method} {row.path}")
+@pytest.mark.parametrize("key", ["", "tgw_nobody", INFER, METRICS, ADMIN])
+def test_each_role_may_do_what_it_is_for(client: httpx.Client, row: Row, key: str) -> None:
+    # The ensemble needs text_core: nothing is unloaded here.
+    model = "text_core" if row.path.endswith("load") else "text_ensemble"
+    answer = client.request(
+        row.method,
+        filled(row.path, model),
+        content=row.body or None,
+        headers={"Content-Type": row.content_type, **bearer(key)},
+    )
+    if key in MAY[row.whose] or row.whose == FREE:
+        assert answer.status_code == row.status, answer.text
+    elif key not in SECRETS:
+        assert_refused(answer, 401, "UNAUTHENTICATED")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    elif row.path in WITHOUT_ROLE:
+        assert answer.status_code == WITHOUT_ROLE[row.path]
+    else:
+        assert_refused(answer, 403, "FORBIDDEN")
+
+
+def assert_refused(answer: httpx.Response, status: int, code: str) -> None:
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    assert told.keys() == {"error", "code", "request_id"}
+    assert told["code"] == code
+    assert told["request_id"] == answer.headers["x-request-id"] != ""
+    assert not any(secret in answer.text for secret in SECRETS)
+
+
+def test_what_is_open_tells_nothing_of_the_inside(client: httpx.Client) -> None:
+    for key in ("", "tgw_nobody", INFER, METRICS):
+        assert client.get("/readyz", headers=bearer(key)).json() == {"ready": True}
+    assert client.get("/readyz", headers=bearer(ADMIN)).json()["replicas"]
+
+
+def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
+    for path in (
+        "/livez/",
+        "/livez%0a",
+        "/readyz%0a",
+        "/docs/../v1/models",
+        "/livez%2f..%2fmetrics",
+        "/static",
+        "/static%00",
+    ):
+        assert ask(port_of(client), "GET", path).status == 401, path
+    for path in ("/static/../metrics", "/static/..%2fv1%2fmodels", "/static/"):
+        assert ask(port_of(client), "GET", path).status == 404, path
+    for path in ("/metrics%0a", "/v1/replicas%0a"):  # which the framework takes for the route
+        headers = [("X-API-Key", TEXTS if "metrics" in path else INFER)]
+        assert ask(port_of(client), "GET", path, headers).status in (403, 404), path
+
+
+# Keys as they come.
+
+
+def test_a_key_comes_in_either_header(client: httpx.Client) -> None:
+    good: list[dict[str, str]] = [
+        {"X-API-Key": INFER},
+        {"Authorization": f"bearer {INFER}"},
+        {"Authorization": f"BEARER  {INFER}"},
+        {"Authorization": f"Bearer {INFER}", "X-API-Key": INFER},
+        {"Authorization": "Basic dXNlcjpwdw==", "X-API-Key": INFER},  # of who stands before us
+    ]
+    for headers in good:
+        assert client.get("/v1/models", headers=headers).status_code == 200, headers
+    spaced = [("X-API-Key", f"\t {INFER} \t")]
+    assert ask(port_of(client), "GET", "/v1/models", spaced).status == 200
+
+
+def test_what_is_no_key_of_anybodys_is_401(client: httpx.Client) -> None:
+    port = port_of(client)
+    bad: list[list[tuple[str, str]]] = [
+        [("X-API-Key", INFER[:-1])],
+        [("X-API-Key", INFER[1:])],
+        [("X-API-Key", INFER + "x")],
+        [("X-API-Key", INFER.upper())],
+        [("X-API-Key", hashlib.sha256(INFER.encode()).hexdigest())],  # what stands in the file
+        [("X-API-Key", "")],
+        [("X-API-Key", "\xff\xfe\xe9")],
+        [("X-API-Key", "x" * 4000)],
+        [("X-API-Key", f'"{INFER}"')],
+        [("X-API-Key", f"{INFER},{ADMIN}")],
+        [("Authorization", "Bearer")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", INFER)],
+        [("Authorization", f"Basic {INFER}")],
+        [("Authorization", f"Bearer {INFER} {INFER}")],
+        [("Proxy-Authorization", f"Bearer {INFER}")],
+        [("X_API_Key", INFER)],
+        [("Authorization", f"Bearer {INFER}"), ("X-API-Key", ADMIN)],
+        [("Authorization", f"Bearer {INFER}"), ("X-API-Key", "")],
+        [("X-API-Key", INFER), ("X-API-Key", ADMIN)],
+    ]
+    for headers in bad:
+        for path in ("/v1/models", "/v2/models/core"):
+            got = ask(port, "GET", path, headers)
+            assert got.status == 401, headers
+            assert json.loads(got.body)["code"] == "UNAUTHENTICATED"
+            assert b"tgw_" not in got.body
+    assert ask(port, "GET", f"/v1/models?api_key={INFER}").status == 401
+
+
+def test_a_body_that_nobody_may_send_does_not_disturb_what_follows(client: httpx.Client) -> None:
+    for _ in range(3):
+        refused = client.post("/v2/models/core/infer", content=b"x" * 300_000)
+        assert refused.status_code == 401
+        assert client.get("/livez").status_code == 200
+
+
+# Models.
+
+
+def test_every_listing_has_only_what_the_key_sees(client: httpx.Client) -> None:
+    def get(path: str, key: str) -> Any:
+        return client.get(path, headers=bearer(key)).json()
+
+    for key in (TEXTS, TEXTS_ADMIN):
+        assert {model["name"] for model in get("/v1/models", key)["models"]} == TEXT_MODELS
+        assert set(get("/v2/models", key)["models"]) == TEXT_MODELS
+    for body in ({}, {"ready": True}):
+        for query in ("", "?detail=replicas"):
+            url = f"/v2/repository/index{query}"
+            index = client.post(url, json=body, headers=bearer(TEXTS_ADMIN)).json()
+            assert {model["name"] for model in index} == TEXT_MODELS
+    (replica,) = get("/v1/replicas", TEXTS_ADMIN)["replicas"]
+    assert set(replica["models"]) == TEXT_MODELS
+    assert len(get("/v1/models", ADMIN)["models"]) == 8
+
+
+def test_addresses_are_for_administrators(client: httpx.Client) -> None:
+    told = client.get("/v1/models", headers=bearer(INFER))
+    assert "127.0.0.1" not in told.text
+    assert "replicas" in client.get("/v1/models", headers=bearer(ADMIN)).json()["models"][0]
+
+
+def test_a_model_that_the_key_does_not_see_is_as_unknown_as_one_that_is_not(
+    client: httpx.Client,
+) -> None:
+    rows = [row for row in ROWS if "{model}" in row.path]
+    assert len(rows) > 12
+    for row in rows:
+        told = []
+        for model in ("core", "none"):
+            answer = client.request(
+                row.method,
+                filled(row.path, model),
+                content=row.body or None,
+                headers=bearer(TEXTS_ADMIN),
+            )
+            assert_refused(answer, 404, "MODEL_NOT_FOUND")
+            told.append(answer.json()["error"].replace(model, "…"))
+        assert told[0] == told[1]
+    unknown = client.get("/v1/models/none", headers=bearer(INFER)).json()["error"]
+    assert unknown.replace("none", "…") == told[0]
+
+
+def test_what_concerns_every_model_is_for_who_sees_every_model(client: httpx.Client) -> None:
+    for method, path in (
+        ("GET", "/v2/models/stats"),
+        ("GET", "/v2/logging"),
+        ("POST", "/v2/trace/setting"),
+        ("GET", "/metrics"),
+    ):
+        for key in (TEXTS, TEXTS_ADMIN):
+            assert_refused(client.request(method, path, headers=bearer(key)), 403, "FORBIDDEN")
+    assert client.get("/metrics", headers=bearer(BOTH)).status_code == 200
+
+
+def test_odd_names_are_no_way_around_the_patterns(client: httpx.Client) -> None:
+    port = port_of(client)
+    for path in (
+        "/v2/models/%63ore",
+        "/v2/models/a%2Fb",
+        "/v2/models/text_%2F..%2Fcore",
+        "/v2/models/text_..%2fcore/config",
+        "/v2/models/text_core%00",
+        "/v2/models/text_core%2F..%2F..%2Fcore/versions/1",
+        "/v2/models/text_core/../core",
+        "/v2/models/text_/../../models/core",
+        "/v2//models/core",
+        "/v2/models//core",
+        "/v2/models/core/",
+        "/v2/models/CORE",
+        "/v2/models/text_core;/core",
+        "/v2/models/stat%73",
+        "/v2/models/.",
+        "/v2/models/..",
+        "/v2/./models/core",
+        "/v1/models/%63ore",
+        "/v1/models/text_%2f..%2fcore",
+        "/v1/models/text_%252f..%252fcore",
+        "/v1/models/core%0a",
+        "/v1/models/..",
+        "/v2%2Fmodels%2Fcore",
+    ):
+        got = ask(port, "GET", path, [("X-API-Key", TEXTS)])
+        assert got.status == 404, (path, got)
+    for verb in ("load", "unload"):
+        for model in ("core", "%63ore", "text_%2f..%2fcore", "text_core%252f", "..", "core%0a"):
+            path = f"/v2/repository/models/{model}/{verb}"
+            for way in (path, path.replace("/v2/", "/v2%2F", 1)):
+                got = ask(port, "POST", way, [("X-API-Key", TEXTS_ADMIN)])
+                assert got.status == 404, (way, got)
+
+
+@given(st.lists(st.text("ab*?[]!-^\\", min_size=1, max_size=9), min_size=1), st.text("ab-^!]"))
+def test_any_pattern_is_a_pattern(globs: list[str], name: str) -> None:
+    assert Caller("x", models=tuple(globs)).sees(name) in (True, False)
+
+
+@given(st.text(min_size=1, max_size=30))
+def test_a_key_with_patterns_sees_no_name_that_a_path_would_have_to_quote(name: str) -> None:
+    caller = Caller("x", models=("a*", "[!b]*"))
+    if caller.sees(name):
+        assert name.isascii()
+        assert name.isprintable()
+        assert not set(name) & set('%/\\?#"<>[]{}|^` ')
+        assert name not in (".", "..")
+
+
+def test_what_was_matched_is_kept_in_bounds() -> None:
+    caller = Caller("x", models=("a*",))
+    for number in range(5000):
+        assert caller.sees(f"a{number}")
+        assert not caller.sees(f"b{number}")
+    assert caller.sees("a" * 10_000)
+    assert len(caller._seen) <= 1024
+    assert max(map(len, caller._seen)) < 300
+
+
+# Management by a key with patterns.
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A Triton whose models may be changed, and whose code may be."""
+    folder = tmp_path_factory.mktemp("managed")
+    entries = [*ENTRIES, entry("tgw_part-secret", "admin", models=["chain", "echo"])]
+    path = written(folder / "keys.yaml", entries)
+    settings = {"keys_file": str(path), "allow_model_upload": "true", "max_body_bytes": "4000000"}
+    with fleet_of(folder / "models", 1, ("echo", "other", "chain"), **settings) as fleet:
+        yield fleet
+
+
+PART = bearer("tgw_part-secret")
+
+
+def test_an_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> None:
+    both = managed.unload("chain", headers=PART, json={"parameters": {"unload_dependents": True}})
+    assert_refused(both, 403, "FORBIDDEN")
+    needed = managed.unload("other", headers=bearer(ADMIN))
+    assert needed.status_code == 409
+    assert "'chain'" in needed.json()["error"]
+    written_anew = [*ENTRIES, entry("tgw_part-secret", "admin", models=["other"])]
+    assert managed.unload("other", headers=PART).status_code == 404
+    path = Path(managed.tritons[0].repository).parents[1] / "keys.yaml"
+    written(path, written_anew)
+    wait_until(lambda: managed.unload("other", headers=PART).status_code == 409)
+    assert "chain" not in managed.unload("other", headers=PART).text
+    begun = managed.unload("other", headers={**PART, "Prefer": "respond-async"})
+    assert begun.status_code == 202
+    where = begun.headers["location"]
+
+    def told(headers: dict[str, str]) -> httpx.Response:
+        return managed.client.get(where, headers=headers)
+
+    wait_until(lambda: told(PART).json()["operation"] == "failed")
+    assert "chain" not in told(PART).text
+    assert told(bearer(ADMIN)).status_code == 200
+    assert_refused(told(bearer(TEXTS_ADMIN)), 404, "NOT_FOUND")
+    written(path, [*ENTRIES, entry("tgw_part-secret", "admin", models=["chain", "echo"])])
+
+
+ECHO_CONFIG = {
+    "name": "echo",
+    "backend": "python",
+    "max_batch_size": 4,
+    "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [2]}],
+    "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [2]}],
+    "instance_group": [{"count": 1, "kind": "KIND_CPU"}],
+}
+
+
+def config_of(fleet: Fleet, model: str) -> Any:
+    return httpx.get(f"http://{fleet.tritons[0].address}/v2/models/{model}/config").json()
+
+
+def test_an_administrators_upload_takes_effect_on_triton(managed: Fleet) -> None:
+    assert config_of(managed, "echo")["max_batch_size"] == 0
+    upload = {"parameters": {"config": json.dumps(ECHO_CONFIG)}}
+    loaded = managed.load("echo", json=upload, headers=bearer(ADMIN))
+    assert loaded.status_code == 200, loaded.text
+    assert config_of(managed, "echo")["max_batch_size"] == 4
+    described = managed.client.get("/v1/models/echo", headers=bearer(INFER)).json()
+    assert described["max_batch_size"] == 4
+
+
+def test_uploaded_files_run_and_may_be_larger_than_other_loads(managed: Fleet) -> None:
+    code = ECHO.replace('"Y", value', '"Y", value * 3') + "#" * 1_500_000
+    upload = {
+        "parameters": {
+            "config": json.dumps({**ECHO_CONFIG, "name": "late", "max_batch_size": 0}),
+            "file:1/model.py": base64.b64encode(code.encode()).decode(),
+        }
+    }
+    assert len(json.dumps(upload)) > 1 << 20
+    loaded = managed.load("late", json=upload, headers=bearer(ADMIN))
+    assert loaded.status_code == 200, loaded.text
+    assert managed.infer("late", headers=bearer(INFER)).json()["outputs"] == {"Y": [3, 6]}
+    nowhere = managed.load("brought", json=upload, headers=bearer(ADMIN))
+    assert_refused(nowhere, 404, "MODEL_NOT_FOUND")
+    too_large = {"parameters": {"file:1/x": "A" * 5_000_000}}
+    refused = managed.load("late", json=too_large, headers=bearer(ADMIN))
+    assert_refused(refused, 413, "TOO_LARGE")
+
+
+def test_what_is_no_file_of_the_model_is_not_brought(managed: Fleet) -> None:
+    for name in ("file:../x", "file:/etc/x", "file:1/../../x", "file:", "file:a//b", "other", ""):
+        answer = managed.load("echo", json={"parameters": {name: "AAAA"}}, headers=bearer(ADMIN))
+        assert_refused(answer, 400, "MALFORMED_REQUEST")
+
+
+def test_who_does_not_see_all_models_brings_no_code(managed: Fleet) -> None:
+    for name in ("config", "file:1/model.py"):
+        answer = managed.load("echo", json={"parameters": {name: "AAAA"}}, headers=PART)
+        assert_refused(answer, 403, "FORBIDDEN")
+    large = {"parameters": {"config": "A" * 1_500_000}}
+    assert_refused(managed.load("echo", json=large, headers=PART), 413, "TOO_LARGE")
+    large_unload = managed.unload("echo", json=large, headers=bearer(ADMIN))
+    assert_refused(large_unload, 413, "TOO_LARGE")
+    config = managed.unload("echo", json={"parameters": {"config": "{}"}}, headers=bearer(ADMIN))
+    assert_refused(config, 403, "FORBIDDEN")
+
+
+def test_without_the_setting_nobody_brings_code(client: httpx.Client, demo: httpx.Client) -> None:
+    for who, headers in ((client, bearer(ADMIN)), (demo, {})):
+        for name in ("config", "file:1/model.py"):
+            url = "/v2/repository/models/text_core/load"
+            answer = who.post(url, json={"parameters": {name: "AAAA"}}, headers=headers)
+            assert_refused(answer, 403, "FORBIDDEN")
+
+
+# The file, as it changes.
+
+
+@contextmanager
+def gateway_with(path: Path, url: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
+    with gateway(url, keys_file=str(path), **settings) as pair:
+        yield pair
+
+
+def status(client: httpx.Client, key: str) -> int:
+    return client.get("/v1/models", headers=bearer(key)).status_code
+
+
+def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    with gateway_with(path, demo_triton.options.url) as (client, command):
+        assert status(client, INFER) == 200
+        revoke(path, "infer")
+        wait_until(lambda: status(client, INFER) == 401)
+        assert status(client, ADMIN) == 200
+        path.write_text(f"keys: [{{name: {INFER!r}, sha256: '{INFER}', *broken")
+        command.wait_for("stay as they were", 5)
+        assert status(client, ADMIN) == 200
+        path.unlink()
+        command.wait_for("No such file", 5)
+        assert status(client, ADMIN) == 200
+        written(path, [entry(INFER, "infer")])
+        wait_until(lambda: status(client, INFER) == 200)
+        assert status(client, ADMIN) == 401
+        path.write_text("keys: []")
+        wait_until(lambda: status(client, INFER) == 401)
+        assert client.get("/livez").status_code == 200
+        assert command.output.count("stay as they were") == 2
+        assert "tgw_" not in command.output
+
+
+def test_kubernetes_swaps_a_link_above_the_file(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    for name, key in (("..1", INFER), ("..2", ADMIN)):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name / "keys.yaml", [entry(key, "infer", name="same")])
+    for name in ("..1", "..2"):
+        os.utime(tmp_path / name / "keys.yaml", (1, 1))  # not even the time tells them apart
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "keys.yaml").symlink_to("..data/keys.yaml")
+    with gateway_with(tmp_path / "keys.yaml", demo_triton.options.url) as (client, _):
+        assert [status(client, key) for key in (INFER, ADMIN)] == [200, 401]
+        (tmp_path / "..new").symlink_to("..2")
+        (tmp_path / "..new").replace(tmp_path / "..data")
+        wait_until(lambda: status(client, ADMIN) == 200)
+        assert status(client, INFER) == 401
+
+
+def test_every_worker_reads_the_file_again(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": demo_triton.options.url,
+        "GATEWAY_KEYS_FILE": str(path),
+    }
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as command:
+        command.wait_for("serving")
+        httpx.get(f"http://127.0.0.1:{port}/livez", timeout=30)  # it listens before a worker is up
+
+        def statuses() -> set[int]:
+            found = set()
+            for _ in range(20):  # on connections of their own
+                found.add(httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=bearer(INFER)))
+            return {answer.status_code for answer in found}
+
+        assert statuses() == {200}
+        revoke(path, "infer")
+        wait_until(lambda: statuses() == {401})
+
+
+GOOD = entry(INFER, "infer")
+BAD: dict[str, str] = {
+    "empty": "",
+    "text": "keys",
+    "no list": "keys: {a: b}",
+    "another field": yaml.safe_dump({"keys": [GOOD], "more": 1}),
+    "no object": "keys: [abc]",
+    "an unknown field": yaml.safe_dump({"keys": [{**GOOD, "key": INFER}]}),
+    "no name": yaml.safe_dump({"keys": [{**GOOD, "name": ""}]}),
+    "a name of two lines": yaml.safe_dump({"keys": [{**GOOD, "name": "a\nb"}]}),
+    "a key for a name": yaml.safe_dump({"keys": [{**GOOD, "name": INFER}]}),
+    "a key for a hash": yaml.safe_dump({"keys": [{**GOOD, "sha256": INFER}]}),
+    "no roles": yaml.safe_dump({"keys": [{**GOOD, "roles": []}]}),
+    "an unknown role": yaml.safe_dump({"keys": [{**GOOD, "roles": ["root"]}]}),
+    "roles as text": yaml.safe_dump({"keys": [{**GOOD, "roles": "infer"}]}),
+    "no models": yaml.safe_dump({"keys": [{**GOOD, "models": []}]}),
+    "a model that is none": yaml.safe_dump({"keys": [{**GOOD, "models": [1]}]}),
+    "a rate of nothing": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": 0}]}),
+    "a rate without end": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": float("inf")}]}),
+    "a rate beyond floats": f"keys: [{{name: a, sha256: '{'0' * 64}', roles: [infer], "
+    f"requests_per_second: 1{'0' * 400}}}]",
+    "a rate that is true": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": True}]}),
+    "two of one name": yaml.safe_dump({"keys": [GOOD, entry(ADMIN, "admin", name="infer")]}),
+    "one key twice": yaml.safe_dump({"keys": [GOOD, entry(INFER, "admin", name="other")]}),
+    "aliases": "keys: &a [*a]",
+    "a field twice": "keys: []\nkeys: []",
+    "no YAML": "keys: [tgw_infer-secret",
+    "an object of Python": "keys: !!python/object/apply:os.system [tgw_infer-secret]",
+    "a date that is none": "keys: [2020-13-45]",
+    "very deep": "[" * 5000,
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
+def test_a_bad_file_is_refused_in_a_sentence_that_tells_none_of_it(text: str) -> None:
+    with pytest.raises(BadKeysFile) as caught:
+        keys_in(text)
+    sentence = str(caught.value)
+    assert sentence
+    assert "\n" not in sentence
+    assert "tgw_" not in sentence
+    assert GOOD["sha256"] not in sentence
+
+
+@given(st.text(max_size=200) | st.text("keys:[]{}\n-! *&'\"name", max_size=80))
+def test_whatever_stands_in_a_file_it_is_read_or_refused(text: str) -> None:
+    with suppress(BadKeysFile):
+        keys_in(text)
+
+
+def test_a_broken_file_at_the_start_ends_the_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_bytes(b"keys: [\xff]")
+    for keys_file in (path, tmp_path / "none.yaml", tmp_path):
+        (port,) = free_ports(1)
+        environment = {"GATEWAY_KEYS_FILE": str(keys_file)}
+        with Command("serve", "--port", str(port), environment=environment) as command:
+            assert command.end() == 1
+        assert command.output.startswith(f"triton-gateway: the keys file {keys_file}: ")
+        assert len(command.lines) == 1
+
+
+def test_who_listens_to_the_world_without_keys_is_warned(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    for host, keys, warned in (
+        ("0.0.0.0", "", 1),
+        ("0.0.0.0", str(path), 0),
+        ("127.0.0.1", "", 0),
+        ("localhost", "", 0),
+    ):
+        (port,) = free_ports(1)
+        environment = {"GATEWAY_TRITON_URLS": demo_triton.options.url}
+        if keys:
+            environment["GATEWAY_KEYS_FILE"] = keys
+        arguments = ("serve", "--host", host, "--port", str(port))
+        with Command(*arguments, environment=environment) as command:
+            command.wait_for("serving")
+        assert command.output.count("GATEWAY_KEYS_FILE") == warned
+
+
+def test_without_keys_administration_is_for_who_is_here_and_speaks_for_nobody_else(
+    demo: httpx.Client,
+) -> None:
+    own = str(demo.base_url).rstrip("/")
+    for headers, expected in (
+        ({}, 404),
+        ({"Origin": own}, 404),
+        ({"Origin": "http://localhost:8080"}, 404),
+        ({"Authorization": "Bearer tgw_any"}, 404),
+        ({"X-Forwarded-For": "127.0.0.1"}, 403),
+        ({"Forwarded": "for=127.0.0.1"}, 403),
+        ({"X-Real-IP": "127.0.0.1"}, 403),
+        ({"Via": "1.1 nginx"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://[::1"}, 403),
+        ({"Origin": "http://localhost.evil.example"}, 403),
+    ):
+        answer = demo.post("/v2/repository/models/none/load", headers=headers)
+        assert answer.status_code == expected, headers
+        assert demo.get("/v1/models", headers=headers).status_code == 200
+
+
+# Keys go nowhere.
+
+TRICKS: list[list[tuple[str, str]]] = [
+    [("X-API-Key", INFER)],
+    [("Authorization", f"Bearer {INFER}")],
+    [("X-API-Key", INFER), ("Connection", "x-api-key")],
+    [("X-API-Key", INFER), ("Connection", "keep-alive, X-API-Key")],
+    [("Authorization", f"Bearer {INFER}"), ("Connection", "authorization")],
+    [("Authorization", f"Bearer {INFER}"), ("X-API-Key", INFER), ("Connection", "content-length")],
+]
+
+
+def test_no_key_reaches_triton_or_a_log_line_or_a_metric(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    settings = {"log_level": "debug", "log_format": "json"}
+    with (
+        fake_triton() as fake,
+        gateway_with(path, f"http://127.0.0.1:{fake.port}", **settings) as (client, command),
+    ):
+        port = port_of(client)
+        for headers in TRICKS:
+            for method, target in (
+                ("GET", "/v2/models/m"),
+                ("POST", "/v2/models/m/infer"),
+                ("GET", "/v1/models/m"),
+                ("POST", "/v1/models/m/infer"),
+            ):
+                body = b'{"inputs": [1]}' if method == "POST" else b""
+                assert ask(port, method, target, headers, body).status not in (401, 403, 500)
+        ask(port, "POST", "/v2/models/m/infer", [("X-API-Key", INFER + "x")], b"{}")
+        seen = []
+        while not fake.requests.empty():
+            seen.append(b"".join(fake.requests.get()).lower())
+        assert len(seen) >= 4 * len(TRICKS)
+        for request in seen:
+            assert b"secret" not in request
+            assert b"x-api-key" not in request
+            assert b"authorization" not in request
+        page = client.get("/metrics", headers=bearer(METRICS)).text
+        wait_until(lambda: "GET /metrics 200" in command.output)
+        assert "secret" not in page
+        assert "secret" not in command.output
+        lines = [json.loads(line) for line in command.lines if line.startswith("{")]
+        assert {"infer", "metrics", ""} <= {line["key"] for line in lines if "key" in line}
+
+
+def test_no_key_is_in_a_trace(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    with collecting() as collector:
+        with (
+            fake_triton() as fake,
+            gateway_with(path, f"http://127.0.0.1:{fake.port}", otlp_endpoint=collector.url) as (
+                client,
+                _,
+            ),
+        ):
+            for headers in TRICKS:
+                ask(port_of(client), "GET", "/v2/models/m", headers)
+            ask(port_of(client), "GET", "/v2/models/m", [("X-API-Key", "tgw_wrong-secret")])
+        wait_until(lambda: len(collector.spans) > len(TRICKS))
+        assert "secret" not in str(collector.spans)
+
+
+def test_the_log_tells_whose_key_it_was(guarded: tuple[httpx.Client, Command]) -> None:
+    client, command = guarded
+    for number, key in enumerate((INFER, TEXTS, "tgw_nobody")):
+        headers = {"X-Request-ID": f"whose-{number}", **bearer(key)}
+        client.get("/v2/models/core", headers=headers)
+
+    def keys() -> dict[str, str]:
+        lines = [json.loads(line) for line in list(command.lines) if "duration_ms" in line]
+        return {line["request_id"]: line["key"] for line in lines}
+
+    wait_until(lambda: "whose-2" in keys())
+    assert [keys()[f"whose-{number}"] for number in range(3)] == ["infer", "texts", ""]
+    assert not any(secret in command.output for secret in SECRETS)
+
+
+# The command line.
+
+
+def key_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway", "key", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    rate = ("--requests-per-second", "2.5")
+    made = key_command(
+        "create", "shop", "--role", "infer", "--model", "text_*", *rate, "--file", str(path)
+    )
+    assert made.returncode == 0, made.stderr
+    key = made.stdout.strip()
+    assert key.startswith("tgw_")
+    assert len(key) == 47
+    assert key not in made.stderr
+    assert key not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not [other for other in tmp_path.iterdir() if other != path]
+    admin = key_command("create", "ops", "--role", "admin", GATEWAY_KEYS_FILE=str(path))
+    told = key_command("list", "--file", str(path))
+    assert [line.split()[:3] for line in told.stdout.splitlines()[1:]] == [
+        ["shop", "infer", "text_*"],
+        ["ops", "admin", "*"],
+    ]
+    assert "2.5" in told.stdout
+    for caller in read(path).values():
+        assert caller.digest.hex() not in told.stdout
+    with gateway_with(path, demo_triton.options.url) as (client, _):
+        found = client.get("/v2/models", headers=bearer(key)).json()["models"]
+        assert set(found) == TEXT_MODELS
+        assert status(client, admin.stdout.strip()) == 200
+        assert key_command("revoke", "shop", "--file", str(path)).returncode == 0
+        wait_until(lambda: status(client, key) == 401)
+
+
+def test_what_the_command_line_cannot_do_it_says_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    create(path, "shop", [Role.infer], ["*"], None)
+    before = path.read_text()
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("keys: [tgw_infer-secret")
+    for arguments, words in (
+        (("create", "shop", "--file", str(path)), "there is a key 'shop' already"),
+        (("create", "a b", "--file", str(path)), "the name of the new key"),
+        (("create", "tgw_x", "--file", str(path)), "the name of the new key"),
+        (("create", "x", "--requests-per-second", "0", "--file", str(path)), "above 0"),
+        (("create", "x", "--model", "", "--file", str(path)), "the models of"),
+        (("create", "x", "--file", str(tmp_path / "no" / "k.yaml")), "No such file"),
+        (("create", "x", "--file", str(broken)), "it is not YAML"),
+        (("create", "x", "--file", str(tmp_path)), "Is a directory"),
+        (("create", "x"), "which keys file"),
+        (("revoke", "nobody", "--file", str(path)), "there is no key 'nobody'"),
+        (("revoke", "x", "--file", str(broken)), "it is not YAML"),
+        (("list", "--file", str(tmp_path / "none")), "No such file"),
+        (("list", "--file", str(broken)), "it is not YAML"),
+    ):
+        run = key_command(*arguments)
+        assert run.returncode == 1, arguments
+        assert run.stderr.startswith("triton-gateway: "), run.stderr
+        assert words in run.stderr
+        assert run.stderr.count("\n") == 1
+        assert "tgw_infer" not in run.stderr
+        assert run.stdout == ""
+    assert path.read_text() == before
+    assert broken.read_text() == "keys: [tgw_infer-secret"
+
+
+COMMENTED = """# Who may call, kept by hand.
+keys:
+    # the shop's
+    - name: shop
+      sha256: "{shop}"
+      roles: [infer]   # and no more
+      models: ["res*"]
+    - {{name: ops, sha256: "{ops}", roles: [admin]}}
+"""
+
+
+def test_what_else_stands_in_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shop", "ops")}
+    path.write_text(COMMENTED.format(**hashes))
+    create(path, "new", [Role.infer, Role.metrics], ["a*", "b"], 3)
+    text = path.read_text()
+    assert text.startswith(COMMENTED.format(**hashes))
+    assert [caller.name for caller in read(path).values()] == ["shop", "ops", "new"]
+    revoke(path, "ops")
+    assert [caller.name for caller in read(path).values()] == ["shop", "new"]
+    assert "# and no more" in path.read_text()
+    revoke(path, "new")
+    revoke(path, "shop")
+    assert read(path) == {}
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real = tmp_path / "real" / "keys.yaml"
+    link = tmp_path / "keys.yaml"
+    link.symlink_to(real)
+    create(link, "a", [Role.infer], ["*"], None)
+    create(link, "b", [Role.infer], ["*"], None)
+    assert link.is_symlink()
+    assert [caller.name for caller in read(real).values()] == ["a", "b"]
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    code = (
+        "import sys; from pathlib import Path; from gateway.keys import Role, create\n"
+        "for n in range(10): create(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'], None)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(path), str(number)], cwd=ROOT)
+        for number in range(4)
+    ]
+    assert [process.wait(60) for process in running] == [0] * 4
+    assert len(read(path)) == 40
+
+
+NAMES = st.from_regex(r"\A[a-z][a-z0-9.@:/+-]{0,8}\Z")
+GLOBS = st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(NAMES, st.lists(st.sampled_from(Role), min_size=1, max_size=3), GLOBS),
+        min_size=1,
+        max_size=5,
+        unique_by=lambda made: made[0],
+    )
+)
+def test_whatever_is_made_is_there_until_it_is_revoked(
+    tmp_path_factory: pytest.TempPathFactory, made: list[tuple[str, list[Role], list[str]]]
+) -> None:
+    path = tmp_path_factory.mktemp("made") / "keys.yaml"
+    for name, roles, globs in made:
+        key = create(path, name, roles, globs, None)
+        found = read(path)[hashlib.sha256(key.encode()).digest()]
+        assert (found.name, found.roles, found.models) == (name, tuple(roles), tuple(globs))
+    assert [caller.name for caller in read(path).values()] == [name for name, _, _ in made]
+    for name, _, _ in made:
+        revoke(path, name)
+        assert name not in [caller.name for caller in read(path).values()]

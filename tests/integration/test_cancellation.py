@@ -1,0 +1,249 @@
+"""Whoever leaves, or whose time is over, stops the inference in Triton: of models that are to be stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
+from tests.support.servers import Command, Triton, free_ports, gateway
+from tests.support.wait import wait_until
+
+NAMED = replace(PATIENT, name="named_by_a_glob")
+SETTINGS = {"cancellable_models": "none, named_*"}
+DIALECTS = {"infer": "inputs", "predict": "instances"}
+
+
+class Model:
+    """How the inferences of a model ended, by what it wrote down itself."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = f"/v1/models/{name}"
+        self._notes = folder / name / "ends"
+        self._notes.unlink(missing_ok=True)
+
+    def ends(self) -> list[tuple[str, float, float]]:
+        """How, after how many seconds, and when."""
+        if not self._notes.exists():
+            return []
+        words = [line.split() for line in self._notes.read_text().splitlines()]
+        return [(how, float(after), float(at)) for how, after, at in words]
+
+    def ended(self, count: int = 1) -> list[tuple[str, float, float]]:
+        wait_until(lambda: len(self.ends()) >= count)
+        return self.ends()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("patient")
+    write_repository(folder, Names(), [CANCELLABLE, PATIENT, NAMED])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def triton(folder: Path) -> Iterator[Triton]:
+    with Triton(folder, "*") as triton:
+        triton.wait()
+        yield triton
+
+
+def url_of(triton: Triton, grpc_port: int | None = None) -> str:
+    return f"http://{triton.address}?grpc={grpc_port or triton.options.grpc_port}"
+
+
+@pytest.fixture(scope="module")
+def client(triton: Triton) -> Iterator[httpx.Client]:
+    with gateway(url_of(triton), **SETTINGS) as (client, _):
+        wait_until(lambda: ready(client, CANCELLABLE.name))
+        yield client
+
+
+@pytest.fixture
+def model(folder: Path) -> Callable[[str], Model]:
+    return lambda name: Model(folder, name)
+
+
+def ready(client: httpx.Client, model: str) -> bool:
+    answer = client.post(f"/v1/models/{model}/infer", json=waiting(0))
+    return answer.status_code == 200
+
+
+def on_how_many(client: httpx.Client, model: str) -> int:
+    replicas = client.get("/v1/replicas").json()["replicas"]
+    return sum(replica["models"].get(model) == "READY" for replica in replicas)
+
+
+def waiting(*seconds: float, key: str = "inputs") -> dict[str, Any]:
+    return {key: list(seconds)}
+
+
+def leave(client: httpx.Client, path: str, body: object, after_s: float) -> float:
+    """Ask, and leave; when that was."""
+    with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        time.sleep(after_s)
+    return time.time()
+
+
+@pytest.mark.parametrize("verb", DIALECTS)
+@pytest.mark.parametrize("name", [CANCELLABLE.name, NAMED.name], ids=["by config", "by setting"])
+def test_who_leaves_stops_the_inference(
+    client: httpx.Client, model: Callable[[str], Model], name: str, verb: str
+) -> None:
+    asked = model(name)
+    path = f"{asked.path}/infer" if verb == "infer" else f"{asked.path}:predict"
+    left = leave(client, path, waiting(8, key=DIALECTS[verb]), 0.2)
+    how, after_s, at = asked.ended()[0]
+    print(f"stopped {at - left:.3f} s after the client left")
+    assert how == "cancelled"
+    assert after_s < 4
+    assert at - left < 0.5
+
+
+def test_a_deadline_stops_it_as_well(client: httpx.Client, model: Callable[[str], Model]) -> None:
+    asked, late_s = model(CANCELLABLE.name), []
+    for _ in range(3):
+        began = time.monotonic()
+        answer = client.post(
+            f"{asked.path}/infer", json=waiting(8), headers={"X-Request-Timeout": "0.3"}
+        )
+        late_s.append(time.monotonic() - began - 0.3)
+        assert (answer.status_code, answer.json()["code"]) == (504, "DEADLINE_PASSED")
+    assert {how for how, _, _ in asked.ended(3)} == {"cancelled"}
+    assert max(after_s for _, after_s, _ in asked.ends()) < 4
+    print(f"late by {[f'{1000 * late:.0f} ms' for late in late_s]}")
+    assert min(late_s) < 0.1
+
+
+def test_any_other_model_runs_to_its_end(
+    client: httpx.Client, model: Callable[[str], Model]
+) -> None:
+    asked = model(PATIENT.name)
+    leave(client, f"{asked.path}/infer", waiting(0.5), 0.1)
+    how, after_s, _ = asked.ended()[0]
+    assert how == "finished"
+    assert after_s >= 0.5
+
+
+def test_a_batch_that_is_cut_is_joined_in_order_and_stopped_in_all_its_pieces(
+    client: httpx.Client, model: Callable[[str], Model]
+) -> None:
+    asked = model(CANCELLABLE.name)
+    pieces = -(-10 // CANCELLABLE.max_batch_size)
+    seconds = [0.01 * number for number in range(10)]
+    answer = client.post(f"{asked.path}/infer", json=waiting(*seconds))
+    assert answer.json()["outputs"]["Y"] == pytest.approx(seconds)
+    assert [how for how, _, _ in asked.ended(pieces)] == ["finished"] * pieces
+    # They run one after the other; those that have not begun never do, or end at once.
+    left = leave(client, f"{asked.path}/infer", waiting(*[8] * 10), 0.2)
+    how, _, at = asked.ended(pieces + 1)[pieces]
+    assert how == "cancelled"
+    assert at - left < 0.5
+    answer = client.post(f"{asked.path}/infer", json=waiting(0))
+    assert answer.elapsed.total_seconds() < 4
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        pytest.param(False, id="nobody listens"),
+        pytest.param(True, id="nobody speaks", marks=pytest.mark.long),
+    ],
+)
+def test_without_grpc_it_goes_over_http_with_one_warning(triton: Triton, silent: bool) -> None:
+    with ExitStack() as stack:
+        (port,) = free_ports(1)
+        if silent:
+            listening = stack.enter_context(socket.socket())
+            listening.bind(("127.0.0.1", port))
+            listening.listen()
+        client, command = stack.enter_context(gateway(url_of(triton, port), **SETTINGS))
+        wait_until(lambda: ready(client, CANCELLABLE.name))
+        for _ in range(5):
+            assert ready(client, CANCELLABLE.name)
+        assert len(warnings_of(command)) == 1
+        assert client.get("/v1/replicas").json()["replicas"][0]["state"] == "UP"
+
+
+def warnings_of(command: Command) -> list[str]:
+    return [line for line in command.lines if "does not stop an inference there" in line]
+
+
+def test_no_connection_is_left_that_a_stopping_triton_would_wait_for(
+    client: httpx.Client, triton: Triton, model: Callable[[str], Model]
+) -> None:
+    asked = model(CANCELLABLE.name)
+    leave(client, f"{asked.path}/infer", waiting(8), 0.2)
+    asked.ended()
+
+    def connected() -> bool:
+        return any(
+            connection.laddr.port == triton.options.grpc_port and connection.status == "ESTABLISHED"
+            for connection in psutil.Process(triton.pid).net_connections("tcp")
+        )
+
+    wait_until(lambda: not connected())
+
+
+@pytest.mark.long
+def test_tritonserver_outlives_hundreds_that_leave_as_their_answer_is_made(
+    client: httpx.Client, triton: Triton
+) -> None:
+    drawn, pid = random.Random(7), triton.pid
+    path = f"/v1/models/{CANCELLABLE.name}/infer"
+
+    def many() -> None:
+        for _ in range(150):
+            with suppress(OSError):
+                leave(client, path, waiting(0.02), max(drawn.gauss(0.03, 0.01), 0))
+
+    leavers = [threading.Thread(target=many) for _ in range(4)]
+    for leaver in leavers:
+        leaver.start()
+    for leaver in leavers:
+        leaver.join()
+    assert triton.pid == pid
+    assert ready(client, CANCELLABLE.name)
+
+
+@pytest.mark.long
+def test_what_may_have_run_is_not_sent_again(
+    triton: Triton, folder: Path, model: Callable[[str], Model]
+) -> None:
+    with Triton(folder, CANCELLABLE.name) as other:
+        other.wait()
+        with gateway(url_of(triton), url_of(other), **SETTINGS) as (client, _):
+            wait_until(lambda: on_how_many(client, CANCELLABLE.name) == 2)
+            asked, statuses = model(CANCELLABLE.name), []
+
+            def ask() -> None:
+                answer = client.post(f"{asked.path}/infer", json=waiting(2))
+                statuses.append(answer.status_code)
+
+            askers = [threading.Thread(target=ask) for _ in range(4)]
+            for asker in askers:
+                asker.start()
+            time.sleep(0.5)
+            other.kill()
+            for asker in askers:
+                asker.join()
+            print(statuses)
+            cut_off = len([status for status in statuses if status != 200])
+            assert 0 < cut_off < 4
+            assert set(statuses) <= {200, 502}
+            assert len(asked.ends()) == 4 - cut_off

@@ -1,0 +1,75 @@
+"""The documents tell the truth: their commands are run, and their tables compared with the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from gateway import app, errors
+from gateway.settings import Settings
+from tests.support.documents import DOCUMENTS, OWN_SERVER, READMES, assert_prints, examples
+from tests.support.servers import ROOT
+
+OF_THE_DEMO = [path for path in DOCUMENTS if path.name != OWN_SERVER]
+
+
+@pytest.mark.parametrize(("document", "command", "answer"), list(examples(OF_THE_DEMO)))
+def test_an_example_prints_what_the_document_says(
+    demo: httpx.Client, document: str, command: str, answer: str
+) -> None:
+    assert_prints(demo, command, answer)
+
+
+def test_there_are_examples() -> None:
+    assert len(list(examples([ROOT / "README.md"]))) >= 5
+
+
+def family(base: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
+    for error in base.__subclasses__():
+        yield error
+        yield from family(error)
+
+
+def test_every_error_is_documented_and_no_other() -> None:
+    rows = re.findall(
+        r"^\| (\d{3}) \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE
+    )
+    documented = {(int(status), code) for status, code in rows}
+    assert app.create_app  # whose imports define the errors of every layer
+    known = {
+        (error.status, error.code) for error in (errors.GatewayError, *family(errors.GatewayError))
+    }
+    known |= {(status, code) for status, (code, _) in errors.FRAMEWORK.items()}
+    assert documented == known
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    rows = re.findall(
+        r"^\| `GATEWAY_(\w+)` \| `?([^|]*?)`? \| (.*) \|$",
+        (ROOT / "docs/settings.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name.lower(): text for name, _, text in rows}
+    assert documented == {name: field.description for name, field in Settings.model_fields.items()}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in [*DOCUMENTS, *READMES]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None:
+    rows = re.findall(
+        r"^\| `(gateway_\w+)` \| (\w+) \| [^|]* \| (.*) \|$",
+        (ROOT / "docs/metrics.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name: (kind, text) for name, kind, text in rows}
+    page = demo.get("/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (gateway_\w+) (\w+)$", page, re.MULTILINE))
+    texts = dict(re.findall(r"^# HELP (gateway_\w+) (.*)$", page, re.MULTILINE))
+    assert documented == {name: (kind, texts[name]) for name, kind in kinds.items()}

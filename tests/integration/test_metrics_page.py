@@ -1,0 +1,519 @@
+"""`GET /metrics` before a fleet: three real tritonservers, a real Prometheus, and replicas that misbehave."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.openmetrics import parser as open_parser
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.exposition.writing import Form
+from gateway.routes.metrics import timeout_of
+from tests.support.fleet import BODY, Fleet, fleet_of, repository
+from tests.support.servers import Triton, free_ports, gateway
+from tests.support.tools import check_with_promtool, of_models, program
+from tests.support.wait import wait_until
+
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+INFERENCES = {"echo": 30, "other": 12}
+ODD = ["", "\\", '"', "a\nb", '"} 1 # {x="', "\u2028\x85", "\U0001f9ed"]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Three real Tritons after some traffic, which nobody adds to."""
+    with fleet_of(tmp_path_factory.mktemp("three"), 3) as fleet:
+        for model, count in INFERENCES.items():
+            for _ in range(count):
+                assert fleet.infer(model).status_code == 200
+        yield fleet
+
+
+class Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """The gateway may hang up, and mostly does so on purpose."""
+
+
+class Server:
+    """A tiny HTTP server with an answer per path; to the gateway it is a replica without models."""
+
+    def __init__(self, page: bytes = b"", content_type: str = Form.CLASSIC.value) -> None:
+        self.page = page
+        self.content_type = content_type
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.answer(server.content_type, server.made())
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.answer("application/json", b"[]")
+
+            def answer(self, content_type: str, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("content-type", content_type)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = Quiet(("127.0.0.1", 0), Handler)
+        self.port = self._http.server_address[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.url = f"http://{self.address}?metrics={self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
+
+    def made(self) -> bytes:
+        return self.page
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(5)
+
+
+class InClassicForm(Server):
+    """The gateway's page for a Prometheus that would else ask for OpenMetrics."""
+
+    def __init__(self, base_url: str) -> None:
+        super().__init__()
+        self._base_url = base_url
+
+    def made(self) -> bytes:
+        answer = httpx.get(f"{self._base_url}/metrics", headers={"accept": "text/plain"})
+        assert answer.headers["content-type"] == self.content_type
+        return answer.content
+
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+def samples(page: str) -> dict[Key, float]:
+    """As Prometheus' client reads the classic form, but for the names: it renames counters."""
+    found = {}
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            (family,) = text_string_to_metric_families(f"{line}\n")
+            (sample,) = family.samples
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def up(page: str) -> dict[str, float]:
+    return {
+        dict(labels)["replica"]: value
+        for (name, labels), value in samples(page).items()
+        if name == "gateway_scrape_up"
+    }
+
+
+def page_of(triton: Triton) -> str:
+    return httpx.get(f"http://127.0.0.1:{triton.options.metrics_port}/metrics").text
+
+
+def counters(page: str) -> dict[Key, float]:
+    """What does not change while nobody asks for an inference."""
+    return {key: value for key, value in samples(page).items() if key[0].startswith("nv_inference")}
+
+
+def of_all(tritons: list[Triton]) -> dict[Key, float]:
+    return {
+        (name, labels | {("replica", triton.address)}): value
+        for triton in tritons
+        for (name, labels), value in counters(page_of(triton)).items()
+    }
+
+
+# The page.
+
+
+def test_the_page_has_every_replicas_samples(three: Fleet) -> None:
+    page = three.client.get("/metrics").text
+    assert counters(page) == of_all(three.tritons)
+    assert up(page) == {triton.address: 1 for triton in three.tritons}
+    lasted = [
+        line for line in page.splitlines() if line.startswith("gateway_scrape_duration_seconds{")
+    ]
+    assert len(lasted) == 3
+    assert all(0 < float(line.split()[-1]) < 1 for line in lasted)
+
+
+def test_promtool_has_nothing_to_say_but_of_tritons_names(three: Fleet) -> None:
+    complaints = check_with_promtool(three.client.get("/metrics").text)
+    assert {complaint.split("_")[0] for complaint in complaints} == {"nv"}
+    assert complaints == check_with_promtool(page_of(three.tritons[0]))
+
+
+def test_openmetrics_is_for_who_asks_for_it(three: Fleet) -> None:
+    answer = three.client.get("/metrics", headers={"accept": OPEN_METRICS})
+    assert answer.headers["content-type"] == Form.OPEN_METRICS.value
+    assert answer.headers["vary"] == "Accept, Accept-Encoding"
+    types = {
+        family.name: family.type
+        for family in open_parser.text_string_to_metric_families(answer.text)
+    }
+    assert types["nv_inference_request_success"] == "unknown"
+    assert types["nv_cpu_utilization"] == "gauge"
+    assert types["gateway_request_duration_seconds"] == "histogram"
+    assert counters(answer.text) == of_all(three.tritons)
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        ("application/openmetrics-text", Form.OPEN_METRICS),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", Form.OPEN_METRICS),
+        ('APPLICATION/OpenMetrics-Text;Version="1.0.0";Q=0.5,text/*;q=0.5', Form.OPEN_METRICS),
+        ("application/openmetrics-text;q=0.3,text/plain;q=0.2,*/*", Form.OPEN_METRICS),
+        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.1", Form.CLASSIC),
+        ("application/openmetrics-text;version=2.0.0", Form.CLASSIC),
+        ("application/openmetrics-text;q=0", Form.CLASSIC),
+        ("application/openmetrics-text;q=0.1,text/plain", Form.CLASSIC),
+        ("application/openmetrics-text;q=nan", Form.CLASSIC),
+        ("application/openmetrics-text;q=1e9", Form.CLASSIC),
+        ("application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily", Form.CLASSIC),
+        ("text/plain", Form.CLASSIC),
+        ("text/html,*/*;q=0.8", Form.CLASSIC),
+        ("image/png", Form.CLASSIC),
+        ("", Form.CLASSIC),
+        (";;;,,=;q=,\t\xff;" + 3000 * ",;q", Form.CLASSIC),
+    ],
+)
+def test_whatever_else_is_accepted_gets_the_classic_form(
+    three: Fleet, accept: str, form: Form
+) -> None:
+    answer = three.client.get("/metrics", headers={"accept": accept.encode("latin-1")})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, form.value)
+    assert answer.text.endswith("# EOF\n") == (form is Form.OPEN_METRICS)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "packed"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5", True),
+        ("*", True),
+        ("gzip;q=0,*", False),
+        ("br", False),
+    ],
+)
+def test_the_page_is_packed_for_who_asks_for_it(three: Fleet, accepted: str, packed: bool) -> None:
+    headers = {"accept-encoding": accepted}
+    with three.client.stream("GET", "/metrics", headers=headers) as answer:
+        body = b"".join(answer.iter_raw())
+    assert answer.headers.get("content-encoding") == ("gzip" if packed else None)
+    page = (gzip.decompress(body) if packed else body).decode()
+    assert counters(page) == of_all(three.tritons)
+
+
+# A real Prometheus.
+
+
+class Prometheus:
+    """A real one."""
+
+    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        config = folder / "prometheus.yaml"
+        jobs = "".join(
+            f"  - job_name: {job}\n    static_configs: [{{targets: ['{target}']}}]\n"
+            for job, target in targets.items()
+        )
+        config.write_text(f"global: {{scrape_interval: 3s}}\nscrape_configs:\n{jobs}")
+        self._log = folder / "prometheus.log"
+        command = [program("prometheus"), f"--config.file={config}", "--log.format=json"]
+        command += [
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
+        self._output = self._log.open("wb")
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output)
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/-/ready").is_success
+        except httpx.TransportError:
+            return False
+
+    def targets(self) -> dict[str, dict[str, Any]]:
+        return {t["labels"]["job"]: t for t in self.ask("targets")["activeTargets"]}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """By job, once it has been scraped."""
+        found = self.targets().items()
+        return {job: t["lastError"] for job, t in found if t["health"] != "unknown"}
+
+    def query(self, job: str, names: str) -> dict[Key, float]:
+        """The newest values of all series of a job."""
+        found = {}
+        for series in self.ask("query", query=f'{{job="{job}",__name__=~"{names}"}}')["result"]:
+            labels = series["metric"]
+            name = labels.pop("__name__")
+            kept = {(key, value) for key, value in labels.items() if key not in ("job", "instance")}
+            found[name, frozenset(kept)] = float(series["value"][1])
+        return found
+
+    def complaints(self) -> list[str]:
+        return re.findall(r'.*"level":"(?:warn|error)".*', self._log.read_text())
+
+    def __enter__(self) -> Prometheus:
+        wait_until(self.answers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+        self._output.close()
+
+
+def odd_page() -> bytes:
+    """With labels that are hard to read, and others called as the gateway's own."""
+    lines = ['# HELP odd_bytes It\'s "odd".', "# TYPE odd_bytes gauge"]
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
+    for number, text in enumerate(ODD):
+        value = "".join(escapes.get(character, character) for character in text)
+        lines.append(f'odd_bytes{{replica="{value}", x="{value}" , }} {number}')
+    return "\n".join([*lines, ""]).encode()
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[tuple[list[Server], str]]:
+    """Two replicas with such pages, and where the gateway before them is."""
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(Server(odd_page())) for _ in range(2)]
+        client, _ = stack.enter_context(gateway(*(replica.url for replica in replicas)))
+        yield replicas, f"{client.base_url.host}:{client.base_url.port}"
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    three: Fleet,
+    odd: tuple[list[Server], str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Prometheus]:
+    """It scrapes the gateways in OpenMetrics, as it asks for; and in the classic form."""
+    gateways = {
+        "gateway": f"{three.client.base_url.host}:{three.client.base_url.port}",
+        "odd": odd[1],
+    }
+    folder = tmp_path_factory.mktemp("prometheus")
+    with ExitStack() as stack:
+        targets = dict(gateways)
+        for job, address in gateways.items():
+            targets[f"{job} classic"] = stack.enter_context(
+                InClassicForm(f"http://{address}")
+            ).address
+        running = stack.enter_context(Prometheus(folder, targets))
+        wait_until(lambda: running.errors.keys() == targets.keys())
+        yield running
+
+
+@pytest.mark.parametrize("job", ["gateway", "gateway classic"])
+def test_a_real_prometheus_reads_the_page(three: Fleet, prometheus: Prometheus, job: str) -> None:
+    assert prometheus.errors[job] == ""
+    assert prometheus.complaints() == []
+    assert prometheus.query(job, "nv_inference.*") == of_all(three.tritons)
+    assert set(prometheus.query(job, "gateway_scrape_up").values()) == {1.0}
+    infer = f'job="{job}",route="/v1/models/{{model}}/infer"'
+    counts = prometheus.ask(
+        "query", query=f"sum by (model) (gateway_request_duration_seconds_count{{{infer}}})"
+    )
+    found = {series["metric"]["model"]: float(series["value"][1]) for series in counts["result"]}
+    assert found == INFERENCES
+
+
+def test_a_real_prometheus_knows_what_the_metrics_mean(prometheus: Prometheus) -> None:
+    known = prometheus.ask("targets/metadata", match_target='{job="gateway classic"}')
+    types = {metric["metric"]: metric["type"] for metric in known}
+    assert types["nv_inference_request_success"] == "counter"
+    assert types["gateway_request_duration_seconds"] == "histogram"
+
+
+@pytest.mark.parametrize("job", ["odd", "odd classic"])
+def test_a_real_prometheus_reads_labels_with_anything_in_them(
+    odd: tuple[list[Server], str], prometheus: Prometheus, job: str
+) -> None:
+    assert prometheus.errors[job] == ""
+    told = [dict(labels) for _, labels in prometheus.query(job, "odd_bytes")]
+    assert len(told) == 2 * len(ODD)
+    assert {labels.get("x", "") for labels in told} == set(ODD)
+    assert {labels.get("exported_replica", "") for labels in told} == set(ODD)
+    assert {labels["replica"] for labels in told} == {replica.address for replica in odd[0]}
+
+
+# Replicas that misbehave.
+
+
+GARBAGE = b"<html>\n<body>502 Bad Gateway</body>\n</html>\n"
+
+
+def test_a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_samples(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        tritons = [Triton(repository(tmp_path / str(number)), "echo") for number in range(3)]
+        for triton in tritons:
+            stack.enter_context(triton)
+        for triton in tritons:
+            triton.wait()
+        well, hanging, dead = tritons
+        garbage = stack.enter_context(Server(GARBAGE))
+        urls = [garbage.url, *(triton.options.url for triton in tritons)]
+        client, command = stack.enter_context(gateway(*urls))
+        assert client.post("/v1/models/echo/infer", json=BODY).status_code == 200
+        hanging.signal(signal.SIGSTOP)
+        dead.kill()
+        expected = {well.address: 1, garbage.address: 0, hanging.address: 0, dead.address: 0}
+        for told, limit_s in (({}, 2.0), ({"X-Prometheus-Scrape-Timeout-Seconds": "0.6"}, 0.6)):
+            began = time.monotonic()
+            answer = client.get("/metrics", headers=told)
+            took_s = time.monotonic() - began
+            assert answer.status_code == 200
+            assert took_s < limit_s
+            assert up(answer.text) == expected
+            assert counters(answer.text) == of_all([well])
+        check_with_promtool(answer.text)
+        took = {
+            dict(labels)["replica"]: value
+            for (name, labels), value in samples(answer.text).items()
+            if name == "gateway_scrape_duration_seconds"
+        }
+        assert took[dead.address] == 0
+        assert took[hanging.address] > 0.2
+        command.wait_for("its page is no exposition: line 1")
+
+
+@pytest.mark.parametrize(
+    ("told", "limit_s"),
+    [
+        ("", 1.75),
+        ("10", 1.75),
+        ("1e999", 1.75),
+        ("nan", 1.75),
+        ("-1", 1.75),
+        ("0", 1.75),
+        ("soon", 1.75),
+        ("1.5", 1.25),
+        ("0.2", 0.1),
+    ],
+)
+def test_replicas_have_less_time_than_prometheus_gives_and_never_much(
+    told: str, limit_s: float
+) -> None:
+    assert timeout_of(told) == limit_s
+
+
+NO_PAGES = {
+    "cut off": b"nv_x 1\nnv_y",
+    "not text": b"nv_x 1\n\xff\xfe 2\n",
+    "endless": b"nv_x 1\n" * 2_500_000,
+    "zeros": b"\x00" * 100,
+    "a long line": b"nv_x{" + b"a" * 1_000_000 + b"\n",
+}
+
+
+def test_a_page_that_is_none_never_reaches_prometheus() -> None:
+    with ExitStack() as stack:
+        bad = [stack.enter_context(Server(page)) for page in NO_PAGES.values()]
+        good = stack.enter_context(Server(b"nv_good 1\n"))
+        urls = [server.url for server in (*bad, good)]
+        client, _ = stack.enter_context(gateway(*urls))
+        found = client.get("/metrics").text
+        assert up(found) == {**{server.address: 0 for server in bad}, good.address: 1}
+        assert f'nv_good{{replica="{good.address}"}} 1' in found
+        assert "nv_x" not in found
+
+
+def test_replicas_that_mean_something_else_by_a_name_are_told_of() -> None:
+    with (
+        Server(b"# TYPE nv_x gauge\nnv_x 1\nnv_y 1\n") as one,
+        Server(b"# TYPE nv_x counter\nnv_x 1\nnv_y 1\n") as other,
+        gateway(one.url, other.url) as (client, command),
+    ):
+        page = client.get("/metrics").text
+        first, second = sorted((one.address, other.address))
+        assert f'nv_x{{replica="{first}"}}' in page
+        assert f'nv_x{{replica="{second}"}}' not in page
+        assert f'nv_y{{replica="{second}"}}' in page
+        assert up(page) == {first: 1, second: 1}
+        assert "nv_x" in command.wait_for(f"left out of the metrics of the replica {second}")
+
+
+# The price.
+
+SCRAPER = """
+import sys, urllib.request
+while True:
+    urllib.request.urlopen(sys.argv[1]).read()
+    sys.stdout.write(".")
+    sys.stdout.flush()
+"""
+
+
+def latencies_ms(client: httpx.Client, count: int = 300) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        assert client.post("/v1/models/echo/infer", json=BODY).status_code == 200
+        found.append((time.perf_counter() - began) * 1000)
+    return found
+
+
+def test_inference_goes_on_while_large_pages_are_scraped_all_the_time(tmp_path: Path) -> None:
+    """Three replicas of 200 models each, beside the one that serves, and a scraper that never rests."""
+    with ExitStack() as stack:
+        triton = stack.enter_context(Triton(repository(tmp_path / "models"), "echo"))
+        triton.wait()
+        large = [stack.enter_context(Server(of_models(200))) for _ in range(3)]
+        urls = [triton.options.url, *(server.url for server in large)]
+        client, _ = stack.enter_context(gateway(*urls))
+        latencies_ms(client, 100)
+        quiet = latencies_ms(client)
+        url = f"{str(client.base_url).rstrip('/')}/metrics"
+        command = [sys.executable, "-I", "-c", SCRAPER, url]
+        scraper = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert scraper.stdout is not None
+        try:
+            assert scraper.stdout.read(1) == b"."
+            busy = latencies_ms(client)
+        finally:
+            scraper.kill()
+            pages = len(scraper.communicate()[0])
+        medians = statistics.median(quiet), statistics.median(busy)
+        worst = [statistics.quantiles(found, n=100)[98] for found in (quiet, busy)]
+        print(
+            f"p50 {medians[0]:.2f} → {medians[1]:.2f} ms (× {medians[1] / medians[0]:.1f}), "
+            f"p99 {worst[0]:.2f} → {worst[1]:.2f} ms, {pages} pages scraped meanwhile"
+        )
+        assert pages > 1
+        assert medians[1] < 10 * medians[0] + 5

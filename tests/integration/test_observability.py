@@ -1,0 +1,225 @@
+"""What an operator sees: the numbers of a request, and its line in the log."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from gateway.triton.embedded import EmbeddedTriton
+from tests.support.servers import Command, gateway
+from tests.support.wait import wait_until
+
+SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+TEXT = {"Content-Type": "text/plain"}
+
+
+@pytest.fixture(scope="module")
+def fresh(demo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Command]]:
+    """A gateway that nobody else asks, with a log for machines."""
+    with gateway(demo_triton.options.url, log_format="json") as pair:
+        yield pair
+
+
+@pytest.fixture
+def client(fresh: tuple[httpx.Client, Command]) -> httpx.Client:
+    return fresh[0]
+
+
+def samples(client: httpx.Client, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """Of one metric, by its labels."""
+    found = {}
+    for line in client.get("/metrics").text.splitlines():
+        match = SAMPLE.match(line)
+        if match and match[1] == name:
+            labels = tuple(sorted(re.findall(r'(\w+)="([^"]*)"', match[2] or "")))
+            found[labels] = float(match[3])
+    return found
+
+
+def total(client: httpx.Client, name: str, **labels: str) -> float:
+    return sum(
+        value
+        for found, value in samples(client, name).items()
+        if labels.items() <= dict(found).items()
+    )
+
+
+def logged(command: Command, request_id: str) -> list[dict[str, object]]:
+    """The lines of a request, as soon as its own is there."""
+    wait_until(
+        lambda: any(request_id in line and "duration_ms" in line for line in list(command.lines)), 5
+    )
+    return [json.loads(line) for line in list(command.lines) if request_id in line]
+
+
+def test_a_request_is_counted_once_with_its_bytes_and_its_time(client: httpx.Client) -> None:
+    kind = {"route": "/v1/models/{model}/infer", "model": "text_ensemble"}
+    count = "gateway_request_duration_seconds_count"
+    before = total(client, count, **kind)
+    text = b"The ship left the harbour at dawn."
+    answers = [
+        client.post("/v1/models/text_ensemble/infer", content=text, headers=TEXT) for _ in range(7)
+    ]
+    assert total(client, count, **kind) == before + 7
+    assert total(client, count, **kind, status="2xx") == before + 7
+    assert total(client, "gateway_request_bytes_total", **kind) == 7 * len(text)
+    assert total(client, "gateway_answer_bytes_total", **kind) == sum(
+        len(answer.content) for answer in answers
+    )
+    duration = total(client, "gateway_request_duration_seconds_sum", **kind)
+    upstream = total(client, "gateway_request_upstream_seconds_total", **kind)
+    assert 0 < upstream < duration
+    attempts = total(client, "gateway_upstream_attempts_total", outcome="answered")
+    assert attempts >= 7
+
+
+def test_what_passes_through_is_counted_by_model_version_and_status(client: httpx.Client) -> None:
+    def counted(**labels: str) -> float:
+        return total(client, "gateway_request_duration_seconds_count", route="/v2", **labels)
+
+    for _ in range(3):
+        assert client.get("/v2/models/core").status_code == 200
+        assert client.get("/v2/models/core/versions/1").status_code == 200
+        assert client.post("/v2/models/core/infer", content=b"{").status_code == 400
+    assert counted(model="core", version="", status="2xx") == 3
+    assert counted(model="core", version="1", status="2xx") == 3
+    assert counted(model="core", version="", status="4xx") == 3
+
+
+def test_unknown_names_add_no_series(client: httpx.Client) -> None:
+    def series() -> int:
+        return len(re.findall(r"^gateway_", client.get("/metrics").text, re.MULTILINE))
+
+    def strange(number: int) -> None:
+        client.get(f"/v2/models/nobody{number}")
+        client.post(f"/v1/models/nobody{number}/infer", content=b"x", headers=TEXT)
+        client.get(f"/v2/models/core/versions/{number + 2}")
+        client.get(f"/nowhere/{number}")
+
+    strange(0)
+    strange(1)
+    series()  # which is a request itself
+    before = series()
+    for number in range(2, 300):
+        strange(number)
+    assert series() == before
+
+
+def test_the_clients_connections_and_requests_are_counted(client: httpx.Client) -> None:
+    url = client.base_url
+    assert total(client, "gateway_requests_in_flight") == 1  # the page itself
+    before = total(client, "gateway_connections")
+    with socket.create_connection((url.host, url.port or 80)):
+        wait_until(lambda: total(client, "gateway_connections") == before + 1)
+    wait_until(lambda: total(client, "gateway_connections") == before)
+
+
+def test_what_was_never_looked_at_is_counted_too(client: httpx.Client) -> None:
+    address = client.base_url.host, client.base_url.port
+    for request, reason in (
+        (b"GARBAGE\r\n\r\n", "malformed_request"),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "url_too_long"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 200 + b"\r\n", "header_too_large"),
+    ):
+        before = total(client, "gateway_requests_refused_total", reason=reason)
+        with socket.create_connection(address, 10) as connection:
+            connection.sendall(request)
+            while connection.recv(4096):
+                pass
+        assert total(client, "gateway_requests_refused_total", reason=reason) == before + 1
+
+
+def test_the_fleet_is_seen(client: httpx.Client, demo_triton: EmbeddedTriton) -> None:
+    address = demo_triton.options.address
+    states = samples(client, "gateway_replica_state")
+    assert {dict(labels)["state"]: value for labels, value in states.items()} == {
+        "up": 1,
+        "ejected": 0,
+        "slow": 0,
+        "down": 0,
+    }
+    assert total(client, "gateway_replica_models", replica=address, state="READY") == 8
+    assert total(client, "gateway_model_ready_replicas", model="text_core") == 1
+    assert total(client, "gateway_upstream_outstanding", replica=address) == 0
+    assert client.post("/v2/repository/models/text_core/load").status_code == 200
+    assert total(client, "gateway_model_actions_total", by="api", outcome="done") >= 1
+
+
+def test_a_request_has_one_line_with_all_that_is_known(
+    fresh: tuple[httpx.Client, Command], demo_triton: EmbeddedTriton
+) -> None:
+    client, command = fresh
+    headers = {"X-Request-ID": "line-1", **TEXT}
+    answer = client.post("/v1/models/text_ensemble/infer", content=b"hello", headers=headers)
+    (line,) = logged(command, "line-1")
+    assert line["message"] == "POST /v1/models/text_ensemble/infer 200"
+    assert (line["model"], line["route"]) == ("text_ensemble", "/v1/models/{model}/infer")
+    assert line["replica"] == demo_triton.options.address
+    assert (line["bytes_in"], line["bytes_out"]) == (5, len(answer.content))
+    assert isinstance(line["duration_ms"], float)
+    assert isinstance(line["upstream_ms"], float)
+    assert 0 < line["upstream_ms"] < line["duration_ms"]
+
+
+def test_the_time_of_an_inference_that_is_given_up_was_tritons(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    body = {"inputs": ["The ship left the harbour at dawn. " * 40] * 32}
+    headers = {"X-Request-ID": "given-up-1", "X-Request-Timeout": "0.05"}
+    answer = client.post("/v1/models/text_ensemble/infer", json=body, headers=headers)
+    assert answer.status_code == 504
+    (line,) = logged(command, "given-up-1")
+    assert line["attempts"] == 1
+    assert 20 < float(str(line["upstream_ms"])) < float(str(line["duration_ms"]))
+    assert total(client, "gateway_upstream_attempts_total", outcome="given_up") >= 1
+
+
+def test_who_asks_for_the_head_alone_gets_it(client: httpx.Client) -> None:
+    """Of whatever answers GET (RFC 9110, section 9.1)."""
+    for path in ("/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/core", "/openapi.json"):
+        head, whole = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert client.head("/v1/models/nobody").status_code == 404
+    assert client.head("/v1/models/core/infer").status_code == 405
+
+
+def test_tritons_reason_is_in_the_log_in_full_under_the_request_id(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    headers = {"X-Request-ID": "reason-1", "Content-Type": "image/png"}
+    refused = client.post("/v1/models/ensemble/infer", content=b"no image", headers=headers)
+    reason, line = logged(command, "reason-1")
+    assert (reason["level"], line["level"]) == ("warning", "info")
+    assert "Triton answered" in str(reason["message"])
+    assert "in ensemble 'ensemble'" in str(reason["message"])
+    assert "in ensemble" not in refused.text
+
+
+def test_nothing_that_a_client_writes_ends_a_line(demo_triton: EmbeddedTriton) -> None:
+    for form in ("json", "console"):
+        with gateway(demo_triton.options.url, log_format=form) as (client, command):
+            client.get("/v1/models/%0d%0aFORGED%1b%5b31m/infer", headers={"X-Request-ID": "evil-1"})
+            client.get("/v1/models", headers={"X-Request-ID": "bad id\x1b[31m"})
+            client.get("/v1/models", headers={"X-Request-ID": "good-1"})
+            wait_until(lambda: any("good-1" in line for line in list(command.lines)))
+            assert not [line for line in command.lines if line.startswith("FORGED")]
+            assert "\x1b" not in "".join(command.lines)
+            assert len([line for line in command.lines if "evil-1" in line]) == 1
+
+
+def test_at_level_warning_there_is_no_line_per_request(demo_triton: EmbeddedTriton) -> None:
+    with gateway(demo_triton.options.url, log_level="warning") as (client, command):
+        before = len(command.lines)
+        for _ in range(5):
+            assert client.get("/v1/models").status_code == 200
+        assert client.get("/v2/models/nobody", headers={"X-Request-ID": "last-1"}).is_client_error
+        wait_until(lambda: any("last-1" in line for line in list(command.lines)))
+        assert len(command.lines) == before + 1

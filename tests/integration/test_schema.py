@@ -1,0 +1,366 @@
+"""What the API says of itself is true: schemathesis asks everything that /openapi.json declares, and more.
+
+A long run: `SCHEMA_EXAMPLES=300 pytest tests/integration/test_schema.py`, which is not the same every time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import httpx
+import jsonschema_rs
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import CheckFunction, load_all_checks
+from schemathesis.config import SchemathesisConfig
+from schemathesis.generation.hypothesis.builder import (
+    HypothesisTestConfig,
+    HypothesisTestMode,
+    create_test,
+)
+from schemathesis.specs.openapi.checks import (
+    negative_data_rejection,
+    positive_data_acceptance,
+)
+from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
+
+from gateway.app import ROUTERS
+from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTETS
+from tests.support.errors import assert_error
+from tests.support.keys import bearer, entry, written
+from tests.support.model_zoo.zoo import MODELS, Names, write_repository
+from tests.support.servers import gateway_before, triton_on_free_ports
+
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "6"))
+LONG = EXAMPLES > 50
+ADMIN = "tgw_schema-secret"
+SERVING = (
+    "single_BYTES",
+    "single_INT32",
+    "pair",
+    "nhwc",
+    "optional",
+    "plain_BOOL",
+    "not_finite",
+)
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+MANAGED = "plain_INT64"  # what is loaded and unloaded meanwhile: nobody else asks for it
+ONE = settings(
+    max_examples=EXAMPLES,
+    derandomize=not LONG,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
+pytestmark = pytest.mark.timeout(3600 if LONG else 120)
+load_all_checks()
+
+# A value that fits each.
+FITTING = {
+    "single_BYTES": "a text",
+    "single_INT32": 7,
+    "not_finite": 1,
+    "pair": {"A": [1, 2], "B": [3, 4]},
+    "nhwc": {"X": [[[0, 1, 2]] * 4] * 6},
+    "optional": {"X": [1, 2], "FACTOR": 3},
+    "plain_BOOL": [[True, False]],
+}
+# What cannot hold of an operation, by the nature of it.
+# Which values fit is the model's business, of which this document knows nothing; the models' own do.
+EXCLUDED = {
+    "infer": [positive_data_acceptance],
+    "infer_version": [positive_data_acceptance],
+    "predict": [positive_data_acceptance],
+    "predict_version": [positive_data_acceptance],
+}
+
+
+def is_opaque(media_type: str) -> bool:
+    """OpenAPI cannot say which bytes are a picture, an array, or a form of them."""
+    return media_type.startswith("image/") or media_type in (OCTETS, NPY, NPZ, MULTIPART)
+
+
+def is_beyond_words(inputs: Any) -> bool:
+    """Nor that lists have the same lengths, which numbers are exact in FP32, and what is a picture."""
+    values = [inputs]
+    if isinstance(inputs, dict) and "b64" not in inputs:
+        values = list(inputs.values())
+    return shape_of(values) is None or any(map(is_inexact, leaves(values)))
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """None for ragged lists."""
+    if not isinstance(value, list):
+        return ()
+    shapes = {shape_of(item) for item in value} or {()}
+    (shape,) = shapes if len(shapes) == 1 else (None,)
+    return None if shape is None else (len(value), *shape)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def is_inexact(leaf: Any) -> bool:
+    return isinstance(leaf, dict) or (isinstance(leaf, int) and abs(leaf) > 1 << 24)
+
+
+def is_fine_beside_its_inputs(case: schemathesis.Case) -> bool:
+    """More values are understood than are told of: one without its list, or by a name of one's own."""
+    if not isinstance(case.body, dict) or "inputs" not in case.body:
+        return False
+    (body,) = (body for body in case.operation.body if body.media_type == JSON)
+    told = {**body.definition["schema"]["properties"], "inputs": {}}
+    schema = {**body.definition["schema"], "properties": told}
+    return jsonschema_rs.is_valid(schema, case.body)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A gateway that asks for keys, before a Triton of its own."""
+
+    client: httpx.Client
+    session: requests.Session
+
+    @property
+    def url(self) -> str:
+        return str(self.client.base_url).rstrip("/")
+
+    def document(self, path: str = "/openapi.json") -> dict[str, Any]:
+        return dict(self.client.get(path).raise_for_status().json())
+
+    def ask(self, case: schemathesis.Case, excluded: Sequence[CheckFunction]) -> None:
+        case.call_and_validate(
+            session=self.session,
+            headers=bearer(ADMIN),
+            excluded_checks=list(excluded),
+            timeout=30,
+        )
+
+    def schema(self, path: str = "/openapi.json") -> schemathesis.BaseSchema:
+        config = SchemathesisConfig(seed=1)
+        config.projects.default.update(base_url=self.url)
+        # Keys that are made up would be 401 and nothing else; `ignored_auth` tries them.
+        config.projects.default.generation.update(with_security_parameters=False)
+        return schemathesis.openapi.from_dict(self.document(path), config=config)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    repository = tmp_path_factory.mktemp("models")
+    names = {*SERVING, MANAGED}
+    write_repository(repository, Names(), [model for model in MODELS if model.name in names])
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", [entry(ADMIN, "admin")])
+    with (
+        triton_on_free_ports(repository) as triton,
+        gateway_before(triton.options.url, keys_file=str(keys)) as client,
+        requests.Session() as session,
+    ):
+        client.headers.update(bearer(ADMIN))
+        yield Served(client, session)
+
+
+def settle(case: schemathesis.Case) -> None:
+    """Of what was drawn, half becomes what there is: a model, its version, values that fit it."""
+    models = [MANAGED] if "repository" in case.path else SERVING
+    for values in (case.path_parameters, case.query):
+        replace(values, "model", models)
+        replace(values, "version", ["1"])
+    replace(case.headers, "Prefer", ["respond-async"])
+    if is_short((case.headers or {}).get("X-Request-Timeout", "")):
+        case.headers["X-Request-Timeout"] = "30"
+    model = (case.path_parameters or {}).get("model")
+    body = case.body
+    if model in FITTING and isinstance(body, dict) and is_positive(case):
+        drawn = crc32(repr(body).encode(errors="replace"))
+        if "inputs" in body and drawn % 2:
+            case.body = {**body, "inputs": FITTING[model]}
+        elif "instances" in body and drawn % 2:
+            case.body = {**body, "instances": [FITTING[model]] * (1 + drawn % 3)}
+
+
+def replace(values: MutableMapping[str, Any] | None, name: str, existing: Sequence[str]) -> None:
+    """Half of the drawn texts, and always the same half."""
+    if values is not None and isinstance(drawn := values.get(name), str):
+        choice = crc32(drawn.encode(errors="replace"))
+        if choice % 2:
+            values[name] = existing[choice // 2 % len(existing)]
+
+
+def is_positive(case: schemathesis.Case) -> bool:
+    return case.meta is not None and case.meta.generation.mode.is_positive
+
+
+def is_short(timeout: str) -> bool:
+    """Too short for any answer: 504 is right then, and a fault of the gateway's everywhere else."""
+    try:
+        return 0 < float(timeout) < 5
+    except ValueError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def whole(served: Served) -> schemathesis.BaseSchema:
+    return served.schema()
+
+
+LABELS = [
+    f"{method} {route.path}"
+    for router in ROUTERS
+    for route in router.routes
+    if route.include_in_schema
+    for method in route.methods
+]
+
+
+def name_of(operation: schemathesis.APIOperation) -> str:
+    return str(operation.definition.raw["operationId"])
+
+
+def ask_everything(
+    operation: schemathesis.APIOperation, ask: Callable[[schemathesis.Case], None]
+) -> None:
+    """Examples, the corners of every schema, and what is drawn from it; valid and not."""
+
+    def test(case: schemathesis.Case) -> None:
+        ask(case)
+
+    config = HypothesisTestConfig(
+        project=operation.schema.config, modes=list(HypothesisTestMode), settings=ONE
+    )
+    create_test(operation=operation, test_func=test, config=config)()
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_an_operation_does_what_the_document_says(
+    served: Served, whole: schemathesis.BaseSchema, label: str
+) -> None:
+    operation = whole.find_operation_by_label(label)
+    assert operation is not None
+    excluded = EXCLUDED.get(name_of(operation), [])
+
+    def ask(case: schemathesis.Case) -> None:
+        settle(case)
+        served.ask(case, excluded)
+
+    ask_everything(operation, ask)
+
+
+@pytest.mark.parametrize("model", SERVING)
+def test_a_model_does_what_its_own_document_says(served: Served, model: str) -> None:
+    schema = served.schema(f"/v1/models/{model}/openapi.json")
+    (operation,) = (result.ok() for result in schema.get_all_operations())
+
+    def ask(case: schemathesis.Case) -> None:
+        excluded = []
+        values = case.body.get("inputs") if isinstance(case.body, dict) else case.body
+        if is_opaque(case.media_type or "") or is_beyond_words(values):
+            excluded.append(positive_data_acceptance)
+        if is_fine_beside_its_inputs(case):
+            excluded.append(negative_data_rejection)
+        served.ask(case, excluded)
+
+    ask_everything(operation, ask)
+
+
+def test_what_has_begun_can_be_looked_at(served: Served, whole: schemathesis.BaseSchema) -> None:
+    """Along the document's links."""
+    seen: set[tuple[str, int]] = set()
+
+    class Journey(whole.include(tag="management").as_state_machine()):  # type: ignore[misc]
+        def before_call(self, case: schemathesis.Case) -> None:
+            settle(case)
+
+        def get_call_kwargs(self, case: schemathesis.Case) -> dict[str, Any]:
+            return {"headers": bearer(ADMIN), "session": served.session, "timeout": 30}
+
+        def after_call(self, response: schemathesis.Response, case: schemathesis.Case) -> None:
+            super().after_call(response, case)
+            seen.add((name_of(case.operation), response.status_code))
+
+        def validate_response(
+            self, response: schemathesis.Response, case: schemathesis.Case, **request: Any
+        ) -> None:
+            case.validate_response(
+                response,
+                excluded_checks=EXCLUDED.get(name_of(case.operation)),
+                headers=request["headers"],
+                transport_kwargs=request,
+                recorder=self.recorder,
+            )
+
+    Journey.run(settings=settings(ONE, max_examples=EXAMPLES, stateful_step_count=4))
+    assert {("load_model", 202), ("get_operation", 200)} <= seen
+
+
+def test_the_document_is_valid(served: Served) -> None:
+    documents = [
+        served.document(),
+        *(served.document(f"/v1/models/{m}/openapi.json") for m in SERVING),
+    ]
+    for document in documents:
+        assert document["openapi"].startswith("3.1.")
+        assert {*document["security"][0], *document["security"][1]} == {"bearer", "header"}
+        OPENAPI_31_VALIDATOR.validate(document)
+        for schema in schemas(document["paths"]):
+            jsonschema_rs.meta.validate({"$schema": DIALECT, **schema})
+
+
+def schemas(node: Any) -> Iterator[dict[str, Any]]:
+    """Every schema that stands in this part of a document."""
+    if isinstance(node, list):
+        for item in node:
+            yield from schemas(item)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if key == "schema":
+                yield value
+            else:
+                yield from schemas(value)
+
+
+def test_every_operation_can_be_read_and_called_by_its_name(served: Served) -> None:
+    operations = [
+        operation for path in served.document()["paths"].values() for operation in path.values()
+    ]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names)
+    for operation in operations:
+        assert re.fullmatch("[a-z]+(_[a-z]+)*", operation["operationId"])
+        assert operation["summary"]
+        assert operation["description"].endswith(".")
+        assert len(operation["tags"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            "/v1/models/single_BYTES/infer?dry_run=perhaps",
+            {"inputs": "a"},
+            "the query parameter 'dry_run'",
+        ),
+        ("/v2/repository/index", {"ready": "true"}, '"ready" must be'),
+        (
+            f"/v2/repository/models/{MANAGED}/unload",
+            {"parameters": {"unload_dependents": "false"}},
+            "unload_dependents must be",
+        ),
+    ],
+)
+def test_a_switch_that_is_neither_on_nor_off_is_refused(
+    served: Served, path: str, body: dict[str, Any], words: str
+) -> None:
+    assert_error(served.client.post(path, json=body), 400, "MALFORMED_REQUEST", words)

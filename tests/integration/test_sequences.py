@@ -1,0 +1,399 @@
+"""All requests of a sequence go to the replica that has its state, or are told that it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http as triton_http
+
+from gateway.errors import DoesNotFit, Malformed, SequenceNotRunning
+from gateway.fleet.sequences import Sequences
+from gateway.tensors.sequence import Step, from_headers, from_parameters
+from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
+from tests.support.servers import Triton, gateway_before
+from tests.support.wait import wait_until
+
+V1, V2 = f"/v1/models/{COUNTING.name}/infer", f"/v2/models/{COUNTING.name}/infer"
+ONE = np.array([[1]], np.int32)
+
+
+# Which replica.
+
+
+class Named(NamedTuple):
+    name: str
+
+
+def named(*names: str) -> list[Named]:
+    return [Named(name) for name in names]
+
+
+class Table:
+    """The table before replicas that come and go, with a clock that is set by hand."""
+
+    def __init__(self, *names: str, most: int = 1000) -> None:
+        self.now = 0.0
+        self.replicas = named(*names)
+        self.sequences = Sequences(lambda: self.now, idle_s=60, most=most)
+
+    def start(self, sequence_id: int | str) -> str:
+        return self.go_on(sequence_id, start=True)
+
+    def go_on(self, sequence_id: int | str, *, start: bool = False, end: bool = False) -> str:
+        step = Step(sequence_id, start, end)
+        chosen = self.sequences.choose("m", step, self.replicas, self.replicas).name
+        self.sequences.answered("m", step)
+        return chosen
+
+
+def test_tables_that_know_nothing_of_each_other_choose_alike_and_evenly() -> None:
+    one, other = Table("a", "b", "c"), Table("c", "a", "b")
+    chosen = [one.start(number) for number in range(900)]
+    assert [other.go_on(number) for number in range(900)] == chosen
+    assert min(Counter(chosen).values()) > 200
+
+
+def test_a_replica_that_joins_takes_a_share_of_those_that_start_and_none_that_run() -> None:
+    table = Table("a", "b", "c")
+    before = [table.start(number) for number in range(400)]
+    table.replicas += named("d")
+    assert [table.go_on(number) for number in range(400)] == before
+    after = [table.start(number) for number in range(400)]
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {"d"}
+    assert 50 < len(moved) < 150
+
+
+def test_a_sequence_whose_replica_is_gone_is_not_running_until_it_starts_again() -> None:
+    table = Table("a", "b")
+    lost = table.start(7)
+    (kept,) = table.replicas = [each for each in table.replicas if each.name != lost]
+    for _ in range(2):
+        with pytest.raises(SequenceNotRunning, match=f"sequence 7 of model 'm'.*{lost} is gone"):
+            table.go_on(7)
+    assert table.start(7) == kept.name
+    table.replicas += named(lost)
+    assert table.go_on(7) == kept.name
+
+
+def test_what_ends_is_idle_or_too_many_is_forgotten() -> None:
+    table = Table("a", "b", most=10)
+    table.start(1)
+    table.go_on(1, end=True)
+    assert len(table.sequences) == 0
+    table.start("idle")
+    table.now = 59
+    table.start("used")
+    table.now = 61
+    table.go_on("used")
+    assert len(table.sequences) == 1
+    for number in range(100):
+        table.start(number)
+    assert len(table.sequences) == 10
+
+
+def test_a_number_and_a_text_are_two_sequences() -> None:
+    table = Table(*"abcdefgh")
+    assert [table.start(n) for n in range(20)] != [table.start(str(n)) for n in range(20)]
+
+
+# How it is named.
+
+
+@pytest.mark.parametrize(
+    ("parameters", "step"),
+    [
+        ({}, None),
+        ({"sequence_id": 0}, None),
+        ({"priority": 1}, None),
+        ({"sequence_id": 7}, Step(7)),
+        ({"sequence_id": 2**64 - 1, "sequence_start": True}, Step(2**64 - 1, start=True)),
+        ({"sequence_id": "é", "sequence_end": True}, Step("é", end=True)),
+    ],
+)
+def test_parameters_name_a_step(parameters: dict[str, Any], step: Step | None) -> None:
+    assert from_parameters(parameters) == step
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"sequence_id": -1},
+        {"sequence_id": 2**64},
+        {"sequence_id": 1.0},
+        {"sequence_id": True},
+        {"sequence_id": "é" * 65},
+        {"sequence_id": 7, "sequence_start": 1},
+        {"sequence_id": 7, "sequence_end": "yes"},
+        {"sequence_start": True},
+        {"sequence_id": "", "sequence_end": True},
+    ],
+)
+def test_parameters_that_name_none_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(DoesNotFit, match="sequence"):
+        from_parameters(parameters)
+
+
+@pytest.mark.parametrize(
+    ("headers", "step"),
+    [
+        ((None, None), None),
+        (("7", None), Step(7)),
+        (("7", "start"), Step(7, start=True)),
+        (("a-b", " END ,"), Step("a-b", end=True)),
+        ((str(2**64 - 1), "start, end"), Step(2**64 - 1, start=True, end=True)),
+    ],
+)
+def test_headers_name_a_step(headers: tuple[str | None, str | None], step: Step | None) -> None:
+    assert from_headers(*headers) == step
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [(None, "start"), ("", None), ("0", None), (str(2**64), None), ("x" * 129, None),
+     ("1" * 5000, None), ("\xe9", None), ("a\tb", None), ("7", "begin")],
+)  # fmt: skip
+def test_headers_that_name_none_are_refused(headers: tuple[str | None, str | None]) -> None:
+    with pytest.raises(Malformed, match="X-Sequence"):
+        from_headers(*headers)
+
+
+# Before real replicas.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("counting")
+    write_repository(folder, Names(), [COUNTING])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tritons(folder: Path) -> Iterator[list[Triton]]:
+    """Two that run, and one that joins later."""
+    with ExitStack() as stack:
+        tritons = [Triton(folder, "*") for _ in range(3)]
+        stack.callback(tritons[2].end)
+        for triton in tritons[:2]:
+            triton.start()
+            stack.callback(triton.kill)  # it would wait for sequences that nobody ends
+        yield tritons
+
+
+@pytest.fixture(scope="module")
+def urls(tritons: list[Triton]) -> list[str]:
+    return [f"http://{each.address}?grpc={each.options.grpc_port}" for each in tritons]
+
+
+@pytest.fixture(scope="module")
+def client(urls: list[str]) -> Iterator[httpx.Client]:
+    with gateway_before(*urls) as client:
+        wait_until(lambda: on_how_many(client) == 2)
+        yield client
+
+
+def on_how_many(client: httpx.Client) -> int:
+    replicas = client.get("/v1/replicas").json()["replicas"]
+    return sum(
+        replica["state"] == "UP" and replica["models"].get(COUNTING.name) == "READY"
+        for replica in replicas
+    )
+
+
+class Seen(NamedTuple):
+    """The count of a sequence, and the process that keeps it; or why there is none."""
+
+    status: int
+    count: int = 0
+    process: int = 0
+    code: str = ""
+
+
+def seen(answer: httpx.Response) -> Seen:
+    if answer.status_code != 200:
+        return Seen(answer.status_code, code=answer.json()["code"])
+    text = answer.text
+    if text.startswith("id:"):
+        text = text.split("data: ", 1)[1].split("\n")[0]
+    outputs = json.loads(text)["outputs"]
+    if isinstance(outputs, list):
+        outputs = {output["name"]: output["data"] for output in outputs}
+    return Seen(200, *(np.ravel(outputs[name])[0].item() for name in ("COUNT", "PROCESS")))
+
+
+def parameters(step: Step) -> dict[str, Any]:
+    flags = {"sequence_start": step.start, "sequence_end": step.end}
+    return {"sequence_id": step.sequence_id, **flags}
+
+
+def headers(step: Step) -> dict[str, str]:
+    flags = [flag for flag in ("start", "end") if getattr(step, flag)]
+    said = {"X-Sequence-ID": str(step.sequence_id)}
+    return {**said, "X-Sequence": ", ".join(flags)} if flags else said
+
+
+def tensor(*, binary: bool) -> triton_http.InferInput:
+    made = triton_http.InferInput("X", list(ONE.shape), "INT32")
+    made.set_data_from_numpy(ONE, binary_data=binary)
+    return made
+
+
+def passed(step: Step, *, binary: bool) -> dict[str, Any]:
+    """As Triton's own client says it."""
+    body, length = triton_http.InferenceServerClient.generate_request_body(
+        [tensor(binary=binary)],
+        outputs=[
+            triton_http.InferRequestedOutput(n, binary_data=False) for n in ("COUNT", "PROCESS")
+        ],
+        **parameters(step),
+    )
+    named = {"Inference-Header-Content-Length": str(length)} if binary else {}
+    return {"url": V2, "content": body, "headers": named}
+
+
+WAYS: dict[str, Callable[[Step], dict[str, Any]]] = {
+    "parameters": lambda step: {
+        "url": V1,
+        "json": {"inputs": [1], "parameters": parameters(step)},
+    },
+    "headers": lambda step: {"url": V1, "json": {"inputs": [1]}, "headers": headers(step)},
+    "a stream": lambda step: {
+        "url": V1,
+        "json": {"inputs": [1], "parameters": parameters(step)},
+        "headers": {"Accept": "text/event-stream"},
+    },
+    "columns": lambda step: {
+        "url": f"/v1/models/{COUNTING.name}:predict",
+        "json": {"inputs": [1]},
+        "headers": headers(step),
+    },
+    "passed on, JSON": lambda step: passed(step, binary=False),
+    "passed on, binary": lambda step: passed(step, binary=True),
+    "passed on, both": lambda step: passed(step, binary=True) | {"headers": {
+        **passed(step, binary=True)["headers"], **headers(step)
+    }},
+}  # fmt: skip
+
+
+def ask(client: httpx.Client, step: Step, way: str = "parameters") -> Seen:
+    return seen(client.post(**WAYS[way](step)))
+
+
+def test_fifty_sequences_that_mingle_keep_their_counts_and_their_replica(
+    client: httpx.Client,
+) -> None:
+    drawn, ways = random.Random(7), itertools.cycle(WAYS)
+    steps = 6
+
+    async def one(across: httpx.AsyncClient, sequence_id: int | str) -> list[Seen]:
+        found = []
+        for number in range(steps):
+            step = Step(sequence_id, start=number == 0, end=number == steps - 1)
+            found.append(seen(await across.post(**WAYS[next(ways)](step))))
+            await asyncio.sleep(drawn.random() / 50)
+        return found
+
+    async def all_of_them() -> list[list[Seen]]:
+        ids = [*range(1, 26), *(f"speaker {number}" for number in range(25))]
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as across:
+            return await asyncio.gather(*(one(across, each) for each in ids))
+
+    found = asyncio.run(all_of_them())
+    for told in found:
+        assert [each.count for each in told] == list(range(1, steps + 1)), told
+        assert len({each.process for each in told}) == 1
+    shares = Counter(told[0].process for told in found)
+    print(shares)
+    assert len(shares) == 2
+
+
+def test_another_gateway_goes_on_with_what_this_one_began(
+    client: httpx.Client, urls: list[str]
+) -> None:
+    ids = [f"call {number}" for number in range(12)]
+    begun = [ask(client, Step(each, start=True)) for each in ids]
+    with gateway_before(*reversed(urls)) as other:
+        wait_until(lambda: on_how_many(other) == 2)
+        for way in ("parameters", "passed on, both"):
+            gone_on = [ask(other, Step(each), way) for each in ids]
+            assert [each.process for each in gone_on] == [each.process for each in begun]
+    assert {each.count for each in gone_on} == {3}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_never_started_or_has_ended_is_said(client: httpx.Client, way: str) -> None:
+    assert ask(client, Step(f"unheard of {way}"), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
+    assert ask(client, Step(way, start=True, end=True), way).count == 1
+    assert ask(client, Step(way), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
+
+
+def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends_its_own(
+    client: httpx.Client, tritons: list[Triton]
+) -> None:
+    ids = [f"visit {number}" for number in range(24)]
+    before = {each: ask(client, Step(each, start=True)).process for each in ids}
+    tritons[2].start()
+    wait_until(lambda: on_how_many(client) == 3)
+    assert {each: ask(client, Step(each)).process for each in ids} == before
+    after = {each: ask(client, Step(f"new {each}", start=True)).process for each in ids}
+    (joined,) = set(after.values()) - set(before.values())
+
+    tritons[2].kill()
+    wait_until(lambda: on_how_many(client) == 2)
+    for each in ids:
+        told = ask(client, Step(f"new {each}"))
+        if after[each] == joined:
+            assert told == Seen(409, code="SEQUENCE_NOT_RUNNING")
+            assert ask(client, Step(f"new {each}", start=True)).count == 1
+            assert ask(client, Step(f"new {each}")).count == 2
+        else:
+            assert told == Seen(200, 2, after[each])
+    assert {each: ask(client, Step(each)).process for each in ids} == before
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ({"json": {"inputs": [1]}, "headers": {"X-Sequence": "start"}}, 400),
+        ({"json": {"inputs": [1]}, "headers": {"X-Sequence-ID": "0"}}, 400),
+        ({"json": {"inputs": [1], "parameters": {"sequence_id": -1}}}, 422),
+        (
+            {
+                "json": {"inputs": [1], "parameters": {"sequence_id": 5}},
+                "headers": {"X-Sequence-ID": "5"},
+            },
+            400,
+        ),
+        (
+            {
+                "json": {"inputs": [1] * 9},
+                "headers": {"X-Sequence-ID": "5", "X-Sequence": "start"},
+            },
+            422,
+        ),
+    ],
+    ids=["no id", "zero", "negative", "named twice", "cut"],
+)
+def test_what_names_no_step_is_refused(
+    client: httpx.Client, request_: dict[str, Any], status: int
+) -> None:
+    answer = client.post(V1, **request_)
+    assert answer.status_code == status
+    assert "equence" in answer.json()["error"]
+
+
+def test_what_is_passed_on_is_refused_for_its_headers_alone(client: httpx.Client) -> None:
+    request = passed(Step(7, start=True), binary=True)
+    answer = client.post(**request | {"headers": {**request["headers"], "X-Sequence": "start"}})
+    assert (answer.status_code, answer.json()["code"]) == (400, "MALFORMED_REQUEST")

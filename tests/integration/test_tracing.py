@@ -1,0 +1,128 @@
+"""Traces: OpenTelemetry's own SDK, and a collector of the test's that keeps what it is sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.triton.embedded import EmbeddedTriton
+from tests.support.fake_triton import Fake, fake_triton
+from tests.support.servers import ROOT, gateway
+from tests.support.trace_collector import Collector, collecting
+from tests.support.wait import wait_until
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CARRIED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+
+
+@pytest.fixture(scope="module")
+def traced(demo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Collector]]:
+    with (
+        collecting() as collector,
+        gateway(demo_triton.options.url, otlp_endpoint=collector.url, log_format="json") as pair,
+    ):
+        yield pair[0], collector
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
+
+
+def test_a_request_is_a_span_of_the_callers_trace_with_its_steps_below(
+    traced: tuple[httpx.Client, Collector],
+) -> None:
+    client, collector = traced
+    answer = client.post(
+        "/v1/models/ensemble/infer",
+        content=(ROOT / "docs/images/seven.png").read_bytes(),
+        headers={"Content-Type": "image/png", **CARRIED},
+    )
+    assert answer.status_code == 200
+    wait_until(lambda: len(collector.of(TRACE)) >= 2)
+    spans = collector.of(TRACE)
+    server, triton = spans["POST /v1/models/{model}/infer"], spans["triton"]
+    assert server.parent_span_id.hex() == PARENT
+    assert triton.parent_span_id == server.span_id
+    assert (server.kind, triton.kind) == (2, 3)  # SERVER, CLIENT
+    told = attributes(server)
+    assert told["triton.model"] == "ensemble"
+    assert told["http.response.status_code"] == 200
+    assert told["request.id"] == answer.headers["x-request-id"]
+    assert attributes(triton)["http.response.status_code"] == 200
+    assert server.start_time_unix_nano <= triton.start_time_unix_nano
+    assert triton.end_time_unix_nano <= server.end_time_unix_nano
+
+
+def test_what_goes_over_grpc_is_a_step_as_well(traced: tuple[httpx.Client, Collector]) -> None:
+    client, collector = traced
+    trace = "11" * 16
+    answer = client.post(
+        "/v1/models/ensemble/infer",
+        content=(ROOT / "docs/images/seven.png").read_bytes(),
+        headers={
+            "Content-Type": "image/png",
+            "Accept": "text/event-stream",
+            "traceparent": f"00-{trace}-{PARENT}-01",
+        },
+    )
+    assert answer.status_code == 200
+    wait_until(lambda: len(collector.of(trace)) >= 2)
+    spans = collector.of(trace)
+    assert spans["triton"].parent_span_id == spans["POST /v1/models/{model}/infer"].span_id
+    assert attributes(spans["triton"])["server.address"]
+
+
+def test_a_request_without_a_trace_begins_one_and_failures_are_marked(
+    traced: tuple[httpx.Client, Collector],
+) -> None:
+    client, collector = traced
+    before = len(collector.spans)
+    assert client.get("/v2/models/nobody").status_code == 404
+    wait_until(lambda: len(collector.spans) > before + 1)
+    server = next(span for span in collector.spans[before:] if span.name == "GET /v2")
+    assert not server.parent_span_id
+    assert "nobody" in attributes(server)["url.path"]
+    assert "triton.model" not in attributes(server)
+
+
+def test_triton_is_handed_the_trace_with_the_attempt_as_its_parent() -> None:
+    def asked(fake: Fake) -> str:
+        head, _ = fake.requests.get(timeout=5)
+        return head.decode().lower()
+
+    with fake_triton() as fake, collecting() as collector:
+        url = f"http://127.0.0.1:{fake.port}"
+        with gateway(url, otlp_endpoint=collector.url) as (client, _):
+            client.get("/v2", headers=CARRIED)
+            head = asked(fake)
+            wait_until(lambda: "triton" in collector.of(TRACE))
+            attempt = collector.of(TRACE)["triton"].span_id.hex()
+        assert f"traceparent: 00-{TRACE}-{attempt}-01" in head
+        assert "tracestate: vendor=1" in head
+        with gateway(url) as (client, _):  # without traces of its own it hands on the caller's
+            client.get("/v2", headers=CARRIED)
+            assert f"traceparent: 00-{TRACE}-{PARENT}-01" in asked(fake)
+
+
+def test_a_collector_that_is_away_costs_nobody_anything(demo_triton: EmbeddedTriton) -> None:
+    with gateway(demo_triton.options.url, otlp_endpoint="http://127.0.0.1:9") as (client, command):
+        for _ in range(20):
+            assert client.get("/v2/models/core").status_code == 200
+        assert command.process.poll() is None
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+    look = (
+        "import sys, gateway.app as app; from gateway.settings import Settings; "
+        "app.create_app(Settings(state='memory:')); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.strip() == "[]", found.stderr

@@ -1,0 +1,17 @@
+"""Assertions on the error format."""
+
+from __future__ import annotations
+
+import httpx
+
+
+def assert_error(response: httpx.Response, status: int, code: str, words: str) -> None:
+    """The shape of every error, and that it tells nothing of the inside."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error", "code", "request_id"}
+    assert body["code"] == code
+    assert words in body["error"]
+    assert body["request_id"] == response.headers["x-request-id"]
+    for leaked in ("/1/", ".py", "Traceback", "At:", "0x", "shm"):
+        assert leaked not in body["error"]

@@ -1,0 +1,225 @@
+"""A raw HTTP connection, and a scriptable fake Triton that records its requests."""
+
+from __future__ import annotations
+
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+Headers = list[tuple[str, str]]
+
+
+# What belongs to a connection and not to the answer; and what the gateway adds.
+OF_THE_WIRE = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
+
+
+ADDED = {"x-request-id"}
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer; names of headers in lower case."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    def header(self, name: str) -> str:
+        return dict(self.headers).get(name, "")
+
+    @property
+    def told(self) -> tuple[int, Headers, bytes]:
+        """All of it but the framing and what the gateway adds."""
+        kept = [entry for entry in self.headers if entry[0] not in OF_THE_WIRE | ADDED]
+        return self.status, sorted(kept), self.body
+
+
+class Wire:
+    """A connection of ours: one request after the other, the answers read by their framing alone.
+
+    A byte too much after an answer would be read as the next one's head, and fail there.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self.socket.makefile("rb")
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def ask(
+        self,
+        method: str,
+        target: str,
+        headers: Iterable[tuple[str, str]] = (),
+        body: bytes | Iterable[bytes] = b"",
+    ) -> Got:
+        """A body in pieces goes out chunked."""
+        self.send(method, target, headers, body)
+        return self.read(method)
+
+    def send(
+        self,
+        method: str,
+        target: str,
+        headers: Iterable[tuple[str, str]] = (),
+        body: bytes | Iterable[bytes] = b"",
+    ) -> None:
+        framing = ("Transfer-Encoding", "chunked")
+        if isinstance(body, bytes):
+            framing = ("Content-Length", str(len(body)))
+        fields = [("Host", "somewhere"), *headers]
+        if body or method == "POST":
+            fields.append(framing)
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]
+        self.socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        if isinstance(body, bytes):
+            self.socket.sendall(body)
+            return
+        for piece in body:
+            self.socket.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self.socket.sendall(b"0\r\n\r\n")
+
+    def read(self, method: str = "GET") -> Got:
+        while (head := self._head())[0] < 200:
+            pass
+        status, headers = head
+        fields = dict(headers)
+        if method == "HEAD":
+            return Got(status, headers, b"")
+        if fields.get("transfer-encoding") == "chunked":
+            return Got(status, headers, b"".join(self._chunks()))
+        return Got(status, headers, self._file.read(int(fields["content-length"])))
+
+    def _head(self) -> tuple[int, Headers]:
+        first = self._file.readline().decode("latin-1")
+        assert first.startswith("HTTP/1.1 "), first
+        headers = []
+        while line := self._file.readline().decode("latin-1").rstrip("\r\n"):
+            name, _, value = line.partition(":")
+            headers.append((name.lower(), value.strip()))
+        return int(first.split()[1]), headers
+
+    def _chunks(self) -> Iterator[bytes]:
+        while size := int(self._file.readline(), 16):
+            yield self._file.read(size)
+            assert self._file.read(2) == b"\r\n"
+        assert self._file.readline() == b"\r\n"
+
+
+def ask(port: int, *request: Any) -> Got:
+    with Wire(port) as wire:
+        return wire.ask(*request)
+
+
+# The fake's answers by what stands in the target; any other is answered whole.
+SAID = b'{"said":"by the fake"}'
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n" + SAID
+
+
+ODD = (
+    b"HTTP/1.1 200 OK\r\nX-Two: first\r\nKeep-Alive: timeout=5\r\nX-Odd: caf\xe9 \xff\r\nX-Two: second\r\n"
+    b"Content-Length: 2\r\nServer: a fake\r\n\r\nok"
+)
+
+
+UNFINISHED = {
+    b"silent": b"",
+    b"half": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\nthe beginning",
+    b"events": b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"d\r\ndata: one\n\n\n\n\r\n",
+}
+
+
+@dataclass
+class Fake:
+    """Records the requests that reach it; answers some of them never to the end."""
+
+    port: int
+    opened: int = 0
+    begun: queue.Queue[bytes] = field(default_factory=queue.Queue)  # heads, before the bodies
+    requests: queue.Queue[tuple[bytes, bytes]] = field(default_factory=queue.Queue)
+    # When a connection ended that had half a request, or half an answer.
+    broken_off: queue.Queue[float] = field(default_factory=queue.Queue)
+
+    def serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            self.opened += 1
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as file:
+            try:
+                while self._exchange(connection, file):
+                    pass
+            except (EOFError, OSError):
+                self.broken_off.put(time.monotonic())
+
+    def _exchange(self, connection: socket.socket, file: Any) -> bool:
+        """A request and its answer; false at the orderly end of the connection."""
+        lines = []
+        while (line := file.readline()) != b"\r\n":
+            if not line:
+                return False
+            lines.append(line)
+        head = b"".join(lines)
+        if head.startswith(b"POST /v2/repository/index"):  # the gateway looks whether we live
+            self.opened -= 1
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
+            return False
+        self.begun.put(head)
+        length = re.search(rb"content-length: (\d+)", head)
+        body = file.read(int(length[1])) if length else b""
+        if length and len(body) < int(length[1]):
+            raise EOFError
+        if b"chunked" in head:
+            while (line := file.readline()) != b"0\r\n":
+                if not line:
+                    raise EOFError
+                body += file.read(int(line, 16) + 2)[:-2]
+            file.readline()
+        self.requests.put((head, body))
+        for word, beginning in UNFINISHED.items():
+            if word in lines[0]:
+                connection.sendall(beginning)
+                file.read()
+                raise EOFError
+        connection.sendall(ODD if b"odd" in lines[0] else WHOLE)
+        return True
+
+
+@contextmanager
+def fake_triton() -> Iterator[Fake]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        fake = Fake(listening.getsockname()[1])
+        accepting = threading.Thread(target=fake.serve, args=(listening,), daemon=True)
+        accepting.start()
+        try:
+            yield fake
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            accepting.join(5)
+
+
+def port_of(client: httpx.Client) -> int:
+    assert client.base_url.port is not None
+    return client.base_url.port

@@ -1,0 +1,267 @@
+"""A proxy that spoils a real server's answers while it runs: slow, cut, garbled, silent, gone.
+
+It stands between the gateway and a Triton and knows just enough of HTTP/1.1 for that: whoever asks does
+not send a second request before the first is answered, so what is sent after an answer began is the next
+request, and what comes after a request is its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from tests.support.servers import free_ports
+
+HOST = "127.0.0.1"
+READ_BYTES = 1 << 16
+END_OF_HEAD = b"\r\n\r\n"
+FOREVER_S = 1e6
+PATIENCE_S = 5.0
+
+
+class End(Enum):
+    """How a connection ends."""
+
+    CLOSED = "closed"
+    HALF = "half closed"  # nothing more comes, but what is sent is still read
+    RESET = "reset"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What becomes of one answer. The default is: nothing."""
+
+    delay_s: float = 0.0  # before its first byte; `math.inf`: it never comes
+    edit: Callable[[bytes], bytes] | None = None  # its head, and what of the body came with it
+    piece_bytes: int = READ_BYTES  # the most that leaves at a time
+    bytes_per_s: float = math.inf
+    ends_after: float = math.inf  # bytes of it
+    idle_s: float = math.inf  # ends as well when nothing came for so long after its first byte
+    end: End = End.CLOSED
+
+
+WELL = Fault()
+Script = Callable[[bytes], Fault]  # what becomes of the answer to a request that begins so
+
+
+def always(fault: Fault, to: bytes = b"") -> Script:
+    """This fault, for every request that contains these bytes."""
+    return lambda request: fault if to in request else WELL
+
+
+class Stream:
+    """A connection whose end, however it comes, is an empty read."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def read(self) -> bytes:
+        with suppress(ConnectionError):
+            return await self._reader.read(READ_BYTES)
+        return b""
+
+    async def write(self, data: bytes | memoryview) -> None:
+        with suppress(ConnectionError):
+            self._writer.write(data)
+            await self._writer.drain()
+
+    def end(self, end: End = End.CLOSED) -> None:
+        if end is End.HALF:
+            with suppress(OSError):
+                self._writer.write_eof()
+            return
+        if end is End.RESET:
+            raw = self._writer.get_extra_info("socket")
+            with suppress(OSError):
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.close()
+
+
+class Line:
+    """A connection of the gateway's, and the one to the server for it."""
+
+    def __init__(self, near: Stream, far: Stream, script: Script) -> None:
+        self._near, self._far, self._script = near, far, script
+        self._asking = False  # a request is on its way, and nothing of its answer is here
+        self._answered = 0  # bytes
+        self.faults: list[Fault] = []  # of each request
+
+    async def run(self) -> None:
+        """Until either side has closed it."""
+        ways = [asyncio.create_task(way) for way in (self._requests(), self._answers())]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            if self.faults and self.faults[-1].end is End.HALF:
+                await ways[0]
+        finally:
+            for way in ways:
+                way.cancel()
+            self._near.end()
+            self._far.end()
+            await asyncio.wait(ways)
+
+    async def _requests(self) -> None:
+        while data := await self._near.read():
+            if not self._asking:
+                self._asking = True
+                self.faults.append(self._script(data))
+            await self._far.write(data)
+
+    async def _answers(self) -> None:
+        end = End.CLOSED
+        while data := await self._next():
+            fault = self.faults[-1]
+            if self._asking:
+                data = await self._begun(data, fault)
+            if not await self._said(data, fault):
+                break
+        if self.faults:
+            end = self.faults[-1].end
+        self._near.end(end)
+
+    async def _next(self) -> bytes:
+        """What the server says next; nothing when it, or our patience, is at its end."""
+        idle_s = math.inf if self._asking or not self.faults else self.faults[-1].idle_s
+        if idle_s == math.inf:
+            return await self._far.read()
+        with suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(self._far.read(), idle_s)
+        return b""
+
+    async def _begun(self, data: bytes, fault: Fault) -> bytes:
+        while END_OF_HEAD not in data and (more := await self._far.read()):
+            data += more
+        await asyncio.sleep(min(fault.delay_s, FOREVER_S))
+        self._asking, self._answered = False, 0
+        return fault.edit(data) if fault.edit else data
+
+    async def _said(self, data: bytes, fault: Fault) -> bool:
+        """Whether the answer goes on after this."""
+        left = memoryview(data)
+        while left and self._answered < fault.ends_after:
+            size = int(min(len(left), fault.piece_bytes, fault.ends_after - self._answered))
+            await self._near.write(left[:size])
+            left = left[size:]
+            self._answered += size
+            await asyncio.sleep(size / fault.bytes_per_s)
+        return self._answered < fault.ends_after
+
+
+class Proxy:
+    """Use it as a context manager: inside, it listens at `port` and passes on to the server at `target`."""
+
+    def __init__(self, target: int) -> None:
+        (self.port,) = free_ports(1)
+        self.script: Script = always(WELL)
+        self.lines: list[Line] = []
+        self._target = target
+        self._hangs_up = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._server: asyncio.Server | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        self._do(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE_S)
+        self._loop.close()
+
+    # What a test says.
+
+    @contextmanager
+    def having(self, script: Script | Fault) -> Iterator[None]:
+        """Answers fare by this, inside."""
+        self.script = always(script) if isinstance(script, Fault) else script
+        try:
+            yield
+        finally:
+            self.script = always(WELL)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Nobody listens, and the connections that there were are closed."""
+        self._do(self._shut())
+        try:
+            yield
+        finally:
+            self._do(self._open())
+
+    @contextmanager
+    def swallowing(self) -> Iterator[None]:
+        """Connections are neither accepted nor refused: the queue of a socket that nobody serves is full."""
+        with self.refusing(), ExitStack() as stack:
+            listening = stack.enter_context(socket.socket())
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((HOST, self.port))
+            listening.listen(0)
+            for _ in range(4):
+                queued = stack.enter_context(socket.socket())
+                queued.setblocking(False)
+                with suppress(BlockingIOError):
+                    queued.connect((HOST, self.port))
+            yield
+
+    @contextmanager
+    def hanging_up(self) -> Iterator[None]:
+        """Connections are accepted, and reset at once."""
+        self._do(self._shut())
+        self._hangs_up = True
+        self._do(self._open())
+        try:
+            yield
+        finally:
+            self._hangs_up = False
+
+    def reused_after(self, fault: Fault) -> int:
+        """On how many connections a request followed one with this fault."""
+        return sum(fault in line.faults[:-1] for line in self.lines)
+
+    # What it does.
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+
+    async def _open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, HOST, self.port)
+
+    async def _shut(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def _fault_of(self, request: bytes) -> Fault:
+        return self.script(request)
+
+    async def _serve(self, *near: Any) -> None:
+        if self._hangs_up:
+            Stream(*near).end(End.RESET)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            far = await asyncio.open_connection(HOST, self._target)
+            line = Line(Stream(*near), Stream(*far), self._fault_of)
+            self.lines.append(line)
+            await line.run()
+        except (OSError, asyncio.CancelledError):
+            Stream(*near).end(End.RESET)
+        finally:
+            self._running.discard(task)

@@ -1,0 +1,588 @@
+"""What the gateway survives, row by row, and the tests that show it: `make faults` runs them all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """What happens, what the gateway makes of it, and the tests that show it, by their files below tests/."""
+
+    fault: str
+    outcome: str
+    tests: dict[str, list[str]]
+
+    @property
+    def node_ids(self) -> list[str]:
+        return [
+            f"tests/{file}.py::test_{name}" for file, names in self.tests.items() for name in names
+        ]
+
+
+TRITON = (
+    Row(
+        "the only Triton is killed under load",
+        "502 or 503 for what was under way, then 503 with `Retry-After` within 10 ms; `/readyz` "
+        "503, `/livez` 200; served again within 2 s of its return",
+        {
+            "faults/test_rest": [
+                "the_only_triton_killed_under_load_is_said_at_once_and_is_back_at_once"
+            ],
+            "system/test_fleet": [
+                "the_only_triton_killed_is_said_fast_and_serves_again_when_it_is_back"
+            ],
+            "system/test_up": ["a_killed_triton_is_503_at_once_and_then_started_again"],
+        },
+    ),
+    Row(
+        "one of three Tritons is killed under load",
+        "only what it was working on fails; its models come back with it",
+        {
+            "system/test_fleet": [
+                "one_of_three_killed_costs_no_request_but_those_sent_to_it_and_it_comes_back_by_itself"
+            ]
+        },
+    ),
+    Row(
+        "a Triton accepts requests and never answers",
+        "504 at the deadline for those it had, then it is left alone; the others do not notice",
+        {
+            "system/test_fleet": ["one_of_three_that_never_answers_is_left_alone"],
+            "faults/test_upstream": [
+                "a_replica_that_accepts_and_never_answers_costs_whom_it_has_their_deadline"
+            ],
+            "integration/test_fleet_simulation": [
+                "a_replica_that_accepts_and_never_answers_is_left_alone"
+            ],
+        },
+    ),
+    Row(
+        "a Triton cannot be connected to: refused, swallowed, reset",
+        "another one answers, at most 0.5 s later",
+        {
+            "faults/test_upstream": [
+                "a_replica_that_cannot_be_reached_costs_half_a_second_and_then_nothing"
+            ],
+            "integration/test_fleet_simulation": [
+                "a_refused_connection_is_not_the_callers_business",
+                "a_black_hole_costs_a_few_callers_half_a_second_and_then_nobody_anything",
+            ],
+        },
+    ),
+    Row(
+        "a Triton becomes 500 ms slower than the others",
+        "it gets at most a quarter of its share",
+        {
+            "faults/test_upstream": ["a_replica_that_is_500_ms_slower_gets_a_quarter_of_its_share"],
+            "integration/test_fleet_simulation": [
+                "a_slow_replica_gets_little_and_costs_the_callers_little"
+            ],
+        },
+    ),
+    Row(
+        "an answer is garbage, cut short, of a wrong length, or followed by another",
+        "502, or an answer that is visibly cut where it had begun; its connection is not used "
+        "again, and nobody gets another's answer",
+        {
+            "faults/test_upstream": [
+                "a_spoilt_answer_is_none_and_its_connection_is_not_used_again",
+                "no_answer_goes_to_whom_it_does_not_belong",
+            ],
+            "unit/test_http": [
+                "ten_thousand_requests_are_answered_with_their_own_answers_or_fail_cleanly"
+            ],
+        },
+    ),
+    Row(
+        "an answer comes byte by byte",
+        "it is passed on byte for byte",
+        {
+            "faults/test_upstream": ["an_answer_in_pieces_is_right_byte_for_byte"],
+            "unit/test_http": ["an_answer_is_read_the_same_wherever_it_is_cut"],
+        },
+    ),
+    Row(
+        "Triton closes an idle connection as it is used again",
+        "200 or 502; nothing runs twice",
+        {
+            "faults/test_upstream": ["a_connection_that_closes_as_it_is_reused_runs_nothing_twice"],
+            "unit/test_http": [
+                "a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once"
+            ],
+        },
+    ),
+    Row(
+        "a model's queue in Triton is full",
+        "429 with `Retry-After`; other models are served as before",
+        {"faults/test_rest": ["a_full_queue_of_a_model_is_429_and_costs_no_other_model_anything"]},
+    ),
+    Row(
+        "a model is unloaded behind the gateway's back",
+        "503 within 1 s, or another Triton that has it; other models are served",
+        {
+            "faults/test_rest": [
+                "a_model_unloaded_behind_our_back_is_503_at_once_and_other_models_are_served"
+            ],
+            "system/test_fleet": ["a_model_unloaded_behind_our_back_costs_no_request"],
+            "integration/test_demo": ["an_unloaded_model_is_not_unknown"],
+        },
+    ),
+    Row(
+        "a model takes long to load",
+        "other models are served at their usual pace",
+        {"system/test_fleet": ["a_load_of_six_seconds_disturbs_nobody"]},
+    ),
+    Row(
+        "a load fails: a bad config, no version, an exception at the start",
+        "422 with Triton's reason, without its paths; the version that served goes on",
+        {
+            "faults/test_rest": [
+                "a_load_that_fails_is_told_without_secrets_and_what_served_goes_on"
+            ],
+            "system/test_fleet": [
+                "a_load_that_fails_everywhere_says_why_and_the_older_version_keeps_serving"
+            ],
+        },
+    ),
+    Row(
+        "fifty loads and unloads of one model at once",
+        "one after the other; the last one counts",
+        {
+            "system/test_fleet": ["fifty_calls_for_one_model_end_as_the_last_of_them_says"],
+            "integration/test_fleet_simulation": [
+                "many_loads_and_unloads_of_a_model_follow_one_another"
+            ],
+        },
+    ),
+    Row(
+        "a load reaches two of three Tritons",
+        "502 that says where; asked only there; made up for within 15 s",
+        {
+            "system/test_fleet": [
+                "a_load_that_fails_on_one_replica_is_reported_routed_around_and_made_good"
+            ],
+            "integration/test_fleet_simulation": [
+                "a_load_that_one_of_three_cannot_take_is_told_of_and_made_up_for"
+            ],
+        },
+    ),
+    Row(
+        "a model is replaced by one of another shape",
+        "its new shape holds at once, or from the first answer that contradicts; nothing is "
+        "reshaped",
+        {"integration/test_models": ["a_model_replaced_by_one_of_another_shape_is_seen"]},
+    ),
+    Row(
+        "a Triton's metrics page hangs or is garbage",
+        "the page is whole within 2 s without its samples, and says that it is down",
+        {
+            "integration/test_metrics_page": [
+                "a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_samples"
+            ]
+        },
+    ),
+    Row(
+        "DNS has new addresses, none, or an error",
+        "new ones are used at the next look; else the last good ones stay",
+        {
+            "integration/test_fleet_simulation": [
+                "a_name_that_cannot_be_looked_up_keeps_what_it_stood_for",
+                "a_name_that_stands_for_nothing_at_the_start_is_looked_up_again",
+                "an_address_that_is_gone_gets_nothing_more",
+                "a_new_replica_gets_its_models_with_nobody_doing_anything",
+            ]
+        },
+    ),
+)
+
+OURSELVES = (
+    Row(
+        "SIGTERM under load, restarts one after the other",
+        "`/readyz` 503 first, then what is under way ends; no request fails",
+        {
+            "system/test_shutdown": [
+                "it_says_that_it_is_not_ready_finishes_what_it_has_and_ends_with_0"
+            ],
+            "faults/test_load": [
+                "no_request_is_lost_while_two_gateways_are_restarted_again_and_again"
+            ],
+        },
+    ),
+    Row(
+        "a worker process is killed",
+        "the others serve, it is replaced, and what it was doing is not counted any more",
+        {
+            "system/test_workers": ["a_killed_worker_is_replaced_while_the_other_serves"],
+            "faults/test_rest": ["what_a_killed_worker_was_doing_is_not_counted_for_ever"],
+        },
+    ),
+    Row(
+        "32 images of 25 megapixels at once",
+        "all are answered; 99 of 100 `/livez` within 100 ms, and no more than 100 megapixels in "
+        "memory",
+        {
+            "faults/test_rest": ["thirty_two_images_of_25_megapixels_do_not_hold_up_the_loop"],
+            "integration/test_images": ["large_images_do_not_hold_up_others"],
+        },
+    ),
+    Row(
+        "no file descriptors are left",
+        "connections are shed without spinning, and taken again afterwards",
+        {"unit/test_hardening": ["it_sheds_and_recovers_when_there_are_no_descriptors"]},
+    ),
+    Row(
+        "the state file is damaged, cannot be written, or its disk is full",
+        "a sentence at the start; later the change is 503, and nothing that was kept is lost",
+        {
+            "faults/test_rest": [
+                "a_state_that_cannot_be_read_ends_the_start_with_a_sentence",
+                "a_state_that_cannot_be_written_refuses_changes_and_nothing_else",
+            ],
+            "unit/test_state": [
+                "a_damaged_file_is_told_and_left_alone",
+                "a_file_that_is_damaged_later_is_not_written_over",
+                "a_disk_that_is_full_loses_nothing_that_was_kept",
+                "a_process_killed_while_it_writes_leaves_a_whole_file",
+            ],
+        },
+    ),
+    Row(
+        "Redis goes away and comes back",
+        "serving goes on as last known; changes are 503 meanwhile",
+        {
+            "system/test_fleet": ["two_gateways_with_one_redis_are_of_one_mind"],
+            "unit/test_state": [
+                "redis_may_be_away_at_the_start_and_later",
+                "a_redis_that_hangs_is_not_waited_for",
+            ],
+            "integration/test_rates": [
+                "two_gateways_with_one_redis_count_together_and_alone_while_it_is_away"
+            ],
+        },
+    ),
+    Row(
+        "two and ten times as many requests as can be served",
+        "at least 90 and 80 % of what can be served is; the others are refused within "
+        "milliseconds; as before 5 s later",
+        {"faults/test_load": ["more_than_its_capacity_costs_it_none_of_it"]},
+    ),
+    Row(
+        "5,000 idle connections",
+        "at most 100 MiB, and nobody else notices",
+        {
+            "faults/test_load": [
+                "five_thousand_idle_connections_cost_little_and_nobody_else_anything"
+            ]
+        },
+    ),
+    Row(
+        "requests of all kinds for a long time",
+        "less than 1 MiB more per 10,000; as many descriptors and threads as before",
+        {"faults/test_load": ["ten_thousand_requests_of_all_kinds_leave_nothing_behind"]},
+    ),
+    Row(
+        "a client leaves",
+        "its place is free within 200 ms, and its request to Triton is closed",
+        {
+            "faults/test_load": [
+                "who_leaves_frees_its_place_at_once",
+                "who_is_still_sending_holds_no_place",
+            ],
+            "integration/test_v2": [
+                "a_client_may_leave",
+                "who_leaves_a_stream_closes_its_request_to_triton",
+            ],
+            "integration/test_streams": ["who_leaves_cancels_the_inference"],
+        },
+    ),
+    Row(
+        "a client does not read its answer",
+        "it is cut off after 30 s; memory stays bounded",
+        {
+            "unit/test_hardening": [
+                "a_client_that_never_reads_is_cut_off",
+                "the_system_keeps_little_of_what_a_client_does_not_read",
+                "a_client_that_never_reads_its_last_answer_is_cut_off",
+            ],
+            "integration/test_v2": ["tensors_of_16_mib_flow_through_several_at_once"],
+        },
+    ),
+)
+
+BAD_INPUT = (
+    Row(
+        "bodies over the limit, with a length or in chunks",
+        "413, before the body is read or at the limit",
+        {
+            "integration/test_infer": [
+                "a_body_over_the_limit_is_413_before_it_is_read",
+                "a_chunked_body_over_the_limit_is_413_at_the_limit",
+            ],
+            "integration/test_v2": [
+                "a_body_over_the_limit_is_413_whether_its_length_is_told_or_not"
+            ],
+        },
+    ),
+    Row(
+        "lengths that are none, several, or beside chunks; no Host, two",
+        "400, and the connection is closed",
+        {
+            "unit/test_hardening": ["what_could_be_read_in_two_ways_is_refused"],
+            "unit/test_protocol": ["garbage_is_refused_and_not_listened_to_again"],
+        },
+    ),
+    Row(
+        "headers of 1 MB, 5,000 fields, a URL of 60 KB",
+        "431 or 414 while they come, without filling memory",
+        {
+            "unit/test_hardening": [
+                "what_is_too_large_is_refused_while_it_comes",
+                "what_is_too_large_is_refused_in_small_pieces",
+                "a_header_without_an_end_fills_no_memory",
+            ]
+        },
+    ),
+    Row(
+        "JSON with NaN, 1e999, half a surrogate, bad UTF-8, a depth of 100,000, an integer of "
+        "5,000 digits",
+        "400; never 500",
+        {
+            "integration/test_infer": [
+                "json_that_is_none_is_400",
+                "an_integer_of_5000_digits_does_no_harm",
+            ]
+        },
+    ),
+    Row(
+        "forms cut short or of 2,000 fields, a file called ../../etc/passwd",
+        "400 or 413; a file name is only a name",
+        {
+            "integration/test_infer": ["a_form_that_is_none", "a_file_name_is_only_a_name"],
+            "integration/test_demo": ["a_large_form_leaves_no_file"],
+        },
+    ),
+    Row(
+        "images that are none, cut, of another format, or claim 13,000 × 13,000 pixels",
+        "422, or 413 before a pixel is decoded",
+        {
+            "integration/test_images": ["an_image_that_is_none"],
+            "integration/test_demo": ["junk_instead_of_an_image_is_422_with_a_sentence"],
+            "unit/test_digits": ["damaged_bytes_never_raise_anything_but_a_picture_error"],
+        },
+    ),
+    Row(
+        "CMYK, palettes with transparency, 16 bits of grey, turned by EXIF",
+        "the picture that a person sees",
+        {
+            "integration/test_images": [
+                "cmyk_grey_and_black_and_white",
+                "a_palette_with_transparency",
+                "sixteen_bits_are_scaled_and_not_clipped",
+                "exif_orientation_is_applied",
+            ]
+        },
+    ),
+    Row(
+        "NumPy files with pickles, or that claim 10 GB",
+        "400, or 413 for an archive that inflates beyond the limit",
+        {
+            "integration/test_infer": [
+                "pickles_are_not_taken",
+                "a_numpy_file_that_is_none_is_400",
+                "an_archive_that_inflates_beyond_the_limit_is_413",
+                "an_archive_that_is_none_is_400",
+            ]
+        },
+    ),
+    Row(
+        "texts that are empty, of 1 MB, with NUL, combining marks, emoji",
+        "they arrive as they are",
+        {"integration/test_infer": ["texts_pass_as_utf8", "bytes_pass_as_they_are"]},
+    ),
+    Row(
+        "tensors with missing, unknown or doubled inputs, ragged, of a wrong type, count, range "
+        "or batch",
+        "422 with the input's name, what it takes and what came; never changed silently",
+        {
+            "integration/test_infer": [
+                "a_value_that_does_not_fit_is_named",
+                "an_array_that_would_be_changed_is_refused",
+                "names_that_do_not_fit_are_answered_with_those_that_do",
+                "an_empty_batch_does_not_fit",
+            ],
+            "faults/test_rest": [
+                "tensors_that_cannot_be_are_the_callers_mistake_on_the_way_through"
+            ],
+            "integration/test_shapes": ["triton_never_sees_it"],
+        },
+    ),
+    Row(
+        "names with ../, %00, CR and LF, of 300 characters; versions that are none",
+        "404, and Triton is not asked for anything else",
+        {
+            "integration/test_infer": ["a_name_that_is_none_is_404"],
+            "integration/test_demo": ["an_unknown_version_is_404"],
+            "integration/test_v2": ["what_triton_does_not_have_is_refused_in_our_words"],
+        },
+    ),
+    Row(
+        "deadlines of 0, −1, `abc`, 1e9 s",
+        "400; one that is too long is shortened",
+        {
+            "integration/test_infer": [
+                "a_deadline_that_cannot_be_is_400",
+                "a_deadline_that_is_too_long_is_clamped",
+            ]
+        },
+    ),
+    Row(
+        "an `Accept` that nothing satisfies",
+        "406",
+        {"integration/test_infer": ["an_accept_that_nothing_satisfies_is_406"]},
+    ),
+    Row(
+        "gzip that is none, or 10 MB of it that inflate to 10 GB",
+        "400; 413 at the limit, and no more than that in memory",
+        {
+            "integration/test_infer": ["a_compressed_body_that_is_none_is_400_and_a_bomb_413"],
+            "faults/test_rest": ["ten_gigabytes_in_ten_megabytes_are_413_and_never_in_memory"],
+        },
+    ),
+)
+
+ATTACKS = (
+    Row(
+        "slow headers, slow bodies, slow readers, 1,000 silent connections",
+        "closed at their deadlines; others are served meanwhile",
+        {
+            "faults/test_slow_clients": [
+                "a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_notices"
+            ],
+            "unit/test_hardening": [
+                "a_thousand_silent_connections_are_closed_and_others_served_meanwhile",
+                "a_header_that_comes_byte_by_byte_is_given_up",
+                "a_body_that_comes_too_slowly_is_given_up",
+            ],
+        },
+    ),
+    Row(
+        "requests smuggled through nginx, in upgrades, in trailers",
+        "nginx and the gateway count the same requests",
+        {
+            "unit/test_hardening": [
+                "nginx_and_the_server_count_the_same_requests",
+                "nothing_follows_a_refusal_whatever_the_application_does",
+            ],
+            "integration/test_infer": [
+                "an_upgrade_is_refused_before_its_body_is_taken_for_a_request",
+                "trailers_do_not_become_headers",
+            ],
+        },
+    ),
+    Row(
+        "65,537 chunks of six bytes, JSON with 100,000 keys",
+        "little work, and little in the answer",
+        {
+            "faults/test_rest": [
+                "65_537_chunks_of_six_bytes_are_a_body",
+                "json_with_100_000_keys_costs_little",
+            ]
+        },
+    ),
+    Row(
+        "any bytes at all",
+        "an answer that is whole, or a refusal; no hanging",
+        {"unit/test_hardening": ["no_bytes_make_it_hang_or_fail_or_tear_an_answer"]},
+    ),
+    Row(
+        "more connections than are taken, from one client or many",
+        "503 at once; health can still be asked",
+        {
+            "unit/test_hardening": [
+                "one_connection_too_many_is_refused_and_health_can_still_be_asked",
+                "far_too_many_connections_are_refused_at_once",
+            ]
+        },
+    ),
+    Row(
+        "a load that brings code, without the right to",
+        "403; it never reaches Triton",
+        {
+            "integration/test_auth": [
+                "without_the_setting_nobody_brings_code",
+                "who_does_not_see_all_models_brings_no_code",
+                "what_is_no_file_of_the_model_is_not_brought",
+            ],
+            "integration/test_demo": ["two_equal_keys_do_not_get_code_past_the_guard"],
+        },
+    ),
+    Row(
+        "no key, another role's, one cut by a character, one that is revoked in use",
+        "401 or 403; a revoked one from the next look at the file",
+        {
+            "integration/test_auth": [
+                "each_role_may_do_what_it_is_for",
+                "what_is_no_key_of_anybodys_is_401",
+                "a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing",
+                "without_keys_administration_is_for_who_is_here_and_speaks_for_nobody_else",
+            ]
+        },
+    ),
+    Row(
+        "a model outside the key's patterns, however it is spelled",
+        "404, as if there were none",
+        {
+            "integration/test_auth": [
+                "a_model_that_the_key_does_not_see_is_as_unknown_as_one_that_is_not",
+                "odd_names_are_no_way_around_the_patterns",
+            ]
+        },
+    ),
+    Row(
+        "shared memory of the machine, however it is spelled",
+        "403; it never reaches Triton",
+        {"integration/test_v2": ["shared_memory_is_refused_however_it_is_spelled"]},
+    ),
+    Row(
+        "`X-Forwarded-For` against the rate limits",
+        "it changes nothing",
+        {"integration/test_rates": ["whom_a_proxy_says_it_asks_for_changes_nothing"]},
+    ),
+    Row(
+        "CR, LF and escape sequences in paths, names and request ids",
+        "one line in the log, escaped",
+        {"integration/test_observability": ["nothing_that_a_client_writes_ends_a_line"]},
+    ),
+    Row(
+        "thousands of unknown model names",
+        "not one more series of metrics",
+        {"integration/test_observability": ["unknown_names_add_no_series"]},
+    ),
+    Row(
+        "keys in requests that fail, `Connection` headers that name the key's",
+        "no key in logs, metrics, traces and errors, nor at Triton",
+        {
+            "integration/test_auth": [
+                "no_key_reaches_triton_or_a_log_line_or_a_metric",
+                "no_key_is_in_a_trace",
+            ],
+            "integration/test_v2": ["only_the_headers_that_are_tritons_business_reach_it"],
+        },
+    ),
+    Row(
+        "exceptions provoked in a model",
+        "their reason without paths, stacks, addresses and names of shared memory",
+        {
+            "integration/test_infer": ["an_exception_in_a_model_tells_its_reason_and_nothing_else"],
+            "integration/test_v2": ["an_error_after_events_tells_nothing_of_the_inside"],
+            "unit/test_complaints": ["what_helps_nobody_is_scrubbed"],
+        },
+    ),
+)
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    "Triton and the network": TRITON,
+    "The gateway and its clients": OURSELVES,
+    "Bad input": BAD_INPUT,
+    "Attacks": ATTACKS,
+}

@@ -1,0 +1,45 @@
+"""Keys files for tests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+INFER, METRICS, ADMIN = "tgw_infer-secret", "tgw_metrics-secret", "tgw_admin-secret"
+
+
+TEXTS, TEXTS_ADMIN, BOTH = "tgw_texts-secret", "tgw_texts-admin-secret", "tgw_both-secret"
+
+
+SECRETS = (INFER, METRICS, ADMIN, TEXTS, TEXTS_ADMIN, BOTH)
+
+
+def entry(key: str, *roles: str, name: str = "", **more: Any) -> dict[str, Any]:
+    name = name or key.removeprefix("tgw_").removesuffix("-secret")
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return {"name": name, "sha256": digest, "roles": list(roles), **more}
+
+
+ENTRIES = [
+    entry(INFER, "infer"),
+    entry(METRICS, "metrics"),
+    entry(ADMIN, "admin"),
+    entry(TEXTS, "infer", "metrics", models=["text_*"]),
+    entry(TEXTS_ADMIN, "admin", models=["text_*"]),
+    entry(BOTH, "infer", "metrics"),
+]
+
+
+def written(path: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
+    """In one step, as Kubernetes and `key create` do."""
+    fresh = path.with_suffix(".fresh")
+    fresh.write_text(yaml.safe_dump({"keys": list(entries)}))
+    return fresh.replace(path)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,304 @@
+"""Real servers for the tests, each gone when its test is, even if the tests themselves are killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+
+from gateway.triton import guard
+from gateway.triton.embedded import EmbeddedTriton, prepared
+from gateway.triton.options import Options
+from gateway.words import say
+
+ROOT = Path(__file__).parents[2]
+
+
+FAULTS = (
+    "a fault in the gateway",
+    "a fault in the application",
+    "was never retrieved",
+    "never awaited",
+)
+
+
+def _numbers() -> Iterator[int]:
+    """Below those that the system gives to clients, and other ones in each process of the tests."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    numbers = range(12_000 + 2_000 * worker, 14_000 + 2_000 * worker)
+    start = random.randrange(len(numbers))
+    return itertools.cycle([*numbers[start:], *numbers[:start]])
+
+
+_next_number = _numbers()
+
+
+def free_ports(count: int, *further: int) -> list[int]:
+    """Ports that nobody listens on, nor on those `further` up, and that were not given away lately."""
+    with ExitStack() as stack:
+
+        def hold(port: int) -> int:
+            held = stack.enter_context(socket.socket())
+            held.bind(("127.0.0.1", port))
+            return int(held.getsockname()[1])
+
+        ports: list[int] = []
+        while len(ports) < count:
+            with suppress(OSError):
+                port = hold(next(_next_number))
+                for more in further:
+                    hold(port + more)
+                ports.append(port)
+        return ports
+
+
+def triton_on_free_ports(
+    repository: Path, *load: str, say: Callable[[str], None] = say
+) -> EmbeddedTriton:
+    http, grpc, metrics = free_ports(3)
+    options = Options(
+        (repository,), load or ("*",), http_port=http, grpc_port=grpc, metrics_port=metrics
+    )
+    return BriefTriton(options, say=say)
+
+
+class BriefTriton(EmbeddedTriton):
+    """Without the three or four seconds in which a Triton that nobody needs any more says good-bye."""
+
+    def let_go(self) -> None:
+        super().let_go()
+        kill_server_of(self.guard_pid)
+
+
+def server_of(guard_pid: int) -> int:
+    """The process id of the tritonserver, the guard's only child."""
+    children = Path(f"/proc/{guard_pid}/task/{guard_pid}/children")
+    return int(children.read_text().split()[0])
+
+
+def kill_server_of(guard_pid: int) -> None:
+    with suppress(OSError, IndexError):  # it has ended already
+        os.kill(server_of(guard_pid), signal.SIGKILL)
+
+
+class Command:
+    """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests."""
+
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, guarded: bool = True
+    ) -> None:
+        command = [sys.executable, "-m", "gateway", *arguments]
+        guards = [sys.executable, "-I", "-S", guard.__file__, "10", f"none{os.getpid()}"]
+        self._guarded = guarded
+        self.process = subprocess.Popen(
+            [*guards, *command] if guarded else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # What a test loads is not for the next one, unless it says so.
+            env={
+                **os.environ,
+                "GATEWAY_STATE": "memory:",
+                "GATEWAY_DRAIN_S": "0",
+                **(environment or {}),
+            },
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._deaf = False
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for raw in output:
+                if self._deaf:
+                    break
+                with self._said:
+                    self.lines.append(raw.decode(errors="replace").rstrip())
+                    self._said.notify_all()
+        with self._said:
+            self._said.notify_all()
+
+    @property
+    def pid(self) -> int:
+        """The command's own process id; the guard above it is `process`."""
+        if not self._guarded:
+            return self.process.pid
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        while not (found := children.read_text().split()):
+            time.sleep(0.01)
+        return int(found[0])
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, words: str, timeout_s: float = 60) -> str:
+        """The first line with these words."""
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        with self._said:
+            while True:
+                for line in self.lines[seen:]:
+                    if words in line:
+                        return line
+                seen = len(self.lines)
+                ended = not self._reader.is_alive()
+                if ended or not self._said.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"it never said {words!r}:\n{self.output}")
+
+    def stop_reading(self) -> None:
+        """Close our end of its output, at the next line that it writes."""
+        self._deaf = True
+
+    def end(self, timeout_s: float = 20) -> int:
+        """Wait for the command's own end; its exit status."""
+        status = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return status
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+        self._reader.join(5)
+        # Whatever a test does to it: nothing is the gateway's own fault.
+        faults = [line for line in self.lines if any(words in line for words in FAULTS)]
+        assert not faults, f"it failed:\n{self.output}"
+
+
+@contextmanager
+def gateway(*urls: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
+    """`triton-gateway serve` before these Tritons: a client of it, and the process."""
+    (port,) = free_ports(1)
+    environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
+    environment["GATEWAY_TRITON_URLS"] = ",".join(urls)
+    with (
+        Command("serve", "--port", str(port), environment=environment) as command,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        command.wait_for("serving")
+        yield client, command
+
+
+@contextmanager
+def gateway_before(*urls: str, **settings: str) -> Iterator[httpx.Client]:
+    """The same, for who only asks it."""
+    with gateway(*urls, **settings) as (client, _):
+        yield client
+
+
+class Triton:
+    """A tritonserver that a test ends and starts again as it likes, always on the same ports."""
+
+    def __init__(self, repository: Path, *load: str) -> None:
+        self.repository = repository
+        http, grpc, metrics = free_ports(3)
+        self.options = Options(
+            (repository,), load, http_port=http, grpc_port=grpc, metrics_port=metrics
+        )
+        self._files = prepared([self.options], print)
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.options.http_port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        assert self._guard is not None
+        return server_of(self._guard.pid)
+
+    def start(self) -> None:
+        """Returns at once; `wait` for it."""
+        prefix = f"triton_gateway_test_{os.getpid()}_{time.monotonic_ns():x}_"
+        guards = [sys.executable, "-I", "-S", guard.__file__, "10", prefix]
+        command = self.options.command(self._files, prefix)
+        # Triton's own default: who keeps a connection open to it makes its end take this long.
+        patient = [
+            "--exit-timeout-secs=30" if "--exit-timeout" in word else word for word in command
+        ]
+        self._guard = subprocess.Popen(
+            [*guards, *patient],
+            env=self._files.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float = 30) -> None:
+        """Until it serves."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"http://{self.address}/v2/health/live", timeout=1).is_success:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.05)
+        raise AssertionError(f"the Triton at {self.address} does not start")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Without a word."""
+        self.signal(signal.SIGKILL)
+        self.end()
+
+    def end(self) -> None:
+        """Until nothing is left of it."""
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait(30)
+            self._guard = None
+
+    def ended(self, timeout_s: float) -> float:
+        """Seconds until it has ended by itself."""
+        assert self._guard is not None
+        began = time.monotonic()
+        self._guard.wait(timeout_s)
+        return time.monotonic() - began
+
+    def __enter__(self) -> Triton:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._guard is not None:
+            kill_server_of(self._guard.pid)
+        self.end()
+
+
+def workers(command: Command) -> list[psutil.Process]:
+    """The living ones; the other child of the command keeps track of its shared resources."""
+    children = psutil.Process(command.pid).children()
+    return [child for child in children if "spawn_main" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return ""

@@ -1,0 +1,242 @@
+"""The images of the Dockerfile, built and run under the manifests' limits: make containers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.support.container_engine import Container, Engine, engine
+from tests.support.manifests import Manifests, Resource, quantity
+from tests.support.servers import ROOT, free_ports
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
+
+TRITON_PORTS = ("--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
+SEVEN = (ROOT / "docs/images/seven.png").read_bytes()
+LIMIT_BYTES = 250_000_000
+# Asked in a container that has only Python to ask with.
+PROGRAMS = "import os; [print(*os.listdir(f)) for f in os.get_exec_path() if os.path.isdir(f)]"
+LOADED = """import ctypes, pathlib
+print(len([ctypes.CDLL(str(library)) for library in pathlib.Path("/usr/local").rglob("*.so*")]))"""
+
+
+@pytest.fixture(scope="module")
+def containers() -> Engine:
+    return engine()
+
+
+@pytest.fixture(scope="module")
+def gateway_image(containers: Engine) -> str:
+    return containers.build("gateway")
+
+
+@pytest.fixture(scope="module")
+def embedded_image(containers: Engine) -> str:
+    return containers.build("embedded")
+
+
+def memory(name: str, variant: str = "dev") -> str:
+    """The manifests' limit for the container of a pod, in podman's words."""
+    (container,) = Manifests.of(variant).pod(name)["containers"]
+    return f"--memory={int(quantity(container['resources']['limits']['memory']))}"
+
+
+def wait_for(url: str, container: Container, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(url, timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    pytest.fail(f"{url} is not ready:\n{container.log()[-4000:]}", pytrace=False)
+
+
+def assert_serves(client: httpx.Client) -> None:
+    image = client.post(
+        "/v1/models/ensemble/infer", content=SEVEN, headers={"Content-Type": "image/png"}
+    )
+    assert image.json()["outputs"]["result"]["predictions"][0]["label"] == "7", image.text
+    text = client.post(
+        "/v1/models/text_ensemble/infer", content="a ship", headers={"Content-Type": "text/plain"}
+    )
+    assert len(text.json()["outputs"]["EMBEDDING"]) == 384, text.text
+
+
+@pytest.fixture
+def embedded(containers: Engine, embedded_image: str) -> Iterator[tuple[Container, str]]:
+    port, *triton = free_ports(4)
+    options = (memory("triton"), "--shm-size=512m")
+    ports = [f"{flag}={number}" for flag, number in zip(TRITON_PORTS, triton, strict=True)]
+    with containers.container(embedded_image, options, "up", f"--port={port}", *ports) as container:
+        wait_for(f"http://127.0.0.1:{port}/readyz", container)
+        yield container, f"http://127.0.0.1:{port}"
+
+
+def test_the_embedded_image_serves_images_and_texts_with_nothing_to_write_to(
+    embedded: tuple[Container, str],
+) -> None:
+    container, url = embedded
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert_serves(client)
+    assert container.look("{{.HostConfig.ReadonlyRootfs}}") == "true"
+    assert container.inside("sh", "-c", "test $(id -u) -ne 0 && ! touch /opt/triton-gateway/x")
+    container.terminate()
+    assert container.end(30) == 0
+
+
+@pytest.fixture
+def fleet(
+    containers: Engine, gateway_image: str, embedded_image: str, tmp_path: Path
+) -> Iterator[tuple[Container, str]]:
+    """The gateway's image before the Triton of the embedded one, with the settings of the manifests."""
+    made = Manifests.of("dev")
+    port, http, grpc, metrics = free_ports(4)
+    numbers = zip(TRITON_PORTS, (http, grpc, metrics), strict=True)
+    words = ["triton", *(f"{flag}={number}" for flag, number in numbers)]
+    models = made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
+    (tmp_path / "models.yaml").write_text(models)
+    tmp_path.chmod(0o755)  # for whom the container runs as
+    url = f"http://127.0.0.1:{http}?grpc={grpc}&metrics={metrics}"
+    given = {**made.settings(), "GATEWAY_TRITON_URLS": url, "GATEWAY_DRAIN_S": "3"}
+    options = [
+        memory("triton-gateway"),
+        f"--volume={tmp_path}:/etc/triton-gateway/models:ro",
+        *(f"--env={name}={value}" for name, value in given.items()),
+    ]
+    with ExitStack() as stack:
+        run = stack.enter_context
+        triton = run(
+            containers.container(embedded_image, (memory("triton"), "--shm-size=512m"), *words)
+        )
+        gateway = run(containers.container(gateway_image, options, "serve", f"--port={port}"))
+        wait_for(f"http://127.0.0.1:{http}/v2/health/ready", triton)
+        wait_for(f"http://127.0.0.1:{port}/readyz", gateway)
+        yield gateway, f"http://127.0.0.1:{port}"
+
+
+def ask_until_it_says_no(url: str) -> Counter[str]:
+    """Like a balancer: requests go there until /readyz is 503. What each of them came to."""
+    seen: Counter[str] = Counter()
+    with httpx.Client(base_url=url, timeout=30) as client:
+        while client.get("/readyz").status_code == 200:
+            answer = client.post(
+                "/v1/models/ensemble/infer", content=SEVEN, headers={"Content-Type": "image/png"}
+            )
+            seen[str(answer.status_code)] += 1
+    return seen
+
+
+def test_the_gateway_serves_and_loses_nothing_when_it_is_stopped_under_load(
+    fleet: tuple[Container, str],
+) -> None:
+    container, url = fleet
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert_serves(client)
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask_until_it_says_no, url) for _ in range(8)]
+        time.sleep(3)
+        container.terminate()
+        seen = sum((each.result(60) for each in asking), Counter[str]())
+    assert container.end(30) == 0
+    assert set(seen) == {"200"}
+    assert seen["200"] > 50
+    print(f"answered while it was stopped: {seen['200']}, and nothing else")
+
+
+def for_podman(made: Manifests, images: dict[str, str], folder: Path) -> list[Resource]:
+    """What podman 4 knows of the manifests: no probes, no Service, no emptyDir that others may write to."""
+    folder.chmod(0o1777)
+    settings = made.get("ConfigMap", "triton-gateway-settings")
+    settings["data"]["GATEWAY_TRITON_URLS"] = "dns+http://localhost:8000"
+    deployments = made.kind("Deployment")
+    for deployment in deployments:
+        pod = deployment["spec"]["template"]["spec"]
+        for volume in pod["volumes"]:
+            if volume.pop("emptyDir", None):
+                path = "/dev/shm" if volume["name"] == "shm" else str(folder)
+                volume["hostPath"] = {"path": path, "type": "Directory"}
+        for container in pod["containers"]:
+            container["image"] = images[container["image"]]
+            for key in ("ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"):
+                container.pop(key, None)
+    return [*made.kind("ConfigMap"), *deployments]
+
+
+def test_the_dev_overlays_pods_serve(
+    containers: Engine, gateway_image: str, embedded_image: str, tmp_path: Path
+) -> None:
+    for port in (8000, 8001, 8002, 8080):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                pytest.skip(f"port {port}, which the manifests name, is taken on this machine")
+    images = {
+        "triton-gateway:0.1.0": gateway_image,
+        "triton-gateway-embedded:0.1.0": embedded_image,
+    }
+    resources = for_podman(Manifests.of("dev"), images, tmp_path)
+    (tmp_path / "pods.yaml").write_text(yaml.safe_dump_all(resources))
+    with containers.pods(tmp_path / "pods.yaml"):
+        container = Container(containers, "triton-gateway-pod-0-gateway")
+        wait_for("http://127.0.0.1:8080/readyz", container)
+        with httpx.Client(base_url="http://127.0.0.1:8080", timeout=30) as client:
+            assert_serves(client)
+        assert (
+            container.look("{{.HostConfig.ReadonlyRootfs}} {{.Config.User}}") == "true 10001:10001"
+        )
+        status = container.says("python3", "-c", "print(open('/proc/1/status').read())")
+        assert "CapEff:\t0000000000000000" in status
+
+
+def test_the_images_own_health_check_is_true_while_it_serves(
+    containers: Engine, gateway_image: str
+) -> None:
+    (image,) = json.loads(containers.run("podman", "inspect", gateway_image))
+    _, *command = image["Healthcheck"]["Test"]
+    (port,) = free_ports(1)
+    command = [word.replace("8080", str(port)) for word in command]
+    with containers.container(gateway_image, (), "serve", f"--port={port}") as container:
+        wait_for(f"http://127.0.0.1:{port}/livez", container)
+        assert container.inside(*command)
+        assert not container.inside(*(word.replace("/livez", "/none") for word in command))
+
+
+def test_the_gateways_image_holds_its_command_python_and_nothing_else_to_run(
+    containers: Engine, gateway_image: str
+) -> None:
+    (port,) = free_ports(1)
+    with containers.container(gateway_image, (), "serve", f"--port={port}") as container:
+        key = ("triton-gateway", "key")
+        container.says(*key, "create", "shop", "--file=/tmp/keys.yaml")
+        assert "shop" in container.says(*key, "list", "--file=/tmp/keys.yaml")
+        programs = container.says("python3", "-c", PROGRAMS).split()
+        assert sorted(programs) == ["python", "python3", "python3.11", "triton-gateway"]
+        assert not container.inside("/bin/sh", "-c", "exit 0")
+        for installer in ("pip", "ensurepip"):
+            assert not container.inside("python3", "-c", f"import {installer}")
+        assert int(container.says("python3", "-c", LOADED)) > 50
+
+
+def test_the_gateways_image_is_small(containers: Engine, gateway_image: str) -> None:
+    """Unpacked and with its base, as `docker images` counts; and as registries do, compressed."""
+    unpacked = int(containers.run("podman", "inspect", "--format={{.Size}}", gateway_image))
+    save = ["podman", "save", "--quiet", gateway_image]
+    with subprocess.Popen(save, env=containers.env, stdout=subprocess.PIPE) as saving:
+        packed = subprocess.run(["gzip"], stdin=saving.stdout, capture_output=True, check=True)
+    assert saving.returncode == 0
+    print(
+        f"the gateway's image: {unpacked / 1e6:.0f} MB, compressed {len(packed.stdout) / 1e6:.0f} MB"
+    )
+    assert len(packed.stdout) < unpacked < LIMIT_BYTES

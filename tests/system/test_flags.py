@@ -1,0 +1,230 @@
+"""What `triton-gateway up` and `triton-gateway triton` pass on to Triton, and what they refuse to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from gateway.cli import cli
+from gateway.triton.chatter import Chatter
+from gateway.triton.options import CannotStart, ModelControl, Options
+from tests.support.servers import ROOT
+from tests.support.up import Up, write_model
+
+
+def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
+    """And a model that fails at the start does not end it, where one says so."""
+    write_model(tmp_path, "pass")
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    (tmp_path / "bad" / "config.pbtxt").write_text((tmp_path / "echo/config.pbtxt").read_text())
+    (tmp_path / "bad" / "1" / "model.py").write_text("raise ValueError('no weights here')")
+    flags = ["--no-exit-on-error", "--log-verbose", "1"]
+    flags += ["--backend-config", "python,shm-default-byte-size=4194304"]
+    flags += ["--triton-arg", "--id=frieda", "--triton-arg", "--http-thread-count"]
+    with Up(tmp_path, *flags, "--triton-arg", "4") as up:
+        up.wait_for("ready after")
+        up.wait_for("Triton goes on without bad")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        assert httpx.get(f"{up.url}/readyz").status_code == 200
+        assert httpx.get(f"http://{up.triton}/v2").json()["name"] == "frieda"
+        command = up.server().cmdline()
+        assert "--backend-config=python,shm-default-byte-size=4194304" in command
+        assert command[-3:] == ["--id=frieda", "--http-thread-count", "4"]
+        up.wait_for("Server side auto-completed config")  # which Triton says when it is verbose
+        up.wait_for("no weights here")
+
+
+# What is refused, before anything is started.
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        ("--http-port=9", "say it with --triton-http-port"),
+        ("--http-po=9", "say it with --triton-http-port"),
+        ("--metrics-address=0.0.0.0", "the embedded Triton is on 127.0.0.1"),
+        ("--model-store=/x", "say it with --model-repository"),
+        ("--model-control-mode", "say it with --model-control"),
+        ("--log-verbose=1", "say it with --log-verbose"),
+        ("--allow-grpc=false", "the gateway needs all three of its ports"),
+        ("--log-file=/tmp/x", "its log tells the gateway why a model fails"),
+    ],
+)
+def test_an_argument_that_is_ours_to_say_is_refused(
+    tmp_path: Path, argument: str, why: str
+) -> None:
+    with pytest.raises(CannotStart) as refused:
+        Options((tmp_path,), arguments=("--id", "x", argument)).check()
+    assert str(refused.value) == f"--triton-arg cannot be {argument}: {why}"
+
+
+@pytest.mark.parametrize("argument", ["--id=x", "--model-load-thread-count=1", "http-port", "--"])
+def test_any_other_argument_is_taken(tmp_path: Path, argument: str) -> None:
+    Options((tmp_path,), arguments=(argument,)).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"poll_s": 1}, "--poll-secs is for --model-control poll; in mode explicit"),
+        ({"poll_s": 1, "model_control": ModelControl.none}, "in mode none Triton does not look"),
+        (
+            {"load": ("echo",), "model_control": ModelControl.poll},
+            "--load is for --model-control explicit; in mode poll Triton loads every model",
+        ),
+        (
+            {"backend_configs": ("python,shm-region-prefix-name=x",)},
+            "--backend-config cannot be python,shm-region-prefix-name=x",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_said(
+    tmp_path: Path, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(CannotStart, match=why):
+        Options((tmp_path,), **options).check()
+
+
+def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="s3://, gs:// and as://"):
+        Options((tmp_path, "hdfs://x/y")).check()
+    Options((tmp_path, "s3://bucket/x", "gs://bucket/x", "as://account/x")).check()
+
+
+def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:
+    with Up(tmp_path, "--triton-arg", "--grpc-address=0.0.0.0") as up:
+        assert up.end() == 1
+    refused = "--triton-arg cannot be --grpc-address=0.0.0.0: the embedded Triton is on 127.0.0.1"
+    assert up.lines == [f"triton-gateway: {refused}"]
+
+
+# A repository in an object store.
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """As much of S3 as reading takes: HEAD, GET, and GET ?list-type=2, of the files in a folder."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, folder: Path | None, *arguments: Any) -> None:
+        self.folder = folder  # None: nobody may read it
+        super().__init__(*arguments)
+
+    def read(self) -> None:
+        url = urlsplit(self.path)
+        key = url.path.lstrip("/").partition("/")[2]
+        if self.folder is None:
+            self.answer(403, b"")
+        elif not key:
+            self.answer(200, listing(self.folder, parse_qs(url.query).get("prefix", [""])[0]))
+        elif (file := self.folder / key).is_file():
+            self.answer(200, file.read_bytes())
+        else:
+            self.answer(404, b"")
+
+    do_GET = do_HEAD = read  # noqa: N815 - the library's names
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def listing(folder: Path, prefix: str) -> bytes:
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents>"
+        for key in sorted(map(str, files))
+        if key.startswith(prefix)
+    )
+    return (
+        f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+    )
+
+
+@contextmanager
+def bucket_of(folder: Path | None) -> Iterator[str]:
+    """Where Triton finds it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Bucket, folder)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"s3://127.0.0.1:{server.server_port}/bucket/models"
+        server.shutdown()
+
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "y",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def test_models_come_out_of_an_object_store(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "pass")
+    with (
+        bucket_of(tmp_path) as address,
+        Up(address, command="triton", environment=CREDENTIALS) as triton,
+    ):
+        triton.wait_for("Triton is ready")
+        assert f"--model-repository={address}" in triton.server().cmdline()
+        assert httpx.get(f"http://{triton.triton}/v2/models/echo/ready").status_code == 200
+
+
+def test_an_object_store_that_does_not_let_triton_in_is_named() -> None:
+    with (
+        bucket_of(None) as address,
+        Up(address, command="triton", environment=CREDENTIALS) as triton,
+    ):
+        assert triton.end() == 1
+    assert triton.lines[-1].startswith(f"triton-gateway: Triton cannot start with {address}: ")
+    assert "Check account credentials" in triton.lines[-1]
+
+
+# What is said.
+
+FAILS = (
+    'E1121 15:25:32.216984 23132 backend_model.cc:692] "ERROR: Failed to create instance: no weights"',
+    "E1121 15:25:32.219178 23132 model_lifecycle.cc:642] \"failed to load 'bad' version 1: no weights\"",
+)
+
+
+def test_a_model_that_fails_again_at_every_poll_is_told_of_once() -> None:
+    chatter = Chatter()
+    assert [chatter.hear(line) is None for line in FAILS * 3] == [False] * 2 + [True] * 4
+    loaded = "I1121 15:25:33.839000 23132 model_lifecycle.cc:839] \"successfully loaded 'bad'\""
+    assert chatter.hear(loaded)
+    assert chatter.hear(FAILS[1]) == "Triton: failed to load 'bad': no weights"
+
+
+@pytest.mark.parametrize("command", ["up", "triton"])
+def test_the_help_has_tritons_flags(command: str) -> None:
+    told = CliRunner().invoke(cli, [command, "--help"], env={"COLUMNS": "200"}).output
+    for flag in ("--triton-arg", "--poll-secs", "--no-exit-on-error", "--triton-http-port"):
+        assert flag in told
+    assert ("--replicas" in told) == (command == "up")
+
+
+def test_every_flag_is_documented_and_no_other() -> None:
+    rows = re.findall(r"^\| `(--.*?)` \|", (ROOT / "docs/embedded.md").read_text(), re.MULTILINE)
+    documented = {flag.strip("`") for row in rows for flag in re.split(r"`?, `?", row)}
+    up = typer.main.get_command(cli).commands["up"]  # type: ignore[attr-defined]
+    flags = {flag for param in up.params for flag in (*param.opts, *param.secondary_opts)}
+    assert documented == flags - {"--help", "-h"}

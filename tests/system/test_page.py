@@ -1,0 +1,528 @@
+"""The page at /: what is served, and, in a real Chromium, what its user sees.
+
+The tests in the browser are run by `make page`: they want chromium, which is 130 MB to install.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from gateway.triton.options import Options
+from tests.support import browser
+from tests.support.keys import ADMIN, INFER, entry, written
+from tests.support.model_zoo.zoo import MODELS, TICKING, Model, Names, write_repository
+from tests.support.servers import ROOT, BriefTriton, free_ports, gateway_before
+
+STATIC = ROOT / "gateway" / "static"
+IMAGES = ROOT / "docs" / "images"
+AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
+VENDORED = (*sorted(STATIC.glob("vendor/uPlot.*min.*")), AXE)
+# Drawn as a person would, from the middle of the sheet.
+SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
+KEPT = ("pair", "optional", "nchw", "picture", "single_BYTES")
+# What is typed for a tensor of a shape, and what is sent or said.
+TYPED: tuple[tuple[str, list[int], str], ...] = (
+    ("9223372036854775807", [1], "9223372036854775807"),  # which JavaScript cannot count to
+    ("[9007199254740993]", [1], "[9007199254740993]"),
+    ("5", [-1], "[5]"),
+    ("1 2,3;4", [-1], "[1,2,3,4]"),
+    ("1 2 3 4 5 6", [2, 3], "[[1,2,3],[4,5,6]]"),
+    ("1 2 3 4 5 6", [-1, 3], "[[1,2,3],[4,5,6]]"),
+    ("1 2\n3 4", [-1, -1], "[[1,2],[3,4]]"),
+    ("+.5 1e3 0x10", [3], "[0.5,1e3,16]"),
+    ("true false", [2], "[true,false]"),
+    ("1 2 3", [2], "2 numbers are wanted, and 3 are there"),
+    ("1 2 3", [-1, 2], "a multiple of 2 numbers are wanted, and 3 are there"),
+    ("1 two", [2], "“two” is neither JSON nor a number"),
+)
+
+
+# What is served.
+
+
+def test_the_page_and_all_that_it_names_are_served_by_the_gateway(demo: httpx.Client) -> None:
+    page = demo.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+    assert len(names) >= 4
+    for name in names:
+        assert demo.get(name).status_code == 200, name
+    for path in STATIC.rglob("*.js"):
+        served = demo.get(f"/static/{path.relative_to(STATIC)}")
+        assert served.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert served.content == path.read_bytes()
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.css"])
+def test_what_a_browser_has_is_not_sent_again(demo: httpx.Client, path: str) -> None:
+    first = demo.get(path)
+    assert first.headers["cache-control"] == "no-cache"
+    again = demo.get(path, headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
+    assert again.status_code == 304
+    assert not again.content
+    assert again.headers["etag"] == first.headers["etag"]
+    assert demo.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
+    head = demo.head(path)
+    assert head.status_code == 200
+    assert head.headers["content-length"] == first.headers["content-length"]
+
+
+def test_nothing_inline_runs_and_nothing_foreign_is_loaded(demo: httpx.Client) -> None:
+    headers = demo.get("/").headers
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "http" not in headers["content-security-policy"]
+    assert len(headers.get_list("content-security-policy")) == 1
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["none.js", "../settings.py", "%2e%2e/settings.py", "", "vendor"])
+def test_only_the_pages_own_files_are_served(demo: httpx.Client, name: str) -> None:
+    answer = demo.get(f"/static/{name}")
+    assert answer.status_code == 404
+    assert answer.json()["code"] == "NOT_FOUND"
+
+
+def test_it_can_be_switched_off() -> None:
+    with gateway_before("http://127.0.0.1:1", page="false") as client:
+        assert client.get("/").status_code == 404
+        assert client.get("/static/main.js").status_code == 404
+        assert client.get("/livez").status_code == 200
+
+
+def test_it_is_no_part_of_the_api(demo: httpx.Client) -> None:
+    paths = demo.get("/openapi.json").json()["paths"]
+    assert not [path for path in paths if path == "/" or path.startswith("/static")]
+
+
+def test_what_others_wrote_is_as_they_published_it() -> None:
+    documented = (ROOT / "docs" / "dependencies.md").read_text()
+    assert len(VENDORED) == 3
+    for path in VENDORED:
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
+    assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
+    assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()
+
+
+def test_no_word_of_a_model_becomes_markup() -> None:
+    """Chromium would refuse these (`require-trusted-types-for`); other browsers may not."""
+    ways = re.compile(
+        r"\b(innerHTML|outerHTML|insertAdjacentHTML|srcdoc|eval|Function)\b|document\.write"
+    )
+    for path in STATIC.glob("*.js"):
+        assert not ways.search(path.read_text()), path.name
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
+    if not (browser.CHROMIUM and browser.DRIVER):
+        pytest.skip(browser.MISSING)
+    with browser.chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield browser.Page(driver)
+
+
+@pytest.fixture
+def page(tab: browser.Page) -> Iterator[browser.Page]:
+    """Whatever a test does: no complaint in the console, and no request to anybody else."""
+    tab.refusals = set()
+    tab.dark(False)
+    yield tab
+    tab.close()
+    assert not tab.console()
+    assert tab.asked() <= {tab.origin}
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Models of which nobody knows the names, behind keys."""
+
+    url: str
+    names: Names
+
+    def fragment(self, model: str) -> str:
+        return f"#try/{httpx.URL(self.names.model(model)).raw_path.decode()}"
+
+    def input(self, name: str) -> str:
+        return f'fieldset[data-input="{self.names.tensor(name)}"]'
+
+    def output(self, name: str) -> str:
+        return f'[data-output="{self.names.tensor(name)}"]'
+
+
+def kept() -> list[Model]:
+    return [TICKING, *(model for model in MODELS if model.name in KEPT)]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Names]]:
+    """One for all tests in the browser: the demonstration's models, and those of strange names."""
+    folder, names = tmp_path_factory.mktemp("strangers"), Names(seed=11)
+    write_repository(folder, names, kept())
+    load = ("ensemble", "text_ensemble", *(names.model(model.name) for model in kept()))
+    http, grpc, metrics = free_ports(3)
+    repositories = (ROOT / "triton_repo", folder)
+    options = Options(repositories, load, http_port=http, grpc_port=grpc, metrics_port=metrics)
+    with BriefTriton(options) as server:
+        yield server.options.url, names
+
+
+@pytest.fixture(scope="module")
+def demo_url(triton: tuple[str, Names]) -> Iterator[str]:
+    """Of a gateway that wants no keys."""
+    with gateway_before(triton[0]) as client:
+        yield str(client.base_url)
+
+
+@pytest.fixture(scope="module")
+def strangers(
+    triton: tuple[str, Names], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Strangers]:
+    entries = [entry(INFER, "infer"), entry(ADMIN, "admin")]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    with gateway_before(triton[0], keys_file=str(keys)) as client:
+        yield Strangers(str(client.base_url), triton[1])
+
+
+def draw_a_seven(page: browser.Page, origin: str) -> None:
+    page.open(origin, "#try/ensemble")
+    page.drag("canvas", *SEVEN)
+    page.click("#ask")
+    page.see("#answer-body .scores", "0.")
+
+
+@pytest.mark.long
+def test_a_drawn_seven_is_read(page: browser.Page, demo_url: str) -> None:
+    draw_a_seven(page, demo_url)
+    assert page.all("#answer-body .scores tbody th")[0].text == "7"
+    assert "ms" in page.text("#answer-state")
+    assert page.text("#curl") == (
+        "curl -s --data-binary @drawing.png -H 'Content-Type: image/png' "
+        f"{page.origin}/v1/models/ensemble/infer"
+    )
+    page.click("details summary")
+    assert '"label": "7"' in page.see("details pre", "label")
+    if wanted := os.environ.get("PAGE_PICTURE"):
+        page.click("#ask")  # again: the first request to a model is a slow one
+        page.until(lambda: page.all("#answer-body details:not([open])"), "another answer")
+        page.driver.set_window_size(1200, 900)
+        page.run("document.activeElement.blur()")
+        page.driver.save_screenshot(wanted)
+
+
+@pytest.mark.long
+def test_a_line_is_drawn_with_the_keys_alone(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.type("canvas", Keys.ARROW_UP * 8 + " " + Keys.ARROW_DOWN * 16 + " ")
+    page.see(".drawing", "pen up")
+    page.type("canvas", Keys.CONTROL + Keys.ENTER)
+    page.see("#answer-body .scores", "0.")
+    assert page.all("#answer-body .scores tbody th")[0].text == "1"
+
+
+@pytest.mark.long
+def test_an_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    assert page.all("input[type=file][accept='image/*'][capture]")  # shown where fingers point
+    page.type("input[type=file]:not([capture])", str(IMAGES / "three.jpg"))
+    page.click("#ask")
+    page.see("#answer-body .scores", "0.")
+    assert page.all("#answer-body .scores tbody th")[0].text == "3"
+    assert "@three.jpg -H 'Content-Type: image/jpeg'" in page.text("#curl")
+    page.run(
+        """
+        const [text, zone] = [atob(arguments[0]), document.querySelector(".drop")];
+        const bytes = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+        const dropped = new DataTransfer();
+        dropped.items.add(new File([bytes], "it's a seven.png", {type: "image/png"}));
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """,
+        base64.b64encode((IMAGES / "seven.png").read_bytes()).decode(),
+    )
+    page.see(".drop", "it's a seven.png")
+    page.click("#ask")
+    page.until(lambda: page.text("#answer-body .scores tbody th") == "7", "a seven")
+    assert r"--data-binary '@it'\''s a seven.png'" in page.text("#curl")
+
+
+@pytest.mark.long
+def test_an_image_is_pasted(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("canvas")
+    page.clipboard(allowed=True)
+    page.copy_image((IMAGES / "seven.png").read_bytes())
+    page.type("body", Keys.CONTROL + "v")
+    page.see(".drop", "image.png")
+    page.click("#ask")
+    page.see("#answer-body .scores", "0.")
+    assert page.all("#answer-body .scores tbody th")[0].text == "7"
+    assert "@image.png -H 'Content-Type: image/png'" in page.text("#curl")
+
+
+@pytest.mark.long
+def test_the_curl_line_is_copied(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    assert not page.find("#curl-copy").is_enabled()  # there is none yet
+    page.type("textarea", 'it\'s a "text"')
+    page.clipboard(allowed=False)
+    page.click("#curl-copy")
+    page.see("#curl-copied", "selected")
+    line = page.text("#curl")
+    assert page.run("return getSelection().toString()") == line
+    page.clipboard(allowed=True)
+    page.click("#curl-copy")
+    page.until(lambda: page.text("#curl-copied") == "copied", "copied")
+    assert page.copied() == line
+    answer = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
+    assert len(json.loads(answer)["outputs"]["EMBEDDING"]) == 384
+
+
+@pytest.mark.long
+def test_two_texts_are_compared(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    first, second = (page.find(f"#try-form div > div:nth-child({n}) textarea") for n in (1, 2))
+    first.send_keys("The doctor examined the patient.")
+    page.click("#ask")
+    assert "384 numbers" in page.see("#answer-body figcaption", "norm 1")
+    second.send_keys("A physician looked at the sick man.")
+    page.click("#ask")
+    like = float(page.see("#cosine", "similarity").split()[-1])
+    second.clear()
+    second.send_keys("The ship left the harbour at dawn.")
+    page.click("#ask")
+    page.until(lambda: float(page.text("#cosine").split()[-1]) < like - 0.3, "another similarity")
+
+
+@pytest.mark.long
+def test_the_first_model_shown_is_one_that_people_have_something_for(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url)
+    page.find("canvas")
+    assert page.find("#model").get_property("value") == "ensemble"
+
+
+@pytest.mark.long
+def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.refusals = {401, 403}
+    page.open(strangers.url)
+    page.see("#key-dialog", "a key is needed")
+    page.type("#key", "wrong\n")
+    page.see("#key-reason", "the key is not known")
+    page.type("#key", f"{INFER}\n")
+    page.find("#try-form fieldset")
+    assert page.run("return [localStorage.length, document.cookie]") == [0, ""]
+    assert INFER not in page.driver.page_source
+    # It sees the models, and neither the replicas nor the metrics.
+    page.click("nav a[href='#fleet']")
+    page.see("#fleet-notice", "administrator's key")
+    assert page.all("#models tbody tr")
+    assert not page.all("#replicas tbody tr")
+    page.click("nav a[href='#live']")
+    page.see("#live-notice", "has not the role")
+    page.click("#key-button")
+    page.click("#key-forget")
+    page.see("#live-notice", "a key is needed")
+
+
+@pytest.mark.long
+def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.refusals = {403}
+    page.open(strangers.url, "#fleet", key=INFER)
+    model = strangers.names.model("picture")
+    buttons = f'#models tr[data-key="{model}"] button'
+    page.find(buttons)
+    page.all(buttons)[1].click()
+    page.see("#unload-dialog", model)
+    page.click("#unload-form button.main")
+    page.see("#key-dialog", "has not the role admin")  # a key that may only infer is not enough
+    page.type("#key", f"{ADMIN}\n")
+    assert "UNAVAILABLE" in page.see("#report", "is unloaded on every replica")
+    page.find(f"{buttons}:nth-of-type(2):disabled")
+    page.see("#replicas tbody", "UP")
+    page.all(buttons)[0].click()
+    assert "READY" in page.see("#report", "is loaded on every replica")
+    page.find(f"{buttons}:nth-of-type(2):enabled")
+
+
+@pytest.mark.long
+def test_a_model_never_seen_gets_a_form_by_its_signature(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, strangers.fragment("pair"), key=INFER)
+    for name, values in {"A": "1 2", "B": "[30, 40]"}.items():
+        page.type(f"{strangers.input(name)} textarea", values)
+    page.click("#ask")
+    assert page.see(strangers.output("SUM"), "31").split()[-2:] == ["31", "42"]
+    assert page.see(strangers.output("PRODUCT"), "30").split()[-2:] == ["30", "80"]
+    assert '-H "Authorization: Bearer $KEY"' in page.text("#curl")
+    assert INFER not in page.driver.page_source
+
+
+@pytest.mark.long
+def test_optional_inputs_may_be_left_out(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("optional"), key=INFER)
+    page.click("#ask")
+    page.see(f"{strangers.input('X')} [role=alert]", "give the values")
+    page.type(f"{strangers.input('X')} textarea", "1, 2, x")
+    page.click("#ask")
+    page.see(f"{strangers.input('X')} [role=alert]", "neither JSON nor a number")
+    page.find(f"{strangers.input('X')} textarea").clear()
+    page.type(f"{strangers.input('X')} textarea", "1\n2\n3")
+    page.type(f"{strangers.input('FACTOR')} textarea", "10")
+    page.click("#ask")
+    assert page.see(strangers.output("Y"), "10").split()[-3:] == ["10", "20", "30"]
+
+
+@pytest.mark.long
+def test_a_picture_is_drawn_for_pixels_and_shown_where_one_comes_back(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, strangers.fragment("nchw"), key=INFER)
+    page.drag("canvas", (-30, -30), (30, 30))
+    page.click("#ask")
+    page.find(f"{strangers.output('Y')} canvas")
+    assert "4 × 6" in page.text(f"{strangers.output('Y')} figcaption")
+    page.open(strangers.url, strangers.fragment("picture"), key=INFER)
+    page.type("textarea", "9")
+    page.click("#ask")
+    shown = page.find(f"{strangers.output('PNG')} img")
+    page.until(lambda: shown.get_property("naturalWidth") == 9, "a picture")
+
+
+@pytest.mark.long
+def test_markup_in_an_answer_is_a_text(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("single_BYTES"), key=INFER)
+    page.type("textarea", "<img src=x onerror=alert(1)>")
+    page.find("textarea").send_keys(Keys.CONTROL, Keys.ENTER)
+    assert "<img src=x" in page.see(".said", "onerror")
+    assert not page.all("#answer-body img")
+
+
+@pytest.mark.long
+def test_answers_are_shown_as_they_come(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("ticking"), key=INFER)
+    page.type(f"{strangers.input('COUNT')} textarea", "500")
+    page.type(f"{strangers.input('SECONDS')} textarea", "0.02")
+    page.click("#ask")
+    page.until(lambda: len(page.all("#events > li")) >= 3, "three answers")
+    page.see("#answer-state", "so far")
+    assert page.text("#curl").startswith("curl -sN ")
+    page.click("#stop")
+    page.see("#answer-state", "stopped")
+    page.find(f"{strangers.input('COUNT')} textarea").clear()
+    page.type(f"{strangers.input('COUNT')} textarea", "2")
+    page.click("#ask")
+    page.see("#answer-state", "2 answers in")
+
+
+@pytest.mark.long
+def test_requests_are_seen_live(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, "#live", key=ADMIN)
+    page.until(lambda: page.all("#by-replica tbody tr") or infer_with(strangers), "the replicas")
+    page.find("#rate-chart canvas")
+    row = page.see("#by-model tbody", strangers.names.model("single_BYTES"))
+    assert re.search(r" \d+\.\d", row)
+    page.see("#live-now", "requests/s")
+
+
+@pytest.mark.long
+def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
+    draw_a_seven(page, demo_url)
+    views = {"try": "canvas", "fleet": "#models tbody tr", "live": "#rate-chart canvas"}
+    for view, there in views.items():
+        page.dark(False)
+        page.click(f"nav a[href='#{view}']")
+        page.find(there)
+        assert not faults(page), view
+        page.dark(True)
+        assert not faults(page, "color-contrast"), view
+    page.click("#key-button")
+    page.find("#key")
+    assert not faults(page)
+
+
+@pytest.mark.long
+def test_a_phone_scrolls_tables_and_not_the_page(page: browser.Page, demo_url: str) -> None:
+    with page.phone():
+        for fragment, there in {
+            "#try/ensemble": "canvas",
+            "#fleet": "#models tbody tr",
+            "#live": "#by-model",
+        }.items():
+            page.open(demo_url, fragment)
+            page.find(there)
+            wide = page.run("return document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, fragment
+
+
+@pytest.mark.long
+def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    as_json = """({asJson}) => {
+        try { return asJson(...given); } catch (error) { return error.message; }
+    }"""
+    for typed, shape, sent in TYPED:
+        assert page.module("numbers.js", as_json, typed, shape) == sent
+
+
+@pytest.mark.long
+def test_what_the_metrics_page_says_is_read(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    text = 'a{m="x\\"} 1",n="y"} 2\nab{m="z"} 3\n# TYPE a counter\na 4.5e1 1700000000\n'
+    assert page.module("metrics.js", "({samples}) => samples(given[0], ['a']).get('a')", text) == [
+        {"labels": {"m": 'x"} 1', "n": "y"}, "value": 2},
+        {"labels": {}, "value": 45},
+    ]
+    buckets = "[[Infinity, 20], [0.1, 10], [0.2, 20]]"
+    for q, seconds in {0.25: 0.05, 0.5: 0.1, 0.75: 0.15}.items():
+        found = page.module("metrics.js", f"({{quantile}}) => quantile({q}, {buckets})")
+        assert found == pytest.approx(seconds)
+
+
+def infer_with(strangers: Strangers) -> None:
+    path = f"{strangers.url}/v1/models/{strangers.fragment('single_BYTES').removeprefix('#try/')}/infer"
+    headers = {"X-API-Key": INFER, "Content-Type": "text/plain"}
+    httpx.post(path, content=b"a text", headers=headers).raise_for_status()
+
+
+def faults(page: browser.Page, *rules: str) -> list[str]:
+    """By axe-core, by all its rules or these: what is serious or critical, and where."""
+    page.run(f"if (!window.axe) {{ {AXE.read_text()} }}")
+    found = page.driver.execute_async_script(
+        """
+        const [rules, done] = arguments;
+        const options = {resultTypes: ["violations"], ...(rules.length ? {runOnly: rules} : {})};
+        axe.run(options).then(({violations}) => done(violations));
+        """,
+        rules,
+    )
+    return [
+        f"{one['id']}: {node['html']} {node['failureSummary']}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]

@@ -1,0 +1,280 @@
+"""`triton-gateway up` as a process: one command, clear sentences, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from gateway.triton.options import CannotStart, ModelControl, Options
+from tests.support.servers import Command, free_ports
+from tests.support.up import CONFIG, Up, assert_end, nothing_left, write_model
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one small model."""
+    write_model(tmp_path, "pass")
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_ends_nothing_is_left(repository: Path, number: signal.Signals) -> None:
+    # Without the tests' own guard, which would clean up in its place.
+    with Up(repository, guarded=False) as up:
+        up.wait_for("ready after")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        with nothing_left(up):
+            os.kill(up.pid, number)
+
+
+def test_it_ends_while_triton_is_still_starting(repository: Path) -> None:
+    write_model(repository, "time.sleep(30)")
+    with Up(repository) as up:
+        deadline = time.monotonic() + 20
+        while len(up.family()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with nothing_left(up):
+            os.kill(up.pid, signal.SIGINT)
+        assert up.end() == 130
+
+
+def test_a_killed_triton_is_503_at_once_and_then_started_again(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        up.server().kill()
+        up.wait_for("starting it again")
+        refused = up.infer()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert httpx.get(f"{up.url}/livez").status_code == 200
+        ready = httpx.get(f"{up.url}/readyz")
+        assert ready.status_code == 503
+        assert up.triton in ready.text
+        up.wait_for("Triton is ready again")
+        assert_serves_soon(up)
+        assert httpx.get(f"{up.url}/readyz").status_code == 200
+
+
+def assert_serves_soon(up: Up) -> None:
+    """The gateway looks for a lost Triton a few times a second."""
+    deadline = time.monotonic() + 2
+    while (answer := up.infer()).status_code != 200:
+        assert (answer.status_code, time.monotonic() < deadline) == (503, True)
+        time.sleep(0.02)
+
+
+def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        before = up.family()[1:]
+        psutil.Process(up.pid).children()[0].kill()
+        up.wait_for("Triton is ready again")
+        assert_end(before)
+        assert_serves_soon(up)
+
+
+def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        write_model(repository, "raise ValueError('the weights are gone')")
+        up.server().kill()
+        assert up.end() == 1
+        assert "Triton is gone and does not come back" in up.lines[-1]
+        assert "the weights are gone" in up.lines[-1]
+
+
+def test_a_model_that_does_not_load_ends_it_with_tritons_reason(repository: Path) -> None:
+    write_model(repository, "raise ValueError('no weights here')")
+    with Up(repository) as up:
+        assert up.end() == 1
+    assert up.lines[-1] == "triton-gateway: Triton could not load echo: no weights here"
+
+
+def test_a_model_that_takes_longer_than_it_may_ends_it(repository: Path) -> None:
+    write_model(repository, "time.sleep(30)")
+    with Up(repository, "--start-timeout", "1") as up:
+        assert up.end() == 1
+    assert "Triton was not ready within 1 s (--start-timeout); its last line: " in up.lines[-1]
+
+
+def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> None:
+    with Up(repository, "--load", "nobody") as up:
+        assert up.end() == 1
+    assert "nobody" in up.lines[-1]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port"]
+)
+def test_a_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with Up(repository, flag, str(port)) as up:
+            assert up.end() == 1
+    assert up.lines == [
+        f"triton-gateway: port {port} cannot be used (address already in use); name another with {flag}"
+    ]
+
+
+def test_no_model_repository_is_said(tmp_path: Path) -> None:
+    with Up(tmp_path / "nowhere") as up:
+        assert up.end() == 1
+    assert "there is no model repository" in up.lines[-1]
+    assert "--model-repository" in up.lines[-1]
+
+
+@pytest.mark.parametrize("name", ["my models", "a&b", "a;b", "$a", "a'b", "(a)", "a*", "\u00e9"])
+def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, name: str) -> None:
+    odd, plain = tmp_path / name, tmp_path / "plain"
+    write_model(odd, "pass")
+    with pytest.raises(CannotStart, match="cannot run a Python model at") as refused:
+        Options((odd,)).check()
+    assert f"'{odd}'" in str(refused.value)
+    write_model(plain, "pass")
+    (plain / "echo").rename(plain / name)
+    for options in (
+        Options((plain,), load=("*",)),
+        Options((plain,), load=(name,)),
+        Options((plain,), model_control=ModelControl.poll),
+    ):
+        with pytest.raises(CannotStart) as refused:
+            options.check()
+        assert f"'{plain / name}'" in str(refused.value)
+    Options((plain,), load=("another",)).check()
+    (tmp_path / "link").symlink_to(odd)
+    Options((tmp_path / "link",), load=("*",)).check()
+
+
+def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> None:
+    odd, link = tmp_path / "my models", tmp_path / "a-_.+@=,%:~^!#b"
+    write_model(odd, "pass")
+    with Up(odd) as up:
+        assert up.end() == 1
+    assert "takes no path with a blank in it; rename that, or make a link" in up.lines[-1]
+    assert len(up.lines) == 1
+    link.symlink_to(odd)
+    with Up(link) as up:
+        up.wait_for("ready after")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+
+
+def test_a_path_of_no_python_model_may_be_any(tmp_path: Path) -> None:
+    odd = tmp_path / "my models"
+    write_model(odd, "pass")
+    config = odd / "echo" / "config.pbtxt"
+    config.write_text(CONFIG.replace("python", "onnxruntime"))
+    Options((odd,), load=("*",)).check()
+    (odd / "echo" / "configs").mkdir()
+    (odd / "echo" / "configs" / "embedded.pbtxt").write_text(CONFIG)  # which Triton then reads
+    with pytest.raises(CannotStart):
+        Options((odd,), load=("*",)).check()
+    (odd / "echo" / "configs" / "embedded.pbtxt").write_text("# without a backend")
+    with pytest.raises(CannotStart):
+        Options((odd,), load=("*",)).check()
+
+
+def test_triton_alone(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        assert httpx.get(f"http://{triton.triton}/v2/models/echo/ready").status_code == 200
+        with nothing_left(triton):
+            os.kill(triton.pid, signal.SIGINT)
+        assert triton.end() == 130
+
+
+def test_triton_alone_listens_where_it_is_told(repository: Path) -> None:
+    """Elsewhere than on 127.0.0.1, where gateways of other machines can reach it."""
+    with Up(repository, "--host", "127.0.0.2", command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        here, there = triton.triton, triton.triton.replace("127.0.0.1", "127.0.0.2")
+        assert httpx.get(f"http://{there}/v2/models/echo/ready").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://{here}/v2/health/live")
+        assert "nobody for a key" not in "".join(triton.lines)  # which is still this machine
+
+
+def test_triton_alone_ends_when_its_server_does_not_come_back(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        write_model(repository, "raise ValueError('the weights are gone')")
+        triton.server().kill()
+        assert triton.end() == 1
+        assert "the weights are gone" in triton.lines[-1]
+
+
+def test_it_goes_on_when_nobody_reads_what_it_says(repository: Path) -> None:
+    with Up(repository, guarded=False) as up:
+        up.wait_for("ready after")
+        up.stop_reading()
+        up.server().kill()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                if up.infer().status_code == 200:
+                    break
+            time.sleep(0.1)
+        assert up.infer().status_code == 200
+        with nothing_left(up):
+            os.kill(up.pid, signal.SIGTERM)
+
+
+def test_two_flags_with_one_port_are_named(repository: Path) -> None:
+    with Up(repository, "--port", "9999", "--triton-grpc-port", "9999") as up:
+        assert up.end() == 1
+    assert "--port and --triton-grpc-port both name port 9999" in up.lines[-1]
+
+
+def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: Path) -> None:
+    (closed,) = free_ports(1)
+    environment = {
+        "TRITON_GATEWAY_CACHE": str(tmp_path / "cache"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": f"http://127.0.0.1:{closed}/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_RETRIES": "0",
+    }
+    (gateway,) = free_ports(1)
+    arguments = ("up", "--port", str(gateway), "--model-repository", str(repository))
+    with Command(*arguments, environment=environment) as up:
+        assert up.end(60) == 1
+    assert "the package index cannot be reached" in up.lines[-1]
+    assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+
+
+def test_another_python_is_told_which_ones_work(tmp_path: Path) -> None:
+    """The check comes before anything else, so that a Python too new says it by itself."""
+    found = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
+    found += [
+        Path(path) for path in ("/usr/bin/python3.13", "/usr/bin/python3.14") if Path(path).exists()
+    ]
+    if not found:
+        pytest.skip("no Python newer than 3.12 on this machine")
+
+    code = "from gateway.triton.installation import install, CannotInstall\n"
+    code += "try: install(print)\nexcept CannotInstall as exc: print(exc)"
+    run = subprocess.run([found[-1], "-c", code], capture_output=True, text=True, check=True)
+    assert "CPython 3.10 to 3.12" in run.stdout
+    assert "Docker" in run.stdout
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with Command("serve", environment={"GATEWAY_MAX_BODY_BYTES": "many"}) as serve:
+        assert serve.end() == 1
+    assert "GATEWAY_MAX_BODY_BYTES cannot be 'many'" in serve.lines[-1]
+
+
+def test_a_wrong_address_is_named() -> None:
+    with Command("serve", environment={"GATEWAY_TRITON_URLS": "ftp://x"}) as serve:
+        assert serve.end() == 1
+    assert "'ftp://x' is no address of a Triton" in serve.lines[-1]

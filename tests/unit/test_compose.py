@@ -1,0 +1,167 @@
+"""compose.yaml and the Dockerfile agree; the images themselves are run by system/test_containers.py."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.fleet.declared import declared_in
+from gateway.settings import Settings
+from tests.support.servers import ROOT
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+STAGES = re.findall(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, re.MULTILINE)
+IMAGES = ("gateway", "triton", "embedded")
+
+
+def seconds(written: str) -> float:
+    return float(written.removesuffix("s"))
+
+
+def stage(name: str) -> str:
+    (text,) = re.findall(rf"^FROM \S+ AS {name}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
+    return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+
+
+def test_every_service_is_confined_and_of_an_exact_version() -> None:
+    for name, service in SERVICES.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*", service["image"]), name
+
+
+def test_only_the_gateway_and_the_monitoring_can_be_reached_and_from_this_machine() -> None:
+    published = {name for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"gateway", "prometheus", "grafana"}
+    for name in published:
+        assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+    assert COMPOSE["networks"]["back"] == {"internal": True}
+    for name in ("triton", "embedded", "redis"):
+        assert list(SERVICES[name]["networks"]) == ["back"]
+
+
+def test_a_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
+    profiles = {
+        name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service
+    }
+    assert profiles == {"embedded": ["cpu"], "triton": ["gpu"]}
+    assert SERVICES["gateway"]["environment"]["GATEWAY_TRITON_URLS"] == "dns+http://triton:8000"
+    assert SERVICES["embedded"]["networks"]["back"]["aliases"] == ["triton"]
+    words = " ".join(SERVICES["triton"]["command"])
+    declared = declared_in((ROOT / "k8s/base/models.yaml").read_text())
+    assert re.findall(r"--load-model=(\S+)", words) == list(declared)
+
+
+def test_every_setting_is_one_and_a_stop_waits_for_the_longest_request() -> None:
+    given = SERVICES["gateway"]["environment"]
+    known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
+    assert given.keys() <= known
+    settings = Settings.model_validate(
+        {name.removeprefix("GATEWAY_").lower(): value for name, value in given.items()}
+    )
+    assert settings.max_request_timeout_s <= settings.shutdown_s
+    grace_s = seconds(SERVICES["gateway"]["stop_grace_period"])
+    assert grace_s > settings.drain_s + settings.shutdown_s
+    triton = SERVICES["triton"]
+    (exit_s,) = re.findall(r"--exit-timeout-secs=(\d+)", " ".join(triton["command"]))
+    assert settings.max_request_timeout_s < int(exit_s) < seconds(triton["stop_grace_period"])
+
+
+def test_what_is_mounted_is_there() -> None:
+    for service in SERVICES.values():
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (ROOT / source).is_file(), source
+                assert volume.endswith(":ro")
+            else:
+                assert source in COMPOSE["volumes"]
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.fail("promtool is missing: apt-get install prometheus", pytrace=False)
+    for name in ("compose/prometheus.yml", "monitoring/rules.yml", "monitoring/alerts.yml"):
+        shutil.copy(ROOT / "deploy" / name, tmp_path)
+    subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True)
+    known = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())
+    ours = yaml.safe_load((tmp_path / "prometheus.yml").read_text())
+    assert ours["rule_files"] == known["rule_files"]
+    assert ours["scrape_configs"][0]["job_name"] == known["scrape_configs"][0]["job_name"]
+
+
+def test_grafana_finds_its_dashboard_and_prometheus() -> None:
+    folder = ROOT / "deploy" / "compose" / "grafana"
+    (source,) = yaml.safe_load((folder / "datasource.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((folder / "dashboards.yml").read_text())["providers"]
+    mounts = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
+    shown = mounts["./deploy/monitoring/dashboard.json"]
+    assert str(Path(shown).parent) == provider["options"]["path"]
+    assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == shown
+
+
+# The Dockerfile
+
+
+def test_a_base_is_an_argument_of_an_exact_version() -> None:
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
+    outside = {base for base, _ in STAGES} - {name for _, name in STAGES}
+    assert outside == {"${PYTHON_IMAGE}", "${GATEWAY_IMAGE}", "${TRITON_IMAGE}"}
+    assert re.fullmatch(r"docker\.io/library/python:3\.11\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
+    # Debian 12's Python is 3.11, and there are no tags of exact versions.
+    assert arguments["GATEWAY_IMAGE"] == "gcr.io/distroless/python3-debian12:nonroot"
+    assert set(re.findall(r"python(3\.\d+)/", DOCKERFILE)) == {"3.11"}
+    assert re.fullmatch(r"\d\d\.\d\d", arguments["TRITON_VERSION"])
+    assert f'version = "{arguments["VERSION"]}"' in (ROOT / "pyproject.toml").read_text()
+    for tag in re.findall(r"triton-gateway\S*:(\d\S*)", (ROOT / "compose.yaml").read_text()):
+        assert tag.startswith(arguments["VERSION"])
+    for tag in (SERVICES["triton"]["image"], (ROOT / "k8s/base/kustomization.yaml").read_text()):
+        assert f"-{arguments['TRITON_VERSION']}" in tag
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_is_labelled_runs_as_nobody_special_and_tells_its_health(image: str) -> None:
+    text = stage(image)
+    for label in ("title", "description", "version", "revision", "licenses"):
+        assert f"org.opencontainers.image.{label}=" in text
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", text, re.MULTILINE)
+    assert "\nHEALTHCHECK " in text
+    assert "\nSTOPSIGNAL SIGTERM\n" in text
+
+
+def test_images_of_ours_run_nothing_while_they_are_built() -> None:
+    """What needs a shell, pip or the network happens in stages that are thrown away."""
+    for image in ("gateway", "embedded"):
+        assert not re.search(r"^(RUN|ADD)\b", stage(image), re.MULTILINE)
+
+
+def test_whatever_is_installed_is_locked_by_its_hash() -> None:
+    commands = re.sub(r"\\\n", " ", DOCKERFILE)
+    for words in re.findall(r"-m pip (?:--python \S+ )?install ([^&\n]*)", commands):
+        assert "--require-hashes" in words or "--no-index" in words, words
+        assert "--no-deps" in words
+
+
+def test_nothing_goes_to_the_builder_but_what_it_copies() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    allowed = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    copied = {
+        word
+        for words in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
+        for word in words.split()
+    }
+    for word in copied:
+        assert (ROOT / word).exists(), word
+    assert {word if word in allowed else word.partition("/")[0] for word in copied} == allowed

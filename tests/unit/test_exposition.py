@@ -1,0 +1,534 @@
+"""Merging metrics pages, without a server: Prometheus' own tool and client judge what comes out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as open_parser
+from prometheus_client.samples import Sample
+
+from gateway.exposition.families import Families, NotExposition, escaped, merge
+from gateway.exposition.layout import Layout
+from gateway.exposition.reading import lines_of, read, text_of
+from gateway.exposition.writing import Form, write
+from tests.support.tools import TRITON, check_with_promtool, of_models
+
+
+def whole(page: str, server: str = "") -> Families:
+    return read(lines_of(text_of(page.encode())), server)
+
+
+def merged(*pages: str, own: str = "", form: Form = Form.CLASSIC) -> str:
+    """The pages of the replicas `r0`, `r1`, … and of the gateway."""
+    read_pages = {f"r{number}": whole(page, f"r{number}") for number, page in enumerate(pages)}
+    families, _ = merge(whole(own), read_pages)
+    return "".join(write(families, form))
+
+
+def alone(page: str, form: Form = Form.CLASSIC) -> str:
+    return merged(own=page, form=form)
+
+
+def samples(page: str, form: Form = Form.CLASSIC) -> Counter[tuple[object, ...]]:
+    """As Prometheus' client reads them."""
+    read_page = {
+        Form.CLASSIC: parser.text_string_to_metric_families,
+        Form.OPEN_METRICS: open_parser.text_string_to_metric_families,
+    }[form]
+    return Counter(key(sample) for family in read_page(page) for sample in family.samples)
+
+
+def key(sample: Sample) -> tuple[object, ...]:
+    return sample.name, frozenset(sample.labels.items()), repr(sample.value)
+
+
+# One page.
+
+
+def test_every_line_of_a_tritons_page_stays_as_it_is_but_for_the_label() -> None:
+    expected = []
+    for line in TRITON.splitlines():
+        if line.startswith("#"):
+            expected.append(line)
+        elif "{" in line:
+            expected.append(line.replace("{", '{replica="r0",', 1))
+        else:
+            expected.append(line.replace(" ", '{replica="r0"} ', 1))
+    assert merged(TRITON).splitlines() == expected
+
+
+def test_the_gateways_own_page_has_no_label_added() -> None:
+    assert alone(TRITON) == TRITON
+
+
+def test_a_label_that_is_already_called_replica_is_renamed_as_prometheus_does() -> None:
+    assert 'a{replica="r0",exported_replica="x"} 1\n' in merged('a{replica="x"} 1\n')
+    both = 'a{exported_replica="y",replica="x"} 1\n'
+    assert 'a{replica="r0",exported_replica="y",exported_exported_replica="x"} 1\n' in merged(both)
+
+
+def test_a_replicas_address_is_escaped() -> None:
+    families = read(["a 1"], 'x"\\\n')
+    assert "".join(write(families, Form.CLASSIC)).endswith('a{replica="x\\"\\\\\\n"} 1\n')
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("a 1", "a 1"),
+        ("a  1  ", "a 1"),
+        ("\ta\t1", "a 1"),
+        ("a{} 1", "a 1"),
+        ('a{x="1"}2', 'a{x="1"} 2'),
+        ('a { x = "1" , y="2", } 3', 'a{x="1",y="2"} 3'),
+        ('a{x="} 5",y="{"} 3', 'a{x="} 5",y="{"} 3'),
+        ('a{x="\\"} 7 # {"} 3', 'a{x="\\"} 7 # {"} 3'),
+        ('a{x="\\\\"} 3', 'a{x="\\\\"} 3'),
+        ('a{x=" \u2028\x85\x0c\r "} 3', 'a{x=" \u2028\x85\x0c\r "} 3'),
+        ("a:b_1 00012", "a:b_1 00012"),
+        ("a 1.50000", "a 1.50000"),
+        ("a -1e+09", "a -1e+09"),
+        ("a .5 -12", "a .5 -12"),
+        ("a Nan", "a Nan"),
+        ("a +Inf", "a +Inf"),
+        ("a -infinity 1700000000000", "a -infinity 1700000000000"),
+        ('a_total 1 # {id="x"} 0.5', "a_total 1"),
+    ],
+)
+def test_a_sample_keeps_its_value_and_its_time(line: str, written: str) -> None:
+    page = alone(f"# a comment\n\n \n{line}\n")
+    assert page.splitlines()[-1] == written or page.endswith(f"\n{written}\n")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<html>\n",
+        '{"error": "not found"}\n',
+        "a\n",
+        "a one\n",
+        "a 1",
+        "a 1 2 3\n",
+        "a 1 1.5\n",
+        "a 1\r\n",
+        "1a 1\n",
+        "a-b 1\n",
+        "a{x=1} 1\n",
+        'a{x="1" 1\n',
+        'a{x="1"y="2"} 1\n',
+        'a{x="1",,y="2"} 1\n',
+        'a{x="1\n',
+        'a{x="\\q"} 1\n',
+        'a{x="1",x="2"} 1\n',
+        'a{__name__="b"} 1\n',
+        'a{x-y="1"} 1\n',
+        'a{x="1"}} 1\n',
+        '{"a.b",x="1"} 1\n',
+        'a 1 # {x="1} 1\n',
+        "a 1_000\n",
+        "a 0x10\n",
+        "a ١\n",
+        "a -nan\n",
+        "a 1e999\n",
+        "a 1" + 400 * "0" + ".\n",
+        "a \n",
+        'a{x="1"}\n',
+        'a{x="\0"} 1\n',
+        "# TYPE a\na 1\n",
+        "# TYPE a number\na 1\n",
+        "# TYPE a-b gauge\n",
+        "a 1\n# TYPE a gauge\n",
+        "# TYPE a gauge\n# TYPE a counter\n",
+        "a{" + 70_000 * "x" + "\n",
+    ],
+)
+def test_a_page_with_a_line_that_prometheus_would_refuse_is_none(page: str) -> None:
+    with pytest.raises(NotExposition):
+        alone(page)
+
+
+def test_bytes_that_are_no_text_are_no_page() -> None:
+    with pytest.raises(NotExposition, match="UTF-8"):
+        text_of(b"a 1\n\xff\n")
+
+
+def test_what_is_wrong_is_said_with_its_line() -> None:
+    with pytest.raises(NotExposition, match="line 3: a value that is none"):
+        alone("# HELP a b\na 1\na x\n")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a{" + "x" * 5_000_000,
+        'a{x="' + '\\"' * 3_000_000,
+        "a{" + 'x="",' * 1_000_000,
+        "{" * 5_000_000,
+    ],
+)
+def test_a_hostile_line_does_not_take_long(line: str) -> None:
+    began = time.process_time()
+    with pytest.raises(NotExposition):
+        alone(f"{line}\n")
+    assert time.process_time() - began < 2
+
+
+# Several pages.
+
+
+def test_families_are_whole_and_described_once() -> None:
+    page = merged(TRITON, TRITON, TRITON, own="# TYPE gateway_x gauge\ngateway_x 1\n")
+    described = [line.split()[1:3] for line in page.splitlines() if line.startswith("#")]
+    assert len({tuple(words) for words in described}) == len(described)
+    families: list[str] = []
+    for line in page.splitlines():
+        name = line.split()[2] if line.startswith("#") else line.split("{")[0].split(" ")[0]
+        if families[-1:] != [name]:
+            families.append(name)
+    assert len(families) == len(set(families))
+    assert families[0] == "gateway_x"
+
+
+def test_what_only_one_page_has_is_there_and_the_first_description_holds() -> None:
+    page = merged(
+        "# TYPE a gauge\na 1\n", "# HELP a It.\n# TYPE a gauge\n# TYPE b gauge\nb 2\na 3\n"
+    )
+    assert page == (
+        '# TYPE a gauge\na{replica="r0"} 1\na{replica="r1"} 3\n# TYPE b gauge\nb{replica="r1"} 2\n'
+    )
+
+
+def left_out(own: str, *pages: str) -> dict[str, list[str]]:
+    """And what goes out can be read."""
+    check_with_promtool(merged(*pages, own=own))
+    samples(merged(*pages, own=own, form=Form.OPEN_METRICS), Form.OPEN_METRICS)
+    read_pages = {f"r{n}": whole(page, f"r{n}") for n, page in enumerate(pages)}
+    return merge(whole(own), read_pages)[1]
+
+
+HISTOGRAM = """# TYPE h histogram
+h_bucket{le="0.5"} 1
+h_bucket{le="+Inf"} 2
+h_sum 3
+h_count 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lost"),
+    [
+        ("# TYPE a gauge\na 1\n", "# TYPE a gauge\na 1\n", []),
+        ("# TYPE a gauge\na 1\n", "# TYPE a counter\na 1\n# TYPE b gauge\nb 1\n", ["a"]),
+        ("# TYPE a gauge\na 1\n", "a 1\n", ["a"]),
+        (HISTOGRAM, "# TYPE h_count counter\nh_count 1\n", ["h_count"]),
+        ("# TYPE h_count counter\nh_count 1\n", HISTOGRAM, ["h"]),
+        (HISTOGRAM, HISTOGRAM.replace("histogram", "summary"), ["h", "h_bucket"]),
+    ],
+)
+def test_a_family_that_means_something_else_on_a_later_page_is_left_out_there(
+    first: str, second: str, lost: list[str]
+) -> None:
+    assert left_out("", first, second) == ({"r1": lost} if lost else {})
+    page = merged(first, second)
+    for name in lost:
+        assert f'\n{name}{{replica="r1"' not in page
+
+
+def test_a_replica_cannot_speak_for_the_gateway() -> None:
+    own = "# TYPE gateway_scrape_up gauge\ngateway_scrape_up 1\n"
+    lost = left_out(own, "# TYPE gateway_scrape_up gauge\ngateway_scrape_up 5\n")
+    assert lost == {"r0": ["gateway_scrape_up"]}
+
+
+def test_a_name_that_two_families_of_one_page_have_is_the_firsts() -> None:
+    both = HISTOGRAM + '# TYPE h_count counter\nh_count{x="1"} 1\n'
+    assert left_out("", both, both) == {}
+    assert samples(merged(both)).total() == 5
+
+
+# OpenMetrics.
+
+
+def test_in_openmetrics_a_counter_without_total_is_of_unknown_type_and_keeps_its_name() -> None:
+    page = merged(TRITON, form=Form.OPEN_METRICS)
+    assert page.endswith("\n# EOF\n")
+    assert "# TYPE nv_inference_request_success unknown\n" in page
+    assert "# TYPE nv_cpu_utilization gauge\n" in page
+    classic = samples(merged(TRITON))
+    as_read = {(name.removesuffix("_total"), *rest) for name, *rest in classic}
+    assert set(samples(page, Form.OPEN_METRICS)) == as_read
+
+
+def test_in_openmetrics_a_counters_family_drops_total_and_has_its_creation_time() -> None:
+    own = (
+        "# HELP g_x_total What it is.\n# TYPE g_x_total counter\n"
+        'g_x_total{a="1"} 1\ng_x_total{a="2"} 2\n'
+        "# HELP g_x_created What it is.\n# TYPE g_x_created gauge\n"
+        'g_x_created{a="1"} 5\ng_x_created{a="2"} 6\n'
+    )
+    assert alone(own, Form.OPEN_METRICS) == (
+        "# TYPE g_x counter\n# HELP g_x What it is.\n"
+        'g_x_total{a="1"} 1\ng_x_created{a="1"} 5\n'
+        'g_x_total{a="2"} 2\ng_x_created{a="2"} 6\n# EOF\n'
+    )
+
+
+def test_in_openmetrics_what_belongs_to_one_metric_stands_together() -> None:
+    """As several workers' metrics do not, when they are added up."""
+    own = "# TYPE h histogram\n" + "".join(
+        f'h_{part}{{x="{x}"{le}}} 1\n'
+        for part, le in (
+            ("sum", ""),
+            ("bucket", ',le="1.0"'),
+            ("bucket", ',le="+Inf"'),
+            ("count", ""),
+        )
+        for x in (1, 2)
+    )
+    page = alone(own, Form.OPEN_METRICS)
+    assert [line[-3] for line in page.splitlines() if 'x="1"' in line or 'x="2"' in line]
+    assert ['x="1"' in line for line in page.splitlines()[1:-1]] == 4 * [True] + 4 * [False]
+    assert samples(page, Form.OPEN_METRICS).total() == 8
+
+
+@pytest.mark.parametrize(
+    ("page", "types"),
+    [
+        (
+            "# TYPE a_total counter\na_total 1\n# TYPE a gauge\na 1\n",
+            {"a_total": "unknown", "a": "gauge"},
+        ),
+        (
+            HISTOGRAM + '# TYPE h_created gauge\nh_created{x="1"} 1\n',
+            {"h_bucket": "unknown", "h_sum": "unknown", "h_count": "unknown", "h_created": "gauge"},
+        ),
+        (HISTOGRAM + "h 1\n", {"h_bucket": "unknown", "h": "unknown"}),
+        (HISTOGRAM.replace("+Inf", "7.0"), {"h_bucket": "unknown", "h": None}),
+        ("# TYPE s summary\ns_sum 1\ns_count 1\n", {"s": "summary"}),
+    ],
+)
+def test_in_openmetrics_a_type_whose_names_clash_is_unknown(
+    page: str, types: dict[str, str | None]
+) -> None:
+    out = alone(page, Form.OPEN_METRICS)
+    found = {line.split()[2]: line.split()[3] for line in out.splitlines() if " TYPE " in line}
+    assert {name: found.get(name) for name in types} == types
+    assert samples(out, Form.OPEN_METRICS).total() == samples(page).total()
+
+
+def test_in_openmetrics_a_counter_that_is_called_total_is_of_unknown_type() -> None:
+    page = "# TYPE _total counter\n_total 1\n"
+    assert alone(page, Form.OPEN_METRICS) == "# TYPE _total unknown\n_total 1\n# EOF\n"
+
+
+def test_in_openmetrics_times_are_seconds_and_exemplars_stay_where_they_may() -> None:
+    page = (
+        '# TYPE a_total counter\na_total 1 1700000000123 # {id="} # {"} 0.5 17.25\n'
+        '# TYPE b gauge\nb 1 -5 # {id="x"} 0.5\n'
+    )
+    out = alone(page, Form.OPEN_METRICS).splitlines()
+    assert out[1] == 'a_total 1 1700000000.123 # {id="} # {"} 0.5 17.25'
+    assert out[3] == "b 1 -0.005"
+    assert "#" not in alone(page).splitlines()[1]
+
+
+def test_in_openmetrics_help_and_unit_are_as_it_wants_them() -> None:
+    page = (
+        '# HELP a_seconds A "quote", a \\\\ and a \\n, and what is \\no \\"escape\\\n'
+        "# UNIT a_seconds seconds\n# TYPE a_seconds gauge\na_seconds 1\n"
+        "# UNIT b bytes\nb 1\n"
+    )
+    (metric, _) = open_parser.text_string_to_metric_families(alone(page, Form.OPEN_METRICS))
+    assert metric.documentation == 'A "quote", a \\ and a \n, and what is \no \\"escape\\'
+    assert metric.unit == "seconds"
+    check_with_promtool(alone(page))
+
+
+# Any page.
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+NUMBERS = st.integers(0, 1 << 40) | st.floats(0, 1e12).map(lambda value: round(value, 3))
+# A page that has both a `replica` and an `exported_replica` of some series' own has them in all, or else
+# two series could become one, as they do in Prometheus.
+LABELS = st.dictionaries(st.sampled_from(["x", "model", "replica"]), WORDS) | st.fixed_dictionaries(
+    {"replica": WORDS, "exported_replica": WORDS}
+)
+
+
+def described(name: str, kind: str, lines: Sequence[str]) -> str:
+    return "".join([f"# HELP {name} It.\n# TYPE {name} {kind}\n", *lines])
+
+
+def line(name: str, labels: dict[str, str], value: object) -> str:
+    inside = ",".join(f'{label}="{escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{inside}}} {value}\n"
+
+
+@st.composite
+def simple_families(draw: st.DrawFn, name: str) -> str:
+    kind = {"c": "counter", "t": "counter", "g": "gauge"}[name[0]]
+    unique = st.lists(LABELS, max_size=4, unique_by=lambda labels: frozenset(labels.items()))
+    return described(name, kind, [line(name, labels, draw(NUMBERS)) for labels in draw(unique)])
+
+
+@st.composite
+def histograms(draw: st.DrawFn, name: str) -> str:
+    unique = st.lists(LABELS, max_size=3, unique_by=lambda labels: frozenset(labels.items()))
+    lines = []
+    for labels in draw(unique):
+        low, more = draw(st.integers(0, 1000)), draw(st.integers(0, 1000))
+        for le, count in (("0.5", low), ("+Inf", low + more)):
+            lines.append(line(f"{name}_bucket", {**labels, "le": le}, count))
+        lines.append(line(f"{name}_sum", labels, draw(NUMBERS)))
+        lines.append(line(f"{name}_count", labels, low + more))
+    return described(name, "histogram", lines)
+
+
+FAMILIES = {
+    **{name: simple_families(name) for name in ("c1", "c2", "t1_total", "t2_total", "g1", "g2")},
+    **{name: histograms(name) for name in ("h1", "h2")},
+}
+PAGES = st.lists(st.sampled_from(sorted(FAMILIES)), unique=True, max_size=5).flatmap(
+    lambda names: st.tuples(*(FAMILIES[name] for name in names)).map("".join)
+)
+
+
+def expected(page: str, replica: str) -> Iterator[tuple[object, ...]]:
+    """The page's own samples with the label, as the client reads them."""
+    for name, labels, value in samples(page).elements():
+        told = dict(labels)  # type: ignore[call-overload]
+        if "replica" in told:
+            moved = "exported_replica"
+            while moved in told:
+                moved = f"exported_{moved}"
+            told[moved] = told.pop("replica")
+        yield name, frozenset({**told, "replica": replica}.items()), value
+
+
+@settings(deadline=None)
+@given(st.lists(PAGES, min_size=1, max_size=3))
+@example([line("g1", {"x": '} 1 # {x="'}, 1)])
+@example([line("g1", {"x": "\u2028\x85\r\x1c\\n\n\\"}, 1)])
+def test_the_merged_page_has_the_samples_of_all(pages: list[str]) -> None:
+    union = Counter(
+        sample for number, page in enumerate(pages) for sample in expected(page, f"r{number}")
+    )
+    assert samples(merged(*pages)) == union
+    assert merged(*pages) == merged(*pages)
+    unnamed = Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in union})
+    found = samples(merged(*pages, form=Form.OPEN_METRICS), Form.OPEN_METRICS)
+    assert Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in found}) == unnamed
+
+
+@settings(deadline=None)
+@given(PAGES)
+def test_a_page_that_was_written_is_written_again_the_same(page: str) -> None:
+    once = alone(page)
+    assert alone(once) == once
+
+
+# One server's pages, one after the other.
+
+OTHER_VALUES = st.sampled_from(
+    ["0", "17", "2.5", "-1.25e+09", "NaN", "+Inf", "1e400", "1 2000", "x", ""]
+)
+ENDS = re.compile(r" [^ \n]+$", re.MULTILINE)
+
+
+@settings(deadline=None)
+@given(PAGES, st.lists(st.lists(OTHER_VALUES, min_size=1), min_size=1, max_size=4))
+def test_the_next_page_of_a_server_is_read_as_if_it_were_the_first(
+    page: str, values: list[list[str]]
+) -> None:
+    layout = Layout()
+    assert layout.read(page.encode(), "r0") == whole(page, "r0")
+    for drawn in values:
+        following = itertools.cycle(drawn)
+        other = ENDS.sub(lambda _, following=following: f" {next(following)}", page)
+        assert outcome(lambda: layout.read(other.encode(), "r0")) == outcome(  # noqa: B023
+            lambda: whole(other, "r0")  # noqa: B023
+        )
+
+
+def outcome(reading: Callable[[], Families]) -> Families | str:
+    try:
+        return reading()
+    except NotExposition as exc:
+        return str(exc)
+
+
+def test_only_the_values_of_the_next_page_are_read() -> None:
+    page = of_models(200)
+    layout = Layout()
+    layout.read(page, "r0")
+
+    def never(lines: list[str]) -> list[str]:
+        raise AssertionError("line by line")
+
+    other = re.sub(rb" [0-9.]+\n", b" 12345.678\n", page)
+    assert other != page
+    assert layout.read(other, "r0", never) == whole(other.decode(), "r0")
+    with pytest.raises(AssertionError, match="line by line"):
+        layout.read(other + b"more 1\n", "r0", never)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "# HELP a of 5\na 5\n", "# HELP a of 5\na NaN\n", "a 5\na 6 7\n", "a 1\nb 1\na 2\n",
+        "a 5\n# 5\n", "# a 5\na 6\n", "a{x=\"b 5\"} 5\n", "a 5\n\n\nb 6\n", "a  5\n b 6\n", "",
+    ],
+)  # fmt: skip
+def test_a_number_that_is_no_value_is_not_taken_for_one(page: str) -> None:
+    layout = Layout()
+    for text in (page, page, page.replace("5", "8"), page.replace("6", "9"), page):
+        assert layout.read(text.encode(), "r0") == whole(text, "r0")
+
+
+# Prometheus' own tool, and the clock.
+
+
+def test_promtool_reads_labels_with_anything_in_them() -> None:
+    values = [chr(code) for code in range(1, 0x300)] + [
+        "\u2028",
+        "\\",
+        '"} 1 # {',
+        "\U0001f9ed",
+        "",
+    ]
+    page = "# HELP a_bytes It.\n# TYPE a_bytes gauge\n" + "".join(
+        line("a_bytes", {"x": value}, 1) for value in values
+    )
+    assert check_with_promtool(merged(page, page)) == []
+    assert samples(merged(page)).total() == len(values)
+
+
+def test_promtool_says_of_a_fleets_page_only_that_tritons_names_are_odd() -> None:
+    names = {line.split()[2] for line in TRITON.splitlines() if line.startswith("# TYPE")}
+    complaints = check_with_promtool(merged(TRITON, TRITON, TRITON))
+    assert complaints == check_with_promtool(TRITON)
+    assert {complaint.split()[0] for complaint in complaints} <= names
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_a_page_of_three_replicas_with_200_models_takes_less_than_50_ms(form: Form) -> None:
+    page = of_models(200)
+    assert page.count(b"\n") > 2500
+    spent_s = []
+    for _ in range(7):
+        began = time.process_time()
+        pages = {name: read(lines_of(text_of(page)), name) for name in ("r0", "r1", "r2")}
+        families, _ = merge({}, pages)
+        size = sum(len(piece) for piece in write(families, form))
+        spent_s.append(time.process_time() - began)
+    print(f"{form.name}: {min(spent_s) * 1000:.1f} ms of CPU for {size} characters")
+    assert min(spent_s) < 0.05

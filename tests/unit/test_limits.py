@@ -1,0 +1,302 @@
+"""Places for inferences, and the budget of pixels: bounded, in turn, and given back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import DeadlinePassed
+from gateway.limits import Budget, Decoders, Gate, TooMany
+from gateway.metrics import Metrics
+from gateway.triton.embedded import EmbeddedTriton
+from tests.support.servers import gateway_before
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
+    async def scenario() -> None:
+        budget, order = Budget(10), list[str]()
+
+        async def taking(name: str, weight: int) -> int:
+            taken = await budget.take(weight)
+            order.append(name)
+            return taken
+
+        assert await taking("a", 6) == 6
+        large = asyncio.create_task(taking("b", 1000))
+        small = asyncio.create_task(taking("c", 1))
+        await settled()
+        assert order == ["a"]  # c would fit, but b came before
+        budget.give(6)
+        assert await large == 10
+        assert not small.done()
+        budget.give(10)
+        assert await small == 1
+        assert order == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
+    async def scenario() -> None:
+        budget = Budget(10)
+        await budget.take(6)
+        large, small = asyncio.create_task(budget.take(8)), asyncio.create_task(budget.take(4))
+        await settled()
+        large.cancel()
+        assert await asyncio.wait_for(small, 1) == 4
+        with pytest.raises(asyncio.CancelledError):
+            await large
+        budget.give(6)
+        budget.give(4)
+        assert await asyncio.wait_for(budget.take(10), 1) == 10
+
+    asyncio.run(scenario())
+
+
+def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
+    async def scenario() -> None:
+        decoders = Decoders(threads=1, max_pixels_in_flight=10, metrics=Metrics())
+        go, began = threading.Event(), threading.Event()
+
+        def work() -> str:
+            began.set()
+            go.wait(5)
+            return "done"
+
+        first = asyncio.create_task(decoders.run(10, work))
+        await asyncio.to_thread(began.wait, 5)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(decoders.run(10, lambda: "second"))
+        await settled()
+        assert not second.done()
+        go.set()
+        assert await asyncio.wait_for(second, 5) == "second"
+        decoders.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_in_a_thread_reaches_who_waits() -> None:
+    async def scenario() -> None:
+        decoders = Decoders(threads=1, max_pixels_in_flight=10, metrics=Metrics())
+        with pytest.raises(ZeroDivisionError):
+            await decoders.run(10, lambda: 1 // 0)
+        assert await decoders.run(10, lambda: 5) == 5
+        decoders.close()
+
+    asyncio.run(scenario())
+
+
+# The gate.
+
+
+def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> Gate:
+    return Gate(places, per_model, queue, Metrics())
+
+
+async def waiting(door: Gate, model: str, caller: str = "") -> asyncio.Task[None]:
+    task = asyncio.create_task(door.enter(model, 10, caller))
+    await settled()
+    return task
+
+
+def test_one_model_cannot_take_every_place() -> None:
+    async def scenario() -> None:
+        door = gate()
+        assert [door.enters("a") for _ in range(4)] == [True, True, True, False]
+        assert door.enters("b")
+        assert not door.enters("c")
+        door.leave("b")
+        assert door.enters("c")
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=8)
+        assert door.enters("a")
+        order: list[str] = []
+
+        async def served(model: str) -> None:
+            await door.enter(model, 10)
+            order.append(model)
+            await settled()
+            door.leave(model)
+
+        tasks = []
+        for model in ("a", "a", "a", "b", "c"):
+            tasks.append(asyncio.create_task(served(model)))
+            await settled()
+        door.leave("a")
+        await asyncio.gather(*tasks)
+        assert order == ["a", "b", "c", "a", "a"]
+        assert (door.running, door.waiting) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=8)
+        assert door.enters("m")
+        noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
+        other = await waiting(door, "m", "other")
+        for done in (1, 1, 2, 3):
+            door.leave("m")
+            await settled()
+            assert sum(task.done() for task in noisy) == done
+        assert other.done()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_says_so_at_once() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=4)
+        assert door.enters("a")
+        tasks = [await waiting(door, "a") for _ in range(2)]
+        with pytest.raises(TooMany, match="'a'") as refused:
+            await door.enter("a", 10)
+        assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (door.running, door.waiting) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("others", [("b", ""), ("a", "another")], ids=["model", "caller"])
+def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str, str]) -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1, queue=8)
+        assert door.enters("a")
+        crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
+        late = [await waiting(door, *others) for _ in range(20)]
+        assert sum(not task.done() for task in crowd) == 4
+        assert sum(not task.done() for task in late) == 2
+        assert all(isinstance(task.exception(), TooMany) for task in crowd + late if task.done())
+        for task in crowd + late:
+            task.cancel()
+        await asyncio.gather(*crowd, *late, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
+    async def scenario() -> None:
+        door = gate(places=4, per_model=2, queue=1)
+        assert door.enters("a")
+        assert door.enters("a")
+        stuck = await waiting(door, "a")
+        await asyncio.wait_for(door.enter("b", 10), 0.1)
+        assert door.enters("b")
+        stuck.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None:
+    async def scenario() -> None:
+        door = gate(places=4, per_model=2, queue=4)
+        assert door.enters("a")
+        assert door.enters("a")
+        stuck = await waiting(door, "a")
+        assert not stuck.done()
+        await asyncio.wait_for(door.enter("b", 10), 1)
+        door.leave("a")
+        await asyncio.wait_for(stuck, 1)
+        assert (door.running, door.waiting) == (3, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        door = gate(places=1, per_model=1)
+        assert door.enters("a")
+        with pytest.raises(DeadlinePassed):
+            await door.enter("a", 0.05)
+        assert (door.running, door.waiting) == (1, 0)
+        door.leave("a")
+        assert door.enters("a")
+
+    asyncio.run(scenario())
+
+
+CALLS = st.tuples(
+    st.sampled_from("abc"), st.sampled_from("xy"), st.sampled_from(["enter", "leave", "cancel"])
+)
+
+
+@given(st.lists(CALLS))
+def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]]) -> None:
+    async def scenario() -> None:
+        door = gate(places=3, per_model=2, queue=6)
+        held: list[str] = []
+        tasks: list[tuple[str, asyncio.Task[None]]] = []
+        for model, caller, step in steps:
+            if step == "enter":
+                tasks.append((model, asyncio.create_task(door.enter(model, 10, caller))))
+            elif step == "leave" and held:
+                door.leave(held.pop())
+            elif step == "cancel" and tasks:
+                tasks.pop()[1].cancel()
+            await settled()
+            for name, task in [pair for pair in tasks if pair[1].done()]:
+                tasks.remove((name, task))
+                if task.exception() is None:
+                    held.append(name)
+            assert door.running == len(held) <= 3
+            assert door.waiting == len(tasks) <= 6
+            assert all(held.count(name) <= 2 for name in "abc")
+            # Whoever waits could not be let in: there is no place, or none of that model.
+            assert len(held) == 3 or all(held.count(name) == 2 for name, _ in tasks)
+        for _, task in tasks:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        for name in held:
+            door.leave(name)
+        assert (door.running, door.waiting) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+# The gateway.
+
+
+V2_BODY = {"inputs": [{"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "data": ["a text"]}]}
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        ("/v1/models/text_ensemble/infer", {"inputs": "a text"}),
+        ("/v1/models/text_ensemble:predict", {"instances": ["a text"]}),
+        ("/v2/models/text_ensemble/infer", V2_BODY),
+    ],
+)
+def test_a_body_that_trickles_holds_no_place(
+    demo_triton: EmbeddedTriton, target: str, body: object
+) -> None:
+    settings = {"max_model_inflight": "1", "max_queue": "0"}
+    with gateway_before(demo_triton.options.url, **settings) as client:
+        address = client.base_url.host, client.base_url.port
+        with socket.create_connection(address, 10) as slow:
+            head = f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 20\r\n\r\n{{".encode())
+            for _ in range(5):
+                assert client.post(target, json=body).status_code == 200

@@ -1,0 +1,194 @@
+"""The sentence model as built, against what PyTorch answered for the same texts."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from tests.support.servers import ROOT
+
+TOKENIZER_FOLDER = ROOT / "triton_repo" / "text_preprocessing" / "1"
+
+Vectors = NDArray[np.float32]
+
+REFERENCE: list[dict[str, Any]] = json.loads(
+    (ROOT / "tests" / "data" / "sentences_reference.json").read_text(encoding="ascii")
+)
+EXPECTED: Vectors = np.array([answer["embedding"] for answer in REFERENCE], np.float32)
+ROWS: list[list[int]] = [answer["input_ids"] for answer in REFERENCE]
+
+
+def load_module(path: Path) -> ModuleType:
+    """A file of a model's version folder, which no import statement can name."""
+    name = f"{path.parents[1].name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+tokens = load_module(TOKENIZER_FOLDER / "tokens.py")
+embeddings = load_module(ROOT / "triton_repo" / "text_postprocessing" / "1" / "embeddings.py")
+
+
+@pytest.fixture(scope="module")
+def session() -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(ROOT / "triton_repo" / "text_core" / "1" / "model.onnx")
+
+
+def embed(session: onnxruntime.InferenceSession, rows: list[list[int]], length: int = 0) -> Vectors:
+    length = length or max(len(row) for row in rows)
+    mask = np.array([[1] * len(row) + [0] * (length - len(row)) for row in rows], np.int64)
+    ids = np.zeros_like(mask)
+    ids[mask == 1] = np.concatenate(rows)
+    feed = {"input_ids": ids, "attention_mask": mask}
+    return session.run(["sentence_embedding"], feed)[0]  # type: ignore[no-any-return]
+
+
+def cosines(one: Vectors, other: Vectors) -> NDArray[np.float64]:
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    return np.einsum("ij,ij->i", one, other) / lengths  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answer", REFERENCE, ids=lambda answer: answer["name"])
+def test_a_text_alone_is_embedded_as_by_pytorch(
+    session: onnxruntime.InferenceSession, answer: dict[str, Any]
+) -> None:
+    found = embed(session, [answer["input_ids"]])
+    expected = np.array([answer["embedding"]], np.float32)
+    assert cosines(found, expected)[0] >= 0.999999
+    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_mixed_batch_is_embedded_as_by_pytorch(session: onnxruntime.InferenceSession) -> None:
+    found = embed(session, ROWS)
+    assert found.shape == EXPECTED.shape
+    assert found.dtype == np.float32
+    assert cosines(found, EXPECTED).min() >= 0.999999
+
+
+def test_an_answer_does_not_depend_on_its_neighbours(session: onnxruntime.InferenceSession) -> None:
+    alone = np.concatenate([embed(session, [row]) for row in ROWS])
+    together = embed(session, ROWS)
+    backwards = embed(session, ROWS[::-1])[::-1]
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(backwards, alone, rtol=0, atol=1e-6)
+
+
+def test_padding_changes_nothing(session: onnxruntime.InferenceSession) -> None:
+    row = ROWS[0]
+    padded = [embed(session, [row], length) for length in (16, 48, 256)]
+    for found in padded:
+        np.testing.assert_allclose(found, embed(session, [row]), rtol=0, atol=1e-6)
+
+
+def test_paraphrases_are_closer_than_strangers(session: onnxruntime.InferenceSession) -> None:
+    rows = {answer["name"]: answer["input_ids"] for answer in REFERENCE}
+    found = embed(session, [rows["ordinary"], rows["paraphrase"], rows["unrelated"]])
+    paraphrase, stranger = cosines(found[[0, 0]], found[1:])
+    assert paraphrase > 0.7
+    assert stranger < 0.2
+
+
+def encoder(**settings: Any) -> Any:
+    return tokens.TextEncoder(TOKENIZER_FOLDER, tokens.Settings(**settings))
+
+
+def test_the_pipeline_makes_the_reference_tokens() -> None:
+    texts = [answer["text"].encode() for answer in REFERENCE]
+    ids, mask = encoder().rows(texts)
+    assert [row[: kept.sum()].tolist() for row, kept in zip(ids, mask, strict=True)] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [("", 16), ("word " * 13, 16), ("word " * 15, 48), ("word " * 99, 256)]
+)
+def test_a_row_is_padded_to_the_next_of_the_lengths(text: str, length: int) -> None:
+    ids, mask = encoder(padded_lengths=(16, 48)).rows([text.encode()])
+    assert ids.shape == mask.shape == (1, length)
+    assert not ids[mask == 0].any()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "word " * 20_000,
+        "unbelievably" * 2_000 + " short " * 1_000,
+        "중국中国" * 10_000,
+        "!?" * 10_000,
+        "Zu\u0308rich, cafe\u0301. " * 2_000,
+        " " * 30_000 + "late " * 1_000,
+        "x" * 4_095 + " y" + "z" * 200 + " end " * 9_000,
+    ],
+    ids=["words", "long word", "no spaces", "punctuation", "accents", "late start", "cut word"],
+)
+def test_the_head_of_a_long_text_gives_the_tokens_of_the_whole(text: str) -> None:
+    whole = Tokenizer.from_file(str(TOKENIZER_FOLDER / "tokenizer.json"))
+    whole.no_padding()
+    whole.enable_truncation(256)
+    ids, _ = encoder().rows([text.encode()])
+    assert ids[0].tolist() == whole.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([b"caf\xe9"], "the text is not valid UTF-8 (at byte 3)"),
+        ([b"good", b"\xed\xa0\x80"], "text 2 of 2 is not valid UTF-8 (at byte 0)"),
+        ([b"123456789"], "the text has 9 bytes, and at most 8 are allowed"),
+        ([b"1", b"123456789", b"2"], "text 2 of 3 has 9 bytes, and at most 8 are allowed"),
+    ],
+)
+def test_a_bad_text_is_refused_in_one_sentence(texts: list[bytes], message: str) -> None:
+    with pytest.raises(tokens.TextError) as caught:
+        encoder(max_text_bytes=8).rows(texts)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_tokens": "many"}, "max_tokens must be a whole number above zero, not 'many'"),
+        ({"max_tokens": "-1"}, "max_tokens must be a whole number above zero, not '-1'"),
+        ({"max_tokens": "2"}, "max_tokens must be at least 3 for this tokenizer"),
+        ({"padded_lengths": "32,16"}, "padded_lengths must increase from each number to the next"),
+        ({"padded_lengths": "512"}, "padded_lengths has 512, which is above max_tokens (256)"),
+        ({"tokenizer_file": "../x"}, "tokenizer_file must be a file name without a folder"),
+        ({"tokenizer_file": "tokens.py"}, "tokens.py is not a file of the tokenizers library"),
+    ],
+)
+def test_a_senseless_parameter_fails_the_load(parameters: dict[str, str], message: str) -> None:
+    config = {"parameters": {name: {"string_value": text} for name, text in parameters.items()}}
+    with pytest.raises(tokens.ParameterError) as caught:
+        tokens.TextEncoder(TOKENIZER_FOLDER, tokens.settings_of(config))
+    assert str(caught.value) == message
+
+
+def test_parameters_of_the_gateway_and_of_triton_are_left_alone() -> None:
+    others = {"gateway.content_type.TEXT": "text/plain", "EXECUTION_ENV_PATH": "env"}
+    config = {"parameters": {name: {"string_value": text} for name, text in others.items()}}
+    assert tokens.settings_of(config) == tokens.Settings()
+
+
+def test_an_embedding_can_be_shortened_and_brought_back_to_length_one() -> None:
+    finish = embeddings.Finish(size=100, normalize=True)
+    found = finish(np.concatenate([EXPECTED, np.zeros_like(EXPECTED[:1])]))
+    assert found.shape == (len(EXPECTED) + 1, 100)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(found[:-1], axis=1), 1, rtol=1e-6)
+    assert not found[-1].any()
+    np.testing.assert_array_equal(
+        embeddings.Finish(size=100, normalize=False)(EXPECTED), EXPECTED[:, :100]
+    )

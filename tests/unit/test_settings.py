@@ -1,0 +1,144 @@
+"""Settings: what cannot be is refused in a sentence that names it, and what is none is warned of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trustme
+
+from gateway.settings import read_settings, unknown
+from gateway.words import Failure
+from tests.support.servers import Command
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"GATEWAY_{name}", value)
+    with pytest.raises(Failure) as refused:
+        read_settings()
+    sentence = str(refused.value)
+    assert "Value error" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "POLL_INTERVAL_S",
+        "DNS_INTERVAL_S",
+        "LOAD_TIMEOUT_S",
+        "MAX_REQUEST_TIMEOUT_S",
+        "REQUEST_TIMEOUT_S",
+        "CONNECT_TIMEOUT_S",
+        "HEADER_TIMEOUT_S",
+        "BODY_STALL_S",
+        "WRITE_TIMEOUT_S",
+        "DRAIN_S",
+        "SHUTDOWN_S",
+        "KEEP_ALIVE_S",
+    ],
+)
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300", "-1", "-inf"])
+def test_no_time_is_endless(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    assert refusal(monkeypatch, **{name: value}).startswith(f"GATEWAY_{name} cannot be '{value}': ")
+
+
+LIMIT = "it is more than GATEWAY_MAX_REQUEST_TIMEOUT_S, which is"
+ORIGIN = "'b.test' is no origin; write https://HOST or https://HOST:PORT"
+NOBODY = "the gateway needs a Triton to stand before"
+NO_FILE = "no certificate can be read there: no such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("REQUEST_TIMEOUT_S", "400", f"{LIMIT} 300"),
+        ("TRITON_URLS", " , ", NOBODY),
+        ("CORS_ORIGINS", "https://a.test,b.test", ORIGIN),
+        ("TLS_CERT_FILE", "/nope", NO_FILE),
+        ("TLS_KEY_FILE", "/nope", "GATEWAY_TLS_CERT_FILE is missing"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    assert refusal(monkeypatch, **{name: value}) == f"GATEWAY_{name} cannot be '{value}': {why}"
+
+
+def test_no_replica_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(monkeypatch, TRITON_URLS="") == f"GATEWAY_TRITON_URLS cannot be empty: {NOBODY}"
+
+
+def test_a_limit_below_the_default_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_MAX_REQUEST_TIMEOUT_S", "20")
+    assert read_settings().request_timeout_s == 20
+
+
+def test_a_certificate_and_a_key_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certificate, key, other = (tmp_path / name for name in ("cert.pem", "key.pem", "other.pem"))
+    authority = trustme.CA()
+    issued = authority.issue_cert("gateway.test")
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    authority.issue_cert("gateway.test").private_key_pem.write_to_path(other)
+    given = {"TLS_CERT_FILE": str(certificate), "TLS_KEY_FILE": str(key)}
+    for name, value in given.items():
+        monkeypatch.setenv(f"GATEWAY_{name}", value)
+    assert read_settings().tls_key_file == key
+    for wrong, why in (("/nope", "no such file"), (str(other), "mismatch")):
+        told = refusal(monkeypatch, TLS_KEY_FILE=wrong)
+        assert told.startswith(f"GATEWAY_TLS_KEY_FILE cannot be '{wrong}': ")
+        assert why in told
+    monkeypatch.delenv("GATEWAY_TLS_KEY_FILE")
+    told = refusal(monkeypatch)
+    assert told.startswith("GATEWAY_TLS_KEY_FILE cannot be empty: ")
+    assert refusal(monkeypatch, TLS_CERT_FILE=str(key)).startswith("GATEWAY_TLS_CERT_FILE cannot")
+
+
+@pytest.mark.parametrize("value", ["foo", "collector:4318", "ftp://x", "http://", "http://x:y"])
+def test_traces_are_sent_to_an_address(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    told = refusal(monkeypatch, OTLP_ENDPOINT=value)
+    assert told == (
+        f"GATEWAY_OTLP_ENDPOINT cannot be '{value}': it is no address; write http://HOST:4318"
+    )
+
+
+@pytest.mark.parametrize("name", ["MAX_HEADER_BYTES", "MAX_HEADER_FIELDS", "MAX_URL_BYTES"])
+def test_a_limit_lets_a_request_through(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    told = refusal(monkeypatch, **{name: "10"})
+    assert told.startswith(f"GATEWAY_{name} cannot be '10': ")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:secret@x:8000", "me:secret@x", "http://me:secret,secret@x", "http://secret@x"],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    told = refusal(monkeypatch, TRITON_URLS=f"http://a:8000,{url}")
+    assert told.startswith("GATEWAY_TRITON_URLS cannot be '…@x")
+    assert "secret" not in told
+
+
+def test_a_misspelt_setting_is_warned_of() -> None:
+    assert unknown(["GATEWAY_MAX_BODY_BYTE", "GATEWAY_QXJZ", "GATEWAY_DRAIN_S", "PATH"]) == [
+        "GATEWAY_MAX_BODY_BYTE is no setting; is GATEWAY_MAX_BODY_BYTES meant?",
+        "GATEWAY_QXJZ is no setting",
+    ]
+    of_services = ["PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP"]
+    of_services += ["PORT_8080_TCP_ADDR", "KEYS_SERVICE_HOST", "KEYS_PORT_80_TCP_PROTO"]
+    assert unknown(f"GATEWAY_{name}" for name in of_services) == []
+
+
+def test_the_warning_is_in_the_log_at_the_start(tmp_path: Path) -> None:
+    environment = {
+        "GATEWAY_MAX_BODY_BYTE": "5",
+        "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml"),  # so that it ends at once
+    }
+    with Command("serve", environment=environment) as serve:
+        assert serve.end() == 1
+    assert "is GATEWAY_MAX_BODY_BYTES meant?" in serve.output
