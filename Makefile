@@ -1,24 +1,47 @@
-# The verbs: run, test, check, fmt; `make lock` re-resolves the dependencies.
+# The commands: run, test, check, fmt; `make lock` resolves the dependencies again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 RESNET50 := .venv-resnet50
-# Files of tests side by side: they wait more than they compute. JOBS=0 runs them in one process, as a debugger wants.
-JOBS ?= 2
+# Test processes side by side: tests wait more than they compute. JOBS=0 runs them in one, for a debugger.
+JOBS ?= 4
+# COVERAGE=1 measures which lines the tests run, in the processes that they start as well.
+PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test faults containers page check fmt bench bench-peers resnet50 manifests crds lock clean models examples
+.PHONY: run test test-unit rerun-failed coverage coverage-report faults containers page check fmt
+.PHONY: bench bench-peers resnet50 manifests crds lock clean models examples
 
 run: $(VENV)/.gateway models
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
 test: $(VENV)/.dev models examples
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not containers" $(ARGS)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not containers" $(ARGS)
+
+# The tests that start no process, for the inner loop.
+test-unit: $(VENV)/.dev models
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long" tests/unit $(ARGS)
+
+# What failed in the last run, once more; a test that passes now is reported as flaky.
+rerun-failed: $(VENV)/.dev
+	@$(BIN)/python -m tests.rerun_failed $(ARGS)
+
+coverage:
+	@rm -f .coverage .coverage.*
+	@$(MAKE) test COVERAGE=1
+	@$(MAKE) coverage-report
+
+# The ten least covered modules and the total; fails below the floor in pyproject.toml.
+coverage-report: $(VENV)/.dev
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report --sort=cover --skip-empty --fail-under=0 | sed -n 1,12p
+	@echo "covered, in percent: $$($(BIN)/python -m coverage report --format=total --fail-under=0)"
+	@$(BIN)/python -m coverage report --format=total > /dev/null
 
 # One after the other: most of them measure.
 faults: $(VENV)/.dev models
@@ -28,9 +51,9 @@ faults: $(VENV)/.dev models
 containers: $(VENV)/.dev
 	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
 
-# The page in a real Chromium, which is 130 MB to install. PAGE_PICTURE=FILE keeps what it looks like.
+# The page in a real Chromium, also part of `make test`. PAGE_PICTURE=FILE keeps a screenshot.
 page: $(VENV)/.dev models
-	@$(BIN)/python -m pytest -n 0 -m long tests/system/test_page.py $(ARGS)
+	@$(BIN)/python -m pytest -n 0 tests/system/test_page.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

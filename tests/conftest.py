@@ -10,15 +10,39 @@ from tests.support.model_zoo.zoo import Names, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Side by side, a file stays together; so does what shares the servers that take longest to start.
+LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
+LONGEST_FIRST = (
+    "test_fleet",
+    "test_up",
+    "zoo",
+    "test_upstream",
+    "test_fleet_simulation",
+    "test_page",
+)
 
-    Here, and not when all are collected: xdist reads the groups before a conftest's hook could set them.
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep the tests of a file on one worker, and those that share the servers slowest to start.
+
+    The groups are set here because xdist reads them before `pytest_collection_modifyitems` runs.
     """
     if isinstance(item, pytest.Function):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         group = f"zoo, {params['zoo']}" if "zoo" in params else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the longest groups, so that no worker is left with one of them at the end."""
+    items.sort(key=start_order)
+
+
+def start_order(item: pytest.Item) -> tuple[int, int]:
+    marker = item.get_closest_marker("xdist_group")
+    group = marker.args[0] if marker else ""
+    longest = [number for number, name in enumerate(LONGEST_FIRST) if group.startswith(name)]
+    lane = next((number for number, name in enumerate(LANES) if name in item.path.parts), 0)
+    return (longest[0] if longest else len(LONGEST_FIRST), lane)
 
 
 @pytest.fixture(scope="session")
