@@ -65,7 +65,7 @@ def log() -> Log:
 @pytest.fixture(scope="module")
 def triton(log: Log) -> Iterator[EmbeddedTriton]:
     assert (REPOSITORY / "own_env/python_env/.ready").exists(), "run `make examples` first"
-    with triton_on_free_ports(REPOSITORY, say=log.hear) as triton:
+    with triton_on_free_ports(REPOSITORY, auto_complete=True, say=log.hear) as triton:
         yield triton
 
 
@@ -256,7 +256,7 @@ def test_a_model_finalizes_when_it_is_unloaded(client: httpx.Client, log: Log) -
 def test_a_missing_environment_is_said_in_the_words_of_the_readme(tmp_path: Path) -> None:
     model = REPOSITORY / "own_env"
     shutil.copytree(model, tmp_path / "own_env", ignore=shutil.ignore_patterns("python_env"))
-    with pytest.raises(CannotStart) as raised, triton_on_free_ports(tmp_path):
+    with pytest.raises(CannotStart) as raised, triton_on_free_ports(tmp_path, auto_complete=True):
         pass
     (words,) = re.findall(r"Where Triton says `(.*?)`", (model / "README.md").read_text())
     assert words in str(raised.value)

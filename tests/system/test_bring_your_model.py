@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def brought(folder: Path) -> Iterator[httpx.Client]:
     with (
-        triton_on_free_ports(folder) as triton,
+        triton_on_free_ports(folder, auto_complete=True) as triton,
         gateway_before(triton.options.url) as client,
     ):
         yield client

@@ -64,7 +64,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def resnet50(repository: Path) -> Iterator[httpx.Client]:
     with (
-        triton_on_free_ports(repository) as triton,
+        triton_on_free_ports(repository, auto_complete=True) as triton,
         gateway_before(triton.options.url) as client,
     ):
         yield client
