@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
-from tests.support.model_zoo.zoo import Names, Zoo, write_repository
-from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
+from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
+from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
 
 LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
@@ -48,7 +48,10 @@ def start_order(item: pytest.Item) -> tuple[int, int]:
 @pytest.fixture(scope="session")
 def demo_triton() -> Iterator[EmbeddedTriton]:
     """The real tritonserver with the models of triton_repo."""
-    with triton_on_free_ports(ROOT / "triton_repo", "ensemble", "text_ensemble") as triton:
+    demonstration = ROOT / "triton_repo"
+    with triton_on_free_ports(
+        demonstration, "ensemble", "text_ensemble", auto_complete=True
+    ) as triton:
         yield triton
 
 
@@ -59,16 +62,35 @@ def demo(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="session", params=["as written", "renamed"])
-def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
-    """The gateway before the test repository: once as it is written, over HTTP; once with every name drawn,
-    over gRPC."""
-    names = Names(seed=7 if request.param == "renamed" else None)
+@pytest.fixture(scope="session")
+def zoo_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
+    """A real tritonserver before the test repository, as written and with every name drawn.
+
+    No model is loaded: each test loads what it uses, and unloads no model that others use.
+    """
     folder = tmp_path_factory.mktemp("zoo")
-    write_repository(folder, names)
-    settings = {"cancellable_models": "*"} if request.param == "renamed" else {}
-    with (
-        triton_on_free_ports(folder) as triton,
-        gateway_before(triton.options.url, **settings) as client,
-    ):
-        yield Zoo(client, names)
+    for names in (AS_WRITTEN, RENAMED):
+        write_repository(folder, names, SHARED)
+    with triton_with((folder,)) as triton:
+        yield triton
+
+
+@pytest.fixture(scope="session")
+def zoo_as_written(zoo_triton: EmbeddedTriton) -> Iterator[Zoo]:
+    """The models by the names that the tests use, mostly over HTTP."""
+    with gateway_before(zoo_triton.options.url) as client:
+        yield Zoo(client, AS_WRITTEN)
+
+
+@pytest.fixture(scope="session")
+def zoo_renamed(zoo_triton: EmbeddedTriton) -> Iterator[Zoo]:
+    """The models with every name drawn, over gRPC."""
+    with gateway_before(zoo_triton.options.url, cancellable_models="*") as client:
+        yield Zoo(client, RENAMED)
+
+
+@pytest.fixture(scope="session", params=["as written", "renamed"])
+def zoo(request: pytest.FixtureRequest) -> Zoo:
+    """Both of them, one after the other."""
+    fixture: Zoo = request.getfixturevalue(f"zoo_{request.param}".replace(" ", "_"))
+    return fixture

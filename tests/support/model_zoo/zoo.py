@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,27 +160,44 @@ COUNTING = Model(
 )  # fmt: skip
 
 
+# Loaded and unloaded by tests; nothing else uses it.
+MANAGED = identity("managed", "INT64", (-1, -1))
+
+SCORES = identity("scores", "FP32", (3,), 8)
+
+# What the shared server of the tests has to load.
+SHARED = (*MODELS, TICKING, CANCELLABLE, PATIENT, MANAGED, SCORES)
+
+
 class Names:
     """The tests' names and those in the repository; the same, or drawn at random."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self._random = None if seed is None else random.Random(seed)
-        self._drawn: dict[tuple[str, str], str] = {}
+        self._seed = seed
+        self._tensors: dict[str, str] = {}  # the tests' names by those in the repository
 
     def model(self, name: str) -> str:
         return self._name("model", name, "abcXYZ019._-")
 
     def tensor(self, name: str) -> str:
-        return self._name("tensor", name, "abcXYZ019._-:/ é")
+        drawn = self._name("tensor", name, "abcXYZ019._-:/ é")
+        self._tensors[drawn] = name
+        return drawn
+
+    def original_tensor(self, drawn: str) -> str:
+        return self._tensors.get(drawn, drawn)
 
     def _name(self, kind: str, name: str, letters: str) -> str:
-        if self._random is None:
+        """Whatever was drawn for others."""
+        if self._seed is None:
             return name
-        if (kind, name) not in self._drawn:
-            middle = "".join(self._random.choices(letters, k=self._random.randint(3, 12)))
-            # A digit or letter at either end: a folder may be no "..", nor end in a blank.
-            self._drawn[kind, name] = f"m{middle}{len(self._drawn)}"
-        return self._drawn[kind, name]
+        drawing = random.Random(f"{self._seed} {kind} {name}")
+        middle = "".join(drawing.choices(letters, k=drawing.randint(3, 12)))
+        # A digit or letter at either end: a folder may be no "..", nor end in a blank.
+        return f"m{middle}{zlib.crc32(name.encode()) % 10_000}"
+
+
+AS_WRITTEN, RENAMED = Names(), Names(seed=7)
 
 
 def write_repository(folder: Path, names: Names, models: Iterable[Model] = MODELS) -> None:
@@ -224,24 +243,40 @@ def entry(tensor: T, names: Names) -> str:
     return " ".join(parts)
 
 
-@dataclass(frozen=True)
 class Zoo:
-    """A client of the gateway before the test repository, which translates the tests' names."""
+    """A client of the gateway before the test repository, which translates the tests' names.
 
-    client: httpx.Client
-    names: Names
+    A model is loaded when it is used for the first time: all of them take a while to start.
+    """
+
+    def __init__(self, client: httpx.Client, names: Names) -> None:
+        self.client = client
+        self.names = names
+        self._loaded: set[str] = set()
+        self._lock = threading.Lock()
+
+    def load(self, *models: str) -> None:
+        """Load those that are not loaded yet; status 200 says that a model is ready on every replica."""
+        with self._lock:
+            for model in models:
+                if model not in self._loaded:
+                    name = quoted(self.names.model(model))
+                    response = self.client.post(f"/v2/repository/models/{name}/load")
+                    assert response.status_code == 200, response.text
+                    self._loaded.add(model)
 
     def path(self, model: str, verb: str = "/infer") -> str:
-        return f"/v1/models/{httpx.URL(self.names.model(model)).raw_path.decode()}{verb}"
+        self.load(model)
+        return f"/v1/models/{quoted(self.names.model(model))}{verb}"
 
     def post(self, model: str, verb: str = "/infer", **request: Any) -> httpx.Response:
         return self.client.post(self.path(model, verb), **request)
 
-    def infer(self, model: str, inputs: Any, **document: Any) -> httpx.Response:
+    def infer(self, model: str, inputs: object, **document: object) -> httpx.Response:
         """JSON, with the names of the inputs translated."""
         return self.post(model, json={"inputs": self.named(inputs), **document})
 
-    def named(self, values: Any) -> Any:
+    def named(self, values: object) -> object:
         """An object by input names, in the repository's names; `{"b64"}` and other values as they are."""
         if not isinstance(values, dict) or values.keys() == {"b64"}:
             return values
@@ -250,7 +285,10 @@ class Zoo:
     def outputs(self, response: httpx.Response) -> dict[str, Any]:
         """The outputs of a good answer by the tests' names."""
         assert response.status_code == 200, response.text
-        back = {
-            drawn: name for (kind, name), drawn in self.names._drawn.items() if kind == "tensor"
-        }
-        return {back.get(name, name): value for name, value in response.json()["outputs"].items()}
+        outputs = response.json()["outputs"]
+        return {self.names.original_tensor(name): value for name, value in outputs.items()}
+
+
+def quoted(model: str) -> str:
+    """A model's name in a path."""
+    return httpx.URL(model).raw_path.decode()
