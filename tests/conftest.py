@@ -9,7 +9,6 @@ from gateway.triton.embedded import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
-
 LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
 LONGEST_FIRST = (
     "test_fleet",
