@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
@@ -20,7 +20,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
 MISSING = "chromium and chromium-driver are not installed"
-PATIENCE_S = 20
+PATIENCE_S = 60  # guards against a hang alone
+T = TypeVar("T")
 ARGUMENTS = (
     "--headless=new",
     "--no-sandbox",  # which a container's root has not
@@ -85,11 +86,12 @@ class Page:
         """Wait for these words, and give the whole text."""
         return self.until(lambda: words in (text := self.text(css)) and text, f"{css}: {words}")
 
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
+    def until(self, condition: Callable[[], T | Literal[False] | None], what: str) -> T:
+        """Wait until the condition is true, and give what it is."""
         ignored = (StaleElementReferenceException,)
         wait = WebDriverWait(self.driver, PATIENCE_S, 0.03, ignored_exceptions=ignored)
         try:
-            return wait.until(lambda _: condition())
+            return cast(T, wait.until(lambda _: condition()))
         except WebDriverException as exc:
             shown = self.driver.find_element(By.TAG_NAME, "body").text
             raise AssertionError(f"it never came: {what}\n{shown}\n{self.console()}") from exc
@@ -166,6 +168,7 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_script_timeout(PATIENCE_S)
     try:
         yield driver
     finally:

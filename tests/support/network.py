@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ SIZE, CLASSES, FIELDS = 224, 1000, 7
 OPSET, IR_VERSION = 18, 10
 
 Floats = NDArray[np.float32]
+Tensor = tuple[str, int, list[Any]]  # name, type and shape, of numbers and names
 
 
 def weights() -> Floats:
@@ -57,8 +60,8 @@ def texts() -> bytes:
 
 def _file(
     nodes: list[onnx.NodeProto],
-    inputs: list[tuple[str, int, list[int | str]]],
-    outputs: list[tuple[str, int, list[int | str]]],
+    inputs: list[Tensor],
+    outputs: list[Tensor],
     constants: list[TensorProto] | None = None,
 ) -> bytes:
     given, made = (

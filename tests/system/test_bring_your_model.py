@@ -42,12 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "model.onnx").write_bytes(network.classifier())
     (place / "labels.txt").write_text("\n".join(LABELS))
     for steps in blocks("sh"):
-        subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=20)
+        subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=60)
     models = place / "my_models"
     write(models, network.classifier(), LABELS, RECIPE)
     (place / "my.onnx").write_bytes(network.classifier())
     (steps,) = (block for block in blocks("sh", QUICK_START) if "my.onnx" in block)
-    subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=20)
+    subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=60)
     (place / "repository" / "mine").rename(models / "mine")
     version = models / "texts" / "1"
     version.mkdir(parents=True)
@@ -155,7 +155,8 @@ def test_a_network_of_texts_without_a_batch_needs_no_more_config(brought: httpx.
 
 
 def parsed(config: Path) -> ModelConfig:
-    return text_format.Parse(config.read_text(), ModelConfig())
+    found: ModelConfig = text_format.Parse(config.read_text(), ModelConfig())
+    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,11 +18,10 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from gateway.triton.options import Options
 from tests.support import browser
 from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import MODELS, TICKING, Model, Names, write_repository
-from tests.support.servers import ROOT, BriefTriton, free_ports, gateway_before
+from tests.support.servers import ROOT, gateway_before, triton_with
 
 STATIC = ROOT / "gateway" / "static"
 IMAGES = ROOT / "docs" / "images"
@@ -178,10 +177,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Name
     folder, names = tmp_path_factory.mktemp("strangers"), Names(seed=11)
     write_repository(folder, names, kept())
     load = ("ensemble", "text_ensemble", *(names.model(model.name) for model in kept()))
-    http, grpc, metrics = free_ports(3)
-    repositories = (ROOT / "triton_repo", folder)
-    options = Options(repositories, load, http_port=http, grpc_port=grpc, metrics_port=metrics)
-    with BriefTriton(options) as server:
+    with triton_with((ROOT / "triton_repo", folder), load) as server:
         yield server.options.url, names
 
 
@@ -425,7 +421,7 @@ def test_markup_in_an_answer_is_a_text(page: browser.Page, strangers: Strangers)
 @pytest.mark.long
 def test_answers_are_shown_as_they_come(page: browser.Page, strangers: Strangers) -> None:
     page.open(strangers.url, strangers.fragment("ticking"), key=INFER)
-    page.type(f"{strangers.input('COUNT')} textarea", "500")
+    page.type(f"{strangers.input('COUNT')} textarea", "50000")
     page.type(f"{strangers.input('SECONDS')} textarea", "0.02")
     page.click("#ask")
     page.until(lambda: len(page.all("#events > li")) >= 3, "three answers")
@@ -442,7 +438,12 @@ def test_answers_are_shown_as_they_come(page: browser.Page, strangers: Strangers
 @pytest.mark.long
 def test_requests_are_seen_live(page: browser.Page, strangers: Strangers) -> None:
     page.open(strangers.url, "#live", key=ADMIN)
-    page.until(lambda: page.all("#by-replica tbody tr") or infer_with(strangers), "the replicas")
+
+    def replicas() -> bool:
+        infer_with(strangers)
+        return bool(page.all("#by-replica tbody tr"))
+
+    page.until(replicas, "the replicas")
     page.find("#rate-chart canvas")
     row = page.see("#by-model tbody", strangers.names.model("single_BYTES"))
     assert re.search(r" \d+\.\d", row)

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
@@ -49,8 +50,8 @@ def torch_python(
 
 
 def export(folder: Path, weights: str) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "models.export_resnet50", "--output", folder, "--weights", weights]
-    return torch_python(*command)
+    arguments = ("--output", str(folder), "--weights", weights)
+    return torch_python("-m", "models.export_resnet50", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,10 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def array(response: httpx.Response) -> np.ndarray:
+def array(response: httpx.Response) -> NDArray[np.float32]:
     assert response.status_code == 200, response.text
-    return np.load(io.BytesIO(response.content))  # type: ignore[no-any-return]
+    loaded: NDArray[np.float32] = np.load(io.BytesIO(response.content))
+    return loaded
 
 
 def test_a_curl_gives_the_labels_that_pytorch_gives(

@@ -3,43 +3,52 @@
 It knows its tensors by their place in the config, never by name.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 from PIL import Image
 
+Array = NDArray[Any]
 
-def identity(inputs):
+
+def identity(inputs: Sequence[Array]) -> Sequence[Array]:
     return inputs
 
 
-def means(inputs):
+def means(inputs: Sequence[Array]) -> Sequence[Array]:
     """Of an image: each channel's mean, and the image itself, both as FP32."""
     image = inputs[0].astype(np.float32)
     return [image.mean(axis=tuple(range(1, image.ndim))).reshape(-1, 1), image]
 
 
-def arithmetic(inputs):
+def arithmetic(inputs: Sequence[Array]) -> Sequence[Array]:
     return [inputs[0] + inputs[1], inputs[0] * inputs[1]]
 
 
-def scaled(inputs):
+def scaled(inputs: Sequence[Array | None]) -> Sequence[Array]:
     """x·factor + offset; both may be missing."""
     x, factor, offset = inputs
-    return [x * (1 if factor is None else factor) + (0 if offset is None else offset)]
+    assert x is not None
+    result = x if factor is None else x * factor
+    return [result if offset is None else result + offset]
 
 
-def not_utf8(inputs):
+def not_utf8(inputs: Sequence[Array]) -> Sequence[Array]:
     rows = [[bytes([255, 254]) + value for value in row] for row in inputs[0]]
     return [np.array(rows, dtype=object)]
 
 
-def picture(inputs):
+def picture(inputs: Sequence[Array]) -> Sequence[Array]:
     """A PNG, grey, as wide as the number says."""
     pictures = []
     for width in inputs[0].ravel():
@@ -49,32 +58,32 @@ def picture(inputs):
     return [np.array(pictures, dtype=object)]
 
 
-def as_json(inputs):
+def as_json(inputs: Sequence[Array]) -> Sequence[Array]:
     return [np.array([[json.dumps({"got": v.decode()}).encode()] for (v,) in inputs[0]], object)]
 
 
-def sleeping(inputs):
+def sleeping(inputs: Sequence[Array]) -> Sequence[Array]:
     time.sleep(float(inputs[0].ravel()[0]))
     return inputs
 
 
-def failing(inputs):
+def failing(inputs: Sequence[Array]) -> Sequence[Array]:
     raise ValueError(f"boom {inputs[0].ravel()[0]!r} at 0x7f00deadbeef in /srv/secret/weights.bin")
 
 
-def not_finite(inputs):
+def not_finite(inputs: Sequence[Array]) -> Sequence[Array]:
     return [np.array([[np.nan, np.inf, -np.inf, 1.5]] * len(inputs[0]), np.float32)]
 
 
-def length(inputs):
+def length(inputs: Sequence[Array]) -> Sequence[Array]:
     return [np.array([[len(value)] for (value,) in inputs[0]], np.int32)]
 
 
-def mean(inputs):
+def mean(inputs: Sequence[Array]) -> Sequence[Array]:
     return [inputs[0].mean(axis=(1, 2, 3), dtype=np.float32).reshape(-1, 1)]
 
 
-BEHAVIOURS = {
+BEHAVIOURS: dict[str, Any] = {
     function.__name__: function
     for function in (
         identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
@@ -84,15 +93,15 @@ BEHAVIOURS = {
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
         self.inputs = [entry["name"] for entry in config["input"]]
         self.outputs = [entry["name"] for entry in config["output"]]
         self.behaviour = config["parameters"]["behaviour"]["string_value"]
         self.folder = Path(args["model_repository"])
-        self.counts = {}
+        self.counts: dict[int, int] = {}
 
-    def execute(self, requests):
+    def execute(self, requests: Sequence[Any]) -> Sequence[Any] | None:
         if self.behaviour == "ticking":
             for request in requests:
                 self.tick(request)
@@ -103,7 +112,7 @@ class TritonPythonModel:
             return [self.wait(request) for request in requests]
         return [self.answer(request) for request in requests]
 
-    def tick(self, request):
+    def tick(self, request: Any) -> None:
         """COUNT answers, SECONDS apart: its number, and when it was made. A negative COUNT fails then.
 
         Whoever cancels it leaves a file with the number that was not made, and when that was seen.
@@ -124,7 +133,7 @@ class TritonPythonModel:
             failing([np.array([count])])
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def count(self, request):
+    def count(self, request: Any) -> Any:
         """How many requests of its sequence there were since it was started; and whose count it is."""
         sequence, flags = request.correlation_id(), request.flags()
         if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
@@ -135,7 +144,7 @@ class TritonPythonModel:
             del self.counts[sequence]
         return self.made([[count]], [[os.getpid()]])
 
-    def wait(self, request):
+    def wait(self, request: Any) -> Any:
         """For SECONDS, or until it is cancelled; a file says which, after how long, and when."""
         given = pb_utils.get_input_tensor_by_name(request, self.inputs[0]).as_numpy()
         began, seconds = time.time(), float(given.max())
@@ -146,14 +155,14 @@ class TritonPythonModel:
             file.write(f"{how} {waited} {time.time()}\n")
         return self.made(given)
 
-    def made(self, *values):
+    def made(self, *values: Any) -> Any:
         kinds = (np.float32,) if self.behaviour == "patient" else (np.int32, np.int64)
         arrays = [np.array(value, kind) for value, kind in zip(values, kinds, strict=True)]
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor(*pair) for pair in zip(self.outputs, arrays, strict=True)]
         )
 
-    def answer(self, request):
+    def answer(self, request: Any) -> Any:
         tensors = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]
         if self.behaviour == "pass_through":  # whatever NumPy has no type for
             made = [
