@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
 import numpy as np
 import pytest
@@ -235,25 +236,25 @@ def test_an_image_that_is_none(zoo: Zoo, body: bytes, status: int, code: str, wo
 
 
 def test_large_images_do_not_hold_up_others(zoo: Zoo) -> None:
-    """Decoding is off the event loop, and bounded: 8 images of 24 megapixels at once."""
+    """Decoding is off the event loop, and bounded: 8 images of 24 megapixels at once.
+
+    On the loop, there would be one or two answers to others for each image.
+    """
+    count = 8
     large = encoded(Image.new("RGB", (6000, 4000), RED))
-    done: list[int] = []
+    zoo.load("nhwc")
 
-    def post() -> None:
-        response = zoo.post("nhwc", content=large, headers={"Content-Type": "image/png"})
-        done.append(response.status_code)
+    def post() -> int:
+        headers = {"Content-Type": "image/png"}
+        return zoo.post("nhwc", content=large, headers=headers).status_code
 
-    threads = [threading.Thread(target=post) for _ in range(8)]
-    for thread in threads:
-        thread.start()
     waits = []
-    while any(thread.is_alive() for thread in threads):
-        began = time.monotonic()
-        assert zoo.client.get("/livez").status_code == 200
-        waits.append(time.monotonic() - began)
-    for thread in threads:
-        thread.join()
-    assert done == [200] * 8
-    assert len(waits) > 5
-    # The bound is for a whole machine in trouble; on a free one it is a few milliseconds.
-    assert sorted(waits)[len(waits) // 2] < 0.1
+    with ThreadPoolExecutor(count) as pool:
+        posts = [pool.submit(post) for _ in range(count)]
+        while not all(one.done() for one in posts):
+            began = time.monotonic()
+            assert zoo.client.get("/livez").status_code == 200
+            waits.append(time.monotonic() - began)
+    assert [one.result() for one in posts] == [200] * count
+    print(f"{len(waits)} answers to others meanwhile, each in {median(waits) * 1e3:.1f} ms")
+    assert len(waits) > 3 * count

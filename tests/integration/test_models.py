@@ -6,18 +6,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
 from gateway.fleet.models import OLD_S
+from gateway.triton.embedded import EmbeddedTriton
 from tests.support.errors import assert_error
-from tests.support.model_zoo.zoo import MODELS, Names, Zoo, identity, write_repository
-from tests.support.servers import gateway_before, triton_on_free_ports
+from tests.support.model_zoo.zoo import MODELS, Zoo, identity, write_repository
 
 # These answer an error to anything, or wait.
 CONTRARY = {"failing", "refusing", "signed"}
@@ -51,11 +51,11 @@ def test_the_python_of_a_model_works_as_pasted(zoo: Zoo, desk: Path, model: str)
 
 
 def test_a_signature_in_readable_form(zoo: Zoo) -> None:
-    told = zoo.client.get(zoo.path("optional", "")).json()
-    assert told["name"] == zoo.names.model("optional")
-    assert told["versions"] == ["1"]
-    assert told["max_batch_size"] == 8
-    assert told["inputs"] == [
+    description = zoo.client.get(zoo.path("optional", "")).json()
+    assert description["name"] == zoo.names.model("optional")
+    assert description["versions"] == ["1"]
+    assert description["max_batch_size"] == 8
+    assert description["inputs"] == [
         {"name": zoo.names.tensor("X"), "datatype": "FP32", "shape": [-1]},
         {"name": zoo.names.tensor("FACTOR"), "datatype": "FP32", "shape": [1], "optional": True},
         {"name": zoo.names.tensor("OFFSET"), "datatype": "FP32", "shape": [1], "optional": True},
@@ -90,40 +90,61 @@ def test_the_api_description_shows_every_body_and_error(zoo: Zoo) -> None:
     assert zoo.client.get("/docs").status_code == 200
 
 
-@contextmanager
-def changing(folder: Path) -> Iterator[tuple[Zoo, Path, str]]:
-    """A model that has served, its config, and where Triton itself loads it again."""
-    names = Names()
-    write_repository(folder, names, [identity("changing", "INT32", (2,), 8)])
-    with triton_on_free_ports(folder) as triton, gateway_before(triton.options.url) as client:
-        zoo = Zoo(client, names)
-        assert zoo.outputs(zoo.infer("changing", [1, 2])) == {"Y": [1, 2]}
-        load = f"http://{triton.options.address}/v2/repository/models/changing/load"
-        yield zoo, folder / "changing" / "config.pbtxt", load
+@dataclass(frozen=True)
+class Changing:
+    """A model that has answered, of which the config changes."""
+
+    zoo: Zoo
+    name: str
+    config: Path
+    load_url: str  # Triton's own, behind the gateway's back
+
+    @classmethod
+    def of(cls, zoo: Zoo, triton: EmbeddedTriton, name: str) -> Changing:
+        folder = Path(triton.options.model_repositories[0])
+        write_repository(folder, zoo.names, [identity(name, "INT32", (2,), 8)])
+        assert zoo.outputs(zoo.infer(name, [1, 2])) == {"Y": [1, 2]}
+        url = f"http://{triton.options.address}/v2/repository/models/{name}/load"
+        return cls(zoo, name, folder / name / "config.pbtxt", url)
+
+    def change(self, old: str, new: str) -> None:
+        self.config.write_text(self.config.read_text().replace(old, new))
+
+    def load_directly(self) -> None:
+        assert httpx.post(self.load_url, timeout=60).status_code == 200
+
+    def infer(self, values: list[float]) -> httpx.Response:
+        return self.zoo.infer(self.name, values)
 
 
-def test_a_model_replaced_by_one_of_another_shape_is_seen(tmp_path: Path) -> None:
-    with changing(tmp_path) as (zoo, config, direct):
-        client = zoo.client
-        config.write_text(config.read_text().replace("[2]", "[3]").replace("INT32", "FP32"))
+def test_a_model_replaced_by_one_of_another_shape_is_seen(
+    zoo_as_written: Zoo, zoo_triton: EmbeddedTriton
+) -> None:
+    model = Changing.of(zoo_as_written, zoo_triton, "changing")
+    outputs = zoo_as_written.outputs
 
-        # Loaded again through the gateway: seen at once.
-        assert client.post("/v2/repository/models/changing/load").status_code == 200
-        assert zoo.outputs(zoo.infer("changing", [0.5, 2, 3])) == {"Y": [0.5, 2, 3]}
-        assert_error(zoo.infer("changing", [1, 2]), 422, "DOES_NOT_FIT_MODEL", "the shape [2]")
+    # Loaded again through the gateway: seen at once.
+    model.change("[2]", "[3]")
+    model.change("INT32", "FP32")
+    load = zoo_as_written.client.post("/v2/repository/models/changing/load")
+    assert load.status_code == 200
+    assert outputs(model.infer([0.5, 2, 3])) == {"Y": [0.5, 2, 3]}
+    assert_error(model.infer([1, 2]), 422, "DOES_NOT_FIT_MODEL", "the shape [2]")
 
-        # Loaded again behind its back: seen at the first answer that contradicts.
-        config.write_text(config.read_text().replace("[3]", "[4]"))
-        assert client.post(direct).status_code == 200
-        assert_error(zoo.infer("changing", [1, 2, 3]), 422, "DOES_NOT_FIT_MODEL", "")
-        assert zoo.outputs(zoo.infer("changing", [1, 2, 3, 4])) == {"Y": [1, 2, 3, 4]}
+    # Loaded again behind its back: seen at the first answer that contradicts.
+    model.change("[3]", "[4]")
+    model.load_directly()
+    assert_error(model.infer([1, 2, 3]), 422, "DOES_NOT_FIT_MODEL", "")
+    assert outputs(model.infer([1, 2, 3, 4])) == {"Y": [1, 2, 3, 4]}
 
 
 @pytest.mark.long
-def test_what_is_known_of_a_model_that_nobody_asks_for_is_not_relied_upon(tmp_path: Path) -> None:
-    with changing(tmp_path) as (zoo, config, direct):
-        client = zoo.client
-        config.write_text(config.read_text().replace("[2]", "[3]"))
-        assert client.post(direct).status_code == 200
-        time.sleep(OLD_S + 1)
-        assert zoo.outputs(zoo.infer("changing", [1, 2, 3])) == {"Y": [1, 2, 3]}
+def test_what_is_known_of_a_model_that_nobody_asks_for_is_not_relied_upon(
+    zoo_as_written: Zoo, zoo_triton: EmbeddedTriton
+) -> None:
+    """Takes 11 s: as long as the gateway relies on it, and a second more."""
+    model = Changing.of(zoo_as_written, zoo_triton, "left_alone")
+    model.change("[2]", "[3]")
+    model.load_directly()
+    time.sleep(OLD_S + 1)
+    assert zoo_as_written.outputs(model.infer([1, 2, 3])) == {"Y": [1, 2, 3]}

@@ -10,14 +10,16 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import DoesNotFit, GatewayError, Malformed
 from gateway.triton.nesting import MOST_DEPTH, Nesting
 from gateway.triton.shapes import MOST_KEYS, Shapes
-from tests.support.model_zoo.zoo import Model, Names, T, write_repository
-from tests.support.servers import gateway_before, triton_on_free_ports
+from tests.support.model_zoo.zoo import Zoo
+
+# However slow the machine is.
+PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def request(*shapes: object, **more: Any) -> dict[str, Any]:
@@ -115,6 +117,7 @@ JSON = st.recursive(
 )
 
 
+@PROPERTY
 @given(JSON, st.lists(st.integers(0, 2000), max_size=4))
 @example({"shape": [2**62]}, [])
 @example({"a": {"shape": [1, 2**62]}}, [9, 10])
@@ -157,17 +160,13 @@ def is_large(shape: object) -> bool:
 # The gateway, and a tritonserver that goes on.
 
 
+ECHO, TEXTS, SCORED = "plain_vector_FP32", "single_BYTES", "scores"
+
+
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("shapes")
-    models = [
-        Model("echo", "identity", (T("X", "FP32", (-1,)),), (T("Y", "FP32", (-1,)),)),
-        Model("texts", "identity", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
-        Model("scores", "identity", (T("X", "FP32", (3,)),), (T("Y", "FP32", (3,)),), 8),
-    ]
-    write_repository(folder, Names(), models)
-    with triton_on_free_ports(folder) as triton, gateway_before(triton.options.url) as client:
-        yield client
+def client(zoo_as_written: Zoo) -> httpx.Client:
+    zoo_as_written.load(ECHO, TEXTS, SCORED)
+    return zoo_as_written.client
 
 
 def pieces(body: bytes) -> Iterator[bytes]:
@@ -183,12 +182,12 @@ def test_triton_never_sees_it(client: httpx.Client, shape: list[int], way: str) 
     if "compressed" in way:
         body, headers["Content-Encoding"] = gzip.compress(body), "gzip"
     content = pieces(body) if "pieces" in way else body
-    answer = client.post("/v2/models/echo/infer", content=content, headers=headers)
+    answer = client.post(f"/v2/models/{ECHO}/infer", content=content, headers=headers)
     if way != "whole" and shape == [100_000]:  # how long such a body is, is not known
         assert answer.status_code == 400  # Triton's
     else:
         assert (answer.status_code, answer.json()["code"]) == (422, "DOES_NOT_FIT_MODEL")
-    good = client.post("/v2/models/echo/infer", json=request([2]))
+    good = client.post(f"/v2/models/{ECHO}/infer", json=request([2]))
     assert good.status_code == 200
     assert good.json()["outputs"][0]["data"] == [1.5, 2.5]
 
@@ -196,7 +195,7 @@ def test_triton_never_sees_it(client: httpx.Client, shape: list[int], way: str) 
 def test_no_more_parameters_than_any_request_has(client: httpx.Client) -> None:
     for count, status in ((1000, 200), (1001, 400)):
         body = {"inputs": [1.5], "parameters": {f"k{n}": 1 for n in range(count)}}
-        assert client.post("/v1/models/echo/infer", json=body).status_code == status
+        assert client.post(f"/v1/models/{ECHO}/infer", json=body).status_code == status
 
 
 def test_the_error_says_what_was_wrong() -> None:
@@ -206,21 +205,26 @@ def test_the_error_says_what_was_wrong() -> None:
 
 # What else tritonserver 2.51 dies of.
 
-TEXT = {"name": "X", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
-SCORES = {"name": "X", "shape": [1, 3], "datatype": "FP32", "data": [1.5, 3.5, 2.5]}
+TEXT: dict[str, object] = {"name": "X", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
+SCORES: dict[str, object] = {
+    "name": "X",
+    "shape": [1, 3],
+    "datatype": "FP32",
+    "data": [1.5, 3.5, 2.5],
+}
 CLASSES = {"name": "Y", "parameters": {"classification": 2}}
 
 
 def lives(client: httpx.Client) -> bool:
-    good = client.post("/v2/models/echo/infer", json=request([2]))
+    good = client.post(f"/v2/models/{ECHO}/infer", json=request([2]))
     return good.status_code == 200 and good.json()["outputs"][0]["data"] == [1.5, 2.5]
 
 
 @pytest.mark.parametrize("way", ["whole", "in pieces", "compressed", "compressed in pieces"])
-@pytest.mark.parametrize("model", ["texts", "echo"])
+@pytest.mark.parametrize("model", [TEXTS, ECHO])
 def test_there_are_no_classes_of_what_has_none(client: httpx.Client, model: str, way: str) -> None:
     """BYTES, and an output that may be empty."""
-    given = TEXT if model == "texts" else {**SCORES, "shape": [0], "data": []}
+    given = TEXT if model == TEXTS else {**SCORES, "shape": [0], "data": []}
     body = json.dumps({"inputs": [given], "outputs": [CLASSES]}, indent=1).encode()
     headers = {"Content-Type": "application/json"}
     if "compressed" in way:
@@ -244,13 +248,14 @@ def test_there_are_no_classes_of_what_has_none(client: httpx.Client, model: str,
 )
 def test_nor_in_any_disguise(client: httpx.Client, outputs: str) -> None:
     body = f'{{"inputs":[{json.dumps(TEXT)}],"outputs":{outputs}}}'
-    answer = client.post("/v2/models/texts/infer", content=body)
+    answer = client.post(f"/v2/models/{TEXTS}/infer", content=body)
     assert answer.status_code in (400, 422)
     assert lives(client)
 
 
 def test_through_v1_neither(client: httpx.Client) -> None:
-    for model, value in {"texts": "a", "echo": []}.items():
+    values: dict[str, object] = {TEXTS: "a", ECHO: []}
+    for model, value in values.items():
         body = {"inputs": {"X": value}, "parameters": {"classification": 2}}
         answer = client.post(f"/v1/models/{model}/infer", json=body)
         assert (answer.status_code, answer.json()["code"]) == (422, "DOES_NOT_FIT_MODEL")
@@ -260,16 +265,16 @@ def test_through_v1_neither(client: httpx.Client) -> None:
 def test_classes_of_scores_and_a_text_that_is_called_so(client: httpx.Client) -> None:
     body = {"inputs": [SCORES], "outputs": [CLASSES]}
     for content in (orjson.dumps(body), pieces(orjson.dumps(body))):
-        answer = client.post("/v2/models/scores/infer", content=content)
+        answer = client.post(f"/v2/models/{SCORED}/infer", content=content)
         assert answer.json()["outputs"][0]["data"] == ["3.500000:1", "2.500000:2"]
     word = {**TEXT, "data": ["classification"]}
-    answer = client.post("/v2/models/texts/infer", json={"inputs": [word]})
+    answer = client.post(f"/v2/models/{TEXTS}/infer", json={"inputs": [word]})
     assert answer.json()["outputs"][0]["data"] == ["classification"]
     word = {
         "inputs": [TEXT],
         "parameters": {"classification": 2},
     }  # Triton's parameters are of outputs
-    assert client.post("/v2/models/texts/infer", json=word).status_code == 200
+    assert client.post(f"/v2/models/{TEXTS}/infer", json=word).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
@@ -281,12 +286,13 @@ def test_json_of_any_depth_reaches_nobody(client: httpx.Client, path: str, way: 
     content = gzip.compress(body) if way == "compressed" else body
     parts = [content[at : at + 50_000] for at in range(0, len(content), 50_000)]
     given = iter(parts) if way == "in pieces" else content
-    answer = client.post(f"/v2/models/scores/{path}", content=given, headers=headers)
+    answer = client.post(f"/v2/models/{SCORED}/{path}", content=given, headers=headers)
     assert (answer.status_code, answer.json()["code"]) == (400, "MALFORMED_REQUEST")
     assert "nested deeper" in answer.json()["error"]
     assert lives(client)
 
 
+@PROPERTY
 @given(JSON, st.lists(st.integers(0, 2000), max_size=4), st.integers(0, 2 * MOST_DEPTH))
 def test_the_depth_that_is_found_is_a_parsers(inner: object, cuts: list[int], more: int) -> None:
     text = json.dumps(inner, ensure_ascii=False).encode("utf-8", "surrogatepass")
