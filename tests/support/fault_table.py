@@ -28,8 +28,8 @@ TRITON = (
             "faults/test_rest": [
                 "the_only_triton_killed_under_load_is_said_at_once_and_is_back_at_once"
             ],
-            "system/test_fleet": [
-                "the_only_triton_killed_is_said_fast_and_serves_again_when_it_is_back"
+            "system/test_fleet_failures": [
+                "without_its_only_triton_it_refuses_and_serves_again_when_that_is_back"
             ],
             "system/test_up": ["a_killed_triton_is_503_at_once_and_then_started_again"],
         },
@@ -38,8 +38,8 @@ TRITON = (
         "one of three Tritons is killed under load",
         "only what it was working on fails; its models come back with it",
         {
-            "system/test_fleet": [
-                "one_of_three_killed_costs_no_request_but_those_sent_to_it_and_it_comes_back_by_itself"
+            "system/test_fleet_failures": [
+                "one_of_three_killed_costs_only_the_requests_that_it_had_and_comes_back"
             ]
         },
     ),
@@ -47,7 +47,7 @@ TRITON = (
         "a Triton accepts requests and never answers",
         "504 at the deadline for those it had, then it is left alone; the others do not notice",
         {
-            "system/test_fleet": ["one_of_three_that_never_answers_is_left_alone"],
+            "system/test_fleet_failures": ["one_of_three_that_never_answers_is_left_alone"],
             "faults/test_upstream": [
                 "a_replica_that_accepts_and_never_answers_costs_whom_it_has_their_deadline"
             ],
@@ -123,14 +123,14 @@ TRITON = (
             "faults/test_rest": [
                 "a_model_unloaded_behind_our_back_is_503_at_once_and_other_models_are_served"
             ],
-            "system/test_fleet": ["a_model_unloaded_behind_our_back_costs_no_request"],
+            "system/test_fleet_models": ["a_model_unloaded_behind_our_back_costs_no_request"],
             "integration/test_demo": ["an_unloaded_model_is_not_unknown"],
         },
     ),
     Row(
         "a model takes long to load",
         "other models are served at their usual pace",
-        {"system/test_fleet": ["a_load_of_six_seconds_disturbs_nobody"]},
+        {"system/test_fleet_models": ["a_slow_load_disturbs_no_other_model"]},
     ),
     Row(
         "a load fails: a bad config, no version, an exception at the start",
@@ -139,7 +139,7 @@ TRITON = (
             "faults/test_rest": [
                 "a_load_that_fails_is_told_without_secrets_and_what_served_goes_on"
             ],
-            "system/test_fleet": [
+            "system/test_fleet_failures": [
                 "a_load_that_fails_everywhere_says_why_and_the_older_version_keeps_serving"
             ],
         },
@@ -148,7 +148,7 @@ TRITON = (
         "fifty loads and unloads of one model at once",
         "one after the other; the last one counts",
         {
-            "system/test_fleet": ["fifty_calls_for_one_model_end_as_the_last_of_them_says"],
+            "system/test_fleet_models": ["fifty_calls_for_one_model_end_as_the_last_of_them_says"],
             "integration/test_fleet_simulation": [
                 "many_loads_and_unloads_of_a_model_follow_one_another"
             ],
@@ -158,7 +158,7 @@ TRITON = (
         "a load reaches two of three Tritons",
         "502 that says where; asked only there; made up for within 15 s",
         {
-            "system/test_fleet": [
+            "system/test_fleet_models": [
                 "a_load_that_fails_on_one_replica_is_reported_routed_around_and_made_good"
             ],
             "integration/test_fleet_simulation": [
@@ -250,7 +250,7 @@ OURSELVES = (
         "Redis goes away and comes back",
         "serving goes on as last known; changes are 503 meanwhile",
         {
-            "system/test_fleet": ["two_gateways_with_one_redis_are_of_one_mind"],
+            "system/test_fleet_state": ["two_gateways_share_their_wishes_in_redis"],
             "unit/test_state": [
                 "redis_may_be_away_at_the_start_and_later",
                 "a_redis_that_hangs_is_not_waited_for",

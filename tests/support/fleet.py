@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import httpx
 
 from tests.support.servers import Command, Triton, gateway
+from tests.support.wait import TIMEOUT_S, wait_until
 
-# A model that answers its input, and does at its start what a file beside it says.
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Answers its input. It begins as a file beside it says, and may take long over an input below zero.
 ECHO = """
 import os, time
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
-        place = os.path.join(args["model_repository"], "trouble")
-        trouble = open(place).read().split() if os.path.exists(place) else []
-        if trouble and trouble[0] == "sleep":
-            time.sleep(float(trouble[1]))
+        self.folder = args["model_repository"]
+        place = os.path.join(self.folder, "trouble")
+        trouble = open(place).read() if os.path.exists(place) else ""
+        if trouble == "hold":
+            while os.path.exists(place):
+                time.sleep(0.01)
         elif trouble:
-            raise RuntimeError("the weights in /opt/secret/weights.bin are " + " ".join(trouble))
+            raise RuntimeError("the weights in /opt/secret/weights.bin are " + trouble)
 
     def execute(self, requests):
         answers = []
         for request in requests:
             value = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            if value[0] < 0:
+            if value[0] < -1000:
+                while os.path.exists(os.path.join(self.folder, "hold")):
+                    time.sleep(0.01)
+            elif value[0] < 0:
                 time.sleep(-float(value[0]))
             answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", value)]))
         return answers
@@ -64,6 +75,17 @@ ensemble_scheduling { step [
 
 
 BODY = {"inputs": {"X": [1.0, 2.0]}}
+V2_BODY = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
+
+
+class Quick(TypedDict):
+    poll_interval_s: str
+    connect_timeout_s: str
+    log_level: str
+
+
+# A gateway that notices changes soon, tolerates a machine that is busy, and logs no requests.
+QUICK: Quick = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "log_level": "warning"}
 
 
 def write_echo(repository: Path, name: str, dims: int = 2, instances: int = 1) -> None:
@@ -98,11 +120,35 @@ class Fleet:
     def unload(self, model: str, **more: Any) -> httpx.Response:
         return self.client.post(f"/v2/repository/models/{model}/unload", **more)
 
+    def write_model(self, name: str, trouble: str = "") -> list[Path]:
+        """A further model of all Tritons, not loaded; the files that trouble its load, if any."""
+        files = []
+        for triton in self.tritons:
+            write_echo(triton.repository, name)
+            files.append(triton.repository / name / "trouble")
+            if trouble:
+                files[-1].write_text(trouble)
+        return files
+
+    def restore(self) -> None:
+        """Wait until all Tritons answer; have the models of their start ready there."""
+        for triton in self.tritons:
+            for trouble in triton.repository.glob("*/trouble"):
+                trouble.unlink()
+        wait_until(lambda: set(self.replicas().values()) <= {"UP", "EJECTED"})
+        for model in self.tritons[0].options.load:
+            assert self.load(model).status_code == 200
+
+    def replicas(self) -> dict[str, str]:
+        """The state of each, as the gateway sees it."""
+        found = self.client.get("/v1/replicas").json()["replicas"]
+        return {replica["address"]: replica["state"] for replica in found}
+
     def states(self, model: str) -> dict[str, str]:
         """Of a model by what each Triton itself says."""
         found = {}
         for triton in self.tritons:
-            index = httpx.post(f"http://{triton.address}/v2/repository/index").json()
+            index = post_to(triton, "index").json()
             entries = [entry for entry in index if entry["name"] == model]
             found[triton.address] = entries[0].get("state", "never") if entries else "unknown"
         return found
@@ -111,9 +157,24 @@ class Fleet:
         """How many inferences of a model each Triton counts."""
         found = {}
         for triton in self.tritons:
-            stats = httpx.get(f"http://{triton.address}/v2/models/{model}/stats").json()
+            url = f"http://{triton.address}/v2/models/{model}/stats"
+            stats = httpx.get(url, timeout=TIMEOUT_S).json()
             found[triton.address] = stats["model_stats"][0]["inference_stats"]["success"]["count"]
         return found
+
+
+def post_to(triton: Triton, path: str) -> httpx.Response:
+    """Call the repository of one Triton, behind the gateway's back."""
+    url = f"http://{triton.address}/v2/repository/{path}"
+    return httpx.post(url, timeout=TIMEOUT_S).raise_for_status()
+
+
+def load_behind(triton: Triton, model: str) -> None:
+    post_to(triton, f"models/{model}/load")
+
+
+def unload_behind(triton: Triton, model: str) -> None:
+    post_to(triton, f"models/{model}/unload")
 
 
 def url_of(triton: Triton) -> str:
@@ -122,11 +183,17 @@ def url_of(triton: Triton) -> str:
 
 @contextmanager
 def fleet_of(
-    folder: Path, count: int, load: tuple[str, ...] = ("echo", "other"), **settings: str
+    folder: Path,
+    count: int,
+    load: tuple[str, ...] = ("echo", "other"),
+    arguments: tuple[str, ...] = (),
+    **settings: str,
 ) -> Iterator[Fleet]:
     with ExitStack() as stack:
         tritons = [Triton(repository(folder / str(number)), *load) for number in range(count)]
         for triton in tritons:
+            given = triton.options.arguments
+            triton.options = replace(triton.options, arguments=(*given, *arguments))
             stack.enter_context(triton)
         for triton in tritons:
             triton.wait()
@@ -155,29 +222,68 @@ def hammer(
     return Counter(status for _, status, _ in seen), seen
 
 
-V2_BODY = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
+class Sent(NamedTuple):
+    """A request of a `Load`: when it began, the status of its answer, and how long that took."""
+
+    began: float
+    status: int
+    took_s: float
 
 
-def hammer_with_deadline(
-    fleet: Fleet, seconds: float, timeout_s: float
-) -> tuple[Counter[int], list[tuple[float, int, float]]]:
-    seen: list[tuple[float, int, float]] = []
-    ends = time.monotonic() + seconds
+class Load:
+    """Clients that send an inference after the other until the block ends, each with short pauses."""
 
-    def work() -> None:
-        headers = {"X-Request-Timeout": str(timeout_s)}
-        with httpx.Client(base_url=fleet.client.base_url, timeout=60, headers=headers) as client:
-            while time.monotonic() < ends:
-                at = time.monotonic()
-                status = client.post("/v2/models/echo/infer", json=V2_BODY).status_code
-                seen.append((at, status, time.monotonic() - at))
-                time.sleep(0.02)
+    def __init__(
+        self,
+        url: str,
+        *,
+        clients: int = 16,
+        model: str = "echo",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.sent: list[Sent] = []
+        self._client = partial(httpx.Client, base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self._path = f"/v2/models/{model}/infer"
+        self._clients = clients
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(clients)
+        self._running: list[Future[None]] = []
 
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(work) for _ in range(8)]:
-            done.result()
-    seen.sort()
-    return Counter(status for _, status, _ in seen), seen
+    def __enter__(self) -> Self:
+        self._running = [self._pool.submit(self._send) for _ in range(self._clients)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+        for running in self._running:
+            running.result()
+
+    def _send(self) -> None:
+        with self._client() as client:
+            while not self._stop.is_set():
+                began = time.monotonic()
+                status = client.post(self._path, json=V2_BODY).status_code
+                self.sent.append(Sent(began, status, time.monotonic() - began))
+                self._stop.wait(0.05)
+
+    def since(self, began: float) -> list[Sent]:
+        """The requests that began then or later."""
+        return [each for each in list(self.sent) if each.began >= began]
+
+    def wait_for_more(self, count: int = 200) -> list[Sent]:
+        """As many that begin now or later, once they are answered."""
+        now = time.monotonic()
+        wait_until(lambda: len(self.since(now)) >= count or self._failed())
+        return self.since(now)
+
+    def _failed(self) -> bool:
+        """Raise what a client raised."""
+        return any(running.result() for running in self._running if running.done())
+
+    @property
+    def statuses(self) -> Counter[int]:
+        return Counter(each.status for each in self.sent)
 
 
 def replica_states(fleet: Fleet, model: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import psutil
@@ -22,6 +23,10 @@ from gateway.triton import guard
 from gateway.triton.embedded import EmbeddedTriton, prepared
 from gateway.triton.options import ALL, Options
 from gateway.words import say
+from tests.support.wait import TIMEOUT_S, wait_until
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,7 +180,7 @@ class Command:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, words: str, timeout_s: float = 60) -> str:
+    def wait_for(self, words: str, timeout_s: float = TIMEOUT_S) -> str:
         """The first line with these words."""
         deadline = time.monotonic() + timeout_s
         seen = 0
@@ -193,20 +198,19 @@ class Command:
         """Close our end of its output, at the next line that it writes."""
         self._deaf = True
 
-    def end(self, timeout_s: float = 20) -> int:
+    def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the command's own end; its exit status."""
         status = self.process.wait(timeout_s)
-        self._reader.join(5)
+        self._reader.join(TIMEOUT_S)
         return status
 
-    def __enter__(self) -> Command:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(20)
-        self._reader.join(5)
+        self.end()
         # Whatever a test does to it: nothing is the gateway's own fault.
         faults = [line for line in self.lines if any(words in line for words in FAULTS)]
         assert not faults, f"it failed:\n{self.output}"
@@ -268,9 +272,9 @@ class Triton:
         prefix = f"triton_gateway_test_{os.getpid()}_{time.monotonic_ns():x}_"
         guards = [sys.executable, "-I", "-S", guard.__file__, "10", prefix]
         command = self.options.command(self._files, prefix)
-        # Triton's own default: who keeps a connection open to it makes its end take this long.
+        # Whoever keeps a connection open to it makes its end take this long: longer than `ended` waits.
         patient = [
-            "--exit-timeout-secs=30" if "--exit-timeout" in word else word for word in command
+            "--exit-timeout-secs=600" if "--exit-timeout" in word else word for word in command
         ]
         self._guard = subprocess.Popen(
             [*guards, *patient],
@@ -281,16 +285,16 @@ class Triton:
             start_new_session=True,
         )
 
-    def wait(self, timeout_s: float = 30) -> None:
+    def wait(self) -> None:
         """Until it serves."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"http://{self.address}/v2/health/live", timeout=1).is_success:
-                    return
-            except httpx.HTTPError:
-                time.sleep(0.05)
-        raise AssertionError(f"the Triton at {self.address} does not start")
+        wait_until(self._serves)
+
+    def _serves(self) -> bool:
+        assert self._guard is not None
+        assert self._guard.poll() is None, f"the Triton at {self.address} ended"
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://{self.address}/v2/health/live", timeout=10).is_success
+        return False
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -305,17 +309,17 @@ class Triton:
         if self._guard is not None:
             assert self._guard.stdin is not None
             self._guard.stdin.close()
-            self._guard.wait(30)
+            self._guard.wait(TIMEOUT_S)
             self._guard = None
 
-    def ended(self, timeout_s: float) -> float:
+    def ended(self, timeout_s: float = TIMEOUT_S) -> float:
         """Seconds until it has ended by itself."""
         assert self._guard is not None
         began = time.monotonic()
         self._guard.wait(timeout_s)
         return time.monotonic() - began
 
-    def __enter__(self) -> Triton:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
