@@ -163,7 +163,7 @@ class Protocol(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self.unwritable: asyncio.Future[None] | None = None
         self._reading = True
-        self._held = False  # reading was paused since the last look
+        self._held = False  # reading was paused, or a body not asked for, since the last look
         self._last = False  # what comes after it is not looked at
         self._refused = False
         self._began: float | None = None  # until the first header is whole
@@ -573,6 +573,7 @@ class Protocol(asyncio.Protocol):
             self._coming_since = now = self.loop.time()
             self._coming_left_s = self._limits.body_stall_s
             self._came = self._dry_bytes = 0
+            self._held = self._held or self._arriving.is_not_asked_for()
             self._body_left = self._arriving.length_to_come()
             self._look_by(now + self._coming_left_s)
             self._start_early()
@@ -675,8 +676,9 @@ class Protocol(asyncio.Protocol):
         if since is None or self._arriving is None or self._last:
             return math.inf
         credit = Credit(self._coming_left_s, since)
-        if self._held or self._arriving.is_not_asked_for():  # it is not the client who is slow
-            self._held = not self._reading
+        held = not self._reading or self._arriving.is_not_asked_for()
+        if self._held or held:  # it is not the client who is slow
+            self._held = held
             credit = Credit(credit.left_s, now)
         else:
             credit = self._after(credit, now, self._came, self._limits.body_stall_s)

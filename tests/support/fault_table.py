@@ -228,7 +228,7 @@ OURSELVES = (
     Row(
         "no file descriptors are left",
         "connections are shed without spinning, and taken again afterwards",
-        {"unit/test_hardening": ["it_sheds_and_recovers_when_there_are_no_descriptors"]},
+        {"integration/test_serve_process": ["it_sheds_and_recovers_when_there_are_no_descriptors"]},
     ),
     Row(
         "the state file is damaged, cannot be written, or its disk is full",
@@ -469,10 +469,8 @@ ATTACKS = (
         "requests smuggled through nginx, in upgrades, in trailers",
         "nginx and the gateway count the same requests",
         {
-            "unit/test_hardening": [
-                "nginx_and_the_server_count_the_same_requests",
-                "nothing_follows_a_refusal_whatever_the_application_does",
-            ],
+            "integration/test_nginx": ["nginx_and_the_server_count_the_same_requests"],
+            "unit/test_hardening": ["nothing_follows_a_refusal_whatever_the_application_does"],
             "integration/test_infer": [
                 "an_upgrade_is_refused_before_its_body_is_taken_for_a_request",
                 "trailers_do_not_become_headers",

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ MIB = 1 << 20
 ENOUGH = bytes(64 * KIB + 1)  # of a body, for its request to be answered before it is whole
 
 
-PATIENCE_S = 5.0  # what must not be waited for in vain
+PATIENCE_S = 60.0  # guards against a hang, and is no expectation
 
 
 HOST = "127.0.0.1"
@@ -111,6 +111,31 @@ class Stage:
             connection.connect((HOST, self.port))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Client(self, connection)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the server's event loop: what a client sends meanwhile is there when its deadlines begin."""
+        holds, may_go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            holds.set()
+            may_go_on.wait(PATIENCE_S)
+
+        self.loop.call_soon_threadsafe(hold)
+        assert holds.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            may_go_on.set()
+
+    @contextmanager
+    def client_with(self, request: bytes, **options: int) -> Iterator[Client]:
+        """A client whose request, of up to 100 KiB, is there when the server accepts its connection."""
+        with ExitStack() as stack:
+            with self.paused():
+                client = stack.enter_context(self.client(**options))
+                client.say(request)
+            yield client
 
     def settle(self) -> None:
         """Until the server has done what it can about all that was sent.
@@ -305,7 +330,7 @@ def length(count: int) -> Pair:
 
 
 async def read(receive: Receive) -> bytes:
-    body = b""
+    body: bytes = b""
     while True:
         message = await receive()
         assert message["type"] == "http.request", message

@@ -9,7 +9,6 @@ import trustme
 
 from gateway.settings import read_settings, unknown
 from gateway.words import Failure
-from tests.support.servers import Command
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
@@ -132,13 +131,3 @@ def test_a_misspelt_setting_is_warned_of() -> None:
     of_services = ["PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP"]
     of_services += ["PORT_8080_TCP_ADDR", "KEYS_SERVICE_HOST", "KEYS_PORT_80_TCP_PROTO"]
     assert unknown(f"GATEWAY_{name}" for name in of_services) == []
-
-
-def test_the_warning_is_in_the_log_at_the_start(tmp_path: Path) -> None:
-    environment = {
-        "GATEWAY_MAX_BODY_BYTE": "5",
-        "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml"),  # so that it ends at once
-    }
-    with Command("serve", environment=environment) as serve:
-        assert serve.end() == 1
-    assert "is GATEWAY_MAX_BODY_BYTES meant?" in serve.output
