@@ -241,6 +241,8 @@ OURSELVES = (
             "unit/test_state": [
                 "a_damaged_file_is_told_and_left_alone",
                 "a_file_that_is_damaged_later_is_not_written_over",
+            ],
+            "integration/test_state_processes": [
                 "a_disk_that_is_full_loses_nothing_that_was_kept",
                 "a_process_killed_while_it_writes_leaves_a_whole_file",
             ],
@@ -251,7 +253,7 @@ OURSELVES = (
         "serving goes on as last known; changes are 503 meanwhile",
         {
             "system/test_fleet_state": ["two_gateways_share_their_wishes_in_redis"],
-            "unit/test_state": [
+            "integration/test_state_redis": [
                 "redis_may_be_away_at_the_start_and_later",
                 "a_redis_that_hangs_is_not_waited_for",
             ],

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ import redis
 
 from gateway.triton import guard
 from tests.support.servers import free_ports
+from tests.support.wait import TIMEOUT_S, wait_until
 
 
 class RedisServer:
@@ -51,14 +51,12 @@ class RedisServer:
         self._guard = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )
-        deadline = time.monotonic() + 10
-        while not self._listens():
-            assert time.monotonic() < deadline, "redis-server does not start"
-            assert self._guard.poll() is None, "redis-server ended"
-            time.sleep(0.01)
+        wait_until(self._listens)
 
     def _listens(self) -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+        assert self._guard is not None
+        assert self._guard.poll() is None, "redis-server ended"
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S):
             return True
         return False
 
@@ -75,7 +73,7 @@ class RedisServer:
         if self._guard is not None:
             assert self._guard.stdin is not None
             self._guard.stdin.close()
-            self._guard.wait(10)
+            self._guard.wait(TIMEOUT_S)
         self._guard = None
 
 

@@ -1,0 +1,351 @@
+"""What the API asked of models, in a real Redis: kept, shared, and left alone while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import trustme
+import uvloop
+
+from gateway.errors import StateUnavailable
+from gateway.state.wishes import Store, Wish
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.servers import free_ports
+from tests.support.state_contract import (
+    ID,
+    LOADED,
+    UNLOADED,
+    Fresh,
+    Scenario,
+    SharedStateContract,
+    StateContract,
+    opened,
+)
+from tests.support.wait import TIMEOUT_S, wait_until_async
+
+
+@pytest.fixture(scope="module", name="server")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fresh(server: RedisServer) -> Fresh:
+    return server.url
+
+
+@pytest.fixture(scope="module")
+def shared(server: RedisServer) -> Fresh:
+    return server.url
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    loop: Callable[[Scenario], None] = request.param
+    return loop
+
+
+class TestRedis(StateContract):
+    pass
+
+
+class TestSharedRedis(SharedStateContract):
+    pass
+
+
+def test_redis_may_be_away_at_the_start_and_later(
+    tmp_path: Path, run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(kept: Store) -> None:
+        for question in (kept.wishes(), kept.operation(ID)):
+            with pytest.raises(StateUnavailable, match="read now: Redis cannot be reached"):
+                await question
+        for change in (kept.wish("core", LOADED), kept.record(ID, {})):
+            with pytest.raises(StateUnavailable, match="kept now: Redis cannot be reached"):
+                await change
+        assert await kept.leads()
+
+    async def back(kept: Store, loaded: bool) -> None:
+        server.start()
+        assert await kept.wishes() == {}  # this Redis keeps nothing on a disk
+        await kept.wish("core", Wish(loaded))
+        assert (await kept.wishes())["core"].loaded == loaded
+        assert await kept.leads()
+
+    async def scenario() -> None:
+        async with opened(server.url(), 2) as several:
+            for loaded in (True, False, True):
+                for kept in several:
+                    await away(kept)
+                await back(several[0], loaded)
+                assert (await several[1].wishes())["core"].loaded == loaded
+                assert not await several[1].leads()
+                server.kill()
+
+    caplog.set_level(logging.INFO)
+    with redis_server(tmp_path) as server:
+        server.kill()
+        run(scenario())
+    told = [
+        record.getMessage() for record in caplog.records if record.name.startswith("gateway.state.")
+    ]
+    place = f"the state at redis://127.0.0.1:{server.port}/0"
+    # Each of the two stores loses it three times and tells it once each time, not each time it asks.
+    assert told.count(f"{place} cannot be read: Redis cannot be reached") == 6
+    assert told.count(f"{place} can be read again") == 6
+
+
+def test_a_redis_that_hangs_is_not_waited_for(
+    tmp_path: Path, run: Callable[[Scenario], None]
+) -> None:
+    async def scenario() -> None:
+        async with opened(server.url(), 2) as (used, new):
+            await used.wish("core", LOADED)
+            server.signal(signal.SIGSTOP)
+            for answers in await asyncio.gather(ask(used), ask(new)):  # while it hangs
+                assert [type(answer) for answer in answers] == [StateUnavailable] * 3 + [bool]
+                assert "Redis does not answer" in str(answers[0])
+            server.signal(signal.SIGCONT)
+            await used.wish("core", LOADED)
+            assert (await new.wishes())["core"].loaded
+
+    async def ask(kept: Store) -> list[Any]:
+        questions = (kept.wishes(), kept.wish("core", UNLOADED), kept.operation(ID))
+        return [*await asyncio.gather(*questions, kept.leads(), return_exceptions=True)]
+
+    with redis_server(tmp_path) as server:
+        run(scenario())
+
+
+def test_a_gateway_ends_in_time_when_redis_hangs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        url = server.url()
+        async with opened(url) as (leader,):
+            assert await leader.leads()
+            async with opened(url) as (other,):
+                assert not await other.leads()
+                server.signal(signal.SIGSTOP)  # and so it is when both have closed
+        server.signal(signal.SIGCONT)
+        # Each asked whether it leads, and only the leader had anything to give back.
+        await wait_until_async(lambda: scripts() >= 3)
+        assert scripts() == 3
+
+    def scripts() -> int:
+        with server.client() as client:
+            calls: int = client.info("commandstats")["cmdstat_eval"]["calls"]
+        return calls
+
+    with redis_server(tmp_path) as server:
+        asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def stranger(answer: bytes, *then: bytes, pause_s: float = 0) -> AsyncIterator[str]:
+    """The address of what is no Redis: it answers the first line, and goes on after each pause."""
+    tasks: set[asyncio.Task[None] | None] = set()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        try:
+            await reader.readline()
+            writer.write(answer)
+            for piece in then:
+                await asyncio.sleep(pause_s)
+                writer.write(piece)
+                await writer.drain()
+        except (OSError, asyncio.CancelledError):
+            pass  # the client has had enough, or the test is over
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for task in filter(None, tasks):
+            task.cancel()
+        await asyncio.gather(*filter(None, tasks))
+
+
+def test_answers_that_all_come_late_are_not_waited_for_one_after_the_other() -> None:
+    """It takes the 3 s in which a question must be answered, and not the 160 s of all pieces."""
+
+    async def scenario() -> None:
+        late = stranger(b"", *[b"+OK\r\n"] * 200, pause_s=0.8)
+        async with late as url, opened(f"{url}/1".replace("//", "//:password@")) as (kept,):
+            with pytest.raises(StateUnavailable, match="Redis does not answer"):
+                await asyncio.wait_for(kept.wishes(), TIMEOUT_S)
+
+    asyncio.run(scenario())
+
+
+def test_what_answers_and_is_no_redis_is_told(run: Callable[[Scenario], None]) -> None:
+    async def scenario() -> None:
+        async with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (kept,):
+            with pytest.raises(StateUnavailable, match="what answers there is not Redis"):
+                await kept.wishes()
+            assert await kept.leads()
+
+    run(scenario())
+
+
+def test_connections_that_redis_has_closed_are_made_again(server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with opened(server.url()) as (kept,):
+            await asyncio.gather(*(kept.wishes() for _ in range(5)))
+            with server.client() as client:
+                assert client.client_kill_filter(_type="normal", skipme=True) >= 5
+            for _ in range(6):
+                await kept.wishes()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--requirepass", "another one"], "Redis does not know this user or password"),
+        # It quotes the arguments of a command that it does not know.
+        (["--rename-command", "AUTH", ""], "Redis refuses a command"),
+    ],
+)
+def test_a_password_is_never_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: list[str], reason: str
+) -> None:
+    async def scenario(url: str) -> None:
+        async with opened(url) as (kept,):
+            with pytest.raises(StateUnavailable) as refused:
+                await kept.wishes()
+            assert refused.value.detail.endswith(f"cannot be read now: {reason}")
+            assert "hunter2" not in "".join(traceback.format_exception(refused.value))
+
+    caplog.set_level(logging.DEBUG)
+    with redis_server(tmp_path, *options) as server:
+        for user in ("", "me"):
+            asyncio.run(scenario(server.url().replace("//", f"//{user}:hunter2%23@")))
+    assert f"127.0.0.1:{server.port}/0 cannot be read: {reason}" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def test_a_password_may_hold_anything(tmp_path: Path) -> None:
+    async def scenario(url: str) -> None:
+        async with opened(url) as (kept,):
+            await kept.wish("core", LOADED)
+            assert "core" in await kept.wishes()
+
+    with redis_server(tmp_path, "--requirepass", "#/?@:%ü") as server:
+        asyncio.run(scenario(server.url().replace("//", f"//:{quote('#/?@:%ü', safe='')}@")))
+
+
+def test_tls_is_used_and_checked(tmp_path: Path) -> None:
+    async def scenario(authority: Path, reason: str) -> None:
+        url = server.url(ssl_ca_certs=str(authority)).replace("redis://", "rediss://")
+        async with opened(url) as (kept,):
+            if reason:
+                with pytest.raises(StateUnavailable, match=reason):
+                    await kept.wish("core", LOADED)
+            else:
+                await kept.wish("core", LOADED)
+                assert "core" in await kept.wishes()
+
+    for name in ("ours", "theirs"):
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(tmp_path / f"{name}.pem")
+        certificate = authority.issue_cert("127.0.0.1")
+        certificate.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        certificate.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.crt")
+    options = (
+        *("--port", "0", "--tls-port", "PORT", "--tls-auth-clients", "no"),
+        *("--tls-cert-file", str(tmp_path / "ours.crt")),
+        *("--tls-key-file", str(tmp_path / "ours.key")),
+        *("--tls-ca-cert-file", str(tmp_path / "ours.pem")),
+    )
+    with redis_server(tmp_path, *options) as server:
+        asyncio.run(scenario(tmp_path / "ours.pem", ""))
+        asyncio.run(scenario(tmp_path / "theirs.pem", "Redis cannot be reached"))
+
+
+def test_a_copy_of_redis_is_read_and_told_when_it_cannot_be_written_to(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(server.url()) as (kept,):
+            assert await kept.wishes() == {}
+            with pytest.raises(StateUnavailable, match="this Redis is a copy that cannot be"):
+                await kept.wish("core", LOADED)
+            assert await kept.leads()
+
+    with redis_server(tmp_path) as server:
+        with server.client() as client:
+            client.replicaof("127.0.0.1", str(free_ports(1)[0]))
+        asyncio.run(scenario())
+
+
+def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def by_hand(key: str, value: str, field: str = "") -> None:
+        with server.client() as client:
+            if field:
+                client.hset(f"{prefix}{key}", field, value)
+            else:
+                client.set(f"{prefix}{key}", value)
+            client.set(f"{prefix}change", f"by hand: {key}")
+
+    async def scenario() -> None:
+        async with opened(url) as (kept,):
+            await kept.wish("core", LOADED)
+            by_hand("wishes", "{", field="broken")
+            for _ in range(3):
+                with pytest.raises(StateUnavailable, match=f"no gateway wrote, at {prefix}"):
+                    await kept.wishes()
+            await kept.wish("broken", None)
+            assert list(await kept.wishes()) == ["core"]
+            by_hand(f"operation:{ID}", "{")
+            with pytest.raises(StateUnavailable, match=f"no gateway wrote, at {prefix}"):
+                await kept.operation(ID)
+            by_hand("wishes", "a text")
+            with pytest.raises(StateUnavailable, match=r"Redis refuses a command \(WRONGTYPE\)"):
+                await kept.wishes()
+
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    asyncio.run(scenario())
+    told = [record.getMessage() for record in caplog.records if "no gateway" in record.message]
+    assert len(told) == 2
+
+
+def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with opened(url) as (kept,):
+            assert await kept.leads()
+            await kept.wish("core", LOADED)
+            await kept.record(ID, {})
+
+    async def look() -> None:
+        with server.client() as client:
+            left = {key.decode(): client.ttl(key) for key in client.scan_iter(f"{prefix}*")}
+        assert 3000 < left.pop(f"{prefix}operation:{ID}") <= 3600
+        assert left == dict.fromkeys((f"{prefix}{n}" for n in ("wishes", "revision", "change")), -1)
+
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    asyncio.run(scenario())
+    asyncio.run(look())
+
+
+def test_gateways_with_other_prefixes_do_not_meet(server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with opened(server.url()) as (one,), opened(server.url()) as (other,):
+            await one.wish("core", LOADED)
+            assert await other.wishes() == {}
+            assert await one.leads()
+            assert await other.leads()
+
+    asyncio.run(scenario())

@@ -1,0 +1,167 @@
+"""What every state does: run by the tests of each kind of it, which say where a fresh one is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.state.store import store
+from gateway.state.wishes import Store, Wish
+
+Scenario = Coroutine[Any, Any, None]
+Fresh = Callable[[], str]  # the address of a state that nobody has used
+ID = "0123456789abcdef" * 2
+LOADED, UNLOADED = Wish(True), Wish(False)
+
+
+@asynccontextmanager
+async def opened(url: str, count: int = 1) -> AsyncIterator[list[Store]]:
+    """This many processes' views of one state, as far as one process can have them."""
+    kept = [store(url) for _ in range(count)]
+    try:
+        yield kept
+    finally:
+        for one in kept:
+            await one.close()
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+WISHES = st.dictionaries(
+    st.text(),
+    st.builds(Wish, st.booleans(), st.dictionaries(st.text(), JSON, max_size=3)),
+    max_size=5,
+)
+
+
+class StateContract:
+    """Of any state; `fresh` is a fixture of the module that runs it."""
+
+    def test_a_forgotten_wish_is_gone(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                await kept.wish("core", LOADED)
+                await kept.wish("text_core", UNLOADED)
+                await kept.wish("core", None)
+                await kept.wish("nobody knows it", None)
+                assert list(await kept.wishes()) == ["text_core"]
+
+        asyncio.run(scenario())
+
+    def test_a_wish_that_is_repeated_has_a_higher_revision(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                given = []
+                for wish in (LOADED, LOADED, None, LOADED, UNLOADED):
+                    given.append(await kept.wish("core", wish))
+                    found = (await kept.wishes()).get("core")
+                    assert found == (wish and replace(wish, revision=given[-1]))
+                assert given == sorted(set(given))
+
+        asyncio.run(scenario())
+
+    def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.operation(ID) is None
+                await kept.record(ID, {"state": "running", "replicas": {}})
+                last = {"state": "succeeded", "replicas": {"a:8000": "READY"}}
+                await kept.record(ID, last)
+                assert await kept.operation(ID) == last
+                assert await kept.operation(ID[::-1]) is None
+
+        asyncio.run(scenario())
+
+    @pytest.mark.parametrize(
+        "name", ["", "../state", "A" * 32, "0" * 31, f"{ID}\n", f"{ID}/x", "٣" * 32, "\0" * 32]
+    )
+    def test_what_is_no_id_of_an_operation_is_not_looked_for(self, fresh: Fresh, name: str) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.operation(name) is None
+                with pytest.raises(ValueError, match="32 hexadecimal"):
+                    await kept.record(name, {})
+
+        asyncio.run(scenario())
+
+    def test_who_is_alone_leads(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (one,):
+                assert [await one.leads(), await one.leads()] == [True, True]
+
+        asyncio.run(scenario())
+
+
+class SharedStateContract:
+    """Of a state of several processes, as far as one process can have their views of it."""
+
+    @given(wishes=WISHES)
+    @settings(
+        max_examples=30,
+        deadline=None,
+        suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+    )
+    def test_any_wish_of_any_model_is_read_as_it_was_kept(
+        self, shared: Fresh, wishes: dict[str, Wish]
+    ) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 2) as (one, other):
+                for model, wish in wishes.items():
+                    await one.wish(model, wish)
+                for kept in (one, other):
+                    found = await kept.wishes()
+                    assert {
+                        name: replace(wish, revision=0) for name, wish in found.items()
+                    } == wishes
+
+        asyncio.run(scenario())
+
+    def test_what_one_keeps_another_reads(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 2) as (one, other):
+                assert await other.wishes() == {}
+                await one.wish("core", Wish(True, {"config": "{}"}))
+                await one.record(ID, {"state": "running"})
+                assert await other.wishes() == await one.wishes()
+                assert await other.operation(ID) == {"state": "running"}
+
+        asyncio.run(scenario())
+
+    def test_what_has_not_changed_is_not_read_again(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 2) as (writer, reader):
+                await writer.wish("core", LOADED)
+                found = await reader.wishes()
+                assert await reader.wishes() is found
+                await writer.wish("core", LOADED)
+                assert await reader.wishes() is not found
+
+        asyncio.run(scenario())
+
+    def test_exactly_one_of_several_leads_and_another_once_it_closes(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(url, 3) as several:
+                async with opened(url) as (first,):
+                    assert await first.leads()
+                    for _ in range(3):
+                        assert not any([await kept.leads() for kept in several])
+                        assert await first.leads()
+                for _ in range(3):
+                    assert [await kept.leads() for kept in several] == [True, False, False]
+
+        url = shared()
+        asyncio.run(scenario())
