@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import psutil
 
 from gateway.triton.guard import SHARED_MEMORY
 from gateway.triton.options import REPLICA_STEP
-from tests.support.servers import Command, free_ports
+from tests.support.servers import COMPLETE_CONFIGS, Command, free_ports
+from tests.support.wait import TIMEOUT_S, wait_until
 
 CONFIG = """
 backend: "python"
@@ -36,7 +36,13 @@ class TritonPythonModel:
 """
 
 
-def write_model(repository: Path, initialize: str) -> None:
+def holding(place: Path) -> str:
+    """For `initialize`: wait for as long as there is this file, which is there from now on."""
+    place.touch()
+    return f"while os.path.exists({str(place)!r}): time.sleep(0.01)"
+
+
+def write_model(repository: Path, initialize: str = "pass") -> None:
     folder = repository / "echo" / "1"
     folder.mkdir(parents=True, exist_ok=True)
     (repository / "echo" / "config.pbtxt").write_text(CONFIG)
@@ -44,7 +50,8 @@ def write_model(repository: Path, initialize: str) -> None:
 
 
 class Up(Command):
-    """`up` with a repository, on ports of its own."""
+    """`up` with a repository, on ports of its own; the configs of its models leave nothing out, or
+    `auto_complete` is set."""
 
     def __init__(
         self,
@@ -52,6 +59,7 @@ class Up(Command):
         *arguments: str,
         command: str = "up",
         guarded: bool = True,
+        auto_complete: bool = False,
         replicas: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -61,6 +69,8 @@ class Up(Command):
         flags += ["--triton-metrics-port", metrics, "--model-repository", repository]
         if command == "up":
             flags += ["--port", gateway]
+        if not auto_complete:
+            flags += [f"--triton-arg={argument}" for argument in COMPLETE_CONFIGS]
         if replicas > 1:
             flags += ["--replicas", replicas]
         super().__init__(
@@ -72,8 +82,11 @@ class Up(Command):
 
     def infer(self) -> httpx.Response:
         return httpx.post(
-            f"{self.url}/v1/models/echo/infer", json={"inputs": [1.5, 2.5]}, timeout=30
+            f"{self.url}/v1/models/echo/infer", json={"inputs": [1.5, 2.5]}, timeout=TIMEOUT_S
         )
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=TIMEOUT_S)
 
     def family(self) -> list[psutil.Process]:
         """The command and everything below it: guard, tritonserver, stubs."""
@@ -82,26 +95,56 @@ class Up(Command):
 
     def servers(self) -> list[psutil.Process]:
         """The tritonservers, in the order of their ports."""
-        found = [process for process in self.family() if process.name() == "tritonserver"]
-        return sorted(found, key=http_port)
+        return sorted(named("tritonserver", self.family()), key=http_port)
+
+    def stubs(self) -> list[psutil.Process]:
+        """The processes of Python models."""
+        return named("triton_python_backend_stub", self.family())
 
     def server(self) -> psutil.Process:
         return self.servers()[0]
 
     def __exit__(self, *_: object) -> None:
-        """Without the seconds in which a Triton says good-bye, where the test has not waited for them."""
+        """Without the seconds in which a Triton with a Python model ends, where the test has not
+        waited for them."""
         assert self.process.stdin is not None
         with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            servers = {each: ports(each) for each in family if each.name() == "tritonserver"}
+            listening = listeners(psutil.Process(self.process.pid).children(recursive=True))
             self.process.stdin.close()
-            for server, before in servers.items():
-                deadline = time.monotonic() + 5
-                # Killed before it is asked to end, it would be started again.
-                while ports(server) == before and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                server.kill()
+            cut_short(listening)
         super().__exit__()
+
+
+def listeners(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[int]]:
+    """The tritonservers among them, and the ports that each listens on."""
+    return {process: ports(process) for process in named("tritonserver", processes)}
+
+
+def named(name: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those of this name that run still."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.name() == name:
+                found.append(process)
+    return found
+
+
+def cut_short(listening: Mapping[psutil.Process, set[int]]) -> None:
+    """Kill those that have begun to end. Killed before, they would be started again."""
+    for server, before in listening.items():
+
+        def is_ending(server: psutil.Process = server, before: set[int] = before) -> bool:
+            return has_ended(server) or ports(server) != before
+
+        with suppress(psutil.NoSuchProcess):
+            wait_until(is_ending)
+            server.kill()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """A zombie has ended; its parent, here often the tests, has yet to look."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def ports(server: psutil.Process) -> set[int]:
@@ -112,31 +155,28 @@ def ports(server: psutil.Process) -> set[int]:
 
 def http_port(server: psutil.Process) -> list[int]:
     flag = "--http-port="
-    return [int(part.removeprefix(flag)) for part in server.cmdline() if part.startswith(flag)]
+    with suppress(psutil.NoSuchProcess):
+        return [int(part.removeprefix(flag)) for part in server.cmdline() if part.startswith(flag)]
+    return []
 
 
-def assert_end(processes: list[psutil.Process]) -> None:
-    """They end within 5 s. A zombie has ended; its parent, here often the tests, has yet to look."""
-
-    def alive() -> list[psutil.Process]:
-        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    deadline = time.monotonic() + 5
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive()
+def wait_for_end(processes: list[psutil.Process]) -> None:
+    wait_until(lambda: all(map(has_ended, processes)))
 
 
 @contextmanager
-def nothing_left(up: Up) -> Iterator[None]:
-    """Within 5 s of the end of the block no process and no shared memory of `up` is left."""
+def nothing_left(up: Up, *, brief: bool = False) -> Iterator[None]:
+    """After the block no process and no shared memory of `up` is left.
+
+    `brief`: its Tritons are killed as soon as they have begun to end, which takes them three seconds.
+    """
     family = up.family()
     assert {"tritonserver"} <= {process.name() for process in family}
+    listening = listeners(family)
     prefix = f"triton_gateway_{up.pid}_"
     assert any(SHARED_MEMORY.glob(f"{prefix}*"))
     yield
-    assert_end(family)
-    deadline = time.monotonic() + 1
-    while any(SHARED_MEMORY.glob(f"{prefix}*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+    if brief:
+        cut_short(listening)
+    wait_for_end(family)
+    wait_until(lambda: not any(SHARED_MEMORY.glob(f"{prefix}*")))
