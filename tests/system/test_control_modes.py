@@ -15,10 +15,14 @@ from gateway.fleet.repository import Outcome, Report
 from gateway.triton.wire import NotSent
 from tests.support.fleet import write_echo
 from tests.support.up import Up
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 REFUSED = (409, "MODEL_CONTROL_MODE")
 VERBS = ("load", "unload")
+
+
+class Polling(Up):
+    ready_at = 0.0
 
 
 @pytest.fixture(scope="module")
@@ -30,35 +34,39 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def polling(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def polling(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Polling]:
     """Two models of three are declared, and one that is not there."""
     declared = tmp_path_factory.mktemp("declared") / "models.yaml"
     declared.write_text("models: [echo, other, absent]")
     flags = ("--model-control", "poll", "--poll-secs", "1")
-    with Up(repository, *flags, environment={"GATEWAY_MODELS_FILE": str(declared)}) as up:
+    environment = {"GATEWAY_MODELS_FILE": str(declared), "GATEWAY_POLL_INTERVAL_S": "0.1"}
+    with Polling(repository, *flags, environment=environment) as up:
         up.wait_for("ready after")
+        up.ready_at = time.monotonic()
         yield up
 
 
 def infer(up: Up, *numbers: float) -> httpx.Response:
-    return httpx.post(f"{up.url}/v1/models/echo/infer", json={"inputs": list(numbers)}, timeout=30)
+    url = f"{up.url}/v1/models/echo/infer"
+    return httpx.post(url, json={"inputs": list(numbers)}, timeout=TIMEOUT_S)
 
 
 def manage(up: Up, verb: str, **more: Any) -> httpx.Response:
-    return httpx.post(f"{up.url}/v2/repository/models/free/{verb}", timeout=30, **more)
+    url = f"{up.url}/v2/repository/models/free/{verb}"
+    return httpx.post(url, timeout=TIMEOUT_S, **more)
 
 
-def told(answer: httpx.Response) -> tuple[int, str]:
+def status_and_code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["code"]
 
 
 def models(up: Up) -> dict[str, Any]:
-    found = httpx.get(f"{up.url}/v1/models").json()["models"]
+    found = up.get("/v1/models").json()["models"]
     return {model["name"]: model for model in found}
 
 
 def test_a_model_of_another_shape_is_served_without_a_call(
-    polling: Up, repository: Path, tmp_path: Path
+    polling: Polling, repository: Path, tmp_path: Path
 ) -> None:
     assert infer(polling, 1, 2).json()["outputs"] == {"Y": [1, 2]}
     assert infer(polling, 1, 2, 3).status_code == 422
@@ -67,15 +75,15 @@ def test_a_model_of_another_shape_is_served_without_a_call(
     wait_until(lambda: infer(polling, 1, 2, 3).status_code == 200)
     assert infer(polling, 1, 2, 3).json()["outputs"] == {"Y": [1, 2, 3]}
     refused = infer(polling, 1, 2)
-    assert told(refused) == (422, "DOES_NOT_FIT_MODEL")
+    assert status_and_code(refused) == (422, "DOES_NOT_FIT_MODEL")
     assert "[3]" in refused.json()["error"]
 
 
 def test_a_model_comes_and_goes_without_a_call(
-    polling: Up, repository: Path, tmp_path: Path
+    polling: Polling, repository: Path, tmp_path: Path
 ) -> None:
     def status() -> int:
-        return httpx.get(f"{polling.url}/v2/models/late").status_code
+        return polling.get("/v2/models/late").status_code
 
     write_echo(tmp_path, "late")  # and at once into the repository: Triton reads what is half there
     assert status() == 404
@@ -86,9 +94,9 @@ def test_a_model_comes_and_goes_without_a_call(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_call_is_409_and_changes_nothing_that_is_wished(polling: Up, verb: str) -> None:
+def test_a_call_is_409_and_changes_nothing_that_is_wished(polling: Polling, verb: str) -> None:
     refused = manage(polling, verb)
-    assert told(refused) == REFUSED
+    assert status_and_code(refused) == REFUSED
     assert "model control mode poll" in refused.json()["error"]
     found = models(polling)["free"]
     assert found["ready"]
@@ -96,29 +104,31 @@ def test_a_call_is_409_and_changes_nothing_that_is_wished(polling: Up, verb: str
     assert "error" not in found
 
 
-def test_a_call_that_nobody_waits_for_tells_it_in_its_operation(polling: Up) -> None:
+def test_a_call_that_nobody_waits_for_tells_it_in_its_operation(polling: Polling) -> None:
     begun = manage(polling, "load", headers={"Prefer": "respond-async"})
     assert begun.status_code == 202
-    place = f"{polling.url}{begun.headers['location']}"
-    wait_until(lambda: httpx.get(place).json()["operation"] != "running")
-    operation = httpx.get(place).json()
+    place = begun.headers["location"]
+    wait_until(lambda: polling.get(place).json()["operation"] != "running")
+    operation = polling.get(place).json()
     assert (operation["operation"], operation["code"]) == ("failed", "MODEL_CONTROL_MODE")
 
 
-def test_what_is_declared_and_not_there_is_asked_for_once(polling: Up) -> None:
+def test_what_is_declared_and_not_there_is_asked_for_once(polling: Polling) -> None:
     polling.wait_for(f"loading model absent on {polling.triton} failed")
-    time.sleep(1.5)  # the reconciler's first pause is 1 s
+    # It would have tried again by then: the reconciler's first pause is 1 s.
+    wait_until(lambda: time.monotonic() > polling.ready_at + 1.5)
     tried = [line for line in polling.lines if "model absent" in line]
     assert len(tried) == 2, polling.output
     assert "model control mode poll" in tried[1]
-    missing = httpx.get(f"{polling.url}/readyz").json()["missing"]
+    missing = polling.get("/readyz").json()["missing"]
     assert list(missing) == ["absent"]
 
 
-def test_mode_none_takes_no_calls_either(repository: Path) -> None:
-    with Up(repository, "--model-control", "none") as up:
+def test_mode_none_takes_no_calls_either(tmp_path: Path) -> None:
+    write_echo(tmp_path, "free")
+    with Up(tmp_path, "--model-control", "none") as up:
         up.wait_for("ready after")
-        assert [told(manage(up, verb)) for verb in VERBS] == [REFUSED] * 2
+        assert [status_and_code(manage(up, verb)) for verb in VERBS] == [REFUSED] * 2
         assert models(up)["free"]["ready"]
 
 

@@ -22,23 +22,25 @@ from gateway.triton.chatter import Chatter
 from gateway.triton.options import CannotStart, ModelControl, Options
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
+from tests.support.wait import TIMEOUT_S
 
 
 def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
     """And a model that fails at the start does not end it, where one says so."""
-    write_model(tmp_path, "pass")
+    write_model(tmp_path)
     (tmp_path / "bad" / "1").mkdir(parents=True)
     (tmp_path / "bad" / "config.pbtxt").write_text((tmp_path / "echo/config.pbtxt").read_text())
     (tmp_path / "bad" / "1" / "model.py").write_text("raise ValueError('no weights here')")
     flags = ["--no-exit-on-error", "--log-verbose", "1"]
     flags += ["--backend-config", "python,shm-default-byte-size=4194304"]
     flags += ["--triton-arg", "--id=frieda", "--triton-arg", "--http-thread-count"]
-    with Up(tmp_path, *flags, "--triton-arg", "4") as up:
+    with Up(tmp_path, *flags, "--triton-arg", "4", auto_complete=True) as up:
         up.wait_for("ready after")
         up.wait_for("Triton goes on without bad")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
-        assert httpx.get(f"{up.url}/readyz").status_code == 200
-        assert httpx.get(f"http://{up.triton}/v2").json()["name"] == "frieda"
+        assert up.get("/readyz").status_code == 200
+        server = httpx.get(f"http://{up.triton}/v2", timeout=TIMEOUT_S).json()
+        assert server["name"] == "frieda"
         command = up.server().cmdline()
         assert "--backend-config=python,shm-default-byte-size=4194304" in command
         assert command[-3:] == ["--id=frieda", "--http-thread-count", "4"]
@@ -178,14 +180,15 @@ CREDENTIALS = {
 
 
 def test_models_come_out_of_an_object_store(tmp_path: Path) -> None:
-    write_model(tmp_path / "models", "pass")
+    write_model(tmp_path / "models")
     with (
         bucket_of(tmp_path) as address,
         Up(address, command="triton", environment=CREDENTIALS) as triton,
     ):
         triton.wait_for("Triton is ready")
         assert f"--model-repository={address}" in triton.server().cmdline()
-        assert httpx.get(f"http://{triton.triton}/v2/models/echo/ready").status_code == 200
+        url = f"http://{triton.triton}/v2/models/echo/ready"
+        assert httpx.get(url, timeout=TIMEOUT_S).status_code == 200
 
 
 def test_an_object_store_that_does_not_let_triton_in_is_named() -> None:
