@@ -90,6 +90,7 @@ def triton_with(
     load: Sequence[str] = (),
     arguments: Sequence[str] = COMPLETE_CONFIGS,
     *,
+    log_verbose: int = 0,
     say: Callable[[str], None] = say,
 ) -> EmbeddedTriton:
     """One that starts with these models and no other."""
@@ -98,6 +99,7 @@ def triton_with(
         tuple(repositories),
         tuple(load),
         arguments=tuple(arguments),
+        log_verbose=log_verbose,
         http_port=http,
         grpc_port=grpc,
         metrics_port=metrics,
