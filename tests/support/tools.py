@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.support.servers import ROOT
+from tests.support.wait import TIMEOUT_S
 
 TRITON = (ROOT / "tests/data/triton_metrics.txt").read_text()
 
@@ -23,7 +24,7 @@ def program(name: str, package: str = "prometheus") -> str:
 def check_with_promtool(page: str) -> list[str]:
     """Its complaints about names. Its exit status is 1 for a page that cannot be read, 3 for such lint."""
     command = [program("promtool"), "check", "metrics"]
-    ended = subprocess.run(command, input=page.encode(), capture_output=True, timeout=30)
+    ended = subprocess.run(command, input=page.encode(), capture_output=True, timeout=TIMEOUT_S)
     assert ended.returncode in (0, 3), ended.stderr.decode()
     return ended.stderr.decode().splitlines()
 

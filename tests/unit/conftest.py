@@ -6,8 +6,17 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-PROCESS_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec"})
+# A slow machine is no fault of what is tested.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
+PROCESS_EVENTS = frozenset(
+    {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"}
+)
 _started: list[str] = []
 
 
@@ -19,9 +28,14 @@ def record_process(event: str, arguments: tuple[object, ...]) -> None:
 sys.addaudithook(record_process)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Forget what other lanes started; the fixtures of this test have not been set up yet."""
+    _started.clear()
+
+
 @pytest.fixture(autouse=True)
 def no_process() -> Iterator[None]:
-    """Fail a test that started a process."""
-    _started.clear()
+    """Fail a test that started a process, or whose fixtures did."""
     yield
     assert not _started, f"a unit test must not start a process: {_started[0]}"

@@ -467,7 +467,6 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
 )
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "text",
     [

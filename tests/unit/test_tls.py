@@ -14,6 +14,7 @@ from gateway.errors import GatewayError
 from gateway.fleet.replica import Wire, source
 from gateway.settings import Settings
 from gateway.triton.http import Reply, Upstream
+from tests.support.wait import TIMEOUT_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 
@@ -58,10 +59,10 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> Reply:
     port = server.sockets[0].getsockname()[1]
     entry = source(f"https://127.0.0.1:{port}")
     replica = entry.address
-    wire = Wire(2.0, tls_context(settings, [entry]))
-    upstream = Upstream(replica.host, replica.port, tls=wire.tls, connect_timeout_s=2.0)
+    wire = Wire(TIMEOUT_S, tls_context(settings, [entry]))
+    upstream = Upstream(replica.host, replica.port, tls=wire.tls, connect_timeout_s=TIMEOUT_S)
     try:
-        return await upstream.ask(b"GET", b"/", timeout_s=5)
+        return await upstream.ask(b"GET", b"/", timeout_s=TIMEOUT_S)
     finally:
         upstream.close()
         server.close()
