@@ -21,7 +21,8 @@ from tests.support.wait import TIMEOUT_S, wait_until
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Answers its input. It begins as a file beside it says, and may take long over an input below zero.
+# Answers its input. It begins as the file "trouble" beside it says. An input below zero takes as many
+# seconds; one of -1000 is held for as long as there is the file "hold", and then there is "held".
 ECHO = """
 import os, time
 import triton_python_backend_utils as pb_utils
@@ -41,7 +42,8 @@ class TritonPythonModel:
         answers = []
         for request in requests:
             value = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            if value[0] < -1000:
+            if value[0] == -1000:
+                open(os.path.join(self.folder, "held"), "w").close()
                 while os.path.exists(os.path.join(self.folder, "hold")):
                     time.sleep(0.01)
             elif value[0] < 0:
