@@ -34,6 +34,7 @@ from gateway.fleet.repository import Repository, Terms
 from gateway.fleet.view import FleetView
 from gateway.keys import KeysFile
 from gateway.limits import Decoders, Gate
+from gateway.memory import MemoryBudget, default_budget
 from gateway.metrics import Metrics
 from gateway.rates import Rates
 from gateway.routes import health, infer, models, page, repository
@@ -83,7 +84,7 @@ def spare_the_loop() -> None:
     sys.setswitchinterval(GIVES_WAY_S)
 
 
-async def tick(metrics: Metrics, gate: Gate) -> None:
+async def tick(metrics: Metrics, gate: Gate, memory: MemoryBudget) -> None:
     """See how late the event loop is; and pass on what was counted, for another worker's page."""
     loop = asyncio.get_running_loop()
     lags: deque[float] = deque(maxlen=LAGS)
@@ -93,6 +94,7 @@ async def tick(metrics: Metrics, gate: Gate) -> None:
         lags.append(max(loop.time() - due, 0.0))
         metrics.loop_lag.set(max(lags))
         metrics.waiting.set(gate.waiting)
+        metrics.memory.set(memory.used_bytes)
         metrics.flush()
 
 
@@ -199,8 +201,9 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
             settings.max_queue,
             metrics,
         )
+        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget(), metrics)
         stack.callback(metrics.flush)
-        stack.callback(asyncio.create_task(tick(metrics, gate)).cancel)
+        stack.callback(asyncio.create_task(tick(metrics, gate, memory)).cancel)
         access = Access(parts.keys)
         stack.callback(asyncio.create_task(access.watch()).cancel)
         rates = Rates(metrics, parts.kept.windows())
@@ -215,6 +218,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
             repository,
             decoders,
             gate,
+            memory,
             metrics,
             access,
             rates,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gateway.keys import Caller
+    from gateway.memory import Charge
     from gateway.tracing import Trace
 
 
@@ -18,6 +19,7 @@ class Notes:
         "bytes_in",
         "bytes_out",
         "caller",
+        "charge",
         "key",
         "model",
         "replica",
@@ -44,6 +46,7 @@ class Notes:
         self.bytes_out = 0
         self.key = ""  # the name of the caller's key
         self.trace: Trace | None = None
+        self.charge: Charge | None = None  # the memory that the request holds
 
 
 current: ContextVar[Notes | None] = ContextVar("notes", default=None)

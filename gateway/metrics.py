@@ -36,7 +36,7 @@ CLASSES: Final = {
     status: str(CLIENT_LEFT) if status == CLIENT_LEFT else f"{status // 100}xx"
     for status in range(100, 600)
 }
-SHED: Final = ("queue_full", "rate")  # the reasons
+SHED: Final = ("queue_full", "rate", "memory")  # the reasons
 REFUSED: Final = (
     "malformed_request",
     "request_too_slow",
@@ -98,6 +98,10 @@ class Metrics:
             ("route",),
         )
         self.waiting = level("gateway_requests_waiting", "Inferences that wait for a place.")
+        self.memory = level(
+            "gateway_request_memory_bytes",
+            "Memory that the bodies and answers of requests hold, of GATEWAY_MAX_BYTES_IN_FLIGHT.",
+        )
         self.decode = histogram(
             "gateway_image_decode_seconds",
             "Time in a thread that turns images or large arrays into tensors.",
@@ -130,7 +134,7 @@ class Metrics:
         )
         self.shed = counter(
             "gateway_requests_shed_total",
-            "Requests that were refused because there were too many: queue_full, rate.",
+            "Requests that were refused because there were too many: queue_full, rate, memory.",
             ("reason",),
         )
         self.refusals = counter(

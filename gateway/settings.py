@@ -110,6 +110,12 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         64 << 20, gt=0, description="The largest body of a request, as it comes and inflated."
     )
+    max_bytes_in_flight: int = Field(
+        0,
+        ge=0,
+        description="The memory that the bodies and answers of requests may take together, in each process; "
+        "0 means a quarter of the memory limit. The next request is 429.",
+    )
     max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
     max_pixels_in_flight: int = Field(
         100_000_000, gt=0, description="The most pixels that are decoded at the same time."

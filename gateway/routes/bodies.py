@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from gateway.errors import BodyTooLarge, Malformed, UnsupportedBody
 from gateway.limits import Decoders
+from gateway.memory import Charge
 from gateway.tensors import schema
 from gateway.tensors.payload import (
     JSON,
@@ -32,25 +33,41 @@ INFLATE_STEP_BYTES = 1 << 20
 # Above this, parsing is worth a thread: the event loop would notice. Other types are taken as they are.
 LARGE_BODY_BYTES = 256 * 1024
 TO_BE_PARSED = (JSON, NPZ)
+# Bytes of memory for a byte of the body: the body itself, its tensors, and what is sent to Triton. Numbers
+# take less room in JSON than as tensors.
+USUAL_MEMORY_FACTOR = 3
+MEMORY_FACTORS = {JSON: 6}
 
 
-async def payload_of(request: Request, limits: Limits, decoders: Decoders) -> Payload:
+async def payload_of(
+    request: Request, limits: Limits, decoders: Decoders, charge: Charge
+) -> Payload:
     """The parts of a request's body. A multipart body is taken apart as it comes."""
     content_type = request.headers.get("content-type", "")
     if media_type(content_type)[0] == MULTIPART:
         form = Form(content_type, limits)
-        async for chunk in body_of(request, limits.max_bytes):
+        async for chunk in charged_body(request, limits.max_bytes, charge):
             form.feed(chunk)
         return form.payload()
-    chunks = [chunk async for chunk in body_of(request, limits.max_bytes)]
-    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    body = await whole_body(request, limits.max_bytes, charge)
     if len(body) < LARGE_BODY_BYTES or media_type(content_type)[0] not in TO_BE_PARSED:
         return read_payload(body, content_type, limits)
     return await decoders.run(0, lambda: read_payload(body, content_type, limits))
 
 
-async def whole_body(request: Request, max_bytes: int) -> bytes:
-    return b"".join([chunk async for chunk in body_of(request, max_bytes)])
+async def whole_body(request: Request, max_bytes: int, charge: Charge) -> bytes:
+    """Return the body, inflated. Raises `BodyTooLarge`, and `OutOfBudget` or `TooLarge` for its memory."""
+    chunks = [chunk async for chunk in charged_body(request, max_bytes, charge)]
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def charged_body(request: Request, max_bytes: int, charge: Charge) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, and charge the memory that it and what becomes of it will take."""
+    name = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    factor = MEMORY_FACTORS.get(name, USUAL_MEMORY_FACTOR)
+    async for chunk in body_of(request, max_bytes):
+        charge.add(factor * len(chunk))
+        yield chunk
 
 
 async def body_of(request: Request, max_bytes: int) -> AsyncIterator[bytes]:

@@ -84,6 +84,8 @@ class Edge:
         except asyncio.CancelledError:
             log.debug("the client left")  # the server cancels us then; there is nobody to answer
         finally:
+            if notes.charge is not None:
+                notes.charge.release()
             in_flight[way] -= 1
             duration_s = perf_counter() - began
             services.metrics.observe(notes, status, duration_s)

@@ -19,6 +19,7 @@ from gateway.errors import DeadlinePassed, DoesNotFit, Malformed
 from gateway.fleet.calls import Call
 from gateway.fleet.models import output_names
 from gateway.limits import Decoders
+from gateway.memory import Charge
 from gateway.routes.bodies import answers, payload_of, refusals, whole_body
 from gateway.routes.services import Services, ServicesForInference
 from gateway.routes.streams import Streamed, form_of
@@ -37,6 +38,8 @@ from gateway.triton.wire import Headers
 router = APIRouter(tags=["inference"])
 ROWS_AT_A_TIME = 16
 FIRST_VALUES = 8
+# Bytes of memory for a byte of the answer's tensors, which is written in JSON.
+ANSWER_MEMORY_FACTOR = 4
 MOST_PARAMETERS = 1000
 # Converting numbers of this many bytes is worth a thread.
 LARGE_ARRAY_BYTES = 1 << 20
@@ -167,6 +170,7 @@ class Exchange:
     trace: Headers  # the caller's trace context, for Triton
     caller: str  # the name of its key
     step: Step | None  # of a sequence, as its headers say
+    charge: Charge
     stack: AsyncExitStack  # what is given back at the end
 
     async def enter(self) -> None:
@@ -184,7 +188,9 @@ class Exchange:
         return await converted(payload, self.signature, limits, self.services.decoders)
 
     async def result(self, inputs: Inputs, payload: Payload) -> Result:
-        return await self.services.models.infer(self.signature, inputs, self.call(payload))
+        result = await self.services.models.infer(self.signature, inputs, self.call(payload))
+        self.charge.add(ANSWER_MEMORY_FACTOR * sum(map(byte_size, result.arrays.values())))
+        return result
 
     def call(self, payload: Payload) -> Call:
         if len(payload.parameters) > MOST_PARAMETERS:  # which keep Triton busy for minutes
@@ -241,8 +247,11 @@ async def begun(
     step = sequence.from_headers(
         request.headers.get("x-sequence-id"), request.headers.get("x-sequence")
     )
+    charge = services.charge_for(notes)
     return Exchange(
-        services, signature, notes.request_id, timeout_s, deadline, trace, notes.key, step, stack
+        *(services, signature, notes.request_id, timeout_s, deadline, trace, notes.key, step),
+        charge=charge,
+        stack=stack,
     )
 
 
@@ -272,7 +281,7 @@ async def infer(
     if form and not dry_run:
         return await streamed(request, services, model, version, form)
     async with exchange(request, services, model, version) as asked:
-        payload = await payload_of(request, asked.limits, services.decoders)
+        payload = await payload_of(request, asked.limits, services.decoders, asked.charge)
         outputs = output_names(asked.signature, payload.outputs) or tuple(asked.signature.outputs)
         render = renderer(request.headers.get("accept", ""), asked.signature, outputs)
         await asked.enter()
@@ -291,7 +300,7 @@ async def streamed(
     async with AsyncExitStack() as stack:
         with within(timeout_s):
             asked = await begun(request, services, model, version, timeout_s, stack)
-            payload = await payload_of(request, asked.limits, services.decoders)
+            payload = await payload_of(request, asked.limits, services.decoders, asked.charge)
             await asked.enter()
             inputs = await asked.inputs(payload)
         call = asked.call(payload)
@@ -318,7 +327,7 @@ async def predict(
 ) -> Response:
     """KServe's V1 dialect: `instances` (rows) → `predictions`, or `inputs` (columns) → `outputs`."""
     async with exchange(request, services, model, version) as asked:
-        body = await whole_body(request, asked.limits.max_bytes)
+        body = await whole_body(request, asked.limits.max_bytes, asked.charge)
         rows, columns = dialect.rows_or_columns(body, asked.limits)
         await asked.enter()
         if rows is None:

@@ -168,7 +168,7 @@ async def index(request: Request, services: ServicesForFleet, detail: str = "") 
 
     `?detail=replicas` adds each replica's own.
     """
-    document = document_of(await whole_body(request, MAX_BYTES))
+    document = document_of(await read_body(request, services, MAX_BYTES))
     ready = document.get("ready", False)
     if not isinstance(ready, bool):
         raise Malformed('"ready" must be true or false')
@@ -225,7 +225,7 @@ async def changed(request: Request, services: Services, model: str, *, load: boo
     # A model's config and files are code, and code sees every model.
     uploads = load and services.settings.allow_model_upload and caller.sees_all
     limit = services.settings.max_body_bytes if uploads else MAX_BYTES
-    document = document_of(await whole_body(request, limit))
+    document = document_of(await read_body(request, services, limit))
     parameters = allowed(document.get("parameters", {}), uploads)
     if parameters.get(DEPENDENTS) and not caller.sees_all:
         raise Forbidden(
@@ -242,6 +242,10 @@ async def changed(request: Request, services: Services, model: str, *, load: boo
         dependents = bool(parameters.get(DEPENDENTS))
         report = await services.repository.unload(model, dependents, caller.sees)
     return Response(orjson.dumps(report.document()), media_type=JSON)
+
+
+async def read_body(request: Request, services: Services, max_bytes: int) -> bytes:
+    return await whole_body(request, max_bytes, services.charge_for(request.scope["notes"]))
 
 
 def document_of(body: bytes) -> dict[str, Any]:

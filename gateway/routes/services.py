@@ -9,12 +9,14 @@ from typing import Annotated, Any, cast
 from fastapi import Depends, Request
 
 from gateway.auth import Access, admit, admit_to_all
+from gateway.context import Notes
 from gateway.errors import Malformed
 from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
 from gateway.fleet.repository import Repository
 from gateway.keys import Caller, Right
 from gateway.limits import Decoders, Gate
+from gateway.memory import Charge, MemoryBudget
 from gateway.metrics import Metrics
 from gateway.rates import Rates
 from gateway.settings import Settings
@@ -29,10 +31,18 @@ class Services:
     repository: Repository
     decoders: Decoders
     gate: Gate
+    memory: MemoryBudget
     metrics: Metrics
     access: Access
     rates: Rates
     tracer: Tracer | None = None
+
+    def charge_for(self, notes: Notes) -> Charge:
+        """Return what the request holds of the memory budget; the edge releases it at the request's end."""
+        charge = notes.charge
+        if charge is None:
+            charge = notes.charge = Charge(self.memory)
+        return charge
 
     @cached_property
     def usual_timeout_s(self) -> float:

@@ -1,0 +1,113 @@
+"""The process in which large or costly bodies are decoded: see `gateway.decoding.pool`.
+
+It reads calls from a socket and answers each with a result or an exception. Its memory is limited, it
+yields the CPU to the gateway and to Triton, and a timer ends it when a call outlives its deadline, also
+when the gateway itself is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from gateway.errors import GatewayError
+
+NICENESS: Final = 5
+GRACE_S: Final = 1.0  # beyond the deadline, at which the gateway kills the process
+HEAD: Final = struct.Struct("<I")
+SIZE: Final = struct.Struct("<Q")
+
+
+def pack(message: Any) -> list[bytes | memoryview]:
+    """Return the frames of a message: a head with the size of each buffer, the pickle, the buffers.
+
+    Arrays are not copied into the pickle (PEP 574).
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    frames: list[bytes | memoryview] = [body, *(buffer.raw() for buffer in buffers)]
+    sizes = b"".join(SIZE.pack(len(frame)) for frame in frames)
+    return [HEAD.pack(len(frames)) + sizes, *frames]
+
+
+def unpack(frames: list[bytearray]) -> Any:
+    """Return the message of these frames, whose arrays share the frames' memory."""
+    return pickle.loads(frames[0], buffers=frames[1:])  # noqa: S301 - the peer is our own process
+
+
+def sizes_of(data: bytes | bytearray) -> list[int]:
+    return [size for (size,) in SIZE.iter_unpack(data)]
+
+
+def receive(connection: socket.socket) -> Any:
+    """Return the next message. Raises `EOFError` when the gateway is gone."""
+    (count,) = HEAD.unpack(read_exactly(connection, HEAD.size))
+    sizes = sizes_of(read_exactly(connection, count * SIZE.size))
+    return unpack([read_exactly(connection, size) for size in sizes])
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return data
+
+
+def send(connection: socket.socket, frames: Iterable[bytes | memoryview]) -> None:
+    for frame in frames:
+        connection.sendall(frame)
+
+
+class OutOfMemory(Exception):
+    """The call needs more memory than a worker may take."""
+
+
+class Failed(Exception):
+    """The call raised what it never should: a fault in the gateway."""
+
+
+def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    """Return whether the call succeeded, and its result or its exception."""
+    try:
+        return True, function(*arguments)
+    except GatewayError as exc:
+        return False, exc
+    except MemoryError:
+        return False, OutOfMemory()
+    except Exception as exc:  # noqa: BLE001 - the border of the process: the gateway logs it
+        return False, Failed(f"{type(exc).__name__}: {exc}")
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer calls until the gateway closes the socket."""
+    while True:
+        try:
+            function, arguments, timeout_s = receive(connection)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # SIGALRM ends the process
+        frames = pack(call(function, arguments))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(connection, frames)
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument; the second is the memory limit in bytes."""
+    descriptor, max_memory_bytes = map(int, sys.argv[1:])
+    os.nice(NICENESS)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Data, and not address space: NumPy's libraries reserve much more than they use.
+    resource.setrlimit(resource.RLIMIT_DATA, (used + max_memory_bytes,) * 2)
+    with socket.socket(fileno=descriptor) as connection:
+        serve(connection)
