@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from gateway import errors, logs
 from gateway.auth import OPEN, Access
+from gateway.decoding.decoders import Decoders
 from gateway.draining import Drain
 from gateway.fleet.declared import ModelsFile
 from gateway.fleet.models import Models
@@ -33,7 +34,7 @@ from gateway.fleet.replica import Source, Wire, source
 from gateway.fleet.repository import Repository, Terms
 from gateway.fleet.view import FleetView
 from gateway.keys import KeysFile
-from gateway.limits import Decoders, Gate
+from gateway.limits import Gate
 from gateway.memory import MemoryBudget, default_budget
 from gateway.metrics import Metrics
 from gateway.rates import Rates

@@ -1,24 +1,13 @@
-"""How much at a time: inferences, each model's share of them, and pixels that are decoded.
-
-Decoding is kept off the event loop, in a bounded number of threads.
-"""
+"""How much at a time: inferences, each model's share of them, and anything that has a weight."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TypeVar
 
-from gateway.context import current
 from gateway.errors import DeadlinePassed, Overloaded
 from gateway.metrics import Metrics
 from gateway.words import quoted
-
-T = TypeVar("T")
 
 
 class Budget:
@@ -149,43 +138,3 @@ class Gate:
         self.waiting -= 1
         if not line:
             del self._lines[of]
-
-
-def step(name: str) -> AbstractContextManager[object]:
-    """A span of the request that is being served, if it is traced."""
-    notes = current.get()
-    return nullcontext() if notes is None or notes.trace is None else notes.trace.step(name)
-
-
-class Decoders:
-    """The threads that turn payloads into tensors, and the pixels they may hold."""
-
-    def __init__(self, threads: int, max_pixels_in_flight: int, metrics: Metrics) -> None:
-        self._threads = ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "decode")
-        self._pixels = Budget(max_pixels_in_flight)
-        self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
-
-    async def run(self, pixels: int, work: Callable[[], T]) -> T:
-        """The result of `work`. Who leaves does not stop the thread: its pixels count until it ends."""
-        self._metrics.decodes_waiting.inc()
-        try:
-            with step("queue"):
-                taken = await self._pixels.take(pixels)
-            future = self._threads.submit(self._timed, work)
-            future.add_done_callback(lambda _: self._ended(taken))
-        finally:
-            self._metrics.decodes_waiting.dec()
-        with step("decode"):
-            return await asyncio.wrap_future(future)
-
-    def _timed(self, work: Callable[[], T]) -> T:
-        with self._metrics.decode.time():
-            return work()
-
-    def _ended(self, pixels: int) -> None:
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
-            self._loop.call_soon_threadsafe(self._pixels.give, pixels)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -7,12 +7,11 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 from gateway.decoding.worker import HEAD, SIZE, Failed, OutOfMemory, pack, sizes_of, unpack
 from gateway.errors import GatewayError, TooLarge
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_FRAMES: Final = 4096
@@ -95,7 +94,7 @@ class DecodePool:
         self._busy: set[DecodeProcess] = set()
 
     async def run(
-        self, function: Callable[P, T], timeout_s: float, *args: P.args, **_: P.kwargs
+        self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float
     ) -> T:
         """Return the function's result. Cancelling the call kills the worker that runs it.
 
@@ -105,7 +104,7 @@ class DecodePool:
         async with self._places:
             worker = await self._take()
             try:
-                result = await worker.call(function, args, timeout_s)
+                result = await worker.call(function, arguments, timeout_s)
             except (WorkerLost, OutOfMemory):
                 worker.end()
                 raise TooLarge(

@@ -6,13 +6,15 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from fastapi import Request
 from pydantic import BaseModel, Field
 
+from gateway.decoding.decoders import Decoders
 from gateway.errors import BodyTooLarge, Malformed, UnsupportedBody
-from gateway.limits import Decoders
 from gateway.memory import Charge
 from gateway.tensors import schema
 from gateway.tensors.payload import (
@@ -30,8 +32,10 @@ from gateway.tensors.payload import (
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_STEP_BYTES = 64 << 10
 INFLATE_STEP_BYTES = 1 << 20
-# Above this, parsing is worth a thread: the event loop would notice. Other types are taken as they are.
-LARGE_BODY_BYTES = 256 * 1024
+# Larger ones are parsed in a thread, and the largest in a process: the parser of JSON holds the GIL, and an
+# archive may inflate. Other types are taken as they are.
+MAX_INLINE_BYTES = 16 << 10
+MAX_THREAD_JSON_BYTES = 256 << 10
 TO_BE_PARSED = (JSON, NPZ)
 # Bytes of memory for a byte of the body: the body itself, its tensors, and what is sent to Triton. Numbers
 # take less room in JSON than as tensors.
@@ -39,20 +43,32 @@ USUAL_MEMORY_FACTOR = 3
 MEMORY_FACTORS = {JSON: 6}
 
 
-async def payload_of(
+@dataclass(frozen=True)
+class LargeBody:
+    """A body that is decoded in a process: its size says nothing of the time and memory that takes."""
+
+    data: bytes
+    content_type: str
+
+
+async def receive_payload(
     request: Request, limits: Limits, decoders: Decoders, charge: Charge
-) -> Payload:
-    """The parts of a request's body. A multipart body is taken apart as it comes."""
+) -> Payload | LargeBody:
+    """Return the parts of a request's body. A multipart body is taken apart as it arrives."""
     content_type = request.headers.get("content-type", "")
-    if media_type(content_type)[0] == MULTIPART:
+    name = media_type(content_type)[0]
+    if name == MULTIPART:
         form = Form(content_type, limits)
         async for chunk in charged_body(request, limits.max_bytes, charge):
             form.feed(chunk)
         return form.payload()
     body = await whole_body(request, limits.max_bytes, charge)
-    if len(body) < LARGE_BODY_BYTES or media_type(content_type)[0] not in TO_BE_PARSED:
-        return read_payload(body, content_type, limits)
-    return await decoders.run(0, lambda: read_payload(body, content_type, limits))
+    read = partial(read_payload, body, content_type, limits)
+    if name not in TO_BE_PARSED or len(body) <= MAX_INLINE_BYTES:
+        return read()
+    if len(body) <= MAX_THREAD_JSON_BYTES and name == JSON:
+        return await decoders.run(0, read)
+    return LargeBody(body, content_type)
 
 
 async def whole_body(request: Request, max_bytes: int, charge: Charge) -> bytes:

@@ -18,13 +18,20 @@ from gateway.context import Notes
 from gateway.errors import DeadlinePassed, DoesNotFit, Malformed
 from gateway.fleet.calls import Call
 from gateway.fleet.models import output_names
-from gateway.limits import Decoders
 from gateway.memory import Charge
-from gateway.routes.bodies import answers, payload_of, refusals, whole_body
+from gateway.routes.bodies import (
+    MAX_INLINE_BYTES,
+    MAX_THREAD_JSON_BYTES,
+    answers,
+    receive_payload,
+    refusals,
+    whole_body,
+)
 from gateway.routes.services import Services, ServicesForInference
 from gateway.routes.streams import Streamed, form_of
 from gateway.tensors import predict as dialect
 from gateway.tensors import schema, sequence
+from gateway.tensors.decode import decode_body, decode_payload, decode_predict, read_predict
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.images import ImageLimits, pixels
 from gateway.tensors.inputs import Inputs, images_of, to_inputs
@@ -43,6 +50,8 @@ ANSWER_MEMORY_FACTOR = 4
 MOST_PARAMETERS = 1000
 # Converting numbers of this many bytes is worth a thread.
 LARGE_ARRAY_BYTES = 1 << 20
+# Decoding more pixels takes long enough to be worth a process.
+MAX_THREAD_PIXELS = 4_000_000
 
 # What the API's description says.
 FAILURES = refusals(404, 406, 409, 415, 502, 504)
@@ -183,9 +192,50 @@ class Exchange:
     def limits(self) -> Limits:
         return Limits(max_bytes=self.services.settings.max_body_bytes)
 
-    async def inputs(self, payload: Payload) -> Inputs:
-        limits = ImageLimits(self.services.settings.max_image_pixels)
-        return await converted(payload, self.signature, limits, self.services.decoders)
+    @property
+    def image_limits(self) -> ImageLimits:
+        return ImageLimits(self.services.settings.max_image_pixels)
+
+    @property
+    def left_s(self) -> float:
+        """The seconds until the deadline."""
+        return max(self.deadline - anyio.current_time(), 0.0)
+
+    async def decode(self, request: Request) -> tuple[Payload, Inputs]:
+        """Receive the body, take a place, and return the tensors and what else the body said."""
+        decoders = self.services.decoders
+        body = await receive_payload(request, self.limits, decoders, self.charge)
+        await self.enter()
+        if isinstance(body, Payload):
+            return body, await self.convert(body)
+        arguments = (body.data, body.content_type, self.signature, self.limits, self.image_limits)
+        return await decoders.run_process(0, self.left_s, decode_body, *arguments)
+
+    async def convert(self, payload: Payload) -> Inputs:
+        """Return the tensors; images and large arrays are converted off the event loop."""
+        decoders = self.services.decoders
+        found = images_of(payload, self.signature, self.image_limits)
+        most = sum(map(pixels, found))
+        if most > MAX_THREAD_PIXELS:
+            arguments = (payload, self.signature, self.image_limits)
+            return (await decoders.run_process(most, self.left_s, decode_payload, *arguments))[1]
+        work = partial(to_inputs, payload, self.signature, self.image_limits)
+        if found or size_of(payload) > LARGE_ARRAY_BYTES:
+            return await decoders.run(most, work)
+        return work()
+
+    async def decode_predict(self, request: Request) -> tuple[bool, list[Inputs]]:
+        """Receive the body of `:predict` and take a place; whether it has columns, and the tensors."""
+        body = await whole_body(request, self.limits.max_bytes, self.charge)
+        await self.enter()
+        decoders = self.services.decoders
+        if len(body) > MAX_THREAD_JSON_BYTES:
+            arguments = (body, self.signature, self.limits, self.image_limits)
+            return await decoders.run_process(0, self.left_s, decode_predict, *arguments)
+        read = partial(read_predict, body, self.signature, self.limits)
+        is_inline = len(body) <= MAX_INLINE_BYTES
+        is_columns, payloads = read() if is_inline else await decoders.run(0, read)
+        return is_columns, [await self.convert(payload) for payload in payloads]
 
     async def result(self, inputs: Inputs, payload: Payload) -> Result:
         result = await self.services.models.infer(self.signature, inputs, self.call(payload))
@@ -281,11 +331,9 @@ async def infer(
     if form and not dry_run:
         return await streamed(request, services, model, version, form)
     async with exchange(request, services, model, version) as asked:
-        payload = await payload_of(request, asked.limits, services.decoders, asked.charge)
+        payload, inputs = await asked.decode(request)
         outputs = output_names(asked.signature, payload.outputs) or tuple(asked.signature.outputs)
         render = renderer(request.headers.get("accept", ""), asked.signature, outputs)
-        await asked.enter()
-        inputs = await asked.inputs(payload)
         if dry_run:
             return Response(orjson.dumps(described(asked.signature, inputs)), media_type=JSON)
         return response(render(await asked.result(inputs, payload)))
@@ -300,9 +348,7 @@ async def streamed(
     async with AsyncExitStack() as stack:
         with within(timeout_s):
             asked = await begun(request, services, model, version, timeout_s, stack)
-            payload = await payload_of(request, asked.limits, services.decoders, asked.charge)
-            await asked.enter()
-            inputs = await asked.inputs(payload)
+            payload, inputs = await asked.decode(request)
         call = asked.call(payload)
         results = await services.models.stream(asked.signature, inputs, call, timeout_s)
         return Streamed(results, form, asked.request_id, stack.pop_all())
@@ -327,47 +373,26 @@ async def predict(
 ) -> Response:
     """KServe's V1 dialect: `instances` (rows) → `predictions`, or `inputs` (columns) → `outputs`."""
     async with exchange(request, services, model, version) as asked:
-        body = await whole_body(request, asked.limits.max_bytes, asked.charge)
-        rows, columns = dialect.rows_or_columns(body, asked.limits)
-        await asked.enter()
-        if rows is None:
-            payload = dialect.from_columns(columns)
-            result = await asked.result(await asked.inputs(payload), payload)
-            return response(dialect.outputs(result))
-        return response(dialect.predictions(await results_of(rows, asked)))
+        is_columns, pieces = await asked.decode_predict(request)
+        results = await results_of(pieces, asked)
+        return response(dialect.outputs(results[0]) if is_columns else dialect.predictions(results))
 
 
-async def results_of(rows: list[Any], asked: Exchange) -> list[Result]:
-    """One inference of all rows where the model has a batch dimension, else one for each."""
-    if asked.signature.stackable:
-        payload = dialect.from_rows(rows)
-        inputs = await asked.inputs(payload)
-        return [await asked.result(inputs, payload)]
-    if asked.step is not None and len(rows) > 1:  # they would have no order
+async def results_of(pieces: list[Inputs], asked: Exchange) -> list[Result]:
+    """Return the answers to the inferences of one request, in their order."""
+    if asked.step is not None and len(pieces) > 1:  # they would have no order
         raise DoesNotFit("the model has no batch dimension: a step of a sequence has one instance")
     gate = asyncio.Semaphore(ROWS_AT_A_TIME)
 
-    async def one(row: Any) -> Result:
+    async def one(inputs: Inputs) -> Result:
         async with gate:
-            payload = dialect.from_row(row)
-            return await asked.result(await asked.inputs(payload), payload)
+            return await asked.result(inputs, Payload({}))
 
-    return list(await asyncio.gather(*map(one, rows)))
+    return list(await asyncio.gather(*map(one, pieces)))
 
 
 def response(rendered: Rendered) -> Response:
     return Response(rendered.body, media_type=rendered.content_type)
-
-
-async def converted(
-    payload: Payload, signature: Signature, limits: ImageLimits, decoders: Decoders
-) -> Inputs:
-    """The tensors; images and large arrays are converted in a thread, a few pixels at a time."""
-    images = images_of(payload, signature, limits)
-    work = partial(to_inputs, payload, signature, limits)
-    if images or size_of(payload) > LARGE_ARRAY_BYTES:
-        return await decoders.run(sum(map(pixels, images)), work)
-    return work()
 
 
 def size_of(payload: Payload) -> int:

@@ -10,12 +10,13 @@ from fastapi import Depends, Request
 
 from gateway.auth import Access, admit, admit_to_all
 from gateway.context import Notes
+from gateway.decoding.decoders import Decoders
 from gateway.errors import Malformed
 from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
 from gateway.fleet.repository import Repository
 from gateway.keys import Caller, Right
-from gateway.limits import Decoders, Gate
+from gateway.limits import Gate
 from gateway.memory import Charge, MemoryBudget
 from gateway.metrics import Metrics
 from gateway.rates import Rates

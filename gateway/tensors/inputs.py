@@ -306,7 +306,7 @@ def from_array(array: np.ndarray, tensor: Tensor) -> np.ndarray:
     wanted = tensor.datatype
     if array.dtype == wanted.numpy:
         return array
-    if wanted is BF16 and array.dtype.kind == "V" and array.dtype.itemsize == 2:
+    if wanted == BF16 and array.dtype.kind == "V" and array.dtype.itemsize == 2:
         return array.view(ml_dtypes.bfloat16)  # how NumPy stores BF16 in a file: as 2 raw bytes
     kind = array.dtype.kind
     if wanted.kind is Kind.BYTES and kind in "SU":

@@ -187,6 +187,8 @@ def loads(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as exc:
+        if str(exc).startswith("Not enough memory"):
+            raise MemoryError from None
         raise Malformed(f"the body is not JSON: {exc}") from None
 
 

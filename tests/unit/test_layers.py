@@ -25,7 +25,7 @@ LAYERS = {
     "gateway.triton": 3,
     "gateway.auth": 3,
     "gateway.limits": 3,
-    "gateway.decoding": 3,
+    "gateway.decoding": 4,
     "gateway.memory": 3,
     "gateway.client": 4,
     "gateway.flags": 4,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.decoding.decoders import Decoders
 from gateway.errors import DeadlinePassed
-from gateway.limits import Budget, Decoders, Gate, TooMany
+from gateway.limits import Budget, Gate, TooMany
 from gateway.metrics import Metrics
 from tests.support.wait import TIMEOUT_S
 
@@ -63,7 +64,7 @@ def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
 
 def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
     async def scenario() -> None:
-        decoders = Decoders(threads=1, max_pixels_in_flight=10, metrics=Metrics())
+        decoders = Decoders(workers=1, max_pixels_in_flight=10, metrics=Metrics())
         go, began = threading.Event(), threading.Event()
 
         def work() -> str:
@@ -88,7 +89,7 @@ def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
 
 def test_an_error_in_a_thread_reaches_who_waits() -> None:
     async def scenario() -> None:
-        decoders = Decoders(threads=1, max_pixels_in_flight=10, metrics=Metrics())
+        decoders = Decoders(workers=1, max_pixels_in_flight=10, metrics=Metrics())
         with pytest.raises(ZeroDivisionError):
             await decoders.run(10, lambda: 1 // 0)
         assert await decoders.run(10, lambda: 5) == 5

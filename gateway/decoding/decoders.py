@@ -1,0 +1,94 @@
+"""Where bodies are decoded: never on the event loop where it takes long.
+
+What is known to be quick runs in a thread. What may be slow, or holds the GIL, runs in a process that is
+killed at the request's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Final, TypeVar
+
+from gateway.context import current
+from gateway.decoding.pool import DecodePool
+from gateway.limits import Budget
+from gateway.memory import memory_limit
+from gateway.metrics import Metrics
+
+T = TypeVar("T")
+
+MAX_WORKERS: Final = 4
+MIN_MEMORY_BYTES: Final = 256 << 20
+MAX_MEMORY_BYTES: Final = 1 << 30
+
+
+def worker_memory(workers: int) -> int:
+    """Return what one of these processes may take: together a quarter of the memory limit."""
+    return min(max(memory_limit() // 4 // workers, MIN_MEMORY_BYTES), MAX_MEMORY_BYTES)
+
+
+def step(name: str) -> AbstractContextManager[object]:
+    """Return a span of the request that is being served, if it is traced."""
+    notes = current.get()
+    return nullcontext() if notes is None or notes.trace is None else notes.trace.step(name)
+
+
+class Decoders:
+    """The threads and processes that turn bodies into tensors, and the pixels they may hold."""
+
+    def __init__(self, workers: int, max_pixels_in_flight: int, metrics: Metrics) -> None:
+        workers = workers or min(MAX_WORKERS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(workers, "decode")
+        self._processes = DecodePool(workers, worker_memory(workers))
+        self._pixels = Budget(max_pixels_in_flight)
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, pixels: int, work: Callable[[], T]) -> T:
+        """Return the result of quick work, done in a thread.
+
+        Cancelling does not stop the thread: its pixels count until it ends.
+        """
+        taken = await self._take(pixels)
+        future = self._threads.submit(self._timed, work)
+        future.add_done_callback(lambda _: self._ended(taken))
+        with step("decode"):
+            return await asyncio.wrap_future(future)
+
+    async def run_process(
+        self, pixels: int, timeout_s: float, function: Callable[..., T], *arguments: Any
+    ) -> T:
+        """Return the result of a module's function, called in a process. Cancelling kills the process.
+
+        Raises `TooLarge` when it needs more memory than one process may take.
+        """
+        taken = await self._take(pixels)
+        try:
+            with step("decode"), self._metrics.decode.time():
+                return await self._processes.run(function, arguments, timeout_s)
+        finally:
+            self._pixels.give(taken)
+
+    async def _take(self, pixels: int) -> int:
+        self._metrics.decodes_waiting.inc()
+        try:
+            with step("queue"):
+                return await self._pixels.take(pixels)
+        finally:
+            self._metrics.decodes_waiting.dec()
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        with self._metrics.decode.time():
+            return work()
+
+    def _ended(self, pixels: int) -> None:
+        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            self._loop.call_soon_threadsafe(self._pixels.give, pixels)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()

@@ -1,0 +1,54 @@
+"""A whole body and a signature become tensors in one call, which a worker process can be given. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway.tensors import predict
+from gateway.tensors.images import ImageLimits
+from gateway.tensors.inputs import Inputs, to_inputs
+from gateway.tensors.payload import Limits, Payload, read_payload
+from gateway.tensors.signature import Signature
+
+
+def decode_body(
+    body: bytes,
+    content_type: str,
+    signature: Signature,
+    limits: Limits,
+    image_limits: ImageLimits,
+) -> tuple[Payload, Inputs]:
+    """Return the tensors, and what else the body said.
+
+    Raises `Malformed`, `UnsupportedBody`, `DoesNotFit`, `BadImage` or `TooLarge`.
+    """
+    return decode_payload(read_payload(body, content_type, limits), signature, image_limits)
+
+
+def decode_payload(
+    payload: Payload, signature: Signature, image_limits: ImageLimits
+) -> tuple[Payload, Inputs]:
+    """Return the tensors, and the payload without its parts, which became them."""
+    inputs = to_inputs(payload, signature, image_limits)
+    return replace(payload, parts={}), inputs
+
+
+def read_predict(body: bytes, signature: Signature, limits: Limits) -> tuple[bool, list[Payload]]:
+    """Return whether the body of `:predict` has columns, and a payload for each inference it needs.
+
+    Rows are one inference where the model has a batch dimension, else one each.
+    """
+    rows, columns = predict.rows_or_columns(body, limits)
+    if rows is None:
+        return True, [predict.from_columns(columns)]
+    if signature.stackable:
+        return False, [predict.from_rows(rows)]
+    return False, [predict.from_row(row) for row in rows]
+
+
+def decode_predict(
+    body: bytes, signature: Signature, limits: Limits, image_limits: ImageLimits
+) -> tuple[bool, list[Inputs]]:
+    """The same with the tensors of each inference."""
+    is_columns, payloads = read_predict(body, signature, limits)
+    return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]
