@@ -195,7 +195,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
         await stack.enter_async_context(repository)
         metrics.views.register(FleetView(pool, repository))
         decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
-        stack.callback(decoders.close)
+        stack.push_async_callback(decoders.close)
         gate = Gate(
             settings.max_inflight,
             settings.max_model_inflight or max(settings.max_inflight // 2, 1),

@@ -43,7 +43,8 @@ class Decoders:
     def __init__(self, workers: int, max_pixels_in_flight: int, metrics: Metrics) -> None:
         workers = workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, "decode")
-        self._processes = DecodePool(workers, worker_memory(workers))
+        self.max_process_bytes = worker_memory(workers)
+        self._processes = DecodePool(workers, self.max_process_bytes)
         self._pixels = Budget(max_pixels_in_flight)
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -89,6 +90,6 @@ class Decoders:
         with suppress(RuntimeError):  # the loop is gone: nobody waits any more
             self._loop.call_soon_threadsafe(self._pixels.give, pixels)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._processes.close()
+        await self._processes.close()

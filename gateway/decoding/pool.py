@@ -7,6 +7,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from gateway.decoding.worker import HEAD, SIZE, Failed, OutOfMemory, pack, sizes_of, unpack
@@ -75,13 +76,21 @@ class DecodeProcess:
         return data
 
     def is_alive(self) -> bool:
-        return self._process.returncode is None
+        """Return whether the worker waits for a call: it never speaks first, and closes when it dies."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
-    def end(self) -> None:
-        """Close the socket, which ends a worker that has nothing to do; kill one that has."""
+    async def end(self) -> None:
+        """Kill the worker, and return when it is gone."""
         self._connection.close()
-        if self.is_alive():
+        with suppress(ProcessLookupError):
             self._process.kill()
+        await self._process.wait()
 
 
 class DecodePool:
@@ -92,6 +101,7 @@ class DecodePool:
         self._places = asyncio.Semaphore(size)
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def run(
         self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float
@@ -106,7 +116,7 @@ class DecodePool:
             try:
                 result = await worker.call(function, arguments, timeout_s)
             except (WorkerLost, OutOfMemory):
-                worker.end()
+                self._end(worker)
                 raise TooLarge(
                     "decoding the body takes more memory than one request may use; send less at a time"
                 ) from None
@@ -114,27 +124,33 @@ class DecodePool:
                 self._idle.append(worker)
                 raise
             except BaseException:
-                worker.end()
+                self._end(worker)
                 raise
             finally:
                 self._busy.discard(worker)
             self._idle.append(worker)
             return result
 
+    def _end(self, worker: DecodeProcess) -> None:
+        """Begin to end a worker; nobody waits for it but `close`."""
+        task = asyncio.create_task(worker.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
     async def _take(self) -> DecodeProcess:
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive():
                 break
-            worker.end()
+            self._end(worker)
         else:
             worker = await DecodeProcess.start(self._max_memory_bytes)
         self._busy.add(worker)
         return worker
 
-    def close(self) -> None:
-        """Kill every worker."""
+    async def close(self) -> None:
+        """Kill every worker, and return when all are gone."""
         for worker in [*self._idle, *self._busy]:
-            worker.end()
+            self._end(worker)
         self._idle.clear()
-        self._busy.clear()
+        await asyncio.gather(*self._ending)

@@ -190,7 +190,10 @@ class Exchange:
 
     @property
     def limits(self) -> Limits:
-        return Limits(max_bytes=self.services.settings.max_body_bytes)
+        return Limits(
+            max_bytes=self.services.settings.max_body_bytes,
+            max_json_memory_bytes=self.services.decoders.max_process_bytes,
+        )
 
     @property
     def image_limits(self) -> ImageLimits:

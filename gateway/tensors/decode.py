@@ -7,7 +7,14 @@ from dataclasses import replace
 from gateway.tensors import predict
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import Inputs, to_inputs
-from gateway.tensors.payload import Limits, Payload, read_payload
+from gateway.tensors.payload import (
+    JSON,
+    Limits,
+    Payload,
+    check_json_memory,
+    media_type,
+    read_payload,
+)
 from gateway.tensors.signature import Signature
 
 
@@ -22,6 +29,8 @@ def decode_body(
 
     Raises `Malformed`, `UnsupportedBody`, `DoesNotFit`, `BadImage` or `TooLarge`.
     """
+    if media_type(content_type)[0] == JSON:
+        check_json_memory(body, limits)
     return decode_payload(read_payload(body, content_type, limits), signature, image_limits)
 
 
@@ -50,5 +59,6 @@ def decode_predict(
     body: bytes, signature: Signature, limits: Limits, image_limits: ImageLimits
 ) -> tuple[bool, list[Inputs]]:
     """The same with the tensors of each inference."""
+    check_json_memory(body, limits)
     is_columns, payloads = read_predict(body, signature, limits)
     return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]

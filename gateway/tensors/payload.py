@@ -46,6 +46,9 @@ CHARSETS = frozenset({
     "latin_1", "mac_cyrillic", "mac_roman", "shift_jis", "tis_620", "utf_16", "utf_16_be", "utf_16_le",
     "utf_32", "utf_32_be", "utf_32_le", "utf_8", "utf_8_sig",
 })  # fmt: skip
+# Of Python's objects, on average: a list or a dict; and a number with its places in two lists and an array.
+CONTAINER_BYTES = 160
+VALUE_BYTES = 40
 DATA_URI = re.compile(r"data:(?P<type>[^,;]*)(?P<parameters>(?:;[^,;]*)*),", re.I)
 
 
@@ -56,6 +59,7 @@ class Limits:
     max_bytes: int = 64 << 20
     max_json_depth: int = 64
     max_parts: int = 128
+    max_json_memory_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,17 @@ def loads(body: bytes) -> Any:
         if str(exc).startswith("Not enough memory"):
             raise MemoryError from None
         raise Malformed(f"the body is not JSON: {exc}") from None
+
+
+def check_json_memory(body: bytes, limits: Limits) -> None:
+    """Refuse JSON whose values need more memory than the limit, by a rough count. Raises `TooLarge`."""
+    containers = body.count(b"[") + body.count(b"{")
+    needed = len(body) + CONTAINER_BYTES * containers + VALUE_BYTES * body.count(b",")
+    if needed > limits.max_json_memory_bytes:
+        raise TooLarge(
+            f"the JSON holds so many values that they need about {needed >> 20} MiB of memory; the limit is "
+            f"{limits.max_json_memory_bytes >> 20} MiB: send numbers as {NPY}, or less at a time"
+        )
 
 
 def from_json(body: bytes, limits: Limits) -> Payload:

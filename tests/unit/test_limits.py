@@ -82,7 +82,7 @@ def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
         assert not second.done()
         go.set()
         assert await asyncio.wait_for(second, TIMEOUT_S) == "second"
-        decoders.close()
+        await decoders.close()
 
     asyncio.run(scenario())
 
@@ -93,7 +93,7 @@ def test_an_error_in_a_thread_reaches_who_waits() -> None:
         with pytest.raises(ZeroDivisionError):
             await decoders.run(10, lambda: 1 // 0)
         assert await decoders.run(10, lambda: 5) == 5
-        decoders.close()
+        await decoders.close()
 
     asyncio.run(scenario())
 
