@@ -58,9 +58,9 @@ class Call:
 async def posted(pool: Pool, inference: Inference, call: Call) -> Answer:
     """The fleet's answer over HTTP, which costs least, and runs to its end whoever leaves."""
     asked, path = call.to(inference.signature), infer_path(inference)
-    headers, body = infer.encoded(inference)
+    headers, body = await infer.encode(inference)
     answer = await pool.send(asked, b"POST", path, [*headers, *call.headers], body)
-    return infer.decoded(await whole(answer))
+    return await infer.decode(await whole(answer))
 
 
 async def called(pool: Pool, inference: Inference, call: Call) -> Answer:
@@ -78,14 +78,14 @@ async def stoppable(inference: Inference, call: Call, replica: Replica, trace: H
             return await unary.infer(replica.channel, asked, inference, trace)
         except NoGrpc as exc:
             why = exc.detail
-    headers, body = infer.encoded(inference)
+    headers, body = await infer.encode(inference)
     path, left_s = infer_path(inference), call.left_s
     answer = await replica.http.send(b"POST", path, [*headers, *trace], body, timeout_s=left_s)
     if why and replica.channel.miss():  # and the replica is well
         log.warning("%s at %s: who leaves does not stop an inference there", why, replica.address)
     if answer.status >= 400:
         raise await complained(answer, asked)
-    return infer.decoded(await whole(answer))
+    return await infer.decode(await whole(answer))
 
 
 def model_path(model: str, version: str = "") -> str:

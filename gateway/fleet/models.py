@@ -23,6 +23,7 @@ from gateway.fleet.replica import Replica
 from gateway.tensors.inputs import Inputs
 from gateway.tensors.outputs import Result, joined
 from gateway.tensors.signature import Signature, signature
+from gateway.triton.channel import prepare
 from gateway.triton.complaints import Asked
 from gateway.triton.infer import Answer
 from gateway.triton.streams import Stream
@@ -151,18 +152,19 @@ class Models:
     async def _infer_piece(self, model: Signature, inputs: Inputs, call: Call) -> Result:
         way = called if self._stops(model) else posted
         try:
-            arrays, version = await way(self._pool, call.asks(model, inputs.arrays), call)
+            answer = await way(self._pool, call.asks(model, inputs.arrays), call)
         except CONTRADICTIONS:
             self.forget(model.model)
             raise
         return Result(
             model,
-            arrays,
+            answer.outputs,
             inputs.batched,
             call.request_id,
-            version,
+            answer.version,
             classified=bool(call.parameters.get("classification")),
             rows=inputs.rows,
+            size_bytes=answer.size_bytes,
         )
 
     async def stream(
@@ -176,11 +178,11 @@ class Models:
         """
         if len(list(inputs.cut(model.max_batch_size))) > 1:
             raise DoesNotFit(f"the model streams at most {model.max_batch_size} items at a time")
-        inference = call.asks(model, inputs.arrays)
+        arguments = await prepare(call.asks(model, inputs.arrays))
         asked = Asked(model.model, model.version, timeout_s, sequence=call.step)
 
         async def start(replica: Replica, trace: Headers) -> tuple[Stream, Answer | None]:
-            begun = Stream(replica.channel, asked, inference, trace)
+            begun = Stream(replica.channel, asked, arguments, trace)
             try:
                 return begun, await begun.next(call.left_s)
             except BaseException:
@@ -195,7 +197,11 @@ class Models:
 
         def result_of(answer: Answer) -> Result:
             classified = bool(call.parameters.get("classification"))
-            return Result(model, answer[0], inputs.batched, call.request_id, answer[1], classified)
+            return Result(
+                *(model, answer.outputs, inputs.batched, call.request_id, answer.version),
+                classified=classified,
+                size_bytes=answer.size_bytes,
+            )
 
         return results(begun, first, timeout_s, result_of)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -242,8 +242,14 @@ class Exchange:
 
     async def result(self, inputs: Inputs, payload: Payload) -> Result:
         result = await self.services.models.infer(self.signature, inputs, self.call(payload))
-        self.charge.add(ANSWER_MEMORY_FACTOR * sum(map(byte_size, result.arrays.values())))
+        self.charge.add(ANSWER_MEMORY_FACTOR * result.size_bytes)
         return result
+
+    async def respond(self, results: list[Result], render: Callable[[], Rendered]) -> Response:
+        """Return the answer as `render` writes it, in a thread if it is large."""
+        is_large = any(result.is_large for result in results)
+        rendered = await self.services.decoders.run(0, render) if is_large else render()
+        return Response(rendered.body, media_type=rendered.content_type)
 
     def call(self, payload: Payload) -> Call:
         if len(payload.parameters) > MOST_PARAMETERS:  # which keep Triton busy for minutes
@@ -339,7 +345,8 @@ async def infer(
         render = renderer(request.headers.get("accept", ""), asked.signature, outputs)
         if dry_run:
             return Response(orjson.dumps(described(asked.signature, inputs)), media_type=JSON)
-        return response(render(await asked.result(inputs, payload)))
+        result = await asked.result(inputs, payload)
+        return await asked.respond([result], partial(render, result))
 
 
 async def streamed(
@@ -378,7 +385,9 @@ async def predict(
     async with exchange(request, services, model, version) as asked:
         is_columns, pieces = await asked.decode_predict(request)
         results = await results_of(pieces, asked)
-        return response(dialect.outputs(results[0]) if is_columns else dialect.predictions(results))
+        if is_columns:
+            return await asked.respond(results, partial(dialect.outputs, results[0]))
+        return await asked.respond(results, partial(dialect.predictions, results))
 
 
 async def results_of(pieces: list[Inputs], asked: Exchange) -> list[Result]:
@@ -392,10 +401,6 @@ async def results_of(pieces: list[Inputs], asked: Exchange) -> list[Result]:
             return await asked.result(inputs, Payload({}))
 
     return list(await asyncio.gather(*map(one, pieces)))
-
-
-def response(rendered: Rendered) -> Response:
-    return Response(rendered.body, media_type=rendered.content_type)
 
 
 def size_of(payload: Payload) -> int:

@@ -6,7 +6,7 @@ import base64
 import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -26,6 +26,10 @@ MAGIC = {
 }
 
 
+# Numbers that orjson writes in about a millisecond.
+PIECE_SIZE = 16_384
+
+
 @dataclass(frozen=True)
 class Result:
     """What a model answered. The arrays of a batching model keep their batch dimension here."""
@@ -37,6 +41,12 @@ class Result:
     version: str = ""
     classified: bool = False
     rows: int = 0  # of the request, where it wants an answer for each
+    size_bytes: int = 0  # of Triton's answer
+
+    @property
+    def is_large(self) -> bool:
+        """Whether writing it takes too long for the event loop."""
+        return self.size_bytes > 4 * PIECE_SIZE
 
     def array(self, name: str) -> np.ndarray:
         """An output as the request asked for it: without a batch dimension if that had none."""
@@ -73,8 +83,13 @@ def joined(results: Sequence[Result]) -> Result:
             "the answers to the pieces of this batch have different shapes; "
             f"send at most {first.signature.max_batch_size} items at a time"
         ) from None
-    rows = sum(result.rows for result in results)
-    return Result(first.signature, arrays, True, first.id, first.version, first.classified, rows)
+    return replace(
+        first,
+        arrays=arrays,
+        batched=True,
+        rows=sum(result.rows for result in results),
+        size_bytes=sum(result.size_bytes for result in results),
+    )
 
 
 def as_json(result: Result) -> Rendered:
@@ -84,7 +99,30 @@ def as_json(result: Result) -> Rendered:
         "version": result.version,
         "outputs": {name: value_of(result, name) for name in result.arrays},
     }
+    if result.is_large:
+        return Rendered(dump(document), JSON)
     return Rendered(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), JSON)
+
+
+def dump(value: Any) -> bytes:
+    """Return the JSON of a value, whose dictionaries have strings as keys.
+
+    Large arrays and long lists are written in pieces: orjson holds the GIL for each call.
+    """
+    if isinstance(value, np.ndarray) and value.size > PIECE_SIZE:
+        rows = PIECE_SIZE * len(value) // value.size
+        return joined_pieces(value, rows) if rows else b"[" + b",".join(map(dump, value)) + b"]"
+    if isinstance(value, list) and len(value) > PIECE_SIZE:
+        return joined_pieces(value, PIECE_SIZE)
+    if isinstance(value, dict):
+        items = (orjson.dumps(key) + b":" + dump(item) for key, item in value.items())
+        return b"{" + b",".join(items) + b"}"
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def joined_pieces(value: np.ndarray | list[Any], length: int) -> bytes:
+    pieces = (value[start : start + length] for start in range(0, len(value), length))
+    return b"[" + b",".join(dump(piece)[1:-1] for piece in pieces) + b"]"
 
 
 def value_of(result: Result, name: str) -> Any:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import orjson
-
 from gateway.errors import DoesNotFit, Malformed, ModelFault
-from gateway.tensors.outputs import Rendered, Result, value_of
+from gateway.tensors.outputs import Rendered, Result, dump, value_of
 from gateway.tensors.payload import JSON, Limits, Part, Payload, decoded, loads
 from gateway.words import listed, quoted
 
@@ -99,4 +97,4 @@ def as_list(value: Any) -> Any:
 
 
 def dumped(document: dict[str, Any]) -> Rendered:
-    return Rendered(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), JSON)
+    return Rendered(dump(document), JSON)

@@ -16,7 +16,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.triton.complaints import Asked, complaint
 from gateway.triton.grpc import STATUSES, NoGrpc, Tls, secured
-from gateway.triton.infer import INT64, UNREADABLE, Answer, Inference
+from gateway.triton.infer import INT64, MAX_INLINE_ANSWER_BYTES, UNREADABLE, Answer, Inference
 from gateway.triton.wire import Headers
 
 IDLE_S: Final = 2.0
@@ -88,6 +88,20 @@ class Channel:
                 gc.collect()
 
 
+async def prepare(inference: Inference) -> dict[str, Any]:
+    """Return the arguments of a call, made in a thread if they are large. Raises `DoesNotFit`."""
+    if inference.is_large:
+        return await asyncio.to_thread(arguments, inference)
+    return arguments(inference)
+
+
+async def decode(result: InferResult) -> Answer:
+    """Return the answer, decoded in a thread if it is large. Raises `BadUpstream`."""
+    if size_of(result) > MAX_INLINE_ANSWER_BYTES:
+        return await asyncio.to_thread(decoded, result)
+    return decoded(result)
+
+
 def arguments(inference: Inference) -> dict[str, Any]:
     """As tritonclient's gRPC takes it. Raises `DoesNotFit`."""
     found = inference.arguments(tritonclient.grpc)
@@ -105,7 +119,11 @@ def decoded(result: InferResult) -> Answer:
         arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
     except UNREADABLE as exc:
         raise BadUpstream("the replica's answer to an inference cannot be read") from exc
-    return arrays, str(response.model_version)
+    return Answer(arrays, str(response.model_version), size_of(result))
+
+
+def size_of(result: InferResult) -> int:
+    return sum(map(len, result.get_response().raw_output_contents))
 
 
 def translated(code: str, details: str, asked: Asked) -> GatewayError:

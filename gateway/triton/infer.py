@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import tritonclient.http
@@ -31,9 +32,19 @@ UNREADABLE = (
     struct.error,
     InferenceServerException,
 )
+# What is encoded or decoded on the event loop; more takes a thread.
+MAX_INLINE_ELEMENTS: Final = 4096  # of BYTES, each of which is a step in Python
+MAX_INLINE_BYTES: Final = 1 << 20
+MAX_INLINE_ANSWER_BYTES: Final = 64 << 10  # which may be of BYTES, four bytes an element
 INT64: Final = range(-(1 << 63), 1 << 63)
 
-Answer = tuple[dict[str, np.ndarray], str]  # the outputs by name, and the version that answered
+
+class Answer(NamedTuple):
+    """What a model answered."""
+
+    outputs: dict[str, np.ndarray]
+    version: str
+    size_bytes: int  # as it came
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,13 @@ class Inference:
     request_id: str
     timeout_us: int
     step: Step | None = None
+
+    @property
+    def is_large(self) -> bool:
+        """Whether encoding it takes too long for the event loop."""
+        arrays = self.arrays.values()
+        elements = sum(array.size for array in arrays if array.dtype.kind == "O")
+        return elements > MAX_INLINE_ELEMENTS or sum(a.nbytes for a in arrays) > MAX_INLINE_BYTES
 
     def arguments(self, wire: ModuleType) -> dict[str, Any]:
         """As `tritonclient.http` or `tritonclient.grpc` take it. Raises `DoesNotFit`."""
@@ -100,6 +118,20 @@ def without_classes(signature: Signature, named: Collection[str]) -> list[str]:
     return [tensor.name for tensor in none]
 
 
+async def encode(inference: Inference) -> tuple[Headers, bytes]:
+    """Return headers and body of an inference over HTTP, encoded in a thread if it is large."""
+    if inference.is_large:
+        return await asyncio.to_thread(encoded, inference)
+    return encoded(inference)
+
+
+async def decode(reply: Reply) -> Answer:
+    """Return the answer, decoded in a thread if it is large. Raises `BadUpstream`."""
+    if len(reply.body) > MAX_INLINE_ANSWER_BYTES:
+        return await asyncio.to_thread(decoded, reply)
+    return decoded(reply)
+
+
 def encoded(inference: Inference) -> tuple[Headers, bytes]:
     """Headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
     try:
@@ -141,4 +173,4 @@ def decoded(reply: Reply) -> Answer:
         }
     except UNREADABLE as exc:
         raise BadUpstream("the replica's answer to an inference cannot be read") from exc
-    return arrays, str(response.get("model_version", ""))
+    return Answer(arrays, str(response.get("model_version", "")), len(reply.body))

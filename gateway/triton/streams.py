@@ -15,9 +15,9 @@ import grpc
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed
-from gateway.triton.channel import Channel, arguments, decoded, metadata, told, translated
+from gateway.triton.channel import Channel, decode, metadata, told, translated
 from gateway.triton.complaints import Asked, complaint
-from gateway.triton.infer import Answer, Inference, misfit
+from gateway.triton.infer import Answer, misfit
 from gateway.triton.wire import Headers
 
 # The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
@@ -31,12 +31,13 @@ class Stream:
     """The answers to one inference. Whoever has one closes it, which cancels what is left of it."""
 
     def __init__(
-        self, channel: Channel, asked: Asked, inference: Inference, headers: Headers
+        self, channel: Channel, asked: Asked, arguments: dict[str, Any], headers: Headers
     ) -> None:
-        called = arguments(inference)
         self._asked = asked
         self._channel = channel
-        self._responses: Any = channel.take().stream_infer(only(called), headers=metadata(headers))
+        self._responses: Any = channel.take().stream_infer(
+            only(arguments), headers=metadata(headers)
+        )
         self._reading: asyncio.Task[tuple[Any, Any]] | None = None
         self._open = True
         self._ended = False
@@ -54,7 +55,7 @@ class Stream:
             raise misfit(exc) from exc
         if error is not None:
             raise complaint(400, told(str(error.message())), self._asked)
-        return None if self._ended else decoded(result)
+        return None if self._ended else await decode(result)
 
     async def _arrived(self, timeout_s: float) -> asyncio.Task[tuple[Any, Any]] | None:
         """What came in time. Read in a task of its own: gRPC takes a read that is cancelled for the

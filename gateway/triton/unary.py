@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from gateway.triton.channel import Channel, arguments, decoded, metadata, translated
+from gateway.triton.channel import Channel, decode, metadata, prepare, translated
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import CONNECT_TIMEOUT_S, NoGrpc
 from gateway.triton.infer import Answer, Inference, misfit
@@ -28,7 +28,7 @@ async def infer(channel: Channel, asked: Asked, inference: Inference, headers: H
 
     Raises `NoGrpc` when it cannot have been sent, and what Triton's refusal means.
     """
-    called = arguments(inference)
+    called = await prepare(inference)
     ended = False
     triton = channel.take()
     try:
@@ -45,7 +45,7 @@ async def infer(channel: Channel, asked: Asked, inference: Inference, headers: H
         raise translated(status.removeprefix("StatusCode."), str(exc.message()), asked) from exc
     finally:
         channel.give(ended=ended)
-    return decoded(result)
+    return await decode(result)
 
 
 async def reached(triton: InferenceServerClient) -> None:
