@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Final
@@ -45,13 +46,19 @@ class Streamed(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+async def write(result: Result) -> bytes:
+    """Return a result as JSON, written in a thread if it is large."""
+    rendered = await asyncio.to_thread(as_json, result) if result.is_large else as_json(result)
+    return rendered.body
+
+
 async def events(results: AsyncIterator[Result], request_id: str) -> AsyncIterator[bytes]:
     """Server-sent events (WHATWG HTML, section 9.2): an answer each, counted; `error`; `end`."""
     number = 0
     try:
         async for result in results:
             number += 1
-            yield b"id: %d\ndata: %b\n\n" % (number, as_json(result).body)
+            yield b"id: %d\ndata: %b\n\n" % (number, await write(result))
     except GatewayError as exc:
         yield b"event: error\ndata: %b\n\n" % body_of(exc.detail, exc.code, request_id)
     yield b"event: end\ndata: {}\n\n"
@@ -61,6 +68,6 @@ async def lines(results: AsyncIterator[Result], request_id: str) -> AsyncIterato
     """The same without a name for each; an error is the last line."""
     try:
         async for result in results:
-            yield as_json(result).body + b"\n"
+            yield await write(result) + b"\n"
     except GatewayError as exc:
         yield body_of(exc.detail, exc.code, request_id) + b"\n"
