@@ -22,6 +22,7 @@ import uvloop
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
+from gateway.memory import MIN_BUDGET_BYTES, default_budget
 from gateway.protocol.connection import Protocol
 from gateway.protocol.limits import Crowd, Limits
 from gateway.settings import Settings, load_certificate
@@ -217,6 +218,9 @@ def run_workers(
     """
     with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        if not settings.max_bytes_in_flight:  # they share the memory
+            share = default_budget() // workers
+            os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
         config = config_of("gateway.app:app_from_environment", settings, host, port, workers)
         listening = config.bind_socket()
         listening.listen(

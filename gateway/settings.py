@@ -114,7 +114,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         description="The memory that the bodies and answers of requests may take together, in each process; "
-        "0 means a quarter of the memory limit. The next request is 429.",
+        "0 means a quarter of the memory limit, shared by the workers. The next request is 429.",
     )
     max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
     max_pixels_in_flight: int = Field(
