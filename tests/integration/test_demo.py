@@ -223,7 +223,7 @@ def test_the_full_reason_is_in_the_log_under_the_request_id(demo_triton: Embedde
     with Command("serve", "--port", str(port), environment=environment) as serve:
         serve.wait_for("serving")
         url = f"http://127.0.0.1:{port}/v1/models/ensemble/infer"
-        httpx.post(url, content=b"junk", headers={**PNG, "X-Request-ID": "find-me"})
+        httpx.post(url, content=b"junk", headers={**PNG, "X-Request-ID": "find-me"}, timeout=60)
         line = json.loads(serve.wait_for("Triton answered"))
     assert line["request_id"] == "find-me"
     assert "in ensemble 'ensemble', the image cannot be decoded" in line["message"]
@@ -236,7 +236,7 @@ def test_a_large_form_leaves_no_file(demo_triton: EmbeddedTriton, tmp_path: Path
         serve.wait_for("serving")
         files = [("image", (f"{number}.png", bytes(4 << 20))) for number in range(8)]
         response = httpx.post(
-            f"http://127.0.0.1:{port}/v1/models/ensemble/infer", files=files, timeout=30
+            f"http://127.0.0.1:{port}/v1/models/ensemble/infer", files=files, timeout=60
         )
         assert_error(response, 422, "REFUSED_BY_MODEL", "image 1 of 8")
         held = [Path(file.path) for file in psutil.Process(serve.pid).open_files()]

@@ -459,9 +459,10 @@ def test_a_deadline_that_passes_is_504(zoo: Zoo) -> None:
     assert_error(response, 504, "DEADLINE_PASSED", "within 0.3 s")
 
 
-@pytest.mark.parametrize("asked", ["0", "-1", "abc", "nan", "inf"])
-def test_a_deadline_that_cannot_be_is_400(zoo: Zoo, asked: str) -> None:
-    response = zoo.post("single_BYTES", json={"inputs": "a"}, headers={"X-Request-Timeout": asked})
+@pytest.mark.parametrize("deadline", ["0", "-1", "abc", "nan", "inf"])
+def test_a_deadline_that_cannot_be_is_400(zoo: Zoo, deadline: str) -> None:
+    headers = {"X-Request-Timeout": deadline}
+    response = zoo.post("single_BYTES", json={"inputs": "a"}, headers=headers)
     assert_error(response, 400, "MALFORMED_REQUEST", "X-Request-Timeout")
 
 

@@ -118,7 +118,7 @@ class Page:
         said = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
         return [line for line in said if not any(words in line for words in expected)]
 
-    def asked(self) -> set[str]:
+    def origins(self) -> set[str]:
         """The origins of all requests since the last call."""
         urls = set()
         for entry in self.driver.get_log("performance"):  # type: ignore[no-untyped-call]

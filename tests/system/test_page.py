@@ -59,9 +59,9 @@ def test_the_page_and_all_that_it_names_are_served_by_the_gateway(demo: httpx.Cl
     for name in names:
         assert demo.get(name).status_code == 200, name
     for path in STATIC.rglob("*.js"):
-        served = demo.get(f"/static/{path.relative_to(STATIC)}")
-        assert served.headers["content-type"] == "text/javascript; charset=utf-8"
-        assert served.content == path.read_bytes()
+        script = demo.get(f"/static/{path.relative_to(STATIC)}")
+        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert script.content == path.read_bytes()
 
 
 @pytest.mark.parametrize("path", ["/", "/static/page.css"])
@@ -147,7 +147,7 @@ def page(tab: browser.Page) -> Iterator[browser.Page]:
     yield tab
     tab.close()
     assert not tab.console()
-    assert tab.asked() <= {tab.origin}
+    assert tab.origins() <= {tab.origin}
 
 
 @dataclass(frozen=True)
@@ -507,7 +507,7 @@ def test_what_the_metrics_page_says_is_read(page: browser.Page, demo_url: str) -
 def infer_with(strangers: Strangers) -> None:
     path = f"{strangers.url}/v1/models/{strangers.fragment('single_BYTES').removeprefix('#try/')}/infer"
     headers = {"X-API-Key": INFER, "Content-Type": "text/plain"}
-    httpx.post(path, content=b"a text", headers=headers).raise_for_status()
+    httpx.post(path, content=b"a text", headers=headers, timeout=60).raise_for_status()
 
 
 def faults(page: browser.Page, *rules: str) -> list[str]:
