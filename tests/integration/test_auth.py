@@ -589,12 +589,11 @@ def test_every_worker_reads_the_file_again(demo_triton: EmbeddedTriton, tmp_path
     arguments = ("serve", "--port", str(port), "--workers", "2")
     with Command(*arguments, environment=environment) as command:
         command.wait_for("serving")
-        url = f"http://127.0.0.1:{port}/v1/models"
+        headers = [("X-API-Key", INFER)]
 
         def statuses() -> set[int]:
             """Of connections of their own; it listens before a worker is up."""
-            answers = [httpx.get(url, headers=bearer(INFER), timeout=60) for _ in range(20)]
-            return {answer.status_code for answer in answers}
+            return {ask(port, "GET", "/v1/models", headers).status for _ in range(20)}
 
         assert statuses() == {200}
         revoke(path, "infer")
