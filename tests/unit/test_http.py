@@ -28,11 +28,10 @@ from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.triton.http import Answer, Reply, Upstream
 from gateway.triton.wire import Connection, Headers, NotSent
 from tests.support.servers import free_ports
-from tests.support.wait import wait_until_async
+from tests.support.wait import retry_when_late, wait_until_async
 
 MIB = 1 << 20
-PATIENCE_S = 3.0  # what must not be waited for in vain
-LATE_S = 0.1  # how much later than asked a deadline may come
+PATIENCE_S = 60.0  # guards against a hang, and is no expectation
 EMPTY = (b"content-length", b"0")
 CHUNKED = (b"transfer-encoding", b"chunked")
 
@@ -86,6 +85,8 @@ class Peer:
     async def say(self, *parts: bytes) -> None:
         """Each part by itself: the client has read it before the next is written."""
         for part in parts:
+            if self.writer.is_closing():  # uvloop's would raise a RuntimeError
+                raise ConnectionResetError
             self.writer.write(part)
             await self.writer.drain()
             await turns(3)
@@ -162,7 +163,7 @@ async def before(
     script: Script,
     *,
     host: str = "127.0.0.1",
-    connect_timeout_s: float = 2.0,
+    connect_timeout_s: float = PATIENCE_S,
     idle_s: float = PATIENCE_S,
 ) -> AsyncIterator[tuple[Upstream, Replica]]:
     """The client before such a replica; what it leaves behind fails the test."""
@@ -189,11 +190,11 @@ async def turns(count: int) -> None:
 
 
 async def settled(measure: Callable[[], int]) -> int:
-    """What the measure shows when it has not changed for a while."""
+    """What the measure shows when it does not change any more, although both sides have their turns."""
     seen, last = 0, -1
     while seen < 5:
         seen, last = (seen + 1 if measure() == last else 0), measure()
-        await asyncio.sleep(0.02)
+        await turns(20)
     return last
 
 
@@ -242,11 +243,11 @@ async def still_serves(upstream: Upstream, replica: Replica, *, on_connection: i
 
 
 @contextmanager
-def takes(least_s: float, most_s: float) -> Iterator[None]:
+def takes_at_least(seconds: float) -> Iterator[None]:
+    """No deadline comes early, but for a tick of the clock."""
     start = time.monotonic()
     yield
-    spent = time.monotonic() - start
-    assert least_s - 0.01 <= spent <= most_s, f"{spent:.3f} s"
+    assert time.monotonic() - start > seconds - 0.01
 
 
 # An answer is the same however it is cut.
@@ -672,14 +673,15 @@ def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
         while True:
             given_out += 1
             yield b"x" * 65_536
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
             header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
             answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
             assert answer.status == status
-            await asyncio.sleep(0.05)
+            await wait_until_async(lambda: answer.complete)
+            await turns(20)
             assert await answer.read() == b"early"
             assert answer.complete
             answer.close()
@@ -687,7 +689,7 @@ def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
             assert await answer.next_chunk() == b""
             await wait_until_async(replica.has_all_tasks)
             given_out_at_the_end = given_out
-            await asyncio.sleep(0.02)
+            await turns(20)
             assert given_out == given_out_at_the_end > 0
             given_back.set()
             await wait_until_async(lambda: replica.peers[0].closed)
@@ -706,8 +708,7 @@ def test_a_connection_that_still_holds_an_unsent_body_is_not_used_again(run: Run
         async with before(first(serve)) as (upstream, replica):
             reply = await upstream.ask(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
             assert (reply.status, reply.body) == (413, b"no")
-            with takes(0, 0.5):
-                await still_serves(upstream, replica, on_connection=2)
+            await still_serves(upstream, replica, on_connection=2)
 
     run(scene())
 
@@ -732,7 +733,7 @@ def test_an_error_of_the_body_ends_the_exchange_with_that_error(run: Run, when: 
 
     async def body() -> AsyncIterator[bytes]:
         yield b"hello"
-        await (answered.wait() if when == "in the middle of the answer" else asyncio.sleep(0.02))
+        await (answered.wait() if when == "in the middle of the answer" else turns(20))
         raise ClientLeft
 
     async def scene() -> None:
@@ -795,7 +796,7 @@ def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
-            with takes(0, 0.5), pytest.raises(BadUpstream, match="closed the connection before"):
+            with pytest.raises(BadUpstream, match="closed the connection before"):
                 await upstream.ask(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
             await still_serves(upstream, replica, on_connection=2)
             assert [asked.body for asked in came] == [b"body"]
@@ -870,7 +871,7 @@ def test_an_answer_that_is_not_http_is_an_error_and_its_connection_is_closed_at_
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
-            with takes(0, 0.5), pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
+            with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
                 await get(upstream)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
@@ -946,7 +947,7 @@ def test_a_header_without_end_is_refused_before_it_fills_the_memory(run: Run, st
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
             with pytest.raises(BadUpstream):
-                await get(upstream, timeout_s=1.0)
+                await get(upstream)
             assert said < 8 * MIB
             await still_serves(upstream, replica, on_connection=2)
 
@@ -969,6 +970,8 @@ SPARE = {
 @pytest.mark.parametrize("spare", SPARE.values(), ids=SPARE)
 @pytest.mark.parametrize("when", ["with the answer", "before it is read", "when it is idle"])
 def test_what_nobody_asked_for_is_nobodys_answer(run: Run, when: str, spare: bytes) -> None:
+    idle, told = asyncio.Event(), asyncio.Event()
+
     async def serve(peer: Peer) -> None:
         await peer.asked()
         answer = plain(b"mine")
@@ -978,20 +981,24 @@ def test_what_nobody_asked_for_is_nobodys_answer(run: Run, when: str, spare: byt
             await peer.say(answer, spare)
         else:
             await peer.say(answer)
-            await asyncio.sleep(0.03)
+            await idle.wait()
             await peer.say(spare)
+        told.set()
         await peer.gone()
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
             if when == "before it is read":
-                await asyncio.sleep(0.03)
+                await told.wait()
+                await turns(20)
             assert await answer.read() == b"mine"
             assert answer.headers == list(of_length(b"mine"))
             answer.close()
             if when == "when it is idle":
+                await turns(20)
                 assert not replica.peers[0].closed
+                idle.set()
                 await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
             await wait_until_async(lambda: replica.peers[0].closed)
@@ -1012,16 +1019,15 @@ def test_an_answer_left_unread_does_not_spoil_the_next(run: Run, size: int) -> N
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            await asyncio.sleep(0.03)
+            await turns(50)
             # Whole or not, it may be left; only a whole one may leave its connection to others.
             whole = answer.complete
             answer.close()
             await wait_until_async(lambda: whole or replica.peers[0].closed)
-            with takes(0, 0.5):
-                for _ in range(3):
-                    reply = await outcome(get(upstream, b"/a"))
-                    assert isinstance(reply, Reply)
-                    assert reply.body in (b"/a", b"x" * size)
+            for _ in range(3):
+                reply = await outcome(get(upstream, b"/a"))
+                assert isinstance(reply, Reply)
+                assert reply.body in (b"/a", b"x" * size)
             assert len(replica.peers) <= 2
 
     run(scene())
@@ -1073,10 +1079,9 @@ def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
                     reply = await upstream.ask(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
                     assert reply.body == one
                     await turns(client_turns)
-                    with takes(0, 0.5):
-                        second = await outcome(
-                            upstream.ask(b"POST", two, b"body", timeout_s=PATIENCE_S)
-                        )
+                    second = await outcome(
+                        upstream.ask(b"POST", two, b"body", timeout_s=PATIENCE_S)
+                    )
                     if isinstance(second, Reply):
                         assert (second.status, second.body, seen[two]) == (200, two, 1)
                         outcomes["answered"] += 1
@@ -1130,10 +1135,9 @@ def test_a_connection_that_ends_as_soon_as_it_is_made_fails_at_once(
     run: Run, treatment: str
 ) -> None:
     async def scene() -> None:
-        upstream = Upstream("127.0.0.1", port, connect_timeout_s=2.0)
+        upstream = Upstream("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
         for number in range(40):
-            with takes(0, 0.5):
-                failure = await outcome(get(upstream, timeout_s=1.0))
+            failure = await outcome(get(upstream))
             assert failure in (NotSent, BadUpstream), number
         upstream.close()
         await wait_until_async(no_task_is_left)
@@ -1198,7 +1202,7 @@ def test_an_answer_that_is_not_complete_in_time_is_given_up_at_its_deadline(
 ) -> None:
     async def scene() -> None:
         async with before(first(script)) as (upstream, replica):
-            with takes(0.15, 0.15 + LATE_S), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
+            with takes_at_least(0.15), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
                 await get(upstream, timeout_s=0.15)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
@@ -1215,16 +1219,23 @@ def test_each_request_on_a_connection_has_its_own_deadline(run: Run) -> None:
 
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
-            for wait, timeout_s in (("0", 30.0), ("0", 0.1), ("0.25", 2.0), ("0", 0.3), ("0", 60)):
+            long_s, short_s = PATIENCE_S, 0.15
+            for wait, timeout_s in (
+                ("0", long_s),
+                ("0", short_s),
+                ("0.25", long_s),
+                ("0", short_s),
+                ("0", long_s),
+            ):
                 assert (await get(upstream, b"/" + wait.encode(), timeout_s)).status == 200
                 assert len(replica.peers) == 1
-            with takes(0.15, 0.15 + LATE_S), pytest.raises(DeadlinePassed):
-                await get(upstream, b"/9", 0.15)
+            with takes_at_least(short_s), pytest.raises(DeadlinePassed):
+                await get(upstream, b"/60", short_s)
             assert len(replica.peers) == 1
-            assert (await get(upstream, b"/0.2", 1.0)).body == b"/0.2"
+            assert (await get(upstream, b"/0.2", long_s)).body == b"/0.2"
             assert len(replica.peers) == 2
 
-    run(scene())
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
 
 
 def test_a_deadline_that_passes_when_the_answer_is_there_means_nothing(run: Run) -> None:
@@ -1239,7 +1250,7 @@ def test_a_deadline_that_passes_when_the_answer_is_there_means_nothing(run: Run)
             await asyncio.sleep(0.2)  # idle
             await still_serves(upstream, replica, on_connection=1)
 
-    run(scene())
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
 
 
 def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
@@ -1254,17 +1265,17 @@ def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
         async with before(first(serve)) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=0.15)
             assert await answer.next_chunk() == b"1"
-            answer.allow(1.0)
+            answer.allow(PATIENCE_S)
             assert await answer.next_chunk() == b"2"
             answer.allow(0.1)
-            with takes(0.1, 0.1 + LATE_S), pytest.raises(DeadlinePassed, match=r"0\.1 s"):
+            with takes_at_least(0.1), pytest.raises(DeadlinePassed, match=r"0\.1 s"):
                 await answer.next_chunk()
             answer.close()
-            answer.allow(5.0)
+            answer.allow(PATIENCE_S)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
 
-    run(scene())
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
 
 
 async def endless() -> AsyncIterator[bytes]:
@@ -1277,19 +1288,21 @@ async def stalled() -> AsyncIterator[bytes]:
     await asyncio.sleep(60)
 
 
-async def not_reading(peer: Peer) -> None:
-    await asyncio.sleep(0.3)
-    await peer.gone()
-
-
 @pytest.mark.parametrize("body", [endless, stalled])
 def test_the_deadline_holds_while_the_body_is_on_its_way(
     run: Run, body: Callable[[], AsyncIterator[bytes]]
 ) -> None:
+    gave_up = asyncio.Event()
+
+    async def read_later(peer: Peer) -> None:
+        await gave_up.wait()
+        await peer.gone()
+
     async def scene() -> None:
-        async with before(first(not_reading)) as (upstream, replica):
-            with takes(0.15, 0.15 + LATE_S), pytest.raises(DeadlinePassed):
+        async with before(first(read_later)) as (upstream, replica):
+            with takes_at_least(0.15), pytest.raises(DeadlinePassed):
                 await upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=0.15)
+            gave_up.set()
             await wait_until_async(replica.has_all_tasks)
             await still_serves(upstream, replica, on_connection=2)
             await wait_until_async(lambda: replica.peers[0].closed)
@@ -1299,9 +1312,10 @@ def test_the_deadline_holds_while_the_body_is_on_its_way(
 
 def test_a_refused_connection_says_at_once_that_nothing_was_sent(run: Run) -> None:
     async def scene() -> None:
-        upstream = Upstream("127.0.0.1", free_ports(1)[0])
-        with takes(0, 0.2), pytest.raises(NotSent, match=r"127\.0\.0\.1:\d+ cannot be reached"):
+        upstream = Upstream("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
+        with pytest.raises(NotSent, match=r"127\.0\.0\.1:\d+ cannot be reached") as refusal:
             await get(upstream)
+        assert refusal.value.refused
         upstream.close()
         await wait_until_async(no_task_is_left)
 
@@ -1334,7 +1348,7 @@ def test_a_connection_that_is_never_made_is_given_up_at_the_limit_that_comes_fir
 ) -> None:
     async def scene() -> None:
         upstream = Upstream("127.0.0.1", port, connect_timeout_s=connect_timeout_s)
-        with takes(0.2, 0.2 + 0.2), pytest.raises(error):
+        with takes_at_least(0.2), pytest.raises(error):
             await get(upstream, timeout_s=timeout_s)
         upstream.close()
         await wait_until_async(no_task_is_left)
@@ -1382,7 +1396,7 @@ def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
             with memory_below(2 * MIB) as held:
-                answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=30)
+                answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
                 stopped_at = await settled(lambda: said)
                 assert 0 < stopped_at < count
                 assert held() < 2 * MIB
@@ -1427,7 +1441,7 @@ def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_when_it
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
             header = of_length(piece * count)[0] if framing == "length" else CHUNKED
-            request = upstream.send(b"POST", b"/", [header], body(), timeout_s=30)
+            request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
             with memory_below(8 * MIB) as held:
                 sending = asyncio.create_task(request)
                 stopped_at = await settled(lambda: given_out)
@@ -1451,15 +1465,14 @@ def test_idle_connections_are_closed_when_their_time_is_over(run: Run) -> None:
     async def scene() -> None:
         async with before(orderly, idle_s=0.2) as (upstream, replica):
             await asyncio.gather(*(get(upstream) for _ in range(8)))
-            for _ in range(3):  # the one that is used stays
-                await asyncio.sleep(0.1)
+            while sum(not peer.closed for peer in replica.peers) > 1:  # the one that is used stays
+                await asyncio.sleep(0.05)
                 await still_serves(upstream, replica, on_connection=8)
-            assert sum(not peer.closed for peer in replica.peers) == 1
-            with takes(0.1, 0.2 + LATE_S):
+            with takes_at_least(0.1):
                 await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
             await still_serves(upstream, replica, on_connection=9)
 
-    run(scene())
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
 
 
 def test_a_connection_that_was_idle_too_long_is_not_used_even_if_nobody_has_swept(
@@ -1476,7 +1489,6 @@ def test_a_connection_that_was_idle_too_long_is_not_used_even_if_nobody_has_swep
 
 
 def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run: Run) -> None:
-    gc.collect()
     there_were = connections_in_memory()
 
     async def serve(peer: Peer) -> None:
@@ -1494,14 +1506,13 @@ def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run
             assert sum(isinstance(reply, Reply) for reply in outcomes) >= 5
             assert sum(reply is BadUpstream for reply in outcomes) >= 10
             del outcomes
-            await asyncio.sleep(0.3)
-            gc.collect()
-            assert connections_in_memory() == there_were
+            await wait_until_async(lambda: connections_in_memory() == there_were)
 
     run(scene())
 
 
 def connections_in_memory() -> int:
+    gc.collect()
     return sum(isinstance(thing, Connection) for thing in gc.get_objects())
 
 
@@ -1544,26 +1555,36 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
     run: Run, waiting_for: str
 ) -> None:
+    cancelled = asyncio.Event()
+    given_out = 0
+
     async def serve(peer: Peer) -> None:
         if waiting_for == "the body":
             await peer.asked()
             await peer.say(plain(b"hello")[:-1])
         if waiting_for == "the replica to read":
-            await asyncio.sleep(0.2)
+            await cancelled.wait()
         await peer.gone()
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal given_out
+        async for piece in stalled() if waiting_for == "its body" else endless():
+            given_out += 1
+            yield piece
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
             request: Coroutine[Any, Any, Answer | Reply] = get(upstream)
             if waiting_for in ("the replica to read", "its body"):
                 request.close()
-                body = stalled() if waiting_for == "its body" else endless()
-                request = upstream.send(b"POST", b"/", [CHUNKED], body, timeout_s=PATIENCE_S)
+                request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
             task = asyncio.create_task(request)
-            await asyncio.sleep(0.05)
+            await wait_until_async(lambda: replica.peers)
+            await settled(lambda: given_out)
             assert not task.done()
             assert len(replica.peers) == 1
             await cancel(task)
+            cancelled.set()
             await wait_until_async(replica.has_all_tasks)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
@@ -1575,9 +1596,8 @@ def test_a_request_that_is_cancelled_while_it_connects_leaves_nothing(run: Run) 
     async def scene() -> None:
         upstream = Upstream("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
         task = asyncio.create_task(get(upstream))
-        await asyncio.sleep(0.05)
-        with takes(0, 0.1):
-            await cancel(task)
+        await turns(20)
+        await cancel(task)
         upstream.close()
         await wait_until_async(no_task_is_left)
 
@@ -1644,7 +1664,7 @@ class Rush:
         headers: Headers = list(of_length(body if isinstance(body, bytes) else b""))
         if i % 3 == 1:
             body, headers = each(number, number * 2), [CHUNKED]
-        answer = await upstream.send(b"POST", b"/" + number, headers, body, timeout_s=20)
+        answer = await upstream.send(b"POST", b"/" + number, headers, body, timeout_s=PATIENCE_S)
         try:
             assert answer.status == 200
             assert answer.header(b"x-number") == number
@@ -1661,7 +1681,7 @@ def test_ten_thousand_requests_are_answered_with_their_own_answers_or_fail_clean
     rush = Rush()
 
     async def scene() -> None:
-        async with before(rush.serve, connect_timeout_s=20) as (upstream, replica):
+        async with before(rush.serve) as (upstream, replica):
             numbers = iter(range(rush.count))
             clients = [rush.client(upstream, numbers) for _ in range(rush.at_a_time)]
             await asyncio.gather(*clients)

@@ -592,7 +592,11 @@ def test_a_change_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
     assert set(file.models) == {"b"}
 
 
-@pytest.mark.parametrize("broken", ["models: [a, ", "models: [!!int x]", "models: 1", "[" * 5000])
+@pytest.mark.parametrize(
+    "broken",
+    ["models: [a, ", "models: [!!int x]", "models: 1", "[" * 5000],
+    ids=["cut off", "no integer", "no list", "brackets"],
+)
 def test_a_broken_new_file_leaves_the_old_one_in_force_and_is_complained_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
