@@ -44,6 +44,10 @@ def start_order(item: pytest.Item) -> tuple[int, int]:
     return (longest[0] if longest else len(LONGEST_FIRST), lane)
 
 
+# Of a gateway on a machine that is busy.
+PATIENT = {"connect_timeout_s": "10"}
+
+
 @pytest.fixture(scope="session")
 def demo_triton() -> Iterator[EmbeddedTriton]:
     """The real tritonserver with the models of triton_repo."""
@@ -57,7 +61,7 @@ def demo_triton() -> Iterator[EmbeddedTriton]:
 @pytest.fixture(scope="session")
 def demo(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
     """The gateway before the real tritonserver with the models of triton_repo."""
-    with gateway_before(demo_triton.options.url) as client:
+    with gateway_before(demo_triton.options.url, **PATIENT) as client:
         yield client
 
 
@@ -77,14 +81,15 @@ def zoo_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTri
 @pytest.fixture(scope="session")
 def zoo_as_written(zoo_triton: EmbeddedTriton) -> Iterator[Zoo]:
     """The models by the names that the tests use, mostly over HTTP."""
-    with gateway_before(zoo_triton.options.url) as client:
+    with gateway_before(zoo_triton.options.url, **PATIENT) as client:
         yield Zoo(client, AS_WRITTEN)
 
 
 @pytest.fixture(scope="session")
 def zoo_renamed(zoo_triton: EmbeddedTriton) -> Iterator[Zoo]:
     """The models with every name drawn, over gRPC."""
-    with gateway_before(zoo_triton.options.url, cancellable_models="*") as client:
+    settings = {**PATIENT, "cancellable_models": "*"}
+    with gateway_before(zoo_triton.options.url, **settings) as client:
         yield Zoo(client, RENAMED)
 
 
