@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,7 @@ TRACEPARENT: Final = b"traceparent"
 TRACESTATE: Final = b"tracestate"
 TRACE_CONTEXT: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
 FAULT: Final = 500
+FLUSH_S: Final = 2.0
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -74,8 +76,10 @@ class Tracer:
 
     def close(self) -> None:
         """Send what is left; not for long, if nobody takes it."""
-        self._provider.force_flush(2000)
-        self._provider.shutdown()
+        # In a thread: none of the limits that OpenTelemetry takes here holds while it waits for an endpoint.
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
 
 
 class Trace:
