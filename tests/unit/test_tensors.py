@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,8 +28,9 @@ def model(
     inputs: dict[str, tuple[str, list[int]]],
     outputs: dict[str, tuple[str, list[int]]],
     batch: int = 0,
+    *,
     optional: bool = False,
-    **hints: str,
+    hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Signature:
     """A signature as it is read from Triton; the shapes are the model's own."""
 
@@ -46,8 +49,14 @@ def model(
     return signature({"name": "m", "inputs": told(inputs), "outputs": told(outputs)}, config)
 
 
-def result(model: Signature, batched: bool = True, **arrays: np.ndarray) -> Result:
-    return Result(model, arrays, batched)
+def result(model: Signature, *, batched: bool = True, **arrays: np.ndarray) -> Result:
+    return result_of(model, arrays, batched=batched)
+
+
+def result_of(
+    model: Signature, arrays: Mapping[str, np.ndarray], *, batched: bool = True
+) -> Result:
+    return Result(model, dict(arrays), batched)
 
 
 WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
@@ -70,9 +79,9 @@ WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
 def test_a_hint_that_cannot_be_is_named(kind: str, text: str, words: str) -> None:
     tensor = {"X": ("FP32", [3, 6, 4])}
     for usable in ("", "0.5", "0.485, -0.456,1e6,"):
-        model(tensor, tensor, 8, **{f"gateway.{kind}.X": usable})
+        model(tensor, tensor, 8, hints={f"gateway.{kind}.X": usable})
     with pytest.raises(ModelFault) as raised:
-        model(tensor, tensor, 8, **{f"gateway.{kind}.X": text})
+        model(tensor, tensor, 8, hints={f"gateway.{kind}.X": text})
     assert f"gateway.{kind}.X = '{text}', which is {words}" in raised.value.detail
 
 
@@ -98,7 +107,7 @@ def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is(
     short, scalar = np.ones((2, 2)), np.array(1)
     for other in ({"IDS": short}, {"IDS": scalar}, {}):
         with pytest.raises(DoesNotFit, match="different shapes; send at most 32 items at a time"):
-            joined([same[0], result(WORDS, **other)])
+            joined([same[0], result_of(WORDS, other)])
 
 
 def test_an_archive_takes_any_name_for_an_output() -> None:
@@ -107,7 +116,7 @@ def test_an_archive_takes_any_name_for_an_output() -> None:
     arrays["text"] = np.array([[b"x"]], object)
     plain = model({"X": ("INT32", [1])}, dict.fromkeys(arrays, ("INT32", [-1, 1])))
     render = renderer("application/x-npz", plain, list(arrays))
-    body = render(result(plain, **arrays)).body
+    body = render(result_of(plain, arrays)).body
     with np.load(io.BytesIO(body)) as loaded:
         assert {name: loaded[name].tolist() for name in names} == {
             name: [[number]] for number, name in enumerate(names)
@@ -119,7 +128,9 @@ def test_an_archive_takes_any_name_for_an_output() -> None:
 @pytest.mark.parametrize("accept", ["application/x-npy", "application/octet-stream", "image/png"])
 def test_an_output_that_the_model_leaves_out_is_its_fault(accept: str) -> None:
     hints = {"gateway.content_type.PNG": "image/png"}
-    several = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, **hints)
+    several = model(
+        {"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, hints=hints
+    )
     with pytest.raises(ModelFault, match="did not answer the output"):
         renderer(accept, several, ["PNG"])(result(several))
 
@@ -153,9 +164,8 @@ def test_an_answer_without_a_batch_dimension_is_given_as_it_is() -> None:
     ],
 )
 def test_accept_goes_by_the_most_specific_range(accept: str, content_type: str | None) -> None:
-    pictures = model(
-        {"X": ("INT32", [1])}, {"PNG": ("BYTES", [1])}, **{"gateway.content_type.PNG": "image/png"}
-    )
+    hints = {"gateway.content_type.PNG": "image/png"}
+    pictures = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1])}, hints=hints)
     if content_type is None:
         with pytest.raises(NotAcceptable):
             renderer(accept, pictures, ["PNG"])
