@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -21,7 +23,12 @@ from tests.support.keys import INFER, METRICS, TEXTS, bearer, entry, written
 from tests.support.redis_server import redis_server
 from tests.support.servers import Command, gateway
 
-FREE = "tgw_free-secret"
+FREE, BURST = "tgw_free-secret", "tgw_burst-secret"
+# Keys that may send one request in an hour, each for a test of its own.
+ONCE = {name: f"tgw_{name}-secret" for name in ("forwarded", "large", "words")}
+# Those of a fleet may send eleven in ten seconds; each is used for one burst of requests.
+AMOUNT, WINDOW_S = 11, 10
+FLEET = [f"tgw_fleet{number}-secret" for number in range(20)]
 READY = "/v2/models/ensemble/ready"
 FIELDS = {"error", "code", "request_id"}
 
@@ -47,7 +54,7 @@ def test_every_rate_that_a_keys_file_can_have_is_one(per_second: float) -> None:
     assert 1 <= window.get_expiry() <= LONGEST_S
 
 
-def admitted(rates: Rates, name: str, per_second: float, times: int) -> int:
+def count_admitted(rates: Rates, name: str, per_second: float, times: int) -> int:
     async def scenario() -> int:
         count = 0
         for _ in range(times):
@@ -61,17 +68,24 @@ def admitted(rates: Rates, name: str, per_second: float, times: int) -> int:
     return asyncio.run(scenario())
 
 
+def most_in(took_s: float, amount: int, window_s: float = 1) -> int:
+    """How many requests may be admitted in so many seconds."""
+    return amount * (int(took_s / window_s) + 1)
+
+
 def test_no_second_has_more_requests_than_the_rate_and_keys_do_not_share_it() -> None:
     rates = Rates(Metrics())
-    assert admitted(rates, "a", 20, 50) == 20
-    assert admitted(rates, "b", 20, 5) == 5
-    time.sleep(1.01)
-    assert admitted(rates, "a", 20, 50) == 20
+    for pause_s in (0, 1.01):
+        time.sleep(pause_s)
+        began = time.monotonic()
+        count = count_admitted(rates, "a", 20, 50)
+        assert 20 <= count <= most_in(time.monotonic() - began, 20)
+        assert count_admitted(rates, "b", 5, 5) == 5
 
 
 def test_who_is_refused_is_told_when_to_come_back() -> None:
     rates = Rates(Metrics())
-    assert admitted(rates, "slow", 0.2, 1) == 1
+    assert count_admitted(rates, "slow", 0.2, 1) == 1
     with pytest.raises(TooFast) as refused:
         asyncio.run(rates.count("slow", 0.2))
     assert refused.value.headers == {"Retry-After": "5"}
@@ -92,8 +106,8 @@ class Away:
 
 def test_while_others_cannot_be_asked_it_counts_alone_and_does_not_ask_each_time() -> None:
     away = Away()
-    assert admitted(Rates(Metrics(), away), "a", 10, 30) == 10
-    assert away.asked == 1
+    assert count_admitted(Rates(Metrics(), away), "a", 0.01, 30) == 1
+    assert away.asked < 30
 
 
 # The gateway.
@@ -105,7 +119,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(
         path,
         [
-            entry(INFER, "infer", requests_per_second=5),
+            entry(INFER, "infer", requests_per_second=1),
+            entry(BURST, "infer", requests_per_second=5),
+            *(entry(key, "infer", requests_per_second=1 / 3600) for key in ONCE.values()),
+            *(entry(key, "infer", requests_per_second=AMOUNT / WINDOW_S) for key in FLEET),
             entry(TEXTS, "infer", models=["text_*"], requests_per_second=1000),
             entry(METRICS, "metrics", requests_per_second=1),
             entry(FREE, "infer"),
@@ -130,30 +147,33 @@ def shed(client: httpx.Client) -> float:
 
 
 def test_a_key_that_asks_too_often_is_429_and_others_are_served(counted: httpx.Client) -> None:
-    before = shed(counted)
-    found = statuses(counted, INFER, 20)
-    assert set(found) == {200, 429}
-    assert 5 <= found[200] <= 10  # that took a second at the most
-    refused = counted.get("/v1/models", headers=bearer(INFER))
+    before, began = shed(counted), time.monotonic()
+    found = statuses(counted, BURST, 20)
+    assert 5 <= found[200] <= most_in(time.monotonic() - began, 5)
+    assert shed(counted) - before == found[429] == 20 - found[200]
+    assert statuses(counted, FREE, 20) == {200: 20}
+    time.sleep(1.01)
+    assert statuses(counted, BURST, 1) == {200: 1}
+
+
+def test_a_refusal_says_what_the_key_may_do_and_when_to_come_back(counted: httpx.Client) -> None:
+    assert statuses(counted, ONCE["words"], 1) == {200: 1}
+    refused = counted.get("/v1/models", headers=bearer(ONCE["words"]))
     assert refused.status_code == 429
-    assert refused.headers["retry-after"] == "1"
+    assert 3000 < int(refused.headers["retry-after"]) <= 3600
     assert refused.headers["x-request-id"]
     assert set(refused.json()) == FIELDS
     assert refused.json()["code"] == "OVERLOADED"
-    assert "'infer' may send 5 requests a second" in refused.json()["error"]
-    assert statuses(counted, FREE, 20) == {200: 20}
-    assert shed(counted) - before == found[429] + 1
-    time.sleep(1.01)
-    assert statuses(counted, INFER, 1) == {200: 1}
+    assert "'words' may send 1 request in 3600 seconds" in refused.json()["error"]
 
 
 def test_whom_a_proxy_says_it_asks_for_changes_nothing(counted: httpx.Client) -> None:
-    time.sleep(1.01)
+    key = bearer(ONCE["forwarded"])
     found = Counter(
-        counted.get(READY, headers={**bearer(INFER), "X-Forwarded-For": f"10.0.0.{n}"}).status_code
+        counted.get(READY, headers={**key, "X-Forwarded-For": f"10.0.0.{n}"}).status_code
         for n in range(20)
     )
-    assert found[429] >= 10
+    assert found == {200: 1, 429: 19}
 
 
 @pytest.mark.parametrize("path", ["/livez", "/v2/health/live", "/v2/health/ready"])
@@ -168,24 +188,55 @@ def test_metrics_are_not_counted(counted: httpx.Client) -> None:
 def test_a_body_that_is_refused_does_not_cost_the_connection_its_next_answer(
     counted: httpx.Client,
 ) -> None:
-    statuses(counted, INFER, 10)
-    path = "/v1/models/ensemble/infer"
-    assert counted.post(path, headers=bearer(INFER), content=b"x" * 100_000).status_code == 429
+    assert statuses(counted, ONCE["large"], 1) == {200: 1}
+    path, key = "/v1/models/ensemble/infer", bearer(ONCE["large"])
+    assert counted.post(path, headers=key, content=b"x" * 100_000).status_code == 429
     assert statuses(counted, FREE, 1) == {200: 1}
 
 
-def together(clients: list[httpx.Client], key: str, for_s: float) -> Counter[int]:
-    found: Counter[int] = Counter()
-    end = time.monotonic() + for_s
-    while time.monotonic() < end:
-        for client in clients:
-            found += statuses(client, key, 1)
-        time.sleep(0.005)
-    return found
+COUNTING = "used to count requests"
 
 
-def logs(commands: list[Command], words: str) -> int:
-    return sum(words in command.output for command in commands)
+@dataclass
+class Gateways:
+    """Two before the same Redis, and what each says of it in its log."""
+
+    pairs: list[tuple[httpx.Client, Command]]
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def ask(self, key: str, times: int) -> tuple[list[Counter[int]], float]:
+        """Each in its turn: the statuses of each, and the seconds that it took."""
+        began, found = time.monotonic(), [Counter[int]() for _ in self.pairs]
+        for _ in range(times):
+            name = f"counted-{next(self._numbers)}."
+            headers = {**bearer(key), "X-Request-ID": name}
+            for (client, _), counter in zip(self.pairs, found, strict=True):
+                counter[client.get(READY, headers=headers).status_code] += 1
+        took_s = time.monotonic() - began
+        for _, command in self.pairs:
+            command.wait_for(name)  # and so all that it wrote before
+        return found, took_s
+
+    def outages(self, number: int) -> int:
+        return sum(f"cannot be {COUNTING}" in line for line in self.pairs[number][1].lines)
+
+    def counts_alone(self, number: int) -> bool:
+        """For all that its log says."""
+        told = [line for line in self.pairs[number][1].lines if COUNTING in line]
+        return bool(told) and f"can be {COUNTING} again" not in told[-1]
+
+    def ask_together(self, keys: Iterator[str], times: int) -> tuple[list[Counter[int]], float]:
+        """The same while all ask Redis: it must answer in a quarter of a second, which a busy machine
+        does not always do."""
+        numbers = range(len(self.pairs))
+        while True:
+            while any(map(self.counts_alone, numbers)):
+                self.ask(TEXTS, 1)
+                time.sleep(0.05)
+            before = [*map(self.outages, numbers)]
+            found = self.ask(next(keys), times)
+            if [*map(self.outages, numbers)] == before:
+                return found
 
 
 def test_two_gateways_with_one_redis_count_together_and_alone_while_it_is_away(
@@ -193,25 +244,24 @@ def test_two_gateways_with_one_redis_count_together_and_alone_while_it_is_away(
 ) -> None:
     with redis_server(tmp_path) as redis:
         settings = {"keys_file": str(keys), "state": redis.url(), "log_level": "info"}
-        url = demo_triton.options.url
-        with gateway(url, **settings) as (one, first), gateway(url, **settings) as (other, second):
-            clients, commands = [one, other], [first, second]
-            found = together(clients, INFER, 4)
-            print(f"together {found[200]} in 4 s at 5 a second")
-            assert set(found) == {200, 429}
-            assert 15 <= found[200] <= 26
+        url, unused = demo_triton.options.url, iter(FLEET)
+        with gateway(url, **settings) as one, gateway(url, **settings) as other:
+            gateways = Gateways([one, other])
+            found, took_s = gateways.ask_together(unused, 15)
+            print(f"together {found}")
+            assert AMOUNT <= sum(each[200] for each in found) <= most_in(took_s, AMOUNT, WINDOW_S)
+
             redis.stop()
-            together(clients, INFER, 0.2)
-            found = together(clients, INFER, 3)
-            print(f"alone {found[200]} in 3 s at 5 a second each")
-            assert set(found) == {200, 429}
-            assert 20 <= found[200] <= 41
-            assert logs(commands, "cannot be used to count requests: Redis cannot be reached") == 2
+            before = [gateways.outages(number) for number in range(2)]
+            found, took_s = gateways.ask(next(unused), 15)
+            print(f"alone {found}")
+            for number, each in enumerate(found):
+                assert AMOUNT <= each[200] <= most_in(took_s, AMOUNT, WINDOW_S)
+                assert each[200] + each[429] == 15
+                # Told when it begins, and not each time.
+                assert 0 < gateways.outages(number) - before[number] < 5
+                assert gateways.counts_alone(number)
+
             redis.start()
-            end = time.monotonic() + 10
-            while logs(commands, "can be used to count requests again") < 2:
-                assert time.monotonic() < end
-                together(clients, INFER, 0.1)
-            time.sleep(1)
-            found = together(clients, INFER, 3)
-            assert 10 <= found[200] <= 21
+            found, took_s = gateways.ask_together(unused, 15)
+            assert AMOUNT <= sum(each[200] for each in found) <= most_in(took_s, AMOUNT, WINDOW_S)
