@@ -44,7 +44,10 @@ embeddings = load_module(ROOT / "triton_repo" / "text_postprocessing" / "1" / "e
 
 @pytest.fixture(scope="module")
 def session() -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(ROOT / "triton_repo" / "text_core" / "1" / "model.onnx")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1  # several would wait for each other by spinning
+    model = ROOT / "triton_repo" / "text_core" / "1" / "model.onnx"
+    return onnxruntime.InferenceSession(model, options)
 
 
 def embed(session: onnxruntime.InferenceSession, rows: list[list[int]], length: int = 0) -> Vectors:
