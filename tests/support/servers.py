@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROOT = Path(__file__).parents[2]
+MOST_RESERVED = 100  # ports, by each process of the tests
 
 
 FAULTS = (
@@ -48,6 +50,23 @@ def _numbers() -> Iterator[int]:
 
 
 _next_number = _numbers()
+_reserved: deque[socket.socket] = deque()
+
+
+def reserve(port: int) -> None:
+    """Raise OSError where this port was given away lately, here or by another run on this machine.
+
+    A name in the abstract namespace of sockets is gone with the process that has it.
+    """
+    reserved = socket.socket(socket.AF_UNIX)
+    try:
+        reserved.bind(f"\0triton-gateway-tests-{port}")
+    except OSError:
+        reserved.close()
+        raise
+    _reserved.append(reserved)
+    if len(_reserved) > MOST_RESERVED:
+        _reserved.popleft().close()
 
 
 def free_ports(count: int, *further: int) -> list[int]:
@@ -57,6 +76,7 @@ def free_ports(count: int, *further: int) -> list[int]:
         def hold(port: int) -> int:
             held = stack.enter_context(socket.socket())
             held.bind(("127.0.0.1", port))
+            reserve(port)
             return int(held.getsockname()[1])
 
         ports: list[int] = []
@@ -209,10 +229,12 @@ class Command:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.end()
+        if kind is not None:
+            print(self.output)
         # Whatever a test does to it: nothing is the gateway's own fault.
         faults = [line for line in self.lines if any(words in line for words in FAULTS)]
         assert not faults, f"it failed:\n{self.output}"

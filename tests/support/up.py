@@ -104,7 +104,7 @@ class Up(Command):
     def server(self) -> psutil.Process:
         return self.servers()[0]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Without the seconds in which a Triton with a Python model ends, where the test has not
         waited for them."""
         assert self.process.stdin is not None
@@ -112,7 +112,7 @@ class Up(Command):
             listening = listeners(psutil.Process(self.process.pid).children(recursive=True))
             self.process.stdin.close()
             cut_short(listening)
-        super().__exit__()
+        super().__exit__(kind)
 
 
 def listeners(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[int]]:
