@@ -10,9 +10,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from typing import Any
 
 import httpx
+
+from tests.support.wait import TIMEOUT_S
 
 Headers = list[tuple[str, str]]
 
@@ -36,7 +39,7 @@ class Got:
         return dict(self.headers).get(name, "")
 
     @property
-    def told(self) -> tuple[int, Headers, bytes]:
+    def content(self) -> tuple[int, Headers, bytes]:
         """All of it but the framing and what the gateway adds."""
         kept = [entry for entry in self.headers if entry[0] not in OF_THE_WIRE | ADDED]
         return self.status, sorted(kept), self.body
@@ -49,7 +52,7 @@ class Wire:
     """
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self.socket.makefile("rb")
 
@@ -151,11 +154,17 @@ class Fake:
     """Records the requests that reach it; answers some of them never to the end."""
 
     port: int
-    opened: int = 0
+    opened: int = 0  # connections, but those that only look whether it lives
     begun: queue.Queue[bytes] = field(default_factory=queue.Queue)  # heads, before the bodies
     requests: queue.Queue[tuple[bytes, bytes]] = field(default_factory=queue.Queue)
     # When a connection ended that had half a request, or half an answer.
     broken_off: queue.Queue[float] = field(default_factory=queue.Queue)
+
+    def clear(self) -> None:
+        """Forget what it recorded."""
+        for record in (self.begun, self.requests, self.broken_off):
+            with record.mutex:
+                record.queue.clear()
 
     def serve(self, listening: socket.socket) -> None:
         while True:
@@ -163,18 +172,18 @@ class Fake:
                 connection, _ = listening.accept()
             except OSError:
                 return
-            self.opened += 1
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _converse(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as file:
             try:
-                while self._exchange(connection, file):
-                    pass
+                first = True
+                while self._exchange(connection, file, first=first):
+                    first = False
             except (EOFError, OSError):
                 self.broken_off.put(time.monotonic())
 
-    def _exchange(self, connection: socket.socket, file: Any) -> bool:
+    def _exchange(self, connection: socket.socket, file: BufferedReader, *, first: bool) -> bool:
         """A request and its answer; false at the orderly end of the connection."""
         lines = []
         while (line := file.readline()) != b"\r\n":
@@ -183,9 +192,9 @@ class Fake:
             lines.append(line)
         head = b"".join(lines)
         if head.startswith(b"POST /v2/repository/index"):  # the gateway looks whether we live
-            self.opened -= 1
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
             return False
+        self.opened += first
         self.begun.put(head)
         length = re.search(rb"content-length: (\d+)", head)
         body = file.read(int(length[1])) if length else b""
@@ -217,7 +226,7 @@ def fake_triton() -> Iterator[Fake]:
             yield fake
         finally:
             listening.shutdown(socket.SHUT_RDWR)
-            accepting.join(5)
+            accepting.join()
 
 
 def port_of(client: httpx.Client) -> int:

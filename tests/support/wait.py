@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from inspect import isawaitable
 
 TIMEOUT_S = 60.0
@@ -31,6 +31,14 @@ async def wait_until_async(
             return time.monotonic() - start
         assert time.monotonic() - start < timeout_s, f"not true after {timeout_s:g} s"
         await asyncio.sleep(INTERVAL_S / 4)
+
+
+def lengthening(first_s: float) -> Iterator[float]:
+    """Pauses, each twice as long as the last: one of them is long enough on any machine."""
+    pause_s = first_s
+    while pause_s < TIMEOUT_S:
+        yield pause_s
+        pause_s *= 2
 
 
 class Pace:
