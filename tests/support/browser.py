@@ -19,7 +19,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
-MISSING = "chromium and chromium-driver are not installed"
+MISSING = "chromium is missing: apt-get install chromium chromium-driver"
 PATIENCE_S = 60  # guards against a hang alone
 T = TypeVar("T")
 ARGUMENTS = (
@@ -35,6 +35,10 @@ ARGUMENTS = (
     "--hide-scrollbars",
     "--window-size=1200,1000",
 )
+
+
+def is_installed() -> bool:
+    return bool(CHROMIUM and DRIVER)
 
 
 class Page:

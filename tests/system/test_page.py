@@ -1,6 +1,6 @@
 """The page at /: what is served, and, in a real Chromium, what its user sees.
 
-The tests in the browser are run by `make page`: they want chromium, which is 130 MB to install.
+The tests in the browser need chromium and chromium-driver; `make page` runs this file alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import MODELS, TICKING, Model, Names, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_with
 
+needs_browser = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
 STATIC = ROOT / "gateway" / "static"
 IMAGES = ROOT / "docs" / "images"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
@@ -133,8 +134,6 @@ def test_no_word_of_a_model_becomes_markup() -> None:
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
-    if not (browser.CHROMIUM and browser.DRIVER):
-        pytest.skip(browser.MISSING)
     with browser.chromium(tmp_path_factory.mktemp("profile")) as driver:
         yield browser.Page(driver)
 
@@ -205,7 +204,7 @@ def draw_a_seven(page: browser.Page, origin: str) -> None:
     page.see("#answer-body .scores", "0.")
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_drawn_seven_is_read(page: browser.Page, demo_url: str) -> None:
     draw_a_seven(page, demo_url)
     assert page.all("#answer-body .scores tbody th")[0].text == "7"
@@ -224,7 +223,7 @@ def test_a_drawn_seven_is_read(page: browser.Page, demo_url: str) -> None:
         page.driver.save_screenshot(wanted)
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_line_is_drawn_with_the_keys_alone(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.type("canvas", Keys.ARROW_UP * 8 + " " + Keys.ARROW_DOWN * 16 + " ")
@@ -234,7 +233,7 @@ def test_a_line_is_drawn_with_the_keys_alone(page: browser.Page, demo_url: str) 
     assert page.all("#answer-body .scores tbody th")[0].text == "1"
 
 
-@pytest.mark.long
+@needs_browser
 def test_an_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.click("input[value=file]")
@@ -260,7 +259,7 @@ def test_an_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> Non
     assert r"--data-binary '@it'\''s a seven.png'" in page.text("#curl")
 
 
-@pytest.mark.long
+@needs_browser
 def test_an_image_is_pasted(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.find("canvas")
@@ -274,7 +273,7 @@ def test_an_image_is_pasted(page: browser.Page, demo_url: str) -> None:
     assert "@image.png -H 'Content-Type: image/png'" in page.text("#curl")
 
 
-@pytest.mark.long
+@needs_browser
 def test_the_curl_line_is_copied(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/text_ensemble")
     assert not page.find("#curl-copy").is_enabled()  # there is none yet
@@ -292,7 +291,7 @@ def test_the_curl_line_is_copied(page: browser.Page, demo_url: str) -> None:
     assert len(json.loads(answer)["outputs"]["EMBEDDING"]) == 384
 
 
-@pytest.mark.long
+@needs_browser
 def test_two_texts_are_compared(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/text_ensemble")
     first, second = (page.find(f"#try-form div > div:nth-child({n}) textarea") for n in (1, 2))
@@ -308,7 +307,7 @@ def test_two_texts_are_compared(page: browser.Page, demo_url: str) -> None:
     page.until(lambda: float(page.text("#cosine").split()[-1]) < like - 0.3, "another similarity")
 
 
-@pytest.mark.long
+@needs_browser
 def test_the_first_model_shown_is_one_that_people_have_something_for(
     page: browser.Page, demo_url: str
 ) -> None:
@@ -317,7 +316,7 @@ def test_the_first_model_shown_is_one_that_people_have_something_for(
     assert page.find("#model").get_property("value") == "ensemble"
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
     page: browser.Page, strangers: Strangers
 ) -> None:
@@ -342,7 +341,7 @@ def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
     page.see("#live-notice", "a key is needed")
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
     page: browser.Page, strangers: Strangers
 ) -> None:
@@ -364,7 +363,7 @@ def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
     page.find(f"{buttons}:nth-of-type(2):enabled")
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_model_never_seen_gets_a_form_by_its_signature(
     page: browser.Page, strangers: Strangers
 ) -> None:
@@ -378,7 +377,7 @@ def test_a_model_never_seen_gets_a_form_by_its_signature(
     assert INFER not in page.driver.page_source
 
 
-@pytest.mark.long
+@needs_browser
 def test_optional_inputs_may_be_left_out(page: browser.Page, strangers: Strangers) -> None:
     page.open(strangers.url, strangers.fragment("optional"), key=INFER)
     page.click("#ask")
@@ -393,7 +392,7 @@ def test_optional_inputs_may_be_left_out(page: browser.Page, strangers: Stranger
     assert page.see(strangers.output("Y"), "10").split()[-3:] == ["10", "20", "30"]
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_picture_is_drawn_for_pixels_and_shown_where_one_comes_back(
     page: browser.Page, strangers: Strangers
 ) -> None:
@@ -409,7 +408,7 @@ def test_a_picture_is_drawn_for_pixels_and_shown_where_one_comes_back(
     page.until(lambda: shown.get_property("naturalWidth") == 9, "a picture")
 
 
-@pytest.mark.long
+@needs_browser
 def test_markup_in_an_answer_is_a_text(page: browser.Page, strangers: Strangers) -> None:
     page.open(strangers.url, strangers.fragment("single_BYTES"), key=INFER)
     page.type("textarea", "<img src=x onerror=alert(1)>")
@@ -418,7 +417,7 @@ def test_markup_in_an_answer_is_a_text(page: browser.Page, strangers: Strangers)
     assert not page.all("#answer-body img")
 
 
-@pytest.mark.long
+@needs_browser
 def test_answers_are_shown_as_they_come(page: browser.Page, strangers: Strangers) -> None:
     page.open(strangers.url, strangers.fragment("ticking"), key=INFER)
     page.type(f"{strangers.input('COUNT')} textarea", "50000")
@@ -435,7 +434,7 @@ def test_answers_are_shown_as_they_come(page: browser.Page, strangers: Strangers
     page.see("#answer-state", "2 answers in")
 
 
-@pytest.mark.long
+@needs_browser
 def test_requests_are_seen_live(page: browser.Page, strangers: Strangers) -> None:
     page.open(strangers.url, "#live", key=ADMIN)
 
@@ -450,7 +449,7 @@ def test_requests_are_seen_live(page: browser.Page, strangers: Strangers) -> Non
     page.see("#live-now", "requests/s")
 
 
-@pytest.mark.long
+@needs_browser
 def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
     draw_a_seven(page, demo_url)
     views = {"try": "canvas", "fleet": "#models tbody tr", "live": "#rate-chart canvas"}
@@ -466,7 +465,7 @@ def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
     assert not faults(page)
 
 
-@pytest.mark.long
+@needs_browser
 def test_a_phone_scrolls_tables_and_not_the_page(page: browser.Page, demo_url: str) -> None:
     with page.phone():
         for fragment, there in {
@@ -480,7 +479,7 @@ def test_a_phone_scrolls_tables_and_not_the_page(page: browser.Page, demo_url: s
             assert wide <= 0, fragment
 
 
-@pytest.mark.long
+@needs_browser
 def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url)
     as_json = """({asJson}) => {
@@ -490,7 +489,7 @@ def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) 
         assert page.module("numbers.js", as_json, typed, shape) == sent
 
 
-@pytest.mark.long
+@needs_browser
 def test_what_the_metrics_page_says_is_read(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url)
     text = 'a{m="x\\"} 1",n="y"} 2\nab{m="z"} 3\n# TYPE a counter\na 4.5e1 1700000000\n'
