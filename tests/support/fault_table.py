@@ -301,7 +301,7 @@ OURSELVES = (
         "a client does not read its answer",
         "it is cut off after 30 s; memory stays bounded",
         {
-            "unit/test_hardening": [
+            "unit/test_deadlines": [
                 "a_client_that_never_reads_is_cut_off",
                 "the_system_keeps_little_of_what_a_client_does_not_read",
                 "a_client_that_never_reads_its_last_answer_is_cut_off",
@@ -462,6 +462,8 @@ ATTACKS = (
             ],
             "unit/test_hardening": [
                 "a_thousand_silent_connections_are_closed_and_others_served_meanwhile",
+            ],
+            "unit/test_deadlines": [
                 "a_header_that_comes_byte_by_byte_is_given_up",
                 "a_body_that_comes_too_slowly_is_given_up",
             ],

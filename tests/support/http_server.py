@@ -393,3 +393,42 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 HEAD = b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+START = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
+
+
+SHORT_S = 0.25  # of a deadline that is to pass
+
+
+FAST: dict[str, Any] = {
+    "header_timeout_s": SHORT_S,
+    "body_stall_s": SHORT_S,
+    "write_timeout_s": SHORT_S,
+}
+
+
+def refused(client: Client) -> tuple[int, str]:
+    """The status and code of the refusal that comes, in the form of every error."""
+    answer = client.answer()
+    told = json.loads(answer.body)
+    assert list(told) == ["error", "code", "request_id"]
+    assert told["request_id"].encode() == answer.header(b"x-request-id")
+    assert answer.header(b"connection") == b"close"
+    assert client.rest() == b""
+    return answer.status, told["code"]
+
+
+TOO_SLOW = (408, "REQUEST_TOO_SLOW")
+
+
+def tidy(stage: Stage) -> Iterator[Stage]:
+    """A server that several tests share, for one of them, which leaves nothing in it."""
+    stage.app = echo
+    stage.asked.clear()
+    yield stage
+    wait_until(stage.quiet)
+    assert stage.faults == []
