@@ -1,7 +1,8 @@
-"""`make faults`: run every test of the table, and say what became of each row, with the numbers."""
+"""`make faults`: run every test of the table, compare the numbers, and print the outcome of each row."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from typing import Final
@@ -9,12 +10,13 @@ from typing import Final
 import pytest
 
 from tests.support.fault_table import ROWS, Row
+from tests.support.measurements import COMPARE
 
 WORST_FIRST: Final = ("failed", "not run", "skipped", "passed")
 MARKS: Final = {"failed": "✗", "not run": "·", "skipped": "–", "passed": "✓"}
 
 
-class Seen:
+class Results:
     """A plugin of pytest's: what became of each test, and what it printed."""
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class Seen:
     def numbers(self, row: Row) -> list[str]:
         return [line for test in row.node_ids for line in self._printed[test] if line.strip()]
 
-    def tell(self) -> None:
+    def show(self) -> None:
         for heading, rows in ROWS.items():
             print(f"\n{heading}")
             for row in rows:
@@ -48,12 +50,13 @@ class Seen:
 
 def main(arguments: list[str]) -> int:
     """pytest's exit status. An interrupt ends the tests, and the table has what there was until then."""
-    seen = Seen()
+    os.environ[COMPARE] = "1"
+    results = Results()
     node_ids = {node_id for rows in ROWS.values() for row in rows for node_id in row.node_ids}
     # The plugin of schemathesis, which none of these needs, turns an interrupt into a failure.
     options = ["-q", "-p", "no:schemathesis", *arguments]
-    status = pytest.main([*sorted(node_ids), *options], plugins=[seen])
-    seen.tell()
+    status = pytest.main([*sorted(node_ids), *options], plugins=[results])
+    results.show()
     return int(status)
 
 

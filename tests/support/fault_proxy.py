@@ -12,19 +12,23 @@ import math
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.servers import free_ports
+from tests.support.wait import TIMEOUT_S
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HOST = "127.0.0.1"
 READ_BYTES = 1 << 16
 END_OF_HEAD = b"\r\n\r\n"
 FOREVER_S = 1e6
-PATIENCE_S = 5.0
 
 
 class End(Enum):
@@ -46,15 +50,18 @@ class Fault:
     ends_after: float = math.inf  # bytes of it
     idle_s: float = math.inf  # ends as well when nothing came for so long after its first byte
     end: End = End.CLOSED
+    refuses_reuse: bool = (
+        False  # the connection ends as the next request comes, and that goes no further
+    )
 
 
-WELL = Fault()
+NO_FAULT = Fault()
 Script = Callable[[bytes], Fault]  # what becomes of the answer to a request that begins so
 
 
 def always(fault: Fault, to: bytes = b"") -> Script:
     """This fault, for every request that contains these bytes."""
-    return lambda request: fault if to in request else WELL
+    return lambda request: fault if to in request else NO_FAULT
 
 
 class Stream:
@@ -73,6 +80,11 @@ class Stream:
             self._writer.write(data)
             await self._writer.drain()
 
+    async def closed(self) -> None:
+        """Return when the socket is closed."""
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
     def end(self, end: End = End.CLOSED) -> None:
         if end is End.HALF:
             with suppress(OSError):
@@ -82,6 +94,7 @@ class Stream:
             raw = self._writer.get_extra_info("socket")
             with suppress(OSError):
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._writer.transport.abort()
         self._writer.close()
 
 
@@ -111,6 +124,10 @@ class Line:
     async def _requests(self) -> None:
         while data := await self._near.read():
             if not self._asking:
+                if self.faults and self.faults[-1].refuses_reuse:
+                    self._near.end(self.faults[-1].end)
+                    self.faults.append(NO_FAULT)
+                    return
                 self._asking = True
                 self.faults.append(self._script(data))
             await self._far.write(data)
@@ -120,8 +137,8 @@ class Line:
         while data := await self._next():
             fault = self.faults[-1]
             if self._asking:
-                data = await self._begun(data, fault)
-            if not await self._said(data, fault):
+                data = await self._begin_answer(data, fault)
+            if not await self._pass_on(data, fault):
                 break
         if self.faults:
             end = self.faults[-1].end
@@ -136,14 +153,14 @@ class Line:
             return await asyncio.wait_for(self._far.read(), idle_s)
         return b""
 
-    async def _begun(self, data: bytes, fault: Fault) -> bytes:
+    async def _begin_answer(self, data: bytes, fault: Fault) -> bytes:
         while END_OF_HEAD not in data and (more := await self._far.read()):
             data += more
         await asyncio.sleep(min(fault.delay_s, FOREVER_S))
         self._asking, self._answered = False, 0
         return fault.edit(data) if fault.edit else data
 
-    async def _said(self, data: bytes, fault: Fault) -> bool:
+    async def _pass_on(self, data: bytes, fault: Fault) -> bool:
         """Whether the answer goes on after this."""
         left = memoryview(data)
         while left and self._answered < fault.ends_after:
@@ -160,8 +177,9 @@ class Proxy:
 
     def __init__(self, target: int) -> None:
         (self.port,) = free_ports(1)
-        self.script: Script = always(WELL)
+        self.script: Script = always(NO_FAULT)
         self.lines: list[Line] = []
+        self.requests: Counter[bytes] = Counter()  # by their paths
         self._target = target
         self._hangs_up = False
         self._loop = asyncio.new_event_loop()
@@ -169,7 +187,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._do(self._open())
         return self
@@ -177,10 +195,10 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._do(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         self._loop.close()
 
-    # What a test says.
+    # What a test asks for.
 
     @contextmanager
     def having(self, script: Script | Fault) -> Iterator[None]:
@@ -189,7 +207,7 @@ class Proxy:
         try:
             yield
         finally:
-            self.script = always(WELL)
+            self.script = always(NO_FAULT)
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -233,7 +251,7 @@ class Proxy:
     # What it does.
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
     async def _open(self) -> None:
         self._server = await asyncio.start_server(self._serve, HOST, self.port)
@@ -247,21 +265,24 @@ class Proxy:
             await asyncio.wait(self._running)
 
     def _fault_of(self, request: bytes) -> Fault:
+        self.requests[request.split(b" ", 2)[1]] += 1
         return self.script(request)
 
-    async def _serve(self, *near: Any) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        near = Stream(reader, writer)
         if self._hangs_up:
-            Stream(*near).end(End.RESET)
+            near.end(End.RESET)
             return
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
-            far = await asyncio.open_connection(HOST, self._target)
-            line = Line(Stream(*near), Stream(*far), self._fault_of)
+            far = Stream(*await asyncio.open_connection(HOST, self._target))
+            line = Line(near, far, self._fault_of)
             self.lines.append(line)
             await line.run()
         except (OSError, asyncio.CancelledError):
-            Stream(*near).end(End.RESET)
+            near.end(End.RESET)
         finally:
+            await near.closed()
             self._running.discard(task)

@@ -25,8 +25,8 @@ TRITON = (
         "502 or 503 for what was under way, then 503 with `Retry-After` within 10 ms; `/readyz` "
         "503, `/livez` 200; served again within 2 s of its return",
         {
-            "faults/test_rest": [
-                "the_only_triton_killed_under_load_is_said_at_once_and_is_back_at_once"
+            "faults/test_triton_faults": [
+                "killing_the_only_triton_under_load_gives_503_until_it_is_back"
             ],
             "system/test_fleet_failures": [
                 "without_its_only_triton_it_refuses_and_serves_again_when_that_is_back"
@@ -49,7 +49,7 @@ TRITON = (
         {
             "system/test_fleet_failures": ["one_of_three_that_never_answers_is_left_alone"],
             "faults/test_upstream": [
-                "a_replica_that_accepts_and_never_answers_costs_whom_it_has_their_deadline"
+                "a_replica_that_accepts_and_never_answers_costs_its_requests_their_deadline"
             ],
             "integration/test_fleet_simulation": [
                 "a_replica_that_accepts_and_never_answers_is_left_alone"
@@ -61,7 +61,7 @@ TRITON = (
         "another one answers, at most 0.5 s later",
         {
             "faults/test_upstream": [
-                "a_replica_that_cannot_be_reached_costs_half_a_second_and_then_nothing"
+                "a_replica_that_cannot_be_reached_costs_the_connect_timeout_and_then_nothing"
             ],
             "integration/test_fleet_simulation": [
                 "a_refused_connection_is_not_the_callers_business",
@@ -85,8 +85,8 @@ TRITON = (
         "again, and nobody gets another's answer",
         {
             "faults/test_upstream": [
-                "a_spoilt_answer_is_none_and_its_connection_is_not_used_again",
-                "no_answer_goes_to_whom_it_does_not_belong",
+                "a_spoilt_answer_is_502_or_cut_and_its_connection_is_not_used_again",
+                "every_answer_goes_to_its_own_request",
             ],
             "unit/test_http": [
                 "ten_thousand_requests_are_answered_with_their_own_answers_or_fail_cleanly"
@@ -114,14 +114,18 @@ TRITON = (
     Row(
         "a model's queue in Triton is full",
         "429 with `Retry-After`; other models are served as before",
-        {"faults/test_rest": ["a_full_queue_of_a_model_is_429_and_costs_no_other_model_anything"]},
+        {
+            "faults/test_triton_faults": [
+                "a_full_queue_of_a_model_is_429_and_other_models_are_served"
+            ]
+        },
     ),
     Row(
         "a model is unloaded behind the gateway's back",
         "503 within 1 s, or another Triton that has it; other models are served",
         {
-            "faults/test_rest": [
-                "a_model_unloaded_behind_our_back_is_503_at_once_and_other_models_are_served"
+            "faults/test_triton_faults": [
+                "a_model_unloaded_behind_the_gateways_back_is_503_and_others_are_served"
             ],
             "system/test_fleet_models": ["a_model_unloaded_behind_our_back_costs_no_request"],
             "integration/test_demo": ["an_unloaded_model_is_not_unknown"],
@@ -136,8 +140,8 @@ TRITON = (
         "a load fails: a bad config, no version, an exception at the start",
         "422 with Triton's reason, without its paths; the version that served goes on",
         {
-            "faults/test_rest": [
-                "a_load_that_fails_is_told_without_secrets_and_what_served_goes_on"
+            "faults/test_triton_faults": [
+                "a_load_that_fails_is_422_without_secrets_and_the_version_that_served_goes_on"
             ],
             "system/test_fleet_failures": [
                 "a_load_that_fails_everywhere_says_why_and_the_older_version_keeps_serving"
@@ -213,7 +217,9 @@ OURSELVES = (
         "the others serve, it is replaced, and what it was doing is not counted any more",
         {
             "system/test_workers": ["a_killed_worker_is_replaced_while_the_other_serves"],
-            "faults/test_rest": ["what_a_killed_worker_was_doing_is_not_counted_for_ever"],
+            "faults/test_gateway_faults": [
+                "what_a_killed_worker_was_doing_is_not_counted_for_ever"
+            ],
         },
     ),
     Row(
@@ -221,7 +227,9 @@ OURSELVES = (
         "all are answered; 99 of 100 `/livez` within 100 ms, and no more than 100 megapixels in "
         "memory",
         {
-            "faults/test_rest": ["thirty_two_images_of_25_megapixels_do_not_hold_up_the_loop"],
+            "faults/test_gateway_faults": [
+                "thirty_two_images_of_25_megapixels_do_not_hold_up_the_loop"
+            ],
             "integration/test_images": ["large_images_do_not_hold_up_others"],
         },
     ),
@@ -234,7 +242,7 @@ OURSELVES = (
         "the state file is damaged, cannot be written, or its disk is full",
         "a sentence at the start; later the change is 503, and nothing that was kept is lost",
         {
-            "faults/test_rest": [
+            "faults/test_gateway_faults": [
                 "a_state_that_cannot_be_read_ends_the_start_with_a_sentence",
                 "a_state_that_cannot_be_written_refuses_changes_and_nothing_else",
             ],
@@ -286,9 +294,9 @@ OURSELVES = (
         "a client leaves",
         "its place is free within 200 ms, and its request to Triton is closed",
         {
-            "faults/test_load": [
-                "who_leaves_frees_its_place_at_once",
-                "who_is_still_sending_holds_no_place",
+            "faults/test_gateway_faults": [
+                "a_client_that_leaves_frees_its_place",
+                "a_client_that_is_still_sending_holds_no_place",
             ],
             "integration/test_v2": [
                 "a_client_may_leave",
@@ -412,8 +420,8 @@ BAD_INPUT = (
                 "names_that_do_not_fit_are_answered_with_those_that_do",
                 "an_empty_batch_does_not_fit",
             ],
-            "faults/test_rest": [
-                "tensors_that_cannot_be_are_the_callers_mistake_on_the_way_through"
+            "faults/test_bad_input": [
+                "tensors_that_cannot_be_are_the_clients_mistake_on_the_way_through"
             ],
             "integration/test_shapes": ["triton_never_sees_it"],
         },
@@ -447,7 +455,7 @@ BAD_INPUT = (
         "400; 413 at the limit, and no more than that in memory",
         {
             "integration/test_infer": ["a_compressed_body_that_is_none_is_400_and_a_bomb_413"],
-            "faults/test_rest": ["ten_gigabytes_in_ten_megabytes_are_413_and_never_in_memory"],
+            "faults/test_bad_input": ["ten_gigabytes_in_ten_megabytes_are_413_and_never_in_memory"],
         },
     ),
 )
@@ -458,7 +466,7 @@ ATTACKS = (
         "closed at their deadlines; others are served meanwhile",
         {
             "faults/test_slow_clients": [
-                "a_thousand_slow_clients_are_gone_at_their_deadline_and_nobody_else_notices"
+                "a_thousand_slow_clients_are_gone_at_their_deadline_and_others_are_served"
             ],
             "unit/test_hardening": [
                 "a_thousand_silent_connections_are_closed_and_others_served_meanwhile",
@@ -485,7 +493,7 @@ ATTACKS = (
         "65,537 chunks of six bytes, JSON with 100,000 keys",
         "little work, and little in the answer",
         {
-            "faults/test_rest": [
+            "faults/test_bad_input": [
                 "65_537_chunks_of_six_bytes_are_a_body",
                 "json_with_100_000_keys_costs_little",
             ]

@@ -42,12 +42,13 @@ class TritonPythonModel:
         answers = []
         for request in requests:
             value = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            if value[0] == -1000:
+            first = value.flat[0]
+            if first == -1000:
                 open(os.path.join(self.folder, "held"), "w").close()
                 while os.path.exists(os.path.join(self.folder, "hold")):
                     time.sleep(0.01)
-            elif value[0] < 0:
-                time.sleep(-float(value[0]))
+            elif first < 0:
+                time.sleep(-float(first))
             answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", value)]))
         return answers
 """
@@ -201,27 +202,6 @@ def fleet_of(
             triton.wait()
         client, command = stack.enter_context(gateway(*map(url_of, tritons), **settings))
         yield Fleet(tritons, client, command)
-
-
-def hammer(
-    fleet: Fleet, seconds: float, per_second: int = 200, model: str = "echo"
-) -> tuple[Counter[int], list[tuple[float, int, float]]]:
-    """Inferences at a steady rate whatever comes back; the statuses, and when each began and took."""
-    seen: list[tuple[float, int, float]] = []
-    began = time.monotonic()
-
-    def work(worker: int) -> None:
-        with httpx.Client(base_url=fleet.client.base_url, timeout=60) as client:
-            for number in range(worker, int(seconds * per_second), 16):
-                time.sleep(max(began + number / per_second - time.monotonic(), 0))
-                at = time.monotonic()
-                status = client.post(f"/v2/models/{model}/infer", json=V2_BODY).status_code
-                seen.append((at, status, time.monotonic() - at))
-
-    with ThreadPoolExecutor(16) as pool:
-        for done in [pool.submit(work, worker) for worker in range(16)]:
-            done.result()
-    return Counter(status for _, status, _ in seen), seen
 
 
 class Sent(NamedTuple):

@@ -9,18 +9,24 @@ import math
 import multiprocessing
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Event
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import uvloop
+
+from tests.support.wait import TIMEOUT_S
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-QUIET = {"log_level": "warning"}  # a line for each of thousands of requests is nobody's to read
+LOG_WARNINGS = {"log_level": "warning"}  # and not a line for each of thousands of requests
 
 
 class Answer(NamedTuple):
@@ -39,7 +45,7 @@ class Connection:
         self.used_at = time.monotonic()
 
     @classmethod
-    async def to(cls, port: int, own_host: str = "127.0.0.1") -> Connection:
+    async def to(cls, port: int, own_host: str = "127.0.0.1") -> Self:
         return cls(*await asyncio.open_connection("127.0.0.1", port, local_addr=(own_host, 0)))
 
     @property
@@ -70,7 +76,7 @@ class Connection:
 class Pool:
     """The connections to one gateway: for each request an idle one, or a new one.
 
-    Whoever knows for how long the server keeps them does not use one that has been idle for longer.
+    One that has been idle for `idle_s` is not used again: the server may be about to close it.
     """
 
     def __init__(self, port: int, idle_s: float = math.inf, own_host: str = "127.0.0.1") -> None:
@@ -80,7 +86,7 @@ class Pool:
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,21 +129,21 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
 
 
-def by_v1(model: str, *values: float) -> bytes:
+def infer_v1(model: str, *values: float) -> bytes:
     return post(f"/v1/models/{model}/infer", json.dumps({"inputs": {"X": values}}).encode())
 
 
-def by_v2(model: str, *values: float) -> bytes:
+def infer_v2(model: str, *values: float) -> bytes:
     tensor = {"name": "X", "datatype": "FP32", "shape": [len(values)], "data": values}
     return post(f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}).encode())
 
 
-ECHO = by_v1("echo", 1, 2)
+ECHO_V1, ECHO_V2 = infer_v1("echo", 1, 2), infer_v2("echo", 1, 2)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request, when it was sent, by how much that was too late, and what came of it."""
+class Sample:
+    """A request: when it was sent, by how much that was too late, how long it took, and its answer."""
 
     at: float
     late_s: float
@@ -146,92 +152,100 @@ class Asked:
     retry_after: str
 
 
-async def asked(pool: Pool, wire: bytes, due: float) -> Asked:
+async def sample(pool: Pool, wire: bytes, due: float) -> Sample:
     began = time.monotonic()
     answer = await pool.ask(wire)
     took_s = time.monotonic() - began
-    return Asked(began, began - due, took_s, answer.status, answer.fields.get("retry-after", ""))
+    return Sample(began, began - due, took_s, answer.status, answer.fields.get("retry-after", ""))
 
 
-async def offered(
-    pool: Pool, wires: Sequence[bytes], rate: float, most_s: float, ended: Event
-) -> list[Asked]:
-    """An open loop: requests at random moments, whatever became of those before them."""
-    drawn, turn = random.Random(7), itertools.cycle(wires)
+async def open_loop(
+    pool: Pool, wires: Sequence[bytes], rate: float, most_s: float, stop: Event
+) -> list[Sample]:
+    """Send requests at random moments, whatever became of those before them."""
+    random_, turn = random.Random(7), itertools.cycle(wires)
     due = time.monotonic()
     last = due + most_s
-    tasks: list[asyncio.Task[Asked]] = []
-    while due < last and not ended.is_set():
+    tasks: list[asyncio.Task[Sample]] = []
+    while due < last and not stop.is_set():
         await asyncio.sleep(due - time.monotonic())
-        tasks.append(asyncio.create_task(asked(pool, next(turn), due)))
-        due += drawn.expovariate(rate)
+        tasks.append(asyncio.create_task(sample(pool, next(turn), due)))
+        due += random_.expovariate(rate)
     return await asyncio.gather(*tasks)
 
 
-def offer(
-    told: Pipe, ended: Event, pool: Pool, wires: Sequence[bytes], rate: float, most_s: float
+def send_samples(
+    pipe: Pipe, stop: Event, pool: Pool, wires: Sequence[bytes], rate: float, most_s: float
 ) -> None:
-    async def all_of_it() -> list[Asked]:
+    async def run() -> list[Sample]:
         with pool:
-            return await offered(pool, wires, rate, most_s, ended)
+            return await open_loop(pool, wires, rate, most_s, stop)
 
-    told.send(uvloop.run(all_of_it()))
+    pipe.send(uvloop.run(run()))
 
 
-class Offering:
-    """Somebody asks, in a process of its own: what the tests do and hold would be a pause in what is
+class OpenLoop:
+    """`open_loop` in a process of its own: what the tests do and hold would be a pause in what is
     measured."""
 
     def __init__(self, pool: Pool, wires: Sequence[bytes], rate: float, most_s: float) -> None:
         self._most_s = most_s
-        self._ended, (self._hears, tells) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
-        arguments = tells, self._ended, pool, wires, rate, most_s
-        self._asking = SPAWN.Process(target=offer, args=arguments)
+        self._stop, (self._samples, pipe) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
+        arguments = pipe, self._stop, pool, wires, rate, most_s
+        self._process = SPAWN.Process(target=send_samples, args=arguments)
 
-    def __enter__(self) -> Offering:
-        self._asking.start()
+    def __enter__(self) -> Self:
+        self._process.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._asking.kill()
-        self._asking.join()
+        self._process.kill()
+        self._process.join()
 
-    def all(self) -> list[Asked]:
-        """What came of each request, when it is over."""
-        assert self._hears.poll(self._most_s + 20)
-        return cast("list[Asked]", self._hears.recv())
+    def samples(self) -> list[Sample]:
+        """One of each request, when all are answered."""
+        assert self._samples.poll(self._most_s + 2 * TIMEOUT_S)
+        return cast("list[Sample]", self._samples.recv())
 
-    def end(self) -> list[Asked]:
-        self._ended.set()
-        return self.all()
+    def stop(self) -> list[Sample]:
+        self._stop.set()
+        return self.samples()
 
 
-def in_turns(port: int, wires: Sequence[bytes], clients: int, seconds: float) -> list[Asked]:
-    """A closed loop: each client asks again when it has its answer."""
+def closed_loop(port: int, wires: Sequence[bytes], clients: int, count: int) -> list[Sample]:
+    """Send so many requests: each client the next one when it has its answer."""
 
-    async def all_of_them() -> list[Asked]:
-        seen, turn = list[Asked](), itertools.cycle(wires)
-        ends = time.monotonic() + seconds
+    async def run() -> list[Sample]:
+        samples, turn = list[Sample](), itertools.cycle(wires)
+        left = iter(range(count))
 
         async def client(pool: Pool) -> None:
-            while (now := time.monotonic()) < ends:
-                seen.append(await asked(pool, next(turn), now))
+            for _ in left:
+                samples.append(await sample(pool, next(turn), time.monotonic()))
 
         with Pool(port) as pool:
             await asyncio.gather(*(client(pool) for _ in range(clients)))
-        return seen
+        return samples
 
-    return uvloop.run(all_of_them())
-
-
-def quantile_ms(seen: Sequence[Asked], part: float) -> float:
-    took = sorted(each.took_s for each in seen)
-    return took[int(len(took) * part)] * 1000
+    return uvloop.run(run())
 
 
-def median_ms(seen: Sequence[Asked]) -> float:
-    return quantile_ms(seen, 0.5)
+def statuses_of(samples: Sequence[Sample]) -> Counter[int]:
+    return Counter(each.status for each in samples)
 
 
-def p99_ms(seen: Sequence[Asked]) -> float:
-    return quantile_ms(seen, 0.99)
+def quantile_ms(samples: Sequence[Sample], part: float) -> float:
+    took_s = sorted(each.took_s for each in samples)
+    return took_s[int(len(took_s) * part)] * 1000
+
+
+def median_ms(samples: Sequence[Sample]) -> float:
+    return quantile_ms(samples, 0.5)
+
+
+def p99_ms(samples: Sequence[Sample]) -> float:
+    return quantile_ms(samples, 0.99)
+
+
+def slowest_ms(samples: Sequence[Sample]) -> float:
+    return max(each.took_s for each in samples) * 1000

@@ -1,0 +1,54 @@
+"""Numbers that tests measure: always printed, and compared with their limits by `make faults` alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+COMPARE = "TRITON_GATEWAY_COMPARE_NUMBERS"
+
+
+def process_tree(pid: int) -> list[int]:
+    """The ids of a process and its children: the gateway decodes large bodies and images in some."""
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            with suppress(OSError):  # the thread has just ended
+                found += map(int, children.read_text().split())
+    return found
+
+
+def memory_bytes(pid: int) -> int:
+    """The resident memory of a process and its children."""
+    pages = 0
+    for each in process_tree(pid):
+        with suppress(OSError):  # it has just ended
+            pages += int(Path(f"/proc/{each}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def compares_numbers() -> bool:
+    return bool(os.environ.get(COMPARE))
+
+
+def assert_number(
+    name: str,
+    value: float,
+    unit: str = "",
+    *,
+    at_most: float = math.inf,
+    at_least: float = -math.inf,
+) -> None:
+    """Print the number and its limit; fail beyond the limit where the environment sets `COMPARE`.
+
+    A busy machine can make any time or rate worse, so no other assertion may depend on one.
+    """
+    limits = [f"at most {at_most:g}"] if at_most < math.inf else []
+    limits += [f"at least {at_least:g}"] if at_least > -math.inf else []
+    line = f"{name}: {value:.4g} {unit}".rstrip() + f" ({', '.join(limits)})"
+    print(line)
+    if compares_numbers():
+        assert at_least <= value <= at_most, line
