@@ -4,10 +4,15 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 
 from gateway.triton.embedded import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
+
+# A slow machine is no fault of what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
 LONGEST_FIRST = (
