@@ -117,6 +117,7 @@ class TritonPythonModel:
 
         Whoever cancels it leaves a file with the number that was not made, and when that was seen.
         """
+        self.note_begin()
         given = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]
         count, pause_s = (tensor.as_numpy()[0] for tensor in given)
         sender = request.get_response_sender()
@@ -146,6 +147,7 @@ class TritonPythonModel:
 
     def wait(self, request: Any) -> Any:
         """For SECONDS, or until it is cancelled; a file says which, after how long, and when."""
+        self.note_begin()
         given = pb_utils.get_input_tensor_by_name(request, self.inputs[0]).as_numpy()
         began, seconds = time.time(), float(given.max())
         while (waited := time.time() - began) < seconds and not request.is_cancelled():
@@ -154,6 +156,11 @@ class TritonPythonModel:
             how = "cancelled" if request.is_cancelled() else "finished"
             file.write(f"{how} {waited} {time.time()}\n")
         return self.made(given)
+
+    def note_begin(self) -> None:
+        """A file has a byte for each request that was begun."""
+        with (self.folder / "begun").open("a") as file:
+            file.write(".")
 
     def made(self, *values: Any) -> Any:
         kinds = (np.float32,) if self.behaviour == "patient" else (np.int32, np.int64)
