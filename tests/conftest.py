@@ -11,7 +11,9 @@ from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
 # A slow machine is no fault of what is tested.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tests", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tests")
 
 LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
