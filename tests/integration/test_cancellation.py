@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,29 +20,40 @@ import pytest
 
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
 from tests.support.servers import Command, Triton, free_ports, gateway
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
 NAMED = replace(PATIENT, name="named_by_a_glob")
-SETTINGS = {"cancellable_models": "none, named_*"}
+SETTINGS = {
+    "cancellable_models": "none, named_*",
+    "connect_timeout_s": "10",
+    # No deadline but a request's own stops an inference here.
+    "request_timeout_s": "3600",
+    "max_request_timeout_s": "3600",
+}
 DIALECTS = {"infer": "inputs", "predict": "instances"}
 
 
 class Model:
-    """How the inferences of a model ended, by what it wrote down itself."""
+    """What the inferences of a model have written down themselves, since this was made."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = f"/v1/models/{name}"
-        self._notes = folder / name / "ends"
-        self._notes.unlink(missing_ok=True)
+        self._begun, self._ends = folder / name / "begun", folder / name / "ends"
+        for note in (self._begun, self._ends):
+            note.unlink(missing_ok=True)
+
+    def begun(self) -> int:
+        return self._begun.stat().st_size if self._begun.exists() else 0
 
     def ends(self) -> list[tuple[str, float, float]]:
         """How, after how many seconds, and when."""
-        if not self._notes.exists():
+        if not self._ends.exists():
             return []
-        words = [line.split() for line in self._notes.read_text().splitlines()]
+        text = self._ends.read_text()
+        words = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
         return [(how, float(after), float(at)) for how, after, at in words]
 
-    def ended(self, count: int = 1) -> list[tuple[str, float, float]]:
+    def wait_for_ends(self, count: int = 1) -> list[tuple[str, float, float]]:
         wait_until(lambda: len(self.ends()) >= count)
         return self.ends()
 
@@ -86,18 +98,30 @@ def on_how_many(client: httpx.Client, model: str) -> int:
     return sum(replica["models"].get(model) == "READY" for replica in replicas)
 
 
+def outstanding(client: httpx.Client) -> float:
+    """How many requests the gateway waits for, by its metrics."""
+    page = client.get("/metrics").text
+    found = re.findall(r"^gateway_upstream_outstanding\{.*\} (\S+)$", page, re.MULTILINE)
+    return sum(map(float, found))
+
+
 def waiting(*seconds: float, key: str = "inputs") -> dict[str, Any]:
     return {key: list(seconds)}
 
 
-def leave(client: httpx.Client, path: str, body: object, after_s: float) -> float:
-    """Ask, and leave; when that was."""
-    with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
+@contextmanager
+def asking(client: httpx.Client, path: str, body: object) -> Iterator[None]:
+    """A request is under way inside; whoever asked leaves at the end."""
+    address = client.base_url.host, client.base_url.port or 80
+    with socket.create_connection(address, TIMEOUT_S) as connection:
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        time.sleep(after_s)
-    return time.time()
+        yield
+
+
+# Longer than any test waits: an inference that is over by then was stopped.
+LONG_S = 2 * TIMEOUT_S
 
 
 @pytest.mark.parametrize("verb", DIALECTS)
@@ -107,35 +131,37 @@ def test_who_leaves_stops_the_inference(
 ) -> None:
     asked = model(name)
     path = f"{asked.path}/infer" if verb == "infer" else f"{asked.path}:predict"
-    left = leave(client, path, waiting(8, key=DIALECTS[verb]), 0.2)
-    how, after_s, at = asked.ended()[0]
+    with asking(client, path, waiting(LONG_S, key=DIALECTS[verb])):
+        wait_until(asked.begun)
+    left = time.time()
+    ((how, _, at),) = asked.wait_for_ends()
     print(f"stopped {at - left:.3f} s after the client left")
     assert how == "cancelled"
-    assert after_s < 4
-    assert at - left < 0.5
 
 
 def test_a_deadline_stops_it_as_well(client: httpx.Client, model: Callable[[str], Model]) -> None:
-    asked, late_s = model(CANCELLABLE.name), []
-    for _ in range(3):
+    asked = model(CANCELLABLE.name)
+    for deadline_s in lengthening(0.2):
         began = time.monotonic()
         answer = client.post(
-            f"{asked.path}/infer", json=waiting(8), headers={"X-Request-Timeout": "0.3"}
+            f"{asked.path}/infer",
+            json=waiting(LONG_S),
+            headers={"X-Request-Timeout": str(deadline_s)},
         )
-        late_s.append(time.monotonic() - began - 0.3)
+        print(f"late by {1000 * (time.monotonic() - began - deadline_s):.0f} ms")
         assert (answer.status_code, answer.json()["code"]) == (504, "DEADLINE_PASSED")
-    assert {how for how, _, _ in asked.ended(3)} == {"cancelled"}
-    assert max(after_s for _, after_s, _ in asked.ends()) < 4
-    print(f"late by {[f'{1000 * late:.0f} ms' for late in late_s]}")
-    assert min(late_s) < 0.1
+        if asked.begun():  # in time, on this machine
+            break
+    assert {how for how, _, _ in asked.wait_for_ends()} == {"cancelled"}
 
 
 def test_any_other_model_runs_to_its_end(
     client: httpx.Client, model: Callable[[str], Model]
 ) -> None:
     asked = model(PATIENT.name)
-    leave(client, f"{asked.path}/infer", waiting(0.5), 0.1)
-    how, after_s, _ = asked.ended()[0]
+    with asking(client, f"{asked.path}/infer", waiting(0.5)):
+        wait_until(asked.begun)
+    ((how, after_s, _),) = asked.wait_for_ends()
     assert how == "finished"
     assert after_s >= 0.5
 
@@ -148,14 +174,15 @@ def test_a_batch_that_is_cut_is_joined_in_order_and_stopped_in_all_its_pieces(
     seconds = [0.01 * number for number in range(10)]
     answer = client.post(f"{asked.path}/infer", json=waiting(*seconds))
     assert answer.json()["outputs"]["Y"] == pytest.approx(seconds)
-    assert [how for how, _, _ in asked.ended(pieces)] == ["finished"] * pieces
+    assert [how for how, _, _ in asked.wait_for_ends(pieces)] == ["finished"] * pieces
     # They run one after the other; those that have not begun never do, or end at once.
-    left = leave(client, f"{asked.path}/infer", waiting(*[8] * 10), 0.2)
-    how, _, at = asked.ended(pieces + 1)[pieces]
-    assert how == "cancelled"
-    assert at - left < 0.5
-    answer = client.post(f"{asked.path}/infer", json=waiting(0))
-    assert answer.elapsed.total_seconds() < 4
+    with asking(client, f"{asked.path}/infer", waiting(*[LONG_S] * 10)):
+        wait_until(lambda: asked.begun() > pieces)
+    asked.wait_for_ends(pieces + 1)
+    assert ready(client, CANCELLABLE.name)
+    *stopped, (last, _, _) = asked.ends()[pieces:]
+    assert {how for how, _, _ in stopped} == {"cancelled"}
+    assert last == "finished"  # that of `ready`
 
 
 @pytest.mark.parametrize(
@@ -188,8 +215,6 @@ def test_no_connection_is_left_that_a_stopping_triton_would_wait_for(
     client: httpx.Client, triton: Triton, model: Callable[[str], Model]
 ) -> None:
     asked = model(CANCELLABLE.name)
-    leave(client, f"{asked.path}/infer", waiting(8), 0.2)
-    asked.ended()
 
     def connected() -> bool:
         return any(
@@ -197,6 +222,10 @@ def test_no_connection_is_left_that_a_stopping_triton_would_wait_for(
             for connection in psutil.Process(triton.pid).net_connections("tcp")
         )
 
+    with asking(client, f"{asked.path}/infer", waiting(LONG_S)):
+        wait_until(asked.begun)
+        assert connected()
+    asked.wait_for_ends()
     wait_until(lambda: not connected())
 
 
@@ -209,8 +238,8 @@ def test_tritonserver_outlives_hundreds_that_leave_as_their_answer_is_made(
 
     def many() -> None:
         for _ in range(150):
-            with suppress(OSError):
-                leave(client, path, waiting(0.02), max(drawn.gauss(0.03, 0.01), 0))
+            with suppress(OSError), asking(client, path, waiting(0.02)):
+                time.sleep(max(drawn.gauss(0.03, 0.01), 0))
 
     leavers = [threading.Thread(target=many) for _ in range(4)]
     for leaver in leavers:
@@ -227,7 +256,8 @@ def test_what_may_have_run_is_not_sent_again(
 ) -> None:
     with Triton(folder, CANCELLABLE.name) as other:
         other.wait()
-        with gateway(url_of(triton), url_of(other), **SETTINGS) as (client, _):
+        urls = url_of(triton), url_of(other)
+        with gateway(*urls, **SETTINGS) as (client, _):
             wait_until(lambda: on_how_many(client, CANCELLABLE.name) == 2)
             asked, statuses = model(CANCELLABLE.name), []
 
@@ -238,7 +268,8 @@ def test_what_may_have_run_is_not_sent_again(
             askers = [threading.Thread(target=ask) for _ in range(4)]
             for asker in askers:
                 asker.start()
-            time.sleep(0.5)
+            # One on each, and behind it another one.
+            wait_until(lambda: asked.begun() >= 2 and outstanding(client) == 4)
             other.kill()
             for asker in askers:
                 asker.join()

@@ -32,7 +32,8 @@ OTHERS = ("failing", "refusing", "single_BYTES", "sleeping")
 
 @pytest.fixture(scope="module")
 def served(zoo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Command]]:
-    with gateway(zoo_triton.options.url, connect_timeout_s="10") as (client, command):
+    settings = {"connect_timeout_s": "10", "request_timeout_s": "300"}
+    with gateway(zoo_triton.options.url, **settings) as (client, command):
         Zoo(client, AS_WRITTEN).load("ticking", *OTHERS)
         yield client, command
 
