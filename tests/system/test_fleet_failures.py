@@ -92,11 +92,14 @@ def test_a_triton_that_is_asked_to_stop_does_so_at_once_with_the_gateway_attache
 def test_what_a_model_takes_is_asked_of_another_where_the_first_is_silent(three: Fleet) -> None:
     """Several at once, so that the silent one gets some of them; alone it would be 504 after 30 s."""
     stopped = three.tritons[2]
-    paths = [f"/v1/models/{name}/versions/1" for name in ("echo", "other")]
-    paths += [f"/v2/models/{name}/stats" for name in ("echo", "other")] * 2
+    names = ["echo", "other", "unread1", "unread2", "unread3", "unread4"]
+    for name in names[2:]:
+        three.write_model(name)
+        assert three.load(name).status_code == 200
     stopped.signal(signal.SIGSTOP)
     try:
-        with ThreadPoolExecutor(len(paths)) as pool:
+        with ThreadPoolExecutor(len(names)) as pool:
+            paths = [f"/v1/models/{name}/versions/1" for name in names]
             answers = list(pool.map(three.client.get, paths))
         print(", ".join(f"{answer.elapsed.total_seconds() * 1000:.0f} ms" for answer in answers))
         assert {answer.status_code for answer in answers} == {200}
