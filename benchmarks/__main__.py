@@ -25,7 +25,7 @@ import typer
 from PIL import Image
 from tritonclient.http import InferenceServerClient, InferInput
 
-from benchmarks import fleet, hot_path, servers
+from benchmarks import fleet, hot_path, servers, streams
 from benchmarks.load import Measured, Request, measure
 from gateway.triton.embedded import EmbeddedTriton
 from tests.support.servers import triton_on_free_ports
@@ -231,6 +231,8 @@ def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
         for name, suite in suites.items():
             if only in ("", name):
                 lines += suite(triton, stack, seconds, count)
+        if only in ("", "streams"):
+            lines += streams.table(triton, stack)
     if only in ("", "hot-path"):
         lines += hot_path.table()
     if only in ("", "fleet"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.model_zoo.zoo import Model, Names, T, write_repository
+from tests.support.model_zoo.zoo import TICKING, Model, Names, T, write_repository
 from tests.support.servers import ROOT, Command, free_ports
 
 MODELS = (
@@ -24,6 +24,7 @@ MODELS = (
     Model("large", "identity", (T("X", "FP32", (-1,)),), (T("Y", "FP32", (-1,)),)),
     Model("blob", "length", (T("X", "BYTES", (1,)),), (T("Y", "INT32", (1,)),), 64),
     Model("array", "mean", (T("X", "FP32", (3, 224, 224)),), (T("Y", "FP32", (1,)),), 64),
+    TICKING,
 )
 
 PEERS = ROOT / ".venv-peers" / "bin" / "python"

@@ -17,6 +17,7 @@ import yaml
 
 from gateway.triton.embedded import EmbeddedTriton
 from tests.support.servers import ROOT
+from tests.support.wait import TIMEOUT_S
 
 FOLDER = ROOT / "deploy" / "monitoring"
 RULES = ("rules.yml", "alerts.yml")
@@ -65,7 +66,7 @@ def promtool(*arguments: str, folder: Path = FOLDER) -> str:
     if shutil.which("promtool") is None:
         pytest.fail("promtool is missing: apt-get install prometheus", pytrace=False)
     run = subprocess.run(
-        ["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+        ["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
@@ -149,7 +150,7 @@ def selectors_in(expression: str) -> Iterator[tuple[str, str, str, str]]:
 def known(demo_triton: EmbeddedTriton) -> dict[str, frozenset[str]]:
     """Every metric that there is, and its labels: Triton's as a real one shows them, plus `replica`."""
     port = demo_triton.options.metrics_port
-    page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+    page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S).text
     triton: dict[str, frozenset[str]] = {}
     for name, labels in re.findall(r"^(nv_\w+)(?:\{(.*)\})? ", page, re.MULTILINE):
         triton[name] = triton.get(name, frozenset()) | {"replica", *re.findall(r'(\w+)="', labels)}

@@ -22,7 +22,7 @@ from gateway.fleet.sequences import Sequences
 from gateway.tensors.sequence import Step, from_headers, from_parameters
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import Triton, gateway_before
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 V1, V2 = f"/v1/models/{COUNTING.name}/infer", f"/v2/models/{COUNTING.name}/infer"
 ONE = np.array([[1]], np.int32)
@@ -198,7 +198,7 @@ def urls(tritons: list[Triton]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def client(urls: list[str]) -> Iterator[httpx.Client]:
-    with gateway_before(*urls) as client:
+    with gateway_before(*urls, connect_timeout_s="10") as client:
         wait_until(lambda: on_how_many(client) == 2)
         yield client
 
@@ -215,7 +215,7 @@ class Seen(NamedTuple):
     """The count of a sequence, and the process that keeps it; or why there is none."""
 
     status: int
-    count: int = 0
+    number: int = 0
     process: int = 0
     code: str = ""
 
@@ -306,12 +306,12 @@ def test_fifty_sequences_that_mingle_keep_their_counts_and_their_replica(
 
     async def all_of_them() -> list[list[Seen]]:
         ids = [*range(1, 26), *(f"speaker {number}" for number in range(25))]
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as across:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=TIMEOUT_S) as across:
             return await asyncio.gather(*(one(across, each) for each in ids))
 
     found = asyncio.run(all_of_them())
     for told in found:
-        assert [each.count for each in told] == list(range(1, steps + 1)), told
+        assert [each.number for each in told] == list(range(1, steps + 1)), told
         assert len({each.process for each in told}) == 1
     shares = Counter(told[0].process for told in found)
     print(shares)
@@ -323,18 +323,18 @@ def test_another_gateway_goes_on_with_what_this_one_began(
 ) -> None:
     ids = [f"call {number}" for number in range(12)]
     begun = [ask(client, Step(each, start=True)) for each in ids]
-    with gateway_before(*reversed(urls)) as other:
+    with gateway_before(*reversed(urls), connect_timeout_s="10") as other:
         wait_until(lambda: on_how_many(other) == 2)
         for way in ("parameters", "passed on, both"):
             gone_on = [ask(other, Step(each), way) for each in ids]
             assert [each.process for each in gone_on] == [each.process for each in begun]
-    assert {each.count for each in gone_on} == {3}
+    assert {each.number for each in gone_on} == {3}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_never_started_or_has_ended_is_said(client: httpx.Client, way: str) -> None:
     assert ask(client, Step(f"unheard of {way}"), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
-    assert ask(client, Step(way, start=True, end=True), way).count == 1
+    assert ask(client, Step(way, start=True, end=True), way).number == 1
     assert ask(client, Step(way), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
 
 
@@ -355,8 +355,8 @@ def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends
         told = ask(client, Step(f"new {each}"))
         if after[each] == joined:
             assert told == Seen(409, code="SEQUENCE_NOT_RUNNING")
-            assert ask(client, Step(f"new {each}", start=True)).count == 1
-            assert ask(client, Step(f"new {each}")).count == 2
+            assert ask(client, Step(f"new {each}", start=True)).number == 1
+            assert ask(client, Step(f"new {each}")).number == 2
         else:
             assert told == Seen(200, 2, after[each])
     assert {each: ask(client, Step(each)).process for each in ids} == before
