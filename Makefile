@@ -14,7 +14,7 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test test-unit rerun-failed coverage coverage-report faults containers page check fmt
+.PHONY: run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
 .PHONY: bench bench-peers resnet50 manifests crds lock clean models examples
 
 run: $(VENV)/.gateway models
@@ -46,6 +46,14 @@ coverage-report: $(VENV)/.dev
 # One after the other: most of them measure.
 faults: $(VENV)/.dev models
 	@$(BIN)/python -m tests.faults $(ARGS)
+
+# Hostile requests at full speed beside good traffic, for an hour; MINUTES=5 for less.
+soak: $(VENV)/.dev models
+	@MINUTES=$(or $(MINUTES),60) $(BIN)/python -m tests.soak
+
+# Mutated bytes for everything that reads a client's or a replica's, for ten minutes; MINUTES=1 for less.
+fuzz: $(VENV)/.dev
+	@MINUTES=$(or $(MINUTES),10) $(BIN)/python -m tests.fuzz
 
 # The images, built and run without a registry and a cluster; what is missing for it is said.
 containers: $(VENV)/.dev
