@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from gateway.errors import DoesNotFit, ModelFault, NotAcceptable, Unrepresentable
+from gateway.errors import DoesNotFit, Malformed, ModelFault, NotAcceptable, Unrepresentable
 from gateway.tensors.dtypes import Kind
-from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS, media_type
+from gateway.tensors.media_type import split_parameters
+from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS
 from gateway.tensors.signature import Signature, Tensor
 
 MAGIC = {
@@ -28,6 +29,8 @@ MAGIC = {
 
 # Numbers that orjson writes in about a millisecond.
 PIECE_SIZE = 16_384
+# Browsers send some 150 characters.
+MAX_ACCEPT = 2048
 
 
 @dataclass(frozen=True)
@@ -259,10 +262,14 @@ class Range(NamedTuple):
 
 
 def media_ranges(accept: str) -> list[Range]:
-    """As they stand in the header; one that names nothing is as good as none."""
+    """As they stand in the header; one that names nothing is as good as none. Raises `Malformed`."""
+    if len(accept) > MAX_ACCEPT:
+        raise Malformed(
+            f"the Accept header is longer than {MAX_ACCEPT} characters; name fewer media types"
+        )
     ranges = []
     for position, entry in enumerate(accept.split(",")):
-        name, parameters = media_type(entry)
+        name, parameters = split_parameters(entry)
         try:
             quality = float(parameters.get("q", "1"))
         except ValueError:

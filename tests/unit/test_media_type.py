@@ -1,0 +1,78 @@
+"""Header values with parameters, by RFC 9110; and how long they may be."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import Malformed, UnsupportedBody
+from gateway.tensors.media_type import MAX_CONTENT_TYPE, media_type, split_parameters
+from gateway.tensors.outputs import MAX_ACCEPT, media_ranges, preferences
+
+TOKENS = st.text(string.ascii_lowercase + string.digits + "-._", min_size=1, max_size=10)
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "parameters"),
+    [
+        ("", "", {}),
+        ("text/plain", "text/plain", {}),
+        (" Text/Plain ", "text/plain", {}),
+        ("text/plain; charset=UTF-8", "text/plain", {"charset": "UTF-8"}),
+        ("text/plain;charset=utf-8;", "text/plain", {"charset": "utf-8"}),
+        ('text/plain; Charset = "utf-8" ; a=b', "text/plain", {"charset": "utf-8", "a": "b"}),
+        ('a/b; c="d;e=f"; g=h', "a/b", {"c": "d;e=f", "g": "h"}),
+        (r'a/b; c="d\"e\\f"', "a/b", {"c": r'd"e\f'}),
+        (r'form-data; filename="C:\dir\a.png"', "form-data", {"filename": r"C:\dir\a.png"}),
+        ('a/b; c="unclosed; d=e', "a/b", {"c": "unclosed; d=e"}),
+        ('a/b; c="d" e; f=g', "a/b", {"c": "d", "f": "g"}),
+        ("a/b; c; =d; ;; e=", "a/b", {"c": "", "e": ""}),
+        ("a/b; c=d; c=e", "a/b", {"c": "e"}),
+        ('a/b; c=""', "a/b", {"c": ""}),
+        ('a/b; c="ends with a backslash\\', "a/b", {"c": "ends with a backslash"}),
+        (";a=b", "", {"a": "b"}),
+    ],
+)
+def test_a_header_is_a_value_and_parameters(
+    header: str, value: str, parameters: dict[str, str]
+) -> None:
+    assert split_parameters(header) == (value, parameters)
+
+
+@given(TOKENS, st.dictionaries(TOKENS, st.text(max_size=20), max_size=5))
+def test_what_is_quoted_is_read_back(value: str, parameters: dict[str, str]) -> None:
+    def quote(text: str) -> str:
+        escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+
+    header = "; ".join([value, *(f"{name}={quote(text)}" for name, text in parameters.items())])
+    assert split_parameters(header) == (value, parameters)
+
+
+@given(st.text(alphabet='ab;="\\ ,/\t', max_size=60))
+def test_no_header_does_any_harm(header: str) -> None:
+    value, parameters = split_parameters(header)
+    assert ";" not in value
+    assert all(parameters)
+
+
+def test_a_content_type_has_a_length_that_types_have() -> None:
+    longest = "text/plain; a=".ljust(MAX_CONTENT_TYPE, "b")
+    assert media_type(longest)[0] == "text/plain"
+    with pytest.raises(UnsupportedBody, match="send a Content-Type of at most 1024 bytes"):
+        media_type(longest + "b")
+
+
+def test_an_accept_header_has_a_length_that_they_have() -> None:
+    assert preferences("a/a;q=0.1, b/b" + ", " * 100) == ["b/b", "a/a"]
+    assert len(media_ranges("a," * (MAX_ACCEPT // 2))) == MAX_ACCEPT // 2
+    with pytest.raises(Malformed, match="longer than 2048 characters"):
+        media_ranges("a" * (MAX_ACCEPT + 1))
+
+
+@pytest.mark.parametrize("quality", ["1" * 2000, "nan", "inf", "-1", "1e999", '"', ""])
+def test_a_quality_that_is_none_does_no_harm(quality: str) -> None:
+    preferences(f"a/a;q={quality}, b/b;q=0.5")
