@@ -1,0 +1,40 @@
+"""The orientation in a block of EXIF metadata, which is a TIFF file without an image (Exif 3.0, 4.5.2)."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+PREFIX: Final = b"Exif\0\0"
+BYTE_ORDERS: Final = {b"II*\0": "<", b"MM\0*": ">"}
+ORIENTATION: Final = 0x0112
+# The first directory of a real file has some twenty entries.
+MAX_ENTRIES: Final = 512
+# By datatype: a number at the beginning of the entry's four bytes of value.
+NUMBERS: Final = {1: "B", 3: "H", 4: "L"}
+UPRIGHT: Final = 1
+
+
+def read_orientation(block: bytes) -> int:
+    """1 to 8 as the block says, and 1 for a block that is damaged, says nothing or something else."""
+    try:
+        return find_orientation(block.removeprefix(PREFIX))
+    except struct.error:
+        return UPRIGHT
+
+
+def find_orientation(tiff: bytes) -> int:
+    order = BYTE_ORDERS.get(tiff[:4])
+    if order is None:
+        return UPRIGHT
+    (directory,) = struct.unpack_from(f"{order}L", tiff, 4)
+    (count,) = struct.unpack_from(f"{order}H", tiff, directory)
+    entry = struct.Struct(f"{order}HHL4s")
+    for number in range(min(count, MAX_ENTRIES)):
+        tag, datatype, values, value = entry.unpack_from(tiff, directory + 2 + entry.size * number)
+        if tag == ORIENTATION:
+            if datatype not in NUMBERS or values != 1:
+                return UPRIGHT
+            (orientation,) = struct.unpack_from(order + NUMBERS[datatype], value)
+            return orientation if 1 <= orientation <= 8 else UPRIGHT
+    return UPRIGHT
