@@ -67,7 +67,7 @@ ROUTERS = (
     metrics_page.router,
     page.router,
 )
-HANDLED = (HTTPException, RequestValidationError, Exception)
+HANDLED = (HTTPException, RequestValidationError, MemoryError, Exception)
 
 
 def spare_the_collector() -> None:

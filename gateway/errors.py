@@ -201,6 +201,15 @@ class Unavailable(GatewayError):
     status, code, retry_after_s = 503, "UNAVAILABLE", 1
 
 
+class OutOfMemory(GatewayError):
+    status, code, retry_after_s = 503, "OUT_OF_MEMORY", 1
+
+    def __init__(self) -> None:
+        super().__init__(
+            "there is not enough memory for this request now; try again, or send less at a time"
+        )
+
+
 class TooManyConnections(GatewayError):
     status, code, retry_after_s = 503, "TOO_MANY_CONNECTIONS", 1
 
@@ -269,6 +278,9 @@ async def render(request: Request, exc: Exception) -> Response:
     from fastapi.exceptions import RequestValidationError  # noqa: PLC0415
 
     request_id = str(request.scope.get("request_id", ""))
+    if isinstance(exc, MemoryError):
+        log.warning("out of memory", extra={"request_id": request_id})
+        exc = OutOfMemory()
     if isinstance(exc, GatewayError):
         status, code, sentence = exc.status, exc.code, exc.detail
     elif isinstance(exc, HTTPException):
