@@ -116,7 +116,11 @@ class Settings(BaseSettings):
         description="The memory that the bodies and answers of requests may take together, in each process; "
         "0 means a quarter of the memory limit, shared by the workers. The next request is 429.",
     )
-    max_image_pixels: int = Field(25_000_000, gt=0, description="The most pixels of one image.")
+    max_image_pixels: int = Field(
+        25_000_000,
+        gt=0,
+        description="The most pixels of one image, and of all images of a request as its model takes them.",
+    )
     max_pixels_in_flight: int = Field(
         100_000_000, gt=0, description="The most pixels that are decoded at the same time."
     )

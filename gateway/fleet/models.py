@@ -33,6 +33,8 @@ from gateway.words import listed, quoted
 FRESH_S = 2.0  # a signature older than this is asked for again, while it goes on serving
 OLD_S = 10.0  # … and one of a model that nobody asked for lately is not relied upon
 METADATA_TIMEOUT_S = 5.0
+# Pieces of one batch that are under way: each has a connection of its own.
+PIECES_AT_A_TIME = 32
 # Triton and what we know of the model disagree: read it again.
 CONTRADICTIONS = (UnknownModel, ModelNotReady, DoesNotFit)
 
@@ -132,7 +134,10 @@ class Models:
             return await self._infer_piece(model, pieces[0], call)
         if call.step is not None:  # its pieces would have no order
             raise DoesNotFit(f"a step of a sequence has at most {model.max_batch_size} items")
-        tasks = [asyncio.create_task(self._infer_part(model, piece, call)) for piece in pieces]
+        turns = asyncio.Semaphore(PIECES_AT_A_TIME)
+        tasks = [
+            asyncio.create_task(self._infer_part(model, piece, call, turns)) for piece in pieces
+        ]
         with waited_at_once():
             try:
                 return joined(await asyncio.gather(*tasks))
@@ -140,10 +145,13 @@ class Models:
                 for task in tasks:
                     task.cancel()
 
-    async def _infer_part(self, model: Signature, piece: Inputs, call: Call) -> Result:
+    async def _infer_part(
+        self, model: Signature, piece: Inputs, call: Call, turns: asyncio.Semaphore
+    ) -> Result:
         """A piece of a batch; what the model says of «item 2» is counted within the piece."""
         try:
-            return await self._infer_piece(model, piece, call)
+            async with turns:
+                return await self._infer_piece(model, piece, call)
         except (RefusedByModel, DoesNotFit) as exc:
             first, last = piece.offset + 1, piece.offset + piece.batch_size
             exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"

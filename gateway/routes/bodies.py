@@ -17,14 +17,15 @@ from gateway.decoding.decoders import Decoders
 from gateway.errors import BodyTooLarge, Malformed, UnsupportedBody
 from gateway.memory import Charge
 from gateway.tensors import schema
+from gateway.tensors.media_type import media_type
 from gateway.tensors.payload import (
     JSON,
     MULTIPART,
     NPZ,
+    OCTETS,
     Form,
     Limits,
     Payload,
-    media_type,
     read_payload,
 )
 
@@ -32,11 +33,10 @@ from gateway.tensors.payload import (
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_STEP_BYTES = 64 << 10
 INFLATE_STEP_BYTES = 1 << 20
-# Larger ones are parsed in a thread, and the largest in a process: the parser of JSON holds the GIL, and an
-# archive may inflate. Other types are taken as they are.
+# Larger bodies are read in a thread, large JSON and archives in a process: the parser of JSON holds the GIL,
+# and an archive may inflate.
 MAX_INLINE_BYTES = 16 << 10
 MAX_THREAD_JSON_BYTES = 256 << 10
-TO_BE_PARSED = (JSON, NPZ)
 # Bytes of memory for a byte of the body: the body itself, its tensors, and what is sent to Triton. Numbers
 # take less room in JSON than as tensors.
 USUAL_MEMORY_FACTOR = 3
@@ -53,22 +53,33 @@ class LargeBody:
 
 async def receive_payload(
     request: Request, limits: Limits, decoders: Decoders, charge: Charge
-) -> Payload | LargeBody:
-    """Return the parts of a request's body. A multipart body is taken apart as it arrives."""
+) -> Payload | Form | LargeBody:
+    """Return the parts of a request's body, or what only a process may decode.
+
+    A multipart body is taken apart as it arrives.
+    """
     content_type = request.headers.get("content-type", "")
-    name = media_type(content_type)[0]
+    name, _ = media_type(content_type)
     if name == MULTIPART:
         form = Form(content_type, limits)
         async for chunk in charged_body(request, limits.max_bytes, charge):
             form.feed(chunk)
-        return form.payload()
+        if form.size <= MAX_INLINE_BYTES:
+            return form.payload()
+        return (
+            form if form.json_size > MAX_THREAD_JSON_BYTES else await decoders.run(0, form.payload)
+        )
     body = await whole_body(request, limits.max_bytes, charge)
     read = partial(read_payload, body, content_type, limits)
-    if name not in TO_BE_PARSED or len(body) <= MAX_INLINE_BYTES:
+    if len(body) <= MAX_INLINE_BYTES or is_taken_as_it_is(name):
         return read()
-    if len(body) <= MAX_THREAD_JSON_BYTES and name == JSON:
-        return await decoders.run(0, read)
-    return LargeBody(body, content_type)
+    if name == NPZ or (name == JSON and len(body) > MAX_THREAD_JSON_BYTES):
+        return LargeBody(body, content_type)
+    return await decoders.run(0, read)
+
+
+def is_taken_as_it_is(media_type_name: str) -> bool:
+    return media_type_name == OCTETS or media_type_name.startswith("image/")
 
 
 async def whole_body(request: Request, max_bytes: int, charge: Charge) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Annotated, Any
 
 import anyio
@@ -22,6 +23,7 @@ from gateway.memory import Charge
 from gateway.routes.bodies import (
     MAX_INLINE_BYTES,
     MAX_THREAD_JSON_BYTES,
+    LargeBody,
     answers,
     receive_payload,
     refusals,
@@ -31,10 +33,10 @@ from gateway.routes.services import Services, ServicesForInference
 from gateway.routes.streams import Streamed, form_of
 from gateway.tensors import predict as dialect
 from gateway.tensors import schema, sequence
-from gateway.tensors.decode import decode_body, decode_payload, decode_predict, read_predict
+from gateway.tensors.decode import decode_body, decode_form, decode_predict, read_predict
 from gateway.tensors.dtypes import DATATYPES
-from gateway.tensors.images import ImageLimits, pixels
-from gateway.tensors.inputs import Inputs, images_of, to_inputs
+from gateway.tensors.images import ImageLimits
+from gateway.tensors.inputs import Inputs, convert, screen
 from gateway.tensors.outputs import Rendered, Result, jsonable, renderer, text_or_base64
 from gateway.tensors.payload import JSON, NPY, NPZ, Limits, Payload
 from gateway.tensors.sequence import Step
@@ -48,10 +50,12 @@ FIRST_VALUES = 8
 # Bytes of memory for a byte of the answer's tensors, which is written in JSON.
 ANSWER_MEMORY_FACTOR = 4
 MOST_PARAMETERS = 1000
-# Converting numbers of this many bytes is worth a thread.
+# Converting values of this size is worth a thread: the event loop would notice.
 LARGE_ARRAY_BYTES = 1 << 20
 # Decoding more pixels takes long enough to be worth a process.
 MAX_THREAD_PIXELS = 4_000_000
+# A value in a list takes as long as so many bytes of an array.
+BYTES_PER_LISTED_VALUE = 32
 
 # What the API's description says.
 FAILURES = refusals(404, 406, 409, 415, 502, 504)
@@ -211,21 +215,25 @@ class Exchange:
         await self.enter()
         if isinstance(body, Payload):
             return body, await self.convert(body)
-        arguments = (body.data, body.content_type, self.signature, self.limits, self.image_limits)
-        return await decoders.run_process(0, self.left_s, decode_body, *arguments)
+        run = partial(decoders.run_process, 0, self.left_s)
+        arguments = (self.signature, self.limits, self.image_limits)
+        if isinstance(body, LargeBody):
+            return await run(decode_body, body.data, body.content_type, *arguments)
+        return await run(decode_form, body, *arguments)
 
     async def convert(self, payload: Payload) -> Inputs:
         """Return the tensors; images and large arrays are converted off the event loop."""
         decoders = self.services.decoders
-        found = images_of(payload, self.signature, self.image_limits)
-        most = sum(map(pixels, found))
-        if most > MAX_THREAD_PIXELS:
-            arguments = (payload, self.signature, self.image_limits)
-            return (await decoders.run_process(most, self.left_s, decode_payload, *arguments))[1]
-        work = partial(to_inputs, payload, self.signature, self.image_limits)
-        if found or size_of(payload) > LARGE_ARRAY_BYTES:
-            return await decoders.run(most, work)
-        return work()
+        look = partial(screen, payload, self.signature, self.image_limits)
+        is_large = size_of(payload) > LARGE_ARRAY_BYTES
+        screened = await decoders.run(0, look) if is_large else look()
+        cost = screened.decoding_cost
+        if cost > MAX_THREAD_PIXELS:
+            arguments = (screened, self.signature)
+            return await decoders.run_process(cost, self.left_s, convert, *arguments)
+        if cost or is_large:
+            return await decoders.run(cost, partial(convert, screened, self.signature))
+        return convert(screened, self.signature)
 
     async def decode_predict(self, request: Request) -> tuple[bool, list[Inputs]]:
         """Receive the body of `:predict` and take a place; whether it has columns, and the tensors."""
@@ -344,7 +352,8 @@ async def infer(
         outputs = output_names(asked.signature, payload.outputs) or tuple(asked.signature.outputs)
         render = renderer(request.headers.get("accept", ""), asked.signature, outputs)
         if dry_run:
-            return Response(orjson.dumps(described(asked.signature, inputs)), media_type=JSON)
+            document = await services.decoders.run(0, partial(described, asked.signature, inputs))
+            return Response(orjson.dumps(document), media_type=JSON)
         result = await asked.result(inputs, payload)
         return await asked.respond([result], partial(render, result))
 
@@ -404,13 +413,26 @@ async def results_of(pieces: list[Inputs], asked: Exchange) -> list[Result]:
 
 
 def size_of(payload: Payload) -> int:
-    """About how many bytes of numbers there are to convert."""
-    values = [part.value for parts in payload.parts.values() for part in parts]
-    return sum(
-        value.nbytes if isinstance(value, np.ndarray) else 8 * len(value)
-        for value in values
-        if isinstance(value, (np.ndarray, list))
-    )
+    """About how many bytes there are to convert; of what is large, a number above `LARGE_ARRAY_BYTES`."""
+    return sum(size_of_value(part.value) for parts in payload.parts.values() for part in parts)
+
+
+def size_of_value(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if not isinstance(value, list):
+        return len(value) if isinstance(value, (str, bytes)) else 0
+    level, size = value, BYTES_PER_LISTED_VALUE * len(value)
+    while level and size <= LARGE_ARRAY_BYTES:
+        kinds = set(map(type, level))
+        if not kinds.isdisjoint((str, bytes)):
+            size += sum(len(item) for item in level if isinstance(item, (str, bytes)))
+        if list not in kinds:
+            break
+        nested = chain.from_iterable(item for item in level if isinstance(item, list))
+        level = list(islice(nested, LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1))
+        size += BYTES_PER_LISTED_VALUE * len(level)
+    return size
 
 
 def described(signature: Signature, inputs: Inputs) -> Mapping[str, Any]:

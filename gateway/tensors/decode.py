@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gateway.errors import TooLarge
 from gateway.tensors import predict
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import Inputs, to_inputs
-from gateway.tensors.payload import (
-    JSON,
-    Limits,
-    Payload,
-    check_json_memory,
-    media_type,
-    read_payload,
-)
+from gateway.tensors.media_type import media_type
+from gateway.tensors.payload import JSON, Form, Limits, Payload, check_json_memory, read_payload
 from gateway.tensors.signature import Signature
+
+# Instances of a request that are an inference each.
+MAX_ROWS = 1000
 
 
 def decode_body(
@@ -32,6 +30,14 @@ def decode_body(
     if media_type(content_type)[0] == JSON:
         check_json_memory(body, limits)
     return decode_payload(read_payload(body, content_type, limits), signature, image_limits)
+
+
+def decode_form(
+    form: Form, signature: Signature, limits: Limits, image_limits: ImageLimits
+) -> tuple[Payload, Inputs]:
+    """The same of a form that was fed its whole body."""
+    form.check_json_memory(limits)
+    return decode_payload(form.payload(), signature, image_limits)
 
 
 def decode_payload(
@@ -52,6 +58,11 @@ def read_predict(body: bytes, signature: Signature, limits: Limits) -> tuple[boo
         return True, [predict.from_columns(columns)]
     if signature.stackable:
         return False, [predict.from_rows(rows)]
+    if len(rows) > MAX_ROWS:
+        raise TooLarge(
+            f"the model has no batch dimension: a request has at most {MAX_ROWS} instances, "
+            f"and this one has {len(rows)}"
+        )
     return False, [predict.from_row(row) for row in rows]
 
 

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import io
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from gateway.errors import BadImage, TooLarge
+from gateway.tensors.image_header import ImageHeader, essential_bytes, read_image_header
 from gateway.tensors.signature import ImageSpec, Layout
+from gateway.words import quoted
 
-# Pillow opens over forty formats; these are the ones people post, and the best-tried decoders.
-FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_SIDE = 16_384
 SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+SIDEWAYS: Final = 5  # from this EXIF orientation on, height and width change places
+TURNS: Final[Mapping[int, Image.Transpose]] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What Pillow lets escape when the file is damaged.
+UNDECODABLE: Final = (
+    OSError,
+    EOFError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    struct.error,
+)
 
 # The limit is ours, and checked before a pixel is decoded; Pillow's own only warns.
 Image.MAX_IMAGE_PIXELS = None
@@ -22,52 +48,46 @@ Image.MAX_IMAGE_PIXELS = None
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """How large an image may be, in pixels and along a side."""
+    """How large an image may be, in pixels and along a side; and the images of a request as they are held."""
 
     max_pixels: int = 25_000_000
     max_side: int = MAX_SIDE
 
 
-def opened(data: bytes, limits: ImageLimits, name: str) -> Image.Image:
-    """The image with its size and mode known and nothing decoded.
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image within the limits, of which nothing is decoded."""
 
-    Raises `BadImage`, or `TooLarge` for more pixels than the limit.
-    """
-    if not data:
-        raise BadImage(f"the image for '{name}' is empty")
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise BadImage(f"what came for '{name}' is not an image in JPEG, PNG or WebP") from None
-    except (OSError, ValueError, SyntaxError, EOFError):
-        raise BadImage(f"the image for '{name}' is damaged") from None
-    width, height = image.size
-    if width * height > limits.max_pixels:
+    data: bytes
+    header: ImageHeader
+
+
+def screen_image(data: bytes, limits: ImageLimits, name: str) -> EncodedImage:
+    """Raises `BadImage`, or `TooLarge` for more pixels than the limit."""
+    header = read_image_header(data, name)
+    width, height = header.width, header.height
+    if header.pixels > limits.max_pixels:
         raise TooLarge(
-            f"the image for '{name}' has {width} × {height} pixels; "
+            f"the image for {quoted(name)} has {width} × {height} pixels; "
             f"the limit is {limits.max_pixels} pixels"
         )
     if max(width, height) > limits.max_side:
         raise TooLarge(
-            f"the image for '{name}' is {width} × {height}; the limit is {limits.max_side} along a side"
+            f"the image for {quoted(name)} is {width} × {height}; "
+            f"the limit is {limits.max_side} along a side"
         )
-    return image
+    return EncodedImage(data, header)
 
 
-def pixels(image: Image.Image) -> int:
-    return image.width * image.height
-
-
-def decoded(image: Image.Image, spec: ImageSpec, name: str) -> np.ndarray:
+def decode_image(image: EncodedImage, spec: ImageSpec, name: str) -> np.ndarray:
     """UINT8 values 0..255 in the layout and size of `spec`; EXIF orientation applied.
 
-    Shape [height, width], [channels, height, width] or [height, width, channels].
+    Shape [height, width], [channels, height, width] or [height, width, channels]. Raises `BadImage`.
     """
     try:
-        upright = oriented(image, spec)
-    except (OSError, ValueError, SyntaxError, EOFError, MemoryError):
-        raise BadImage(f"the image for '{name}' is truncated or damaged") from None
-    converted = in_mode(upright, spec.mode)
+        converted = in_mode(upright(image, spec), spec.mode)
+    except UNDECODABLE:
+        raise BadImage(f"the image for {quoted(name)} is truncated or damaged") from None
     size = (
         converted.width if spec.width < 0 else spec.width,
         converted.height if spec.height < 0 else spec.height,
@@ -81,14 +101,20 @@ def decoded(image: Image.Image, spec: ImageSpec, name: str) -> np.ndarray:
     return array.transpose(2, 0, 1) if spec.layout is Layout.CHANNELS_FIRST else array
 
 
-def oriented(image: Image.Image, spec: ImageSpec) -> Image.Image:
-    """Decoded and upright; a JPEG is decoded at a reduced scale when the model wants a small one."""
-    turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations that swap the sides
-    size = (spec.height, spec.width) if turned else (spec.width, spec.height)
+def upright(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
+    """Decoded and turned; a JPEG is decoded at a reduced scale when the model wants a small one."""
+    header = encoded.header
+    file = io.BytesIO(essential_bytes(encoded.data, header))
+    image = Image.open(file, formats=(header.format,))
+    if image.size != (header.width, header.height):
+        raise ValueError("its size is not the one that was screened")
+    is_sideways = header.orientation >= SIDEWAYS
+    size = (spec.height, spec.width) if is_sideways else (spec.width, spec.height)
     if min(size) > 0 and image.mode in ("L", "RGB"):
         image.draft(image.mode, size)
     image.load()
-    return ImageOps.exif_transpose(image)
+    turn = TURNS.get(header.orientation)
+    return image if turn is None else image.transpose(turn)
 
 
 def in_mode(image: Image.Image, mode: str) -> Image.Image:

@@ -7,21 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import orjson
-from PIL import Image
 
-from gateway.errors import DoesNotFit
+from gateway.errors import DoesNotFit, TooLarge
 from gateway.tensors import images
+from gateway.tensors.data_uri import from_base64, is_data_uri
 from gateway.tensors.dtypes import BF16, Datatype, Kind
-from gateway.tensors.payload import DATA_URI, NPY_MAGIC, Part, Payload, from_base64, npy
+from gateway.tensors.long_lists import (
+    PIECE,
+    concatenated,
+    extremes,
+    lengths_in,
+    to_array,
+    types_in,
+    values_of,
+)
+from gateway.tensors.npy import MAGIC, MAX_DIMENSIONS, read_npy
+from gateway.tensors.payload import Part, Payload
 from gateway.tensors.signature import ImageSpec, Signature, Tensor
 from gateway.words import listed, quoted
 
+# However small they are, each takes its time to open.
+MAX_IMAGES = 4096
+# Inferences that one batch may become: they hold the place of one.
+MAX_PIECES = 1000
 # From here on a JSON number that is read as floating point may have been another integer.
 LARGEST_EXACT = 1 << 53
 SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -43,38 +56,100 @@ class Inputs:
     rows: int = 0  # of a request that wants an answer for each
 
     def cut(self, max_batch_size: int) -> Iterator[Inputs]:
-        """The same in pieces that Triton takes, in order."""
+        """The same in pieces that Triton takes, in order. Raises `TooLarge`."""
         if not self.batch_size or self.batch_size <= max_batch_size:
             yield self
             return
+        if self.batch_size > MAX_PIECES * max_batch_size:
+            raise TooLarge(
+                f"a batch of {self.batch_size} items is too large for the model, which takes "
+                f"{max_batch_size} at a time; send at most {MAX_PIECES * max_batch_size} items"
+            )
         for start in range(0, self.batch_size, max_batch_size):
             end = min(start + max_batch_size, self.batch_size)
             piece = {name: array[start:end] for name, array in self.arrays.items()}
             yield Inputs(piece, end - start, self.batched, start, end - start if self.rows else 0)
 
 
-def images_of(
-    payload: Payload, signature: Signature, limits: images.ImageLimits
-) -> list[Image.Image]:
-    """The encoded images among the parts, opened and within the limits, but not decoded."""
-    found = []
-    for name, parts in assigned(payload, signature).items():
-        if signature.inputs[name].image is not None:
-            blobs = chain.from_iterable(encoded(part.value) for part in parts)
-            found += [images.opened(blob, limits, name) for blob in blobs]
-    return found
+@dataclass(frozen=True)
+class ScreenedPayload:
+    """A payload whose parts are with their inputs, and whose images and NumPy files were looked at.
+
+    A value is an `EncodedImage`, a list of these, or what it was.
+    """
+
+    payload: Payload
+    parts: Mapping[str, list[Part]]
+
+    @property
+    def decoding_cost(self) -> int:
+        """What decoding its images costs, in pixels."""
+        values = (part.value for parts in self.parts.values() for part in parts)
+        return sum(
+            image.header.decoding_cost for value in values for image in encoded_images(value)
+        )
+
+
+def screen(payload: Payload, signature: Signature, limits: images.ImageLimits) -> ScreenedPayload:
+    """Assign the parts to inputs, and check what files declare. Nothing is decoded.
+
+    Raises `DoesNotFit`, `BadImage`, `TooLarge` or `Malformed`.
+    """
+    parts = {
+        name: [recognised(part, signature.inputs[name], limits) for part in found]
+        for name, found in named(payload, signature).items()
+    }
+    for name, found in parts.items():
+        check_images(found, signature.inputs[name], limits)
+    return ScreenedPayload(payload, parts)
+
+
+def check_images(parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits) -> None:
+    """A request's images are held decoded, all at once. Raises `TooLarge`."""
+    spec = tensor.image
+    found = [image for part in parts for image in encoded_images(part.value)]
+    if spec is None or len(found) < 2:
+        return
+    if len(found) > MAX_IMAGES:
+        raise TooLarge(
+            f"{quoted(tensor.name)} takes at most {MAX_IMAGES} images at a time; got {len(found)}"
+        )
+    if min(spec.height, spec.width) > 0:
+        held = len(found) * spec.height * spec.width
+    else:
+        held = sum(image.header.pixels for image in found)
+    if held > limits.max_pixels:
+        raise TooLarge(
+            f"the {len(found)} images for {quoted(tensor.name)} become {held} pixels; "
+            f"the limit is {limits.max_pixels} pixels; send fewer at a time"
+        )
+
+
+def encoded_images(value: Any) -> Sequence[images.EncodedImage]:
+    """The images that a screened value holds."""
+    if isinstance(value, images.EncodedImage):
+        return [value]
+    if isinstance(value, list) and value and isinstance(value[0], images.EncodedImage):
+        return value
+    return ()
 
 
 def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits) -> Inputs:
-    """The tensors that the model is sent. Raises `DoesNotFit`, `BadImage` or `TooLarge`."""
+    """The tensors that the model is sent. Raises `DoesNotFit`, `BadImage`, `TooLarge` or `Malformed`."""
+    return convert(screen(payload, signature, limits), signature)
+
+
+def convert(screened: ScreenedPayload, signature: Signature) -> Inputs:
+    """The tensors that the model is sent. Raises `DoesNotFit` or `BadImage`."""
+    payload = screened.payload
     arrays: dict[str, np.ndarray] = {}
     batched: dict[str, bool] = {}
-    for name, parts in assigned(payload, signature).items():
+    for name, parts in screened.parts.items():
         tensor = signature.inputs[name]
         if payload.stacked or len(parts) > 1:
-            arrays[name], batched[name] = stacked(parts, tensor, limits, signature.batching), True
+            arrays[name], batched[name] = stacked(parts, tensor, signature.batching), True
         else:
-            arrays[name], batched[name] = fitted(parts[0], tensor, limits, signature.batching)
+            arrays[name], batched[name] = fitted(parts[0], tensor, signature.batching)
     rows = max(map(len, payload.parts.values()), default=0) if payload.stacked else 0
     if not signature.batching:
         return Inputs(arrays, rows=rows)
@@ -85,20 +160,21 @@ def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits
     return Inputs(arrays, next(iter(sizes.values()), 0), any(batched.values()), rows=rows)
 
 
-def assigned(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
-    """Which parts go to which input, and what they are to it."""
-    return {
-        name: [recognised(part, signature.inputs[name]) for part in parts]
-        for name, parts in named(payload, signature).items()
-    }
-
-
-def recognised(part: Part, tensor: Tensor) -> Part:
-    """For numbers, bytes that begin as NumPy's file does are one: curl gives a file no better type."""
-    blob = part.value
-    if tensor.datatype.kind is Kind.BYTES or not isinstance(blob, bytes):
+def recognised(part: Part, tensor: Tensor, limits: images.ImageLimits) -> Part:
+    """The part with a value that can be converted. For numbers, bytes are a file of NumPy's, which curl gives
+    no better type, or else an image."""
+    value = part.value
+    if tensor.datatype.kind is Kind.BYTES or isinstance(value, np.ndarray):
         return part
-    return replace(part, value=npy(blob, {})) if blob.startswith(NPY_MAGIC) else part
+    if isinstance(value, bytes) and value.startswith(MAGIC):
+        return replace(part, value=read_npy(value))
+    blobs = encoded(value)
+    if not blobs:
+        return part
+    if tensor.image is None:
+        raise misfit(tensor, "bytes, and its shape is not an image's")
+    screened = [images.screen_image(blob, limits, tensor.name) for blob in blobs]
+    return replace(part, value=screened if isinstance(value, list) else screened[0])
 
 
 def named(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
@@ -128,11 +204,9 @@ def described(signature: Signature) -> str:
     )
 
 
-def stacked(
-    parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits, batching: bool
-) -> np.ndarray:
+def stacked(parts: Sequence[Part], tensor: Tensor, batching: bool) -> np.ndarray:
     """A batch of the parts, each of which is one item, with the dimensions that Triton wants."""
-    values = [one_array(part, tensor, limits) for part in parts]
+    values = [one_array(part, tensor) for part in parts]
     shapes = {value.shape for value in values}
     if len(shapes) > 1:
         raise misfit(
@@ -147,19 +221,14 @@ def stacked(
     return array
 
 
-def one_array(part: Part, tensor: Tensor, limits: images.ImageLimits) -> np.ndarray:
-    value = part.value
+def one_array(part: Part, tensor: Tensor) -> np.ndarray:
+    value, spec = part.value, tensor.image
     if isinstance(value, np.ndarray):
         return from_array(value, tensor)
-    if tensor.datatype.kind is Kind.BYTES:
+    found = encoded_images(value)
+    if not found or spec is None:
         return from_nested(value, tensor)
-    blobs = encoded(value)
-    if not blobs:
-        return from_nested(value, tensor)
-    spec = tensor.image
-    if spec is None:
-        raise misfit(tensor, "bytes, and its shape is not an image's")
-    decoded = [from_image(blob, tensor, spec, limits) for blob in blobs]
+    decoded = [from_image(image, tensor, spec) for image in found]
     if not isinstance(value, list):
         return decoded[0]
     if len({array.shape for array in decoded}) > 1:
@@ -169,21 +238,19 @@ def one_array(part: Part, tensor: Tensor, limits: images.ImageLimits) -> np.ndar
 
 def encoded(value: Any) -> list[bytes]:
     """The encoded images that a value for a numeric input is, or none."""
-    if isinstance(value, bytes):
-        return [value]
-    if isinstance(value, str) and DATA_URI.match(value):
-        return [from_base64(value)]
-    if isinstance(value, list) and value and all(isinstance(item, (bytes, str)) for item in value):
-        blobs = [encoded(item) for item in value]
-        return [blob for found in blobs for blob in found] if all(blobs) else []
-    return []
+    values = value if isinstance(value, list) else [value]
+    if not all(map(is_encoded, values)):
+        return []
+    return [item if isinstance(item, bytes) else from_base64(item) for item in values]
 
 
-def from_image(
-    blob: bytes, tensor: Tensor, spec: ImageSpec, limits: images.ImageLimits
-) -> np.ndarray:
+def is_encoded(value: Any) -> bool:
+    return isinstance(value, bytes) or (isinstance(value, str) and is_data_uri(value))
+
+
+def from_image(image: images.EncodedImage, tensor: Tensor, spec: ImageSpec) -> np.ndarray:
     """A decoded image, scaled as the model's config hints."""
-    values = images.decoded(images.opened(blob, limits, tensor.name), spec, tensor.name)
+    values = images.decode_image(image, spec, tensor.name)
     if tensor.scale not in SCALES:
         raise misfit(tensor, f"an image, and its gateway.scale is {quoted(tensor.scale)}")
     if tensor.scale in ("", "none") and not tensor.mean and not tensor.std:
@@ -209,7 +276,7 @@ def per_channel(values: tuple[float, ...], tensor: Tensor, spec: ImageSpec) -> n
 def from_nested(value: Any, tensor: Tensor) -> np.ndarray:
     """What JSON holds, as an array of the model's datatype."""
     leaves, shape = flattened(value, tensor)
-    kinds = set(map(type, leaves))
+    kinds = types_in(leaves)
     converted = CONVERSIONS[tensor.datatype.kind](leaves, kinds, tensor)
     return converted.reshape(shape)
 
@@ -217,17 +284,19 @@ def from_nested(value: Any, tensor: Tensor) -> np.ndarray:
 def flattened(value: Any, tensor: Tensor) -> tuple[list[Any], tuple[int, ...]]:
     """The leaves of nested lists, and their shape; no Python call per number."""
     level, shape = [value], []
-    while level and set(map(type, level)) == {list}:
-        lengths = set(map(len, level))
+    while level and (kinds := types_in(level)) == {list}:
+        lengths = lengths_in(level)
         if len(lengths) > 1:
             raise misfit(
                 tensor, f"ragged lists: lengths {listed(map(str, sorted(lengths)))} side by side"
             )
         shape.append(lengths.pop())
-        level = list(chain.from_iterable(level))
-    if dict in map(type, level):
+        if len(shape) > MAX_DIMENSIONS:
+            raise misfit(tensor, f"lists in lists of more than {MAX_DIMENSIONS} dimensions")
+        level = concatenated(level)
+    if level and dict in kinds:
         raise misfit(tensor, "an object, which is no value")
-    if list in map(type, level):
+    if level and list in kinds:
         raise misfit(tensor, "ragged lists: values and lists side by side")
     return level, tuple(shape)
 
@@ -235,7 +304,7 @@ def flattened(value: Any, tensor: Tensor) -> tuple[list[Any], tuple[int, ...]]:
 def booleans(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
     if kinds - {bool}:
         raise misfit(tensor, came(leaves, kinds - {bool}))
-    return np.array(leaves, bool)
+    return to_array(leaves, bool)
 
 
 def integers(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
@@ -247,27 +316,27 @@ def integers(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
             raise misfit(tensor, f"{fractional!r}, which is not whole")
     whole = [int(leaf) for leaf in leaves] if float in kinds else leaves
     low, high = tensor.datatype.range
-    if whole and (min(whole) < low or max(whole) > high):
-        outside = next(leaf for leaf in whole if not low <= leaf <= high)
-        raise misfit(tensor, f"{outside}, which is outside {low}..{high}")
+    if whole:
+        smallest, largest = extremes(whole)
+        if smallest < low or largest > high:
+            outside = next(leaf for leaf in whole if not low <= leaf <= high)
+            raise misfit(tensor, f"{outside}, which is outside {low}..{high}")
     if float in kinds:
         rounded = (leaf for leaf in leaves if type(leaf) is float and abs(leaf) >= LARGEST_EXACT)
         if (inexact := next(rounded, None)) is not None:
             raise misfit(
                 tensor, f"{inexact!r}, written with a fraction or an exponent, which may be rounded"
             )
-    return np.array(whole, tensor.datatype.numpy)
+    return to_array(whole, tensor.datatype.numpy)
 
 
 def floats(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
     if kinds - {int, float}:
         raise misfit(tensor, came(leaves, kinds - {int, float}))
-    converted = in_range(np.array(leaves, np.float64), tensor)
+    converted = in_range(to_array(leaves, np.float64), tensor)
     if int in kinds:
-        lossy = (
-            a for a, b in zip(leaves, converted.tolist(), strict=True) if type(a) is int and a != b
-        )
-        whole = next(lossy, None)
+        pairs = zip(leaves, values_of(converted), strict=True)
+        whole = next((a for a, b in pairs if type(a) is int and a != b), None)
         if whole is not None:
             raise misfit(
                 tensor, f"the integer {whole}, which {tensor.datatype.name} cannot hold exactly"
@@ -289,7 +358,11 @@ def blobs(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
     if kinds - {str, bytes}:
         raise misfit(tensor, came(leaves, kinds - {str, bytes}))
     array = np.empty(len(leaves), object)
-    array[:] = [leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves]
+    for start in range(0, len(leaves), PIECE):
+        array[start : start + PIECE] = [
+            leaf.encode() if isinstance(leaf, str) else leaf
+            for leaf in leaves[start : start + PIECE]
+        ]
     return array
 
 
@@ -325,9 +398,9 @@ def exactly(array: np.ndarray, tensor: Tensor) -> np.ndarray:
         wide = cast if cast.dtype.kind in "iuf" else cast.astype(np.float64)
         # Comparing int64 with float64 rounds: go back to the array's own type as well.
         changed = (wide.astype(array.dtype) != array) | ((wide < 0) != (array < 0))
-    if array.dtype.kind == "f":
-        low, high = tensor.datatype.range
-        changed |= ~((array >= low) & (array < float(high) + 1))
+        if array.dtype.kind == "f":
+            low, high = tensor.datatype.range
+            changed |= ~((array >= low) & (array < float(high) + 1))
     if changed.any():
         raise misfit(
             tensor, f"{array[changed].flat[0]!s}, which {tensor.datatype.name} cannot hold exactly"
@@ -335,11 +408,9 @@ def exactly(array: np.ndarray, tensor: Tensor) -> np.ndarray:
     return cast
 
 
-def fitted(
-    part: Part, tensor: Tensor, limits: images.ImageLimits, batching: bool
-) -> tuple[np.ndarray, bool]:
+def fitted(part: Part, tensor: Tensor, batching: bool) -> tuple[np.ndarray, bool]:
     """The array with the dimensions that Triton wants; and whether it came as a batch."""
-    array, shape = one_array(part, tensor, limits), tensor.shape
+    array, shape = one_array(part, tensor), tensor.shape
     listed_in_json = isinstance(part.value, list)
     if not batching:
         return unbatched(array, tensor), False

@@ -405,6 +405,44 @@ BAD_INPUT = (
         },
     ),
     Row(
+        "images, NumPy files, archives and forms that contradict themselves, or say little and would "
+        "cost much",
+        "a 4xx with the reason, before a library reads them; metadata is not read; others are "
+        "answered meanwhile",
+        {
+            "faults/test_hostile_files": [
+                "a_hostile_file_is_refused_or_served_while_others_are_answered",
+                "instances_that_are_an_inference_each_are_bounded",
+            ],
+            "unit/test_image_header": [
+                "what_contradicts_its_format_is_a_bad_image",
+                "what_has_too_much_of_something_is_too_large",
+                "a_mutated_file_is_decoded_or_refused_with_a_sentence",
+                "metadata_of_a_png_goes_no_further",
+                "metadata_of_a_jpeg_goes_no_further",
+            ],
+            "unit/test_npy": [
+                "a_hostile_header_is_malformed",
+                "a_mutated_file_is_converted_or_refused_with_a_sentence",
+            ],
+            "unit/test_npz": [
+                "what_contradicts_itself_is_malformed",
+                "one_budget_bounds_what_all_of_it_inflates_to",
+                "a_mutated_archive_is_read_or_refused_with_a_sentence",
+            ],
+            "unit/test_multipart": [
+                "a_part_that_is_none_is_refused",
+                "a_header_is_refused_while_it_comes",
+            ],
+            "unit/test_long_lists": ["many_tiny_images_are_refused_before_they_are_decoded"],
+        },
+    ),
+    Row(
+        "headers, texts, values and files that a parser could look at again and again",
+        "the cost is in proportion to the length, whatever they hold",
+        {"unit/test_linear_cost": ["the_cost_is_linear"]},
+    ),
+    Row(
         "texts that are empty, of 1 MB, with NUL, combining marks, emoji",
         "they arrive as they are",
         {"integration/test_infer": ["texts_pass_as_utf8", "bytes_pass_as_they_are"]},

@@ -16,7 +16,7 @@ import pytest
 from gateway.errors import DoesNotFit, Malformed, ModelFault, NotAcceptable
 from gateway.tensors.examples import curl, example, python
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import Inputs, images_of, to_inputs
+from gateway.tensors.inputs import Inputs, screen, to_inputs
 from gateway.tensors.outputs import Result, joined, preferences, renderer
 from gateway.tensors.payload import CHARSETS, JSON, OCTETS, Limits, Part, Payload, read_payload
 from gateway.tensors.predict import from_rows, predictions
@@ -289,7 +289,7 @@ def test_for_numbers_a_numpy_file_is_one_whatever_its_type() -> None:
         for payload in (read_payload(whole, OCTETS, Limits()), form("X", whole)):
             inputs = to_inputs(payload, model(tensor, tensor, 8), ImageLimits())
             assert inputs.arrays["X"].ravel().tolist() == [0, 1, 2, 3, 4, 5]
-            assert not images_of(payload, model(tensor, tensor, 8), ImageLimits())
+            assert not screen(payload, model(tensor, tensor, 8), ImageLimits()).decoding_cost
     with pytest.raises(Malformed, match="npy file"):
         converted(form("X", whole[:-1]), [3, 2], 8)
     assert converted(form("X", whole), [1], 8, "BYTES").arrays["X"].item() == whole

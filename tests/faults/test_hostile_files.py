@@ -1,0 +1,228 @@
+"""Files that were made to cost much, on a real gateway before a real Triton.
+
+Each is refused or served, and the gateway answers others meanwhile.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from gateway.triton.embedded import EmbeddedTriton
+from tests.support import hostile_files as hostile
+from tests.support.hostile_files import MIB
+from tests.support.images import encoded
+from tests.support.model_zoo.zoo import MODELS, Names, write_repository
+from tests.support.servers import Command, gateway, triton_on_free_ports
+
+ZOO = (
+    "nhwc",
+    "nhwc_free",
+    "plain_FP32",
+    "plain_vector_FP32",
+    "plain_BYTES",
+    "single_BYTES",
+    "plain_single_BYTES",
+)
+JPEG, PNG, JSON = "image/jpeg", "image/png", "application/json"
+NPY, NPZ, TEXT = "application/x-npy", "application/x-npz", "text/plain"
+FORM = f"multipart/form-data; boundary={hostile.BOUNDARY}"
+# Far above what any of these takes, and far below what they took.
+MOST_S = 20.0
+
+
+class Attack(NamedTuple):
+    """A request to a model, and the statuses that it may have."""
+
+    name: str
+    model: str
+    content_type: str
+    body: bytes
+    statuses: tuple[int, ...]
+    accept: str = "*/*"
+
+
+def bzip2_bomb() -> bytes:
+    """Less than a kilobyte that inflates to 256 MiB, and says that it does not."""
+    zeros = hostile.npy(np.zeros(256 * MIB, np.uint8))
+    return hostile.claiming_size(hostile.archive([("x.npy", zeros)], zipfile.ZIP_BZIP2), 100)
+
+
+def tiny_images(count: int) -> bytes:
+    image = encoded(Image.new("L", (1, 1)))
+    return hostile.json_of([hostile.b64(image)] * count)
+
+
+def exif_blocks() -> Iterator[tuple[str, bytes]]:
+    for name, entry in {
+        "a text": (0x0112, 2, 4, b"abc\0"),
+        "bytes": (0x0112, 7, 4, b"\xff\xff\xff\xff"),
+        "a huge number": (0x0112, 4, 1, b"\xff\xff\xff\xff"),
+        "a rational out of the file": (0x0112, 5, 1, b"\xff\xff\xff\x7f"),
+    }.items():
+        yield name, hostile.exif(entry)
+    yield "a loop", b"II*\0\x08\0\0\0\xff\xff"
+
+
+def image_attacks() -> Iterator[Attack]:
+    many_scans = hostile.jpeg_of_scans(5000, 5000)
+    for name, content_type, body, statuses in (
+        ("1 MiB of padding in a JPEG", JPEG, hostile.padded_jpeg(MIB), (413,)),
+        ("48 MiB of padding in a JPEG", JPEG, hostile.padded_jpeg(48 * MIB), (413,)),
+        ("padding in a JPEG's data", JPEG, hostile.padded_data(32 * MIB), (413,)),
+        ("5,000 scans of 25 megapixels", JPEG, many_scans, (413,)),
+        ("64 scans of 25 megapixels", JPEG, hostile.jpeg_of_scans(64, 5000), (200,)),
+        ("a million PNG chunks", PNG, hostile.png_of_chunks(MIB), (413,)),
+        ("a PNG without its palette", PNG, hostile.png_without_palette(), (422,)),
+        (
+            "PNG texts that inflate",
+            PNG,
+            hostile.after_size(hostile.png(), inflating() * 50),
+            (200,),
+        ),
+        ("a PNG profile that inflates", PNG, hostile.after_size(hostile.png(), profile()), (200,)),
+    ):
+        yield Attack(name, "nhwc", content_type, body, statuses)
+    for name, block in exif_blocks():
+        body = hostile.with_exif(hostile.jpeg(), block)
+        yield Attack(f"EXIF: {name}", "nhwc", JPEG, body, (200,))
+    yield Attack("50,000 tiny images", "nhwc", JSON, tiny_images(50_000), (413,))
+    large = hostile.json_of([hostile.b64(encoded(Image.new("L", (5000, 5000))))] * 40)
+    yield Attack("40 images of 25 megapixels", "nhwc_free", JSON, large, (413,))
+
+
+def inflating() -> bytes:
+    return hostile.chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(MIB)))
+
+
+def profile() -> bytes:
+    return hostile.chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(50 * MIB)))
+
+
+def numpy_attacks() -> Iterator[Attack]:
+    for name, body in hostile.NPY_HEADERS.items():
+        yield Attack(f".npy: {name}", "plain_BYTES", NPY, body, (400,))
+    one = hostile.archive([("x.npy", hostile.npy(np.zeros(3, np.float32)))])
+    zeros = hostile.archive([("x.npy", hostile.npy(np.zeros(200 * MIB, np.uint8)))])
+    for name, body, statuses in (
+        (".npz: bzip2", bzip2_bomb(), (400,)),
+        (".npz: a bomb", zeros, (413,)),
+        (".npz: a bomb of a small size", hostile.claiming_size(zeros, 100), (400,)),
+        (".npz: overlapping entries", hostile.overlapping(one, 9), (400,)),
+        (".npz: a directory of 48 MiB", directory(48 * MIB), (400, 413)),
+    ):
+        yield Attack(name, "plain_vector_FP32", NPZ, body, statuses)
+
+
+def directory(size: int) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as written:
+        written.writestr("x", b"")
+    archived = file.getvalue()
+    start, end = archived.rindex(b"PK\1\2"), archived.rindex(b"PK\5\6")
+    return archived[:start] + archived[start:end] * (size // (end - start)) + archived[end:]
+
+
+def text_attacks() -> Iterator[Attack]:
+    uri, deep = hostile.json_of({"b64": "data:" + ";" * (8 * MIB)}), b"[" * 64 + b"1" + b"]" * 64
+    value = hostile.field(deep, headers=[f"Content-Type: {JSON}"])
+    escapes = hostile.json_of({"b64": "data:," + "%41" * (8 * MIB)})
+    korean = "한".encode("gb18030") * MIB
+    long_type = TEXT + '; a="' + ";" * 60_000 + '"'
+    header = b"--b\r\nX: " + b"y" * (48 * MIB)
+    padding = b"--b\r\n\r\n\r\n--b" + b" " * (48 * MIB)
+    lines = b"--b\r\n" + b"X: y\r\n" * (8 * MIB)
+    delimiters = b'--b\r\nContent-Disposition: form-data; name="X"\r\n\r\n' + b"\r\n--bX" * (
+        8 * MIB
+    )
+    for name, model, content_type, body, statuses in (
+        ("a data: URI without a comma", "single_BYTES", JSON, uri, (400,)),
+        ("a data: URI of escapes", "single_BYTES", JSON, escapes, (200,)),
+        ("a Content-Type of 60 KB", "single_BYTES", long_type, b"x", (415,)),
+        ("a form's header of 48 MiB", "single_BYTES", FORM, header, (413,)),
+        ("a form's million headers", "single_BYTES", FORM, lines, (413,)),
+        ("a form's padding of 48 MiB", "single_BYTES", FORM, padding, (400,)),
+        ("a form of almost delimiters", "single_BYTES", FORM, delimiters, (400,)),
+        ("a form's lists of 64 dimensions", "plain_FP32", FORM, hostile.form(value, value), (422,)),
+        ("escapes of ISO-2022-JP", "single_BYTES", f"{TEXT}; charset=iso-2022-jp", b"\x1b$" * MIB, (400,)),
+        ("a text of GB 18030", "single_BYTES", f"{TEXT}; charset=gb18030", korean, (200,)),
+        ("a batch of a million texts", "single_BYTES", JSON, hostile.json_of([""] * MIB), (413,)),
+    ):  # fmt: skip
+        yield Attack(name, model, content_type, body, statuses)
+    yield Attack(
+        "an Accept of 60 KB", "single_BYTES", TEXT, b"x", (400,), accept="a/b;q=0.1," * 6000
+    )
+
+
+ATTACKS = [*image_attacks(), *numpy_attacks(), *text_attacks()]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
+    folder = tmp_path_factory.mktemp("models")
+    write_repository(folder, Names(), [model for model in MODELS if model.name in ZOO])
+    with triton_on_free_ports(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Command]]:
+    with gateway(triton.options.url) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
+def test_a_hostile_file_is_refused_or_served_while_others_are_answered(
+    served: tuple[httpx.Client, Command], attack: Attack
+) -> None:
+    client, command = served
+    process = psutil.Process(command.pid)
+    headers = {"Content-Type": attack.content_type, "Accept": attack.accept}
+    path, waits = f"/v1/models/{attack.model}/infer", list[float]()
+    before = process.memory_info().rss
+    most = before
+
+    def send() -> httpx.Response:
+        return client.post(path, content=attack.body, headers=headers)
+
+    with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=client.base_url) as prober:
+        began = time.monotonic()
+        calls = [pool.submit(send) for _ in range(2)]
+        while not all(call.done() for call in calls) or not waits:
+            answer = prober.get("/livez")
+            assert answer.status_code == 200
+            waits.append(answer.elapsed.total_seconds())
+            most = max(most, process.memory_info().rss)
+            time.sleep(0.005)
+        answers = [call.result() for call in calls]
+    took_s = time.monotonic() - began
+    print(
+        f"{attack.name}: {len(attack.body)} bytes, {answers[0].status_code} after {took_s * 1000:.0f} ms, "
+        f"/livez within {max(waits) * 1000:.0f} ms, {(most - before) / MIB:.0f} MiB more"
+    )
+    for answer in answers:
+        assert answer.status_code in attack.statuses, answer.text[:500]
+    assert took_s < MOST_S
+    assert max(waits) < MOST_S / 10
+
+
+def test_instances_that_are_an_inference_each_are_bounded(
+    served: tuple[httpx.Client, Command],
+) -> None:
+    client, _ = served
+    for count, status in ((1000, 200), (1001, 413)):
+        body = {"instances": ["a"] * count}
+        answer = client.post("/v1/models/plain_single_BYTES:predict", json=body)
+        assert answer.status_code == status, answer.text
+    assert "at most 1000 instances" in answer.json()["error"]

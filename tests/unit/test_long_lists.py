@@ -1,0 +1,150 @@
+"""Long values are converted in pieces, with the results that they have in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gateway.errors import DoesNotFit, Malformed, TooLarge
+from gateway.routes.infer import BYTES_PER_LISTED_VALUE, LARGE_ARRAY_BYTES, size_of_value
+from gateway.tensors import long_lists, payload
+from gateway.tensors.images import ImageLimits
+from gateway.tensors.inputs import Inputs, to_inputs
+from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
+from gateway.tensors.signature import signature
+from tests.support.hostile_files import field, form, json_of, png
+
+TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
+
+
+@pytest.fixture(params=[1, 2, 3, 1 << 17])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_lists, "PIECE", request.param)
+    monkeypatch.setattr("gateway.tensors.inputs.PIECE", request.param)
+
+
+def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> Inputs:
+    tensor = {"name": "X", "datatype": datatype, "shape": shape}
+    model = signature({"name": "m", "inputs": [tensor]}, {})
+    return to_inputs(Payload({"X": [Part(value, JSON)]}), model, ImageLimits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype", "shape"),
+    [
+        ([0.5, 1, -2.25, 2**53, 7], "FP64", [-1]),
+        ([1, 2, 3, 4, 5], "INT8", [-1]),
+        ([2**64 - 1, 0, 2**63, 1], "UINT64", [-1]),
+        ([1.0, 2, 3.0, 4], "INT32", [-1]),
+        ([True, False, True, False], "BOOL", [-1]),
+        (["a", b"b", "é", ""], "BYTES", [-1]),
+        ([[1, 2], [3, 4], [5, 6]], "INT32", [-1, 2]),
+        ([[[1], [2]], [[3], [4]]], "FP32", [-1, -1, 1]),
+        ([[], []], "FP32", [-1, -1]),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("piece")
+def test_a_value_is_the_same_in_pieces(value: list[Any], datatype: str, shape: list[int]) -> None:
+    array = convert(value, datatype, shape).arrays["X"]
+    texts = [item.encode() if isinstance(item, str) else item for item in value]
+    assert array.tolist() == (texts if datatype == "BYTES" else value)
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype", "words"),
+    [
+        ([1, 2, 3, 300], "UINT8", "300, which is outside"),
+        ([1, 2, 3, 0.5], "INT32", "0.5, which is not whole"),
+        ([1, 2, 3, "a"], "FP32", "the text 'a'"),
+        ([1, 2, 3, [4]], "FP32", "ragged lists"),
+        ([[1], [2], [3], [4, 5]], "FP32", "ragged lists"),
+        ([1, 2, 3, {}], "FP32", "an object"),
+        ([0.5, 1, 2, 2**24 + 1], "FP32", "16777217, which FP32 cannot hold"),
+        ([1, 2, 3, None], "BOOL", "the number '1'"),
+    ],
+)
+@pytest.mark.usefixtures("piece")
+def test_what_does_not_fit_is_found_in_any_piece(value: Any, datatype: str, words: str) -> None:
+    with pytest.raises(DoesNotFit, match=words):
+        convert(value, datatype, [-1])
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [33, 62, 63, 64])
+def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
+    part = field(json_of(nested(depth))[11:-1], headers=[f"Content-Type: {JSON}"])
+    repeated = read_payload(form(part, part), "multipart/form-data; boundary=b", Limits())
+    tensor = {"name": "X", "datatype": "INT32", "shape": [-1]}
+    for batch in (0, 8):
+        shaped = {**tensor, "shape": [-1] * (1 + bool(batch))}
+        model = signature({"name": "m", "inputs": [shaped]}, {"max_batch_size": batch})
+        with pytest.raises((DoesNotFit, Malformed), match="32 dimensions"):
+            to_inputs(repeated, model, ImageLimits())
+
+
+def test_a_requests_images_become_no_more_pixels_than_one_may_have() -> None:
+    for shape, most in (([-1, 8, 8, 3], 10 * 64), ([-1, -1, -1, 3], 10 * 256)):
+        assert len(convert([png()] * 10, "FP32", shape, max_pixels=most).arrays["X"]) == 10
+        with pytest.raises(TooLarge, match="the 11 images for 'X' become"):
+            convert([png()] * 11, "FP32", shape, max_pixels=most)
+
+
+LARGE = LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1
+LARGE_VALUES: list[Any] = [
+    [1] * LARGE,
+    [[1] * LARGE],
+    [[[]], [[0.5] * (LARGE // 2)] * 2],
+    [[1]] * LARGE,
+    ["a" * LARGE_ARRAY_BYTES],
+    [[b"a" * LARGE_ARRAY_BYTES]],
+    "a" * (LARGE_ARRAY_BYTES + 1),
+    np.zeros(LARGE_ARRAY_BYTES + 1, np.uint8),
+]
+SMALL_VALUES: list[Any] = [
+    [], [[]], [[1, 2], [3]], "a", 1, None, {"a": 1}, [{"a": 1}], ["a", [1]],
+]  # fmt: skip
+
+
+def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
+    tiny = png(1, 1)
+    with pytest.raises(TooLarge, match="takes at most 4096 images at a time; got 4097"):
+        convert([tiny] * 4097, "FP32", [-1, 1, 1, 3])
+
+
+def test_a_batch_becomes_no_more_than_1000_inferences() -> None:
+    for count, pieces in ((8000, 1000), (7999, 1000), (8, 1)):
+        whole = Inputs({"X": np.zeros((count, 1))}, count, batched=True)
+        assert len(list(whole.cut(8))) == pieces
+    with pytest.raises(TooLarge, match=r"a batch of 8001 items .* send at most 8000 items"):
+        list(Inputs({"X": np.zeros((8001, 1))}, 8001, batched=True).cut(8))
+
+
+def test_what_is_large_is_known_without_looking_at_all_of_it() -> None:
+    assert all(size_of_value(value) > LARGE_ARRAY_BYTES for value in LARGE_VALUES)
+    assert all(size_of_value(value) < 1000 for value in SMALL_VALUES)
+
+
+@pytest.mark.parametrize("charset", sorted(CHARSETS))
+def test_a_long_text_is_the_same_in_pieces(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(body: bytes) -> str:
+        try:
+            (part,) = read_payload(body, f"text/plain; charset={charset}", Limits()).parts[""]
+        except Malformed as exc:
+            return exc.detail.partition("byte ")[0]
+        assert isinstance(part.value, str)
+        return part.value
+
+    body = TEXT.encode(charset, "ignore")
+    bodies = [body, body[:-1], body[1:], body + b"\xff\x1b\x1b$$$$$$$$$$$$$$", b"\x1b" * 99]
+    whole = [read(each) for each in bodies]
+    for size in (1, 7, 100):
+        monkeypatch.setattr(payload, "DECODED_AT_A_TIME", size)
+        assert [read(each) for each in bodies] == whole
