@@ -48,6 +48,7 @@ from gateway.state.wishes import BadState, Store
 from gateway.tensors import schema
 from gateway.tracing import Tracer
 from gateway.triton.grpc import Tls
+from gateway.triton.restricted import parse_restricted_api
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,13 @@ def parts_of(settings: Settings) -> Parts:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
     sources = [source(url) for url in settings.triton_urls]
     tls = Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
-    wire = Wire(settings.connect_timeout_s, tls_context(settings, sources), tls)
+    secret = settings.triton_restricted_api
+    wire = Wire(
+        settings.connect_timeout_s,
+        tls_context(settings, sources),
+        tls,
+        None if secret is None else parse_restricted_api(secret.get_secret_value()),
+    )
     file = ModelsFile(settings.models_file)
     file.open()
     keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None
@@ -210,6 +217,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
         rates = Rates(metrics, parts.kept.windows())
         if parts.tracer is not None:
             stack.callback(parts.tracer.close)
+        restricted = parts.wire.restricted_api
         spare_the_collector()
         spare_the_loop()
         yield Services(
@@ -224,6 +232,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
             access,
             rates,
             parts.tracer,
+            [] if restricted is None else restricted.headers,
         )
 
 

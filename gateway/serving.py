@@ -15,11 +15,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from pydantic import SecretStr
+
 from gateway import logs
 from gateway.auth import is_loopback
 from gateway.settings import Settings, read_settings, unknown
 from gateway.triton.embedded import EmbeddedTriton, side_by_side
 from gateway.triton.options import Options, check_distinct, check_port, ports_of
+from gateway.triton.restricted import RestrictedApi, parse_restricted_api, random_restricted_api
 from gateway.words import Failure, say
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,9 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
     check_port(host, port, "--port")
     # Nobody looks at the readiness of a laptop: what ends, ends at once.
     settings = configured(triton_urls=tuple(options.url for options in fleet), drain_s=0)
+    restricted = restricted_api_of(settings) or random_restricted_api()
+    fleet = [replace(options, restricted_api=restricted) for options in fleet]
+    settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
     from gateway.app import create_app
     from gateway.server import server
 
@@ -58,8 +64,9 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
 
 
 def triton(options: Options, host: str) -> None:
-    if not is_loopback(host):
-        say(f"whoever reaches {host} may do anything with this Triton: it asks nobody for a key")
+    restricted = restricted_api_of(read_settings())
+    if warning := exposure(host, restricted=restricted is not None):
+        say(warning)
     reasons: list[str] = []
 
     def gone(reason: str) -> None:
@@ -67,7 +74,7 @@ def triton(options: Options, host: str) -> None:
         # From another thread: only a signal to the main one wakes it.
         signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
-    options = replace(options, host=host)
+    options = replace(options, host=host, restricted_api=restricted)
     with EmbeddedTriton(options, on_gone=gone):
         say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
         try:
@@ -92,6 +99,25 @@ def serve(host: str, port: int, workers: int) -> None:
         run_workers(settings, host, port, workers, ready)
     else:
         server(app, settings, host, port, ready).run()
+
+
+def restricted_api_of(settings: Settings) -> RestrictedApi | None:
+    secret = settings.triton_restricted_api
+    return None if secret is None else parse_restricted_api(secret.get_secret_value())
+
+
+def exposure(host: str, *, restricted: bool) -> str:
+    """A warning of what others may do with a Triton that listens at `host`; empty if nothing."""
+    told = "GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET, set for it and its gateway, prevents that"
+    if restricted:
+        use = f"whoever reaches {host} may use every model of this Triton: it asks nobody for a key"
+        return "" if is_loopback(host) else use
+    if is_loopback(host):
+        return f"web pages and other users of this machine can load code into this Triton; {told}"
+    return (
+        f"whoever reaches {host} may do anything with this Triton, load code as well: it asks nobody "
+        f"for a key; {told}"
+    )
 
 
 def configured(**known: Any) -> Settings:

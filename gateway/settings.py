@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.words import Failure
 
 PREFIX: Final = "GATEWAY_"
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
+# The key is a header's name, and part of a name in gRPC metadata, which has no capitals.
+RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
 LONGEST_S: Final = 86400.0
 # What Kubernetes puts into every pod beside a Service whose name begins with "gateway".
 OF_A_SERVICE: Final = re.compile(
@@ -93,6 +95,12 @@ class Settings(BaseSettings):
         None, description="The gateway's own certificate for replicas that ask for one (PEM)."
     )
     triton_key_file: Path | None = Field(None, description="The key of that certificate (PEM).")
+    triton_restricted_api: SecretStr | None = Field(
+        None,
+        description="The header and secret that the replicas' management APIs expect, KEY=SECRET, as in "
+        "Triton's --http-restricted-api=model-repository,shared-memory,logging,trace:KEY=SECRET and "
+        "--grpc-restricted-protocol. The gateway sends it with its own calls. Empty: none; up makes one.",
+    )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Whose pages may call from a browser, separated by commas: https://app.example.com; "
@@ -280,6 +288,18 @@ class Settings(BaseSettings):
             )
         return value
 
+    @field_validator("triton_restricted_api", mode="before")
+    @classmethod
+    def restricted_api(cls, value: Any) -> Any:
+        if value == "":
+            return None
+        if isinstance(value, str) and not RESTRICTED_API.fullmatch(value):
+            raise ValueError(
+                "write KEY=SECRET, the key of lower-case letters, digits and -, and the secret of 16 to "
+                "1024 visible ASCII characters"
+            )
+        return value
+
     @field_validator("cors_origins")
     @classmethod
     def origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -304,6 +324,12 @@ class Settings(BaseSettings):
         return value
 
 
+# Settings whose values are never shown.
+SECRETS: Final = frozenset(
+    name for name, field in Settings.model_fields.items() if "SecretStr" in str(field.annotation)
+)
+
+
 def reason(exc: OSError) -> str:
     """In words, without the numbers of the library that failed."""
     if isinstance(exc, ssl.SSLError) and exc.reason:
@@ -319,6 +345,8 @@ def read_settings(**known: Any) -> Settings:
         wrong = exc.errors()[0]
         name = PREFIX + "_".join(map(str, wrong["loc"])).upper()
         why = wrong.get("ctx", {}).get("error", wrong["msg"])  # ours without pydantic's own words
+        if wrong["loc"][0] in SECRETS:
+            raise Failure(f"{name} cannot be used: {why}") from None
         raise Failure(f"{name} cannot be {shown(wrong['input'])}: {why}") from None
 
 

@@ -47,6 +47,9 @@ LOOK_FOR_THE_LOST_S: Final = 0.2
 FIRST_LOOK_S: Final = 2.0
 CANCEL_AGAIN_S: Final = 0.2
 INDEX: Final = b"/v2/repository/index"
+PROBE_REFUSALS: Final = {
+    403: "Triton restricts its repository API, and GATEWAY_TRITON_RESTRICTED_API does not open it"
+}
 MAX_CANDIDATE_LISTS: Final = 10_000
 USUAL_WEIGHT: Final = 0.05
 FIRST_TRY_S: Final = 1.0  # for what may be asked twice, while there is another to ask
@@ -189,13 +192,19 @@ class Pool:
     async def look(self, replica: Replica) -> None:
         """On a fresh connection: a Triton that is stopping answers on old ones as if well."""
         try:
-            reply = await replica.http.ask(b"POST", INDEX, timeout_s=PROBE_TIMEOUT_S, fresh=True)
+            reply = await replica.http.ask(
+                b"POST",
+                INDEX,
+                headers=replica.management_headers,
+                timeout_s=PROBE_TIMEOUT_S,
+                fresh=True,
+            )
         except GatewayError as exc:
             self._unwell(replica, exc)
             return
         try:
             if reply.status != 200:
-                raise ValueError(f"Triton answers {reply.status}")
+                raise ValueError(PROBE_REFUSALS.get(reply.status, f"Triton answers {reply.status}"))
             changed = reply.body != replica.index_bytes
             if changed:
                 replica.index = index_of(orjson.loads(reply.body))

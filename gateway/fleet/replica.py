@@ -15,6 +15,8 @@ from gateway.fleet.index import NOTHING, Index
 from gateway.triton.channel import Channel
 from gateway.triton.grpc import Tls
 from gateway.triton.http import Upstream
+from gateway.triton.restricted import RestrictedApi
+from gateway.triton.wire import Headers
 from gateway.words import Failure
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
@@ -85,6 +87,7 @@ class Wire:
     connect_timeout_s: float
     tls: ssl.SSLContext | None = None
     grpc_tls: Tls | None = None
+    restricted_api: RestrictedApi | None = None
 
 
 class Replica:
@@ -93,6 +96,7 @@ class Replica:
     def __init__(self, address: Address, wire: Wire) -> None:
         self.address = address
         self.name = str(address)
+        self.restricted_api = wire.restricted_api
         self.health = Health()
         self.index: Index = NOTHING
         self.index_bytes = b""
@@ -112,6 +116,11 @@ class Replica:
             address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
         )
         self.channel = Channel(address.grpc, wire.grpc_tls if address.tls else None)
+
+    @property
+    def management_headers(self) -> Headers:
+        """What opens Triton's management APIs over HTTP, where it restricts them."""
+        return [] if self.restricted_api is None else self.restricted_api.headers
 
     @property
     def outstanding(self) -> int:

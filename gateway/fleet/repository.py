@@ -370,12 +370,16 @@ class Repository:
     async def _asked(self, replica: Replica, action: Action) -> None:
         address, timeout_s = replica.address, self._terms.load_timeout_s
         tls = self._terms.tls if address.tls else None
+        restricted = replica.restricted_api
+        metadata = None if restricted is None else restricted.metadata
         try:
             if action.load:
-                await grpc.load(address.grpc, action.model, action.parameters, timeout_s, tls)
+                await grpc.load(
+                    address.grpc, action.model, action.parameters, timeout_s, tls, metadata
+                )
             else:
                 dependents = bool(action.parameters.get("unload_dependents"))
-                await grpc.unload(address.grpc, action.model, dependents, timeout_s, tls)
+                await grpc.unload(address.grpc, action.model, dependents, timeout_s, tls, metadata)
         except NoGrpc as exc:
             await self._pool.look(replica)
             if self._pool.state(replica) is not State.UP:
@@ -389,7 +393,12 @@ class Repository:
         body = orjson.dumps({"parameters": dict(action.parameters)})
         timeout_s = self._terms.load_timeout_s
         reply = await replica.http.ask(
-            b"POST", path.encode(), body, timeout_s=timeout_s, fresh=True
+            b"POST",
+            path.encode(),
+            body,
+            replica.management_headers,
+            timeout_s=timeout_s,
+            fresh=True,
         )
         if reply.status != 200:
             raise refusal(reply.status, reply.body, action.model)

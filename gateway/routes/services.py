@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, cast
 
@@ -22,6 +22,7 @@ from gateway.metrics import Metrics
 from gateway.rates import Rates
 from gateway.settings import Settings
 from gateway.tracing import Tracer
+from gateway.triton.wire import Headers
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Services:
     access: Access
     rates: Rates
     tracer: Tracer | None = None
+    management_headers: Headers = field(default_factory=list)  # for Triton's own
 
     def charge_for(self, notes: Notes) -> Charge:
         """Return what the request holds of the memory budget; the edge releases it at the request's end."""

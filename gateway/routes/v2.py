@@ -185,6 +185,8 @@ async def asked(
     else:
         body = counted(body, notes)
     model = names["model"]
+    if rule.right is Right.manage:
+        headers = with_management_headers(headers, services.management_headers)
     if rule.inference and not services.gate.enters(model):
         timeout_s = await waited(services.gate, model, timeout_s, notes.key)
     whom = Asked(model, names["version"], timeout_s, rule.health, step)
@@ -282,6 +284,12 @@ def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
     if not described:
         return kept, Wishes(timeout, length, step=step)
     return kept, Wishes(timeout, length, *described_by(described), step)
+
+
+def with_management_headers(headers: Headers, added: Headers) -> Headers:
+    """The headers with those that open Triton's management APIs; a client's own of that name are dropped."""
+    names = {name for name, _ in added}
+    return [*(header for header in headers if header[0] not in names), *added]
 
 
 def described_by(headers: Headers) -> tuple[str, int | None]:

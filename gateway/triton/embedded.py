@@ -43,13 +43,16 @@ class Life:
         self._options = options
         self._chatter = Chatter(verbose=options.log_verbose > 0)
         self._was_ready = False
+        self._headers = {"Connection": "close"}
+        if options.restricted_api is not None:
+            self._headers[options.restricted_api.key] = options.restricted_api.secret
         self._prefix = f"triton_gateway_{os.getpid()}_{time.monotonic_ns():x}_"
         self._deadline = time.monotonic() + options.start_timeout_s
         # -I -S: the guard needs the standard library alone, and starts in 15 ms without `site`.
         command = [sys.executable, "-I", "-S", guard.__file__, str(EXIT_GRACE_S), self._prefix]
         self.process = subprocess.Popen(
             [*command, *options.command(files, self._prefix)],
-            env=files.environment(),
+            env={**files.environment(), **secret_arguments(options)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -92,7 +95,7 @@ class Life:
         host, port = self._options.host, self._options.http_port
         connection = http.client.HTTPConnection(host, port, timeout=1)
         try:
-            connection.request(method, path, headers={"Connection": "close"})
+            connection.request(method, path, headers=self._headers)
             answer = connection.getresponse()
             return answer.read() if answer.status == 200 else None
         except (OSError, http.client.HTTPException):
@@ -134,6 +137,13 @@ class Life:
         guard.end_processes_of(self._prefix)
         self._reader.join(1)
         guard.remove_shared_memory(self._prefix)
+
+
+def secret_arguments(options: Options) -> dict[str, str]:
+    """The arguments of the server that the guard takes from its environment."""
+    if options.restricted_api is None:
+        return {}
+    return {guard.ARGUMENTS: "\n".join(options.restricted_api.arguments())}
 
 
 class EmbeddedTriton:

@@ -35,6 +35,7 @@ UNREACHABLE: Final = re.compile(
     re.I,
 )
 FILE: Final = "file:"
+Metadata = Mapping[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,36 @@ class NoGrpc(NotSent):
 
 
 async def load(
-    address: str, model: str, parameters: Mapping[str, Any], timeout_s: float, tls: Tls | None
+    address: str,
+    model: str,
+    parameters: Mapping[str, Any],
+    timeout_s: float,
+    tls: Tls | None,
+    metadata: Metadata = None,
 ) -> None:
     """Load a model; returns when Triton has. Raises `NoGrpc`, `DeadlinePassed` or Triton's reason."""
     config, files = uploaded(parameters)
     async with client(address, Asked(model, timeout_s=timeout_s), tls) as triton:
-        await triton.load_model(model, config=config, files=files, client_timeout=timeout_s)
+        await triton.load_model(
+            model, config=config, files=files, client_timeout=timeout_s, headers=metadata
+        )
 
 
 async def unload(
-    address: str, model: str, unload_dependents: bool, timeout_s: float, tls: Tls | None
+    address: str,
+    model: str,
+    unload_dependents: bool,
+    timeout_s: float,
+    tls: Tls | None,
+    metadata: Metadata = None,
 ) -> None:
     """Ask for an unload; Triton answers before it is done. Raises as `load` does."""
     async with client(address, Asked(model, timeout_s=timeout_s), tls) as triton:
         await triton.unload_model(
-            model, unload_dependents=unload_dependents, client_timeout=timeout_s
+            model,
+            unload_dependents=unload_dependents,
+            client_timeout=timeout_s,
+            headers=metadata,
         )
 
 

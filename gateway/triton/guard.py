@@ -21,6 +21,9 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
+# Further arguments of the server, one a line: everybody may read this script's own, and only its user
+# may read its environment (proc(5)).
+ARGUMENTS = "TRITON_GATEWAY_SERVER_ARGUMENTS"
 
 
 def prctl(option: int, value: int) -> None:
@@ -102,7 +105,7 @@ def main(grace_s: str, shared_memory_prefix: str, *command: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     server = subprocess.Popen(
-        command,
+        [command[0], *os.environ.pop(ARGUMENTS, "").splitlines(), *command[1:]],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=die_with_guard,  # noqa: PLW1509 - there are no threads here

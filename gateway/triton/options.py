@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.triton.installation import Installation
+from gateway.triton.restricted import RestrictedApi
 from gateway.triton.stub import odd_characters, out_of_reach
 from gateway.words import Failure, listed, quoted
 
@@ -50,6 +51,10 @@ RELIED_ON: Final = {
     **dict.fromkeys(
         ("log-file", "log-format", "log-error"), "its log tells the gateway why a model fails"
     ),
+    **dict.fromkeys(
+        ("http-restricted-api", "grpc-restricted-protocol"),
+        "GATEWAY_TRITON_RESTRICTED_API names the header and secret for it",
+    ),
     "backend-directory": "it has the backends of the embedded Triton",
     "model-config-name": "the embedded Triton reads configs/embedded.pbtxt",
     "exit-timeout-secs": f"it has {EXIT_GRACE_S:g} s to end",
@@ -86,6 +91,7 @@ class Options:
     grpc_port: int = 8001
     metrics_port: int = 8002
     start_timeout_s: float = 120.0
+    restricted_api: RestrictedApi | None = None  # is not among the arguments of `command`
     shift: int = 0  # how far the ports are from those that the flags name
 
     def replica(self, number: int) -> Options:

@@ -565,6 +565,17 @@ ATTACKS = (
         },
     ),
     Row(
+        "a web page asks the embedded Triton itself to load code",
+        "403; only the gateway has the secret that each start makes",
+        {
+            "system/test_embedded_secret": [
+                "a_page_or_another_user_manages_nothing_and_the_gateway_does",
+                "grpc_is_closed_as_well",
+                "a_triton_that_is_started_again_is_restricted_again",
+            ]
+        },
+    ),
+    Row(
         "no key, another role's, one cut by a character, one that is revoked in use",
         "401 or 403; a revoked one from the next look at the file",
         {
