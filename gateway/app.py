@@ -212,7 +212,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget(), metrics)
         stack.callback(metrics.flush)
         stack.callback(asyncio.create_task(tick(metrics, gate, memory)).cancel)
-        access = Access(parts.keys)
+        access = Access(parts.keys, settings.allowed_hosts, local_admin=settings.local_admin)
         stack.callback(asyncio.create_task(access.watch()).cancel)
         rates = Rates(metrics, parts.kept.windows())
         if parts.tracer is not None:

@@ -6,16 +6,18 @@ A request is looked at once, before anything else; what it may do is asked where
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
-from ipaddress import ip_address
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
 from gateway.errors import Forbidden, Unauthenticated, UnknownModel
 from gateway.keys import Caller, KeysFile, Right, Role
+from gateway.peers import knows_peers, plain, user_of_peer
 from gateway.words import quoted
 
 LOOK_EVERY_S: Final = 0.5
@@ -25,18 +27,32 @@ OPEN: Final = frozenset(
     ("/", "/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 )
 OPEN_BELOW: Final = "/static/"
-ANYBODY: Final = Caller("", rights=frozenset((Right.infer, Right.metrics, Right.fleet)))
+KEYLESS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
+ANYBODY: Final = Caller("", rights=KEYLESS)
+# The same, where nobody administers without a key.
+NO_ADMINISTRATOR: Final = Caller("", rights=KEYLESS)
 NOBODY: Final = Caller("", models=())
-# Who sends these is not the one at the other end of the connection.
-FORWARDED: Final = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
+ROOT: Final = 0
+# What proxies and content networks say of the client they ask for.
+OF_A_PROXY: Final = re.compile(
+    rb"forwarded|via|cdn-loop|x-(?:forwarded|original|envoy|appengine|azure)-.*|x-amzn-trace-id|"
+    rb"x-(?:real|remote|originating)-ip|x-remote-addr|.*client-?ip|.*-connecting-ip"
+)
+# What a browser says of the gateway's own page, and of an address that a person typed.
+OWN_PAGE: Final = frozenset((b"same-origin", b"none"))
+OF_A_PAGE: Final = "a page of another origin sends it"
 NEEDED: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
 
 
 class Access:
     """Tells who calls, by the keys file there is, or is not."""
 
-    def __init__(self, file: KeysFile | None) -> None:
+    def __init__(
+        self, file: KeysFile | None, hosts: Sequence[str] = (), *, local_admin: bool = True
+    ) -> None:
         self._file = file
+        self._hosts = tuple(hosts)
+        self._keyless = ANYBODY if local_admin else NO_ADMINISTRATOR
 
     @property
     def keyed(self) -> bool:
@@ -44,10 +60,12 @@ class Access:
         return self._file is not None
 
     def caller(self, scope: Scope) -> Caller:
-        """Raises `Unauthenticated`."""
+        """Raises `Unauthenticated`, or `Forbidden` for a host that is not the gateway's."""
+        if self._hosts:
+            self._check_host(scope["headers"])
         file = self._file
         if file is None:
-            return ANYBODY
+            return self._keyless
         try:
             key = presented(scope["headers"])
             if (found := file.owner(key)) is None:
@@ -57,6 +75,16 @@ class Access:
                 return NOBODY
             raise
         return found
+
+    def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """A page whose name was made to stand for this machine (DNS rebinding) sends its own name."""
+        for name, value in headers:
+            if name == b"host" and not is_allowed(value, self._hosts):
+                host = quoted(host_of(value.decode("latin-1")))
+                raise Forbidden(
+                    f"the gateway does not answer for the host {host}; GATEWAY_ALLOWED_HOSTS names the "
+                    "hosts that it answers for"
+                )
 
     async def watch(self) -> None:
         """Look for another keys file, for ever."""
@@ -93,8 +121,10 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 def admit(scope: Scope, right: Right, model: str = "", version: str = "") -> None:
     """Raises `Forbidden` for what the caller may not do, `UnknownModel` for what it does not see."""
     caller: Caller = scope["notes"].caller
-    if right not in caller.rights and not (caller is ANYBODY and is_local(scope)):
-        raise refusal(caller, right)
+    if right not in caller.rights:
+        why = why_not_local(scope) if caller is ANYBODY else ""
+        if why or caller is not ANYBODY:
+            raise refusal(caller, right, why)
     if model and not caller.sees(model):
         raise UnknownModel(model, version)
 
@@ -107,9 +137,17 @@ def admit_to_all(scope: Scope, right: Right) -> None:
         raise Forbidden(f"this concerns every model, and the key {quoted(caller.name)} is for some")
 
 
-def refusal(caller: Caller, right: Right) -> Forbidden:
+def refusal(caller: Caller, right: Right, why: str = "") -> Forbidden:
+    """What a caller without the right is told; `why` its request is not a local one."""
     if caller is ANYBODY:
-        return Forbidden("administration is open to callers on the gateway's own machine only")
+        return Forbidden(
+            "without a key administration is for programs of the gateway's own user on its own machine, "
+            f"and this request is none: {why}"
+        )
+    if caller is NO_ADMINISTRATOR:
+        return Forbidden(
+            "administration is switched off: GATEWAY_LOCAL_ADMIN is false, and there is no keys file"
+        )
     role = NEEDED.get(right, Role.admin.value)
     return Forbidden(f"the key {quoted(caller.name)} has not the role {role}, which this needs")
 
@@ -117,31 +155,63 @@ def refusal(caller: Caller, right: Right) -> Forbidden:
 # Without keys.
 
 
-def is_local(scope: Scope) -> bool:
-    """Whether somebody on this machine asks: not for another, and not a page in a browser of theirs."""
-    client = scope.get("client")
-    if client is None or not is_loopback(client[0]):
-        return False
-    for name, value in scope["headers"]:
-        if name in FORWARDED:
-            return False
-        if name == b"origin" and not is_loopback(host_of(value.decode("latin-1"))):
-            return False
-    return True
+def why_not_local(scope: Scope) -> str:
+    """Why a request is not that of a program of this user on this machine; empty if it is.
+
+    Administration is code that runs: a request that a proxy sends for somebody else, a web page, or
+    another user of the machine must not pass for one of the gateway's own.
+    """
+    client, server = scope.get("client"), scope.get("server")
+    if client is None or server is None or not is_loopback(client[0]):
+        return "it comes from another address"
+    if scope["http_version"] == "1.0":  # as nginx asks, if it is not told otherwise
+        return "HTTP/1.0 is what a proxy speaks"
+    if why := why_for_another(scope["headers"]):
+        return why
+    if knows_peers() and user_of_peer(client, server) not in (os.geteuid(), ROOT):
+        return "another user's program sends it"
+    return ""
 
 
-def host_of(origin: str) -> str:
-    try:
-        return urlsplit(origin).hostname or ""
-    except ValueError:
-        return ""
+def why_for_another(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Why a request's headers are those of a proxy or of a web page; empty if they are not."""
+    origin = host = ""
+    for name, value in headers:
+        if name == b"host":
+            host = value.decode("latin-1").lower()
+        elif name == b"origin":
+            origin = value.decode("latin-1").lower()
+        elif name == b"sec-fetch-site" and value not in OWN_PAGE:
+            return OF_A_PAGE
+        elif OF_A_PROXY.fullmatch(name):
+            return f"a proxy passed it on (its header {name.decode('latin-1')})"
+    if not is_loopback(host_of(host)):
+        return f"it is for the host {quoted(host)} and not for localhost"
+    return OF_A_PAGE if origin and origin not in (f"http://{host}", f"https://{host}") else ""
+
+
+def host_of(authority: str) -> str:
+    """The host of a `Host` header, in lower case and without its port."""
+    host = authority.lower()
+    if host.startswith("["):
+        address, closed, _ = host[1:].partition("]")
+        return address if closed else ""
+    return host.partition(":")[0].removesuffix(".")
 
 
 @lru_cache(256)
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
+    """Whether a name or an address stands for this machine alone (RFC 6761, section 6.3)."""
+    if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
-        return ip_address(host).is_loopback
+        return plain(host).is_loopback
     except ValueError:
         return False
+
+
+@lru_cache(256)
+def is_allowed(authority: bytes, allowed: tuple[str, ...]) -> bool:
+    """Whether a `Host` header names one of the hosts `allowed`, or this machine."""
+    host = host_of(authority.decode("latin-1"))
+    return is_loopback(host) or any(fnmatchcase(host, pattern) for pattern in allowed)

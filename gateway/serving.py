@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from pydantic import SecretStr
 
@@ -26,6 +26,8 @@ from gateway.triton.restricted import RestrictedApi, parse_restricted_api, rando
 from gateway.words import Failure, say
 
 log = logging.getLogger(__name__)
+
+LOCALHOST: Final = "localhost"
 
 
 def up(options: Options, host: str, port: int, replicas: int) -> None:
@@ -46,6 +48,7 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
             f"ready after {time.monotonic() - began:.1f} s on http://{host}:{port}  (Ctrl-C ends it)"
         )
 
+    settings = settings_at(host, settings)
     warn_if_open(settings, host)
     gateway = server(create_app(settings), settings, host, port, ready)
     reasons: list[str] = []
@@ -93,6 +96,7 @@ def serve(host: str, port: int, workers: int) -> None:
 
     tritons = ", ".join(settings.triton_urls)
     ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+    settings = settings_at(host, settings)
     warn_if_open(settings, host)
     app = create_app(settings)  # what cannot be used is said here, and not by each worker
     if workers > 1:
@@ -127,6 +131,18 @@ def configured(**known: Any) -> Settings:
     for sentence in unknown(os.environ):
         log.warning("%s", sentence)
     return settings
+
+
+def settings_at(host: str, settings: Settings) -> Settings:
+    """The settings of a gateway that listens at `host`; for worker processes too, by the environment.
+
+    On loopback, without keys, what keeps others out is that they cannot reach it; and a page whose name
+    stands for 127.0.0.1 (DNS rebinding) can.
+    """
+    if settings.keys_file is not None or settings.allowed_hosts or not is_loopback(host):
+        return settings
+    os.environ["GATEWAY_ALLOWED_HOSTS"] = LOCALHOST
+    return settings.model_copy(update={"allowed_hosts": (LOCALHOST,)})
 
 
 def warn_if_open(settings: Settings, host: str) -> None:

@@ -18,6 +18,7 @@ from gateway.words import Failure
 
 PREFIX: Final = "GATEWAY_"
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
+ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
 # The key is a header's name, and part of a name in gRPC metadata, which has no capitals.
 RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
 LONGEST_S: Final = 86400.0
@@ -109,7 +110,19 @@ class Settings(BaseSettings):
     keys_file: Path | None = Field(
         None,
         description="A YAML file of the keys that open the gateway; triton-gateway key create writes it. "
-        "Without it inference is open to everybody, and administration to callers on the same machine.",
+        "Without it inference is open to everybody, and administration to the gateway's own user on the "
+        "same machine.",
+    )
+    local_admin: bool = Field(
+        True,
+        description="Whether, without a keys file, programs of the gateway's own user on its own machine may "
+        "administer. false: nobody may.",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="The hosts that a request may name in its Host header, separated by commas: "
+        "models.example.com,*.test; localhost always may, * is any. Empty: localhost alone where the "
+        "gateway listens on loopback and has no keys file, else any.",
     )
     allow_model_upload: bool = Field(
         False,
@@ -268,7 +281,9 @@ class Settings(BaseSettings):
                 raise ValueError(f"{fits} there: {reason(exc)}") from exc
         return value
 
-    @field_validator("triton_urls", "cors_origins", "cancellable_models", mode="before")
+    @field_validator(
+        "triton_urls", "cors_origins", "cancellable_models", "allowed_hosts", mode="before"
+    )
     @classmethod
     def separated(cls, value: Any) -> Any:
         """`a,b`: pydantic-settings itself would read a tuple as JSON."""
@@ -310,6 +325,18 @@ class Settings(BaseSettings):
                     f"{origin!r} is no origin; write https://HOST or https://HOST:PORT"
                 )
         return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Names as `Host` has them, in lower case and without a port."""
+        names = tuple(name.lower().strip("[]") for name in value)
+        for name in names:
+            if not ALLOWED_HOST.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no host; write names without http:// and without a port"
+                )
+        return names
 
     @field_validator("otlp_endpoint")
     @classmethod

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.context import Notes, current
-from gateway.errors import GatewayError, Unauthenticated, render
+from gateway.errors import Forbidden, GatewayError, Unauthenticated, render
 from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
 from gateway.rates import UNCOUNTED, TooFast
 from gateway.routes.services import Services
@@ -79,7 +79,7 @@ class Edge:
                 status = await pass_through(services, scope, receive, send)
             else:
                 status = await self._framed(scope, receive, send, notes)
-        except (Unauthenticated, TooFast) as exc:
+        except (Unauthenticated, Forbidden, TooFast) as exc:
             status = await refused(scope, receive, send, exc)
         except asyncio.CancelledError:
             log.debug("the client left")  # the server cancels us then; there is nobody to answer

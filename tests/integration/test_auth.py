@@ -698,7 +698,7 @@ def test_without_keys_administration_is_for_who_is_here_and_speaks_for_nobody_el
     for headers, expected in (
         ({}, 404),
         ({"Origin": own}, 404),
-        ({"Origin": "http://localhost:8080"}, 404),
+        ({"Origin": "http://localhost:8080"}, 403),
         ({"Authorization": "Bearer tgw_any"}, 404),
         ({"X-Forwarded-For": "127.0.0.1"}, 403),
         ({"Forwarded": "for=127.0.0.1"}, 403),

@@ -84,7 +84,7 @@ class Wire:
         framing = ("Transfer-Encoding", "chunked")
         if isinstance(body, bytes):
             framing = ("Content-Length", str(len(body)))
-        fields = [("Host", "somewhere"), *headers]
+        fields = [("Host", "localhost"), *headers]
         if body or method == "POST":
             fields.append(framing)
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]

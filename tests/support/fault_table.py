@@ -565,6 +565,29 @@ ATTACKS = (
         },
     ),
     Row(
+        "a proxy on the gateway's machine passes on administration, saying who asks or not",
+        "403; so it is for another user of the machine",
+        {
+            "integration/test_local_admin": [
+                "what_a_proxy_passes_on_is_nobodys_here",
+                "a_plain_proxy_pass_opens_inference_and_not_administration",
+                "a_proxy_of_another_user_administers_nothing_whatever_it_says",
+                "another_user_of_the_machine_administers_nothing",
+                "a_page_of_another_origin_and_another_name_are_not_here",
+            ]
+        },
+    ),
+    Row(
+        "a web page has its name stand for 127.0.0.1 (DNS rebinding)",
+        "403 for all that it asks of a gateway on loopback without keys",
+        {
+            "integration/test_local_admin": [
+                "a_name_that_was_made_to_stand_for_this_machine_reads_and_infers_nothing",
+                "every_worker_process_refuses_another_name",
+            ]
+        },
+    ),
+    Row(
         "a web page asks the embedded Triton itself to load code",
         "403; only the gateway has the secret that each start makes",
         {

@@ -21,6 +21,7 @@ LAYERS = {
     "gateway.logs": 2,
     "gateway.metrics": 2,
     "gateway.keys": 2,
+    "gateway.peers": 2,
     "gateway.state": 2,
     "gateway.triton": 3,
     "gateway.auth": 3,

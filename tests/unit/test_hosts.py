@@ -1,0 +1,50 @@
+"""What a `Host` header names, and which hosts the gateway answers for."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.auth import host_of, is_allowed, is_loopback
+from gateway.settings import read_settings
+from gateway.words import Failure
+
+LOCAL = [
+    "localhost", "LOCALHOST", "localhost:8080", "localhost.:80", "app.localhost", "127.0.0.1",
+    "127.0.0.1:8080", "127.255.255.254", "[::1]", "[::1]:8080", "[::ffff:127.0.0.1]:80",
+]  # fmt: skip
+FOREIGN = [
+    "", "evil.example", "localhost.evil.example", "notlocalhost", "127.0.0.1.evil.example",
+    "127.0.0.1.nip.io:8080", "10.0.0.7", "0.0.0.0", "[::]", "[::1", "2130706433", "127.1", "0x7f.1",
+    "[fe80::1]", "localhost@evil.example",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("authority", LOCAL)
+def test_a_loopback_name_is_this_machine(authority: str) -> None:
+    assert is_loopback(host_of(authority))
+    assert is_allowed(authority.encode(), ("models.test",))
+
+
+@pytest.mark.parametrize("authority", FOREIGN)
+def test_any_other_name_is_not(authority: str) -> None:
+    assert not is_loopback(host_of(authority))
+    assert not is_allowed(authority.encode(), ("models.test",))
+
+
+@pytest.mark.parametrize(
+    "authority", ["models.test", "MODELS.test:80", "a.b.example", "[2001:db8::7]"]
+)
+def test_hosts_that_are_named_are_allowed(authority: str) -> None:
+    assert is_allowed(authority.encode(), ("models.test", "*.example", "2001:db8::7"))
+    assert is_allowed(authority.encode(), ("*",))
+
+
+def test_the_setting_takes_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_ALLOWED_HOSTS", "Models.Example.com, *.test,[2001:db8::7]")
+    assert read_settings().allowed_hosts == ("models.example.com", "*.test", "2001:db8::7")
+    for wrong in ("http://a.test", "a.test:8080", "a.test/x", "a b"):
+        monkeypatch.setenv("GATEWAY_ALLOWED_HOSTS", wrong)
+        with pytest.raises(
+            Failure, match="is no host; write names without http:// and without a port"
+        ):
+            read_settings()
