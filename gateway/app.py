@@ -179,7 +179,13 @@ def parts_of(settings: Settings) -> Parts:
     if settings.otlp_endpoint:
         tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=OWN_VERSION)
     return Parts(
-        sources, wire, Terms(settings.load_timeout_s, tls), file, keys, kept_by(settings), tracer
+        sources,
+        wire,
+        Terms(settings.load_timeout_s, tls, settings.allow_model_upload),
+        file,
+        keys,
+        kept_by(settings),
+        tracer,
     )
 
 

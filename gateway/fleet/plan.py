@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.errors import Forbidden, Malformed
 from gateway.fleet.declared import Declared
 from gateway.fleet.health import State
 from gateway.fleet.index import Index
+from gateway.fleet.uploads import check_parameters
 from gateway.state.wishes import Wish
 
 FIRST_PAUSE_S: Final = 1.0
@@ -28,13 +30,33 @@ class Action:
 def wanted(wishes: Mapping[str, Wish], declared: Mapping[str, Declared]) -> dict[str, Wish]:
     """What should be loaded and what not; a declared model is, whatever was asked by the API.
 
-    The parameters of its last load stay: that is how one changes the config of a declared model.
+    The parameters of its last load stay: that is how one changes the config of a declared model. One
+    that was loaded without any has those of its declaration.
     """
     found = dict(wishes)
     for name, model in declared.items():
-        if name not in found or not found[name].loaded:
+        if name not in found or not found[name].loaded or not found[name].parameters:
             found[name] = Wish(True, model.parameters)
     return found
+
+
+def without_uploads(
+    wishes: Mapping[str, Wish], *, uploads: bool
+) -> tuple[dict[str, Wish], dict[str, str]]:
+    """The wishes that may be carried out; and of each other one why not.
+
+    Whoever can write to the state is not thereby somebody who may bring code.
+    """
+    found: dict[str, Wish] = {}
+    ignored: dict[str, str] = {}
+    for model, wish in wishes.items():
+        try:
+            check_parameters(wish.parameters, uploads=uploads)
+        except (Forbidden, Malformed) as exc:
+            ignored[model] = exc.detail
+        else:
+            found[model] = wish
+    return found, ignored
 
 
 def actions(

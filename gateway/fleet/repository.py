@@ -33,7 +33,7 @@ from gateway.fleet.declared import ModelsFile
 from gateway.fleet.health import State
 from gateway.fleet.index import READY, UNAVAILABLE, UNLOADED, Index, Version, names
 from gateway.fleet.models import Models
-from gateway.fleet.plan import Action, Backoff, actions, wanted
+from gateway.fleet.plan import Action, Backoff, actions, wanted, without_uploads
 from gateway.fleet.pool import NoReplica, Pool, ended
 from gateway.fleet.replica import Replica
 from gateway.state.wishes import Store, Wish
@@ -147,6 +147,7 @@ class Terms:
 
     load_timeout_s: float = 300.0
     tls: Tls | None = None
+    uploads: bool = False  # whether a load may bring a config and files
 
 
 class Repository:
@@ -166,6 +167,9 @@ class Repository:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._backoff: dict[tuple[str, str], Backoff] = {}
         self._behind: dict[str, set[str]] = {}
+        self._ignored: dict[
+            str, str
+        ] = {}  # of a model: why what the state wishes of it is not done
         self._by_themselves: set[str] = set()  # replicas that take neither loads nor unloads
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -251,10 +255,10 @@ class Repository:
             # One that a load brings altogether would be in no index: nobody could tell how it is.
             if model not in names((await self.index()).values()):
                 raise UnknownModel(model)
-            if not parameters and model in self.declared:
-                parameters = self.declared[model].parameters
             before = self.wishes.get(model)
             await self._wish(model, Wish(True, dict(parameters)))
+            if not parameters and model in self.declared:
+                parameters = self.declared[model].parameters
             await self._everywhere(report, Action(model, True, parameters))
             if report.refused:
                 await self._wish(model, before)
@@ -447,7 +451,13 @@ class Repository:
 
     async def _read_wishes(self) -> None:
         with suppress(StateUnavailable):  # of which the store tells; what was known stays
-            self.wishes = await self._store.wishes()
+            found = await self._store.wishes()
+            self.wishes, ignored = without_uploads(found, uploads=self._terms.uploads)
+            for model in ignored.keys() - self._ignored.keys():
+                log.warning(
+                    "what the state wishes of model %s is ignored: %s", model, ignored[model]
+                )
+            self._ignored = ignored
 
     async def _keep(self) -> None:
         while True:

@@ -5,7 +5,6 @@ Paths and bodies are Triton's own (Model Repository Extension), so that its clie
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import orjson
@@ -14,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from gateway.errors import Forbidden, Malformed, NotFound
 from gateway.fleet.index import READY, merged
 from gateway.fleet.repository import merged_detail
+from gateway.fleet.uploads import CONFIG, DEPENDENTS, check_parameters
 from gateway.routes.bodies import ManagementError, answers, refusals, whole_body
 from gateway.routes.services import Services, ServicesForFleet, ServicesForManagement, caller_of
 from gateway.tensors.payload import JSON
@@ -21,11 +21,6 @@ from gateway.words import quoted
 
 router = APIRouter(tags=["management"])
 MAX_BYTES = 1 << 20
-# What a load's body may hold without being code that Triton would run.
-DEPENDENTS = "unload_dependents"
-# And what is.
-CONFIG = "config"
-FILE = re.compile(r"file:(?!\.\.?(?:/|$))[^/\x00]+(?:/(?!\.\.?(?:/|$))[^/\x00]+)*")
 ASYNC = "respond-async"  # RFC 7240, section 4.1
 
 # What the API's description says.
@@ -226,7 +221,8 @@ async def changed(request: Request, services: Services, model: str, *, load: boo
     uploads = load and services.settings.allow_model_upload and caller.sees_all
     limit = services.settings.max_body_bytes if uploads else MAX_BYTES
     document = document_of(await read_body(request, services, limit))
-    parameters = allowed(document.get("parameters", {}), uploads)
+    parameters: dict[str, Any] = document.get("parameters", {})
+    check_parameters(parameters, uploads=uploads)
     if parameters.get(DEPENDENTS) and not caller.sees_all:
         raise Forbidden(
             f"{DEPENDENTS} may reach models that the key {quoted(caller.name)} does not see"
@@ -259,22 +255,3 @@ def document_of(body: bytes) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("parameters", {}), dict):
         raise Malformed('the body must be an object, as in {"parameters": {}}')
     return document
-
-
-def allowed(parameters: dict[str, Any], uploads: bool) -> dict[str, Any]:
-    """The parameters of a load or an unload. Raises `Forbidden` for what would be executed."""
-    for name, value in parameters.items():
-        if name == DEPENDENTS:
-            if not isinstance(value, bool):
-                raise Malformed(f"{DEPENDENTS} must be true or false")
-            continue
-        if not uploads:
-            raise Forbidden(
-                f"a load may not bring {quoted(name)}, which is code that Triton runs: uploading is switched "
-                "off unless GATEWAY_ALLOW_MODEL_UPLOAD is true and the caller administrates all models"
-            )
-        if name != CONFIG and not FILE.fullmatch(name):
-            raise Malformed(
-                f"a load may bring config and file:PATH within the model, not {quoted(name)}"
-            )
-    return parameters

@@ -588,6 +588,18 @@ ATTACKS = (
         },
     ),
     Row(
+        "somebody writes code into the state, in its file or in Redis",
+        "ignored, with a warning that names the model, unless uploading is allowed",
+        {
+            "integration/test_desired_state": [
+                "code_in_the_state_is_not_run_and_the_model_is_named"
+            ],
+            "unit/test_desired_state_check": [
+                "code_is_ignored_by_name_unless_uploading_is_allowed"
+            ],
+        },
+    ),
+    Row(
         "a web page asks the embedded Triton itself to load code",
         "403; only the gateway has the secret that each start makes",
         {
