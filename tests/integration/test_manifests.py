@@ -39,7 +39,12 @@ KUBERNETES = ("1.33", "1.35", "1.37")
 CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 GATEWAY, TRITON = "triton-gateway", "triton"
 # Where they are kept apart from what a cluster's users may read.
-SECRETS_OF_USERS = {"triton-gateway-keys", "triton-gateway-metrics-key", "triton-s3"}
+SECRETS_OF_USERS = {
+    "triton-gateway-keys",
+    "triton-gateway-metrics-key",
+    "triton-gateway-redis",
+    "triton-s3",
+}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -229,6 +234,10 @@ def test_what_is_mounted_or_read_is_there(made: Manifests) -> None:
             for source in container.get("envFrom", []):
                 named += [source["configMapRef"]["name"]] if "configMapRef" in source else []
                 secrets += [source["secretRef"]["name"]] if "secretRef" in source else []
+            sources = (
+                each["valueFrom"] for each in container.get("env", []) if "valueFrom" in each
+            )
+            secrets += [source["secretKeyRef"]["name"] for source in sources]
         assert {*named} <= maps
         assert {*secrets} <= SECRETS_OF_USERS
 
@@ -346,7 +355,7 @@ def test_the_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
 
 def test_keys_are_asked_for_but_on_a_laptop(made: Manifests) -> None:
     (container,) = made.pod(GATEWAY)["containers"]
-    given = {each["name"]: each["value"] for each in container.get("env") or []}
+    given = {each["name"] for each in container.get("env") or []}
     assert ("GATEWAY_KEYS_FILE" in given) == (made.variant != "dev")
 
 
@@ -363,7 +372,7 @@ def settings_of(made: Manifests) -> Settings:
 def test_every_setting_is_one_of_the_gateways(made: Manifests) -> None:
     known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
     (container,) = made.pod(GATEWAY)["containers"]
-    assert {each["name"] for each in container.get("env") or []} <= known
+    assert {each["name"] for each in container.get("env") or []} <= known | {"REDIS_PASSWORD"}
     assert made.settings().keys() <= known
     # What the manifests count on stands there, whatever the defaults will be.
     assert made.settings().keys() >= {
