@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
 from limits import RateLimitItem, RateLimitItemPerSecond
-from limits.storage import MemoryStorage
-from limits.strategies import MovingWindowRateLimiter
 
 from gateway.auth import OPEN
 from gateway.errors import Overloaded, StateUnavailable
@@ -22,6 +22,7 @@ from gateway.words import quoted
 UNCOUNTED: Final = OPEN | {"/metrics", "/v2/health/live", "/v2/health/ready"}
 MOST: Final = 1_000_000  # in a window; more is no limit
 LONGEST_S: Final = 24 * 3600
+LEAST_WAIT_S: Final = 0.001
 REST_S: Final = 2.0  # whoever comes after one that waited in vain to be counted does not wait
 
 
@@ -47,30 +48,58 @@ def window_of(per_second: float) -> RateLimitItem:
     return RateLimitItemPerSecond(ratio.numerator, ratio.denominator)
 
 
+class MovingWindows:
+    """Counts the requests to this process, in windows that move with time.
+
+    The clock must be a monotonic one: with the clock of the day set back an hour, every request of the last
+    second would count for an hour. The windows of `limits` itself know no other.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: dict[tuple[str, int, int], deque[float]] = {}
+
+    def wait_s(self, window: RateLimitItem, name: str) -> float:
+        """Count one more request; 0, or in how many seconds there is room for it."""
+        now, length_s = self._clock(), window.get_expiry()
+        times = self._times.setdefault((name, window.amount, length_s), deque())
+        while times and times[0] <= now - length_s:
+            times.popleft()
+        if len(times) >= window.amount:
+            return max(times[0] + length_s - now, LEAST_WAIT_S)
+        times.append(now)
+        return 0.0
+
+
 class Rates:
     """Counts requests by the name of the key, in a window that moves with time.
 
     While `shared` windows cannot be asked, every process counts for itself, as without them.
     """
 
-    def __init__(self, metrics: Metrics, shared: Windows | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        shared: Windows | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._metrics = metrics
-        self._own = MovingWindowRateLimiter(MemoryStorage())
+        self._own = MovingWindows(clock)
         self._shared = shared
+        self._clock = clock
         self._rests_until = 0.0
 
     async def count(self, name: str, per_second: float) -> None:
         """One request more. Raises `TooFast`, for a request that is then not counted."""
         window = window_of(per_second)
-        until: float | None = None
-        if self._shared is not None and time.monotonic() >= self._rests_until:
+        wait_s: float | None = None
+        if self._shared is not None and self._clock() >= self._rests_until:
             try:
-                until = await self._shared.full_until(window, name)
+                wait_s = await self._shared.wait_s(window, name)
             except StateUnavailable:
-                self._rests_until = time.monotonic() + REST_S
-        if until is None:
-            hit = self._own.hit(window, name)
-            until = 0.0 if hit else self._own.get_window_stats(window, name).reset_time
-        if until:
+                self._rests_until = self._clock() + REST_S
+        if wait_s is None:
+            wait_s = self._own.wait_s(window, name)
+        if wait_s:
             self._metrics.shed.labels("rate").inc()
-            raise TooFast(name, window, until - time.time())
+            raise TooFast(name, window, wait_s)

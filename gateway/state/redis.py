@@ -38,6 +38,8 @@ COMMAND_TIMEOUT_S: Final = 3.0  # all of it, with a second connection when the f
 LEASE_MS: Final = 5000
 WINDOW_TIMEOUT_S: Final = 0.25  # an inference waits for it
 WINDOW_CONNECTIONS: Final = 16
+SLACK_S: Final = 1.0
+LEAST_WAIT_S: Final = 0.001
 COUNTED: Final = "used to count requests"
 PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -283,22 +285,34 @@ class RedisWindows:
             key_prefix=f"{prefix}rate",
             connection_pool=pool,
         )
+        self._storage = storage
         self._limiter = SlidingWindowCounterRateLimiter(storage)
         self._failures = failures()
         self._trouble = Trouble(str(server))
 
-    async def full_until(self, window: RateLimitItem, name: str) -> float:
+    async def wait_s(self, window: RateLimitItem, name: str) -> float:
         try:
-            until = await asyncio.wait_for(self._full_until(window, name), WINDOW_TIMEOUT_S)
+            wait_s = await asyncio.wait_for(self._wait_s(window, name), WINDOW_TIMEOUT_S)
         except self._failures as exc:
             raise self._trouble.begins(COUNTED, why_redis(exc)) from None
         self._trouble.ends(COUNTED)
-        return until
+        return wait_s
 
-    async def _full_until(self, window: RateLimitItem, name: str) -> float:
+    async def _wait_s(self, window: RateLimitItem, name: str) -> float:
         if await self._limiter.hit(window, name):
             return 0.0
-        return (await self._limiter.get_window_stats(window, name)).reset_time
+        length_s = window.get_expiry()
+        before, before_s, now, now_s = await self._storage.get_sliding_window(
+            window.key_for(name), length_s
+        )
+        # A window counts for its own length and, as the one before, once more: longer only where the
+        # clock of Redis was set back, and then for as long as that.
+        if before_s > length_s + SLACK_S or now_s > 2 * length_s + SLACK_S:
+            await self._limiter.clear(window, name)
+            return 0.0
+        waits = [before_s % (length_s / before)] if before else []
+        waits += [now_s % length_s] if now else []
+        return max(min(waits, default=0.0), LEAST_WAIT_S)
 
     async def close(self) -> None:
         await self._pool.aclose()

@@ -72,8 +72,8 @@ class Store(Protocol):
 class Windows(Protocol):
     """Counts requests in windows of time, of several processes together."""
 
-    async def full_until(self, window: RateLimitItem, name: str) -> float:
-        """Count one more; 0, or when there is room for it, in seconds since the epoch.
+    async def wait_s(self, window: RateLimitItem, name: str) -> float:
+        """Count one more request; 0, or in how many seconds there is room for it.
 
         Raises `StateUnavailable`, soon.
         """

@@ -99,7 +99,7 @@ class Away:
 
     asked = 0
 
-    async def full_until(self, window: object, name: str) -> float:
+    async def wait_s(self, window: object, name: str) -> float:
         self.asked += 1
         raise StateUnavailable("used", "Redis does not answer")
 

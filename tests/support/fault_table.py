@@ -271,6 +271,17 @@ OURSELVES = (
         },
     ),
     Row(
+        "the clock is set back or forward by an hour, here or in Redis",
+        "no key is locked out, and each has its requests per second as before",
+        {
+            "unit/test_rate_clock": ["the_time_of_day_may_be_set_and_locks_nobody_out"],
+            "integration/test_rate_clock": [
+                "a_clock_that_is_set_back_in_redis_locks_no_key_out",
+                "the_gateways_own_clock_plays_no_part",
+            ],
+        },
+    ),
+    Row(
         "two and ten times as many requests as can be served",
         "at least 90 and 80 % of what can be served is; the others are refused within "
         "milliseconds; as before 5 s later",
