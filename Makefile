@@ -38,7 +38,7 @@ coverage:
 
 # The ten least covered modules and the total; fails below the floor in pyproject.toml.
 coverage-report: $(VENV)/.dev
-	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage combine --quiet 2>/dev/null; rm -f .coverage.*  # of a process that was killed
 	@$(BIN)/python -m coverage report --sort=cover --skip-empty --fail-under=0 | sed -n 1,12p
 	@echo "covered, in percent: $$($(BIN)/python -m coverage report --format=total --fail-under=0)"
 	@$(BIN)/python -m coverage report --format=total > /dev/null

@@ -17,14 +17,7 @@ settings.register_profile(
 settings.load_profile("tests")
 
 LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
-LONGEST_FIRST = (
-    "test_fleet",
-    "test_up",
-    "zoo",
-    "test_upstream",
-    "test_fleet_simulation",
-    "test_page",
-)
+LONGEST_FIRST = ("zoo", "test_up", "test_auth", "test_client", "test_fleet_f", "test_page")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 
@@ -14,7 +15,7 @@ import pytest
 from gateway.decoding.pool import DecodePool
 from gateway.decoding.worker import Failed
 from gateway.errors import BadImage, TooLarge
-from gateway.tensors.images import ImageLimits, opened
+from gateway.tensors.images import ImageLimits, screen_image
 from tests.support.wait import wait_until_async
 
 MIB = 1 << 20
@@ -76,7 +77,7 @@ def test_no_more_processes_run_than_allowed() -> None:
 def test_an_error_of_the_gateway_is_raised_as_it_is() -> None:
     async def scenario(pool: DecodePool) -> None:
         with pytest.raises(BadImage) as refused:
-            await pool.run(opened, (b"no image", ImageLimits(), "X"), LONG_S)
+            await pool.run(screen_image, (b"no image", ImageLimits(), "X"), LONG_S)
         assert refused.value.status_code == 422
         assert "'X'" in refused.value.detail
         assert len(children()) == 1  # it goes on
@@ -128,7 +129,7 @@ def test_a_call_that_needs_too_much_memory_is_refused() -> None:
 def test_a_process_that_dies_costs_only_its_call() -> None:
     async def scenario(pool: DecodePool) -> None:
         with pytest.raises(TooLarge):
-            await pool.run(os._exit, (1,), LONG_S)
+            await pool.run(signal.raise_signal, (signal.SIGKILL,), LONG_S)
         pid = await pool.run(os.getpid, (), LONG_S)
         psutil.Process(pid).kill()  # while it has nothing to do
         await wait_until_async(lambda: pid not in [child.pid for child in children()])

@@ -683,6 +683,23 @@ ATTACKS = (
             "unit/test_complaints": ["what_helps_nobody_is_scrubbed"],
         },
     ),
+    Row(
+        "requests that once stopped everything: unfinished shapes, archives that inflate, images of "
+        "fill bytes or thousands of scans, 100,000 keys, long content types",
+        "4xx, or 503 at the deadline; 99 of 100 `/livez` within 100 ms meanwhile, and another "
+        "model's inference at most three times as slow",
+        {
+            "faults/test_stalls": [
+                "a_hostile_request_is_refused_and_the_next_one_served",
+                "hostile_requests_stall_nobody",
+            ]
+        },
+    ),
+    Row(
+        "large uploads that never end",
+        "429 when they hold `GATEWAY_MAX_BYTES_IN_FLIGHT`; small requests are served",
+        {"faults/test_stalls": ["uploads_that_fill_the_budget_leave_small_requests_alone"]},
+    ),
 )
 
 ROWS: dict[str, tuple[Row, ...]] = {
