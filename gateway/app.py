@@ -97,6 +97,7 @@ async def tick(metrics: Metrics, gate: Gate, memory: MemoryBudget) -> None:
         metrics.loop_lag.set(max(lags))
         metrics.waiting.set(gate.waiting)
         metrics.memory.set(memory.used_bytes)
+        metrics.note_dropped_lines(logs.dropped_lines())
         metrics.flush()
 
 
@@ -193,6 +194,7 @@ def parts_of(settings: Settings) -> Parts:
 async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
     """All that works while the application runs; what is opened last is closed first."""
     async with AsyncExitStack() as stack:
+        stack.callback(logs.flush)  # a worker is ended by its own signal when this is over
         metrics = Metrics()
         pool = Pool(
             parts.sources,

@@ -71,6 +71,7 @@ class Metrics:
         self.views = CollectorRegistry()
         self.in_flight = {PASSED: 0, FRAMED: 0}
         self._pending: dict[tuple[str, str, str, str], Pending] = {}
+        self._dropped_lines = 0
         self.attempts_seen: Counts[tuple[str, str]] = Counts()
 
         histogram = partial(Histogram, registry=self.registry)
@@ -144,6 +145,10 @@ class Metrics:
             ("reason",),
         )
         self.connections = level("gateway_connections", "Clients' connections that are open.")
+        self.dropped_lines = counter(
+            "gateway_log_lines_dropped_total",
+            "Lines of the log that were dropped, because standard error was not read in time.",
+        )
         self.loop_lag = worst(
             "gateway_event_loop_lag_seconds",
             "How late the event loop came to what was due, at worst in the last seconds.",
@@ -189,6 +194,11 @@ class Metrics:
         pending.bytes_out += notes.bytes_out
 
     # From time to time.
+
+    def note_dropped_lines(self, total: int) -> None:
+        """How many there were since the start of this process."""
+        self.dropped_lines.inc(total - self._dropped_lines)
+        self._dropped_lines = total
 
     def flush(self) -> None:
         """Pass on what was counted since the last time."""

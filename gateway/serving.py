@@ -23,11 +23,12 @@ from gateway.settings import Settings, read_settings, unknown
 from gateway.triton.embedded import EmbeddedTriton, side_by_side
 from gateway.triton.options import Options, check_distinct, check_port, ports_of
 from gateway.triton.restricted import RestrictedApi, parse_restricted_api, random_restricted_api
-from gateway.words import Failure, say
+from gateway.words import Failure
 
 log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "localhost"
+Say = Callable[[str], None]
 
 
 def up(options: Options, host: str, port: int, replicas: int) -> None:
@@ -36,7 +37,7 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
     check_distinct({"--port": port, **ports_of(fleet)})
     check_port(host, port, "--port")
     # Nobody looks at the readiness of a laptop: what ends, ends at once.
-    settings = configured(triton_urls=tuple(options.url for options in fleet), drain_s=0)
+    settings, say = configured(triton_urls=tuple(options.url for options in fleet), drain_s=0)
     restricted = restricted_api_of(settings) or random_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
@@ -60,14 +61,15 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
         else:
             say(f"{reason}; the gateway goes on with the others")
 
-    with side_by_side(tritons_of(fleet, gone)):
+    with side_by_side(tritons_of(fleet, gone, say), say):
         gateway.run()
     if len(reasons) == replicas:
         raise Failure(reasons[-1])
 
 
 def triton(options: Options, host: str) -> None:
-    restricted = restricted_api_of(read_settings())
+    settings, say = configured()
+    restricted = restricted_api_of(settings)
     if warning := exposure(host, restricted=restricted is not None):
         say(warning)
     reasons: list[str] = []
@@ -78,7 +80,7 @@ def triton(options: Options, host: str) -> None:
         signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
     options = replace(options, host=host, restricted_api=restricted)
-    with EmbeddedTriton(options, on_gone=gone):
+    with EmbeddedTriton(options, say=say, on_gone=gone):
         say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
         try:
             signal.pause()
@@ -90,7 +92,7 @@ def triton(options: Options, host: str) -> None:
 
 def serve(host: str, port: int, workers: int) -> None:
     check_port(host, port, "--port")
-    settings = configured()
+    settings, say = configured()
     from gateway.app import create_app
     from gateway.server import run_workers, server
 
@@ -124,13 +126,13 @@ def exposure(host: str, *, restricted: bool) -> str:
     )
 
 
-def configured(**known: Any) -> Settings:
-    """The settings of the environment; the log is set up with them."""
+def configured(**known: Any) -> tuple[Settings, Say]:
+    """The settings of the environment, with which the log is set up; and how one speaks beside it."""
     settings = read_settings(**known)
-    logs.configure(settings)
+    writer = logs.configure(settings)
     for sentence in unknown(os.environ):
         log.warning("%s", sentence)
-    return settings
+    return settings, writer.say
 
 
 def settings_at(host: str, settings: Settings) -> Settings:
@@ -154,11 +156,14 @@ def warn_if_open(settings: Settings, host: str) -> None:
         )
 
 
-def tritons_of(fleet: Sequence[Options], on_gone: Callable[[str], None]) -> list[EmbeddedTriton]:
+def tritons_of(fleet: Sequence[Options], on_gone: Say, say: Say) -> list[EmbeddedTriton]:
     """What one of several says begins with its address."""
     return [
         EmbeddedTriton(
-            options, on_gone=on_gone, label=f"{options.address}: " if len(fleet) > 1 else ""
+            options,
+            say=say,
+            on_gone=on_gone,
+            label=f"{options.address}: " if len(fleet) > 1 else "",
         )
         for options in fleet
     ]

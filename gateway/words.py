@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, Final, TextIO
+
+SAY_TIMEOUT_MS: Final = 1000
 
 
 class Failure(Exception):
@@ -15,10 +18,29 @@ class Failure(Exception):
 
 
 def say(line: str) -> None:
-    """To a person, on standard error; that nobody reads it any more must not stop anything."""
+    """To a person, on standard error; that nobody reads it, or not any more, must not stop anything."""
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        if takes_a_line(sys.stderr):
+            sys.stderr.write(f"{printable(line)}\n")
+            sys.stderr.flush()
+
+
+def takes_a_line(stream: TextIO) -> bool:
+    """Whether a line can be written there soon: a pipe that is full and that nobody reads takes none."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return True  # not of the system
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(SAY_TIMEOUT_MS))
+
+
+def printable(text: str) -> str:
+    """`text` with everything escaped that would end its line, speak to a terminal or turn its order."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def quoted(text: str, limit: int = 80) -> str:

@@ -282,6 +282,19 @@ OURSELVES = (
         },
     ),
     Row(
+        "standard error is a pipe that nobody reads",
+        "requests are served as before; lines are dropped, counted, and said to be missing; the end "
+        "comes in time",
+        {
+            "integration/test_log_queue": [
+                "every_request_is_answered_and_what_is_missing_of_the_log_is_said",
+                "it_ends_in_time_though_nobody_reads",
+                "the_workers_of_a_full_pipe_serve_and_end",
+            ],
+            "system/test_full_pipe": ["triton_serves_on_and_everything_ends"],
+        },
+    ),
+    Row(
         "two and ten times as many requests as can be served",
         "at least 90 and 80 % of what can be served is; the others are refused within "
         "milliseconds; as before 5 s later",

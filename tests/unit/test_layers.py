@@ -14,6 +14,7 @@ LAYERS = {
     "gateway.settings": 1,
     "gateway.context": 1,
     "gateway.documents": 1,
+    "gateway.linewriter": 1,
     "gateway.tensors": 2,
     "gateway.exposition": 2,
     "gateway.sse": 2,

@@ -1,0 +1,159 @@
+"""Standard error is a pipe that nobody reads: requests are answered, lines are dropped and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+
+from tests.support.servers import ROOT, free_ports
+from tests.support.wait import wait_until
+
+# A path of this length makes a line of the log that long: a few thousand fill pipe and queue.
+LONG = "/nothing/" + "x" * 6000
+REQUESTS = 1500
+
+
+class Unread:
+    """`triton-gateway serve`, whose standard error is a pipe that is read when the test says so."""
+
+    def __init__(self, *arguments: str, **settings: str) -> None:
+        (port,) = free_ports(1)
+        environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
+        command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "GATEWAY_STATE": "memory:",
+                "GATEWAY_DRAIN_S": "0",
+                "GATEWAY_TRITON_URLS": "http://127.0.0.1:1",
+                **environment,
+            },
+        )
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.lines: list[str] = []
+        self.reader: threading.Thread | None = None
+
+    def answers(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return self.client.get("/livez").status_code == 200
+        return False
+
+    def ask(self, times: int) -> set[int]:
+        return {self.client.get(LONG).status_code for _ in range(times)}
+
+    def dropped(self) -> int:
+        page = self.client.get("/metrics").text
+        (found,) = re.findall(r"^gateway_log_lines_dropped_total (\d+)", page, re.MULTILINE)
+        return int(found)
+
+    def logged(self) -> int:
+        return sum("/nothing/" in line for line in self.lines)
+
+    def said(self, *, as_json: bool) -> list[int]:
+        """How many lines are missing, by each line that says so."""
+        found = [line for line in self.lines if "were dropped here" in line]
+        if as_json:
+            found = [json.loads(line)["message"] for line in found]
+        return [
+            int(re.findall(r"(\d+) lines of the log were dropped here", line)[0]) for line in found
+        ]
+
+    def read(self) -> None:
+        """From now on."""
+        assert self.process.stderr is not None
+        pipe = self.process.stderr
+
+        def keep_reading() -> None:
+            for raw in pipe:
+                self.lines.append(raw.decode().rstrip("\n"))
+
+        self.reader = threading.Thread(target=keep_reading, daemon=True)
+        self.reader.start()
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def unread(*arguments: str, **settings: str) -> Iterator[Unread]:
+    server = Unread(*arguments, **settings)
+    try:
+        wait_until(server.answers)
+        yield server
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait(10)
+        server.close()
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_every_request_is_answered_and_what_is_missing_of_the_log_is_said(log_format: str) -> None:
+    with unread(log_format=log_format) as server:
+        assert server.ask(REQUESTS) == {404}  # it stopped for good after 368
+        wait_until(server.dropped)
+        server.read()
+        wait_until(lambda: any("were dropped here" in line for line in server.lines))
+        assert server.ask(1) == {404}
+        # Lines of /metrics and /livez may be missing as well; those are few.
+        wait_until(lambda: 0 <= server.logged() + server.dropped() - (REQUESTS + 1) <= 20)
+        assert sum(server.said(as_json=log_format == "json")) == server.dropped()
+
+
+def test_it_ends_in_time_though_nobody_reads() -> None:
+    with unread() as server:
+        server.ask(1000)
+        os.kill(server.process.pid, signal.SIGTERM)
+        began = time.monotonic()
+        assert server.process.wait(60) == 0
+        print(f"ended {time.monotonic() - began:.1f} s after SIGTERM")
+
+
+def test_the_workers_of_a_full_pipe_serve_and_end() -> None:
+    with unread("--workers", "2") as server:
+        for _ in range(8):
+            server.client.close()  # a new connection: perhaps the other worker's
+            server.client = httpx.Client(base_url=server.url, timeout=30)
+            assert server.ask(400) == {404}
+        wait_until(server.dropped)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def test_what_was_said_last_is_written_before_the_end() -> None:
+    with unread() as server:
+        server.read()
+        for number in range(50):
+            assert server.client.get(f"/last/{number}").status_code == 404
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        wait_until(lambda: sum("GET /last/" in line for line in server.lines) == 50)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_workers_said_last_is_written_before_their_end(number: signal.Signals) -> None:
+    with unread("--workers", "2") as server:
+        server.read()
+        for at in range(50):
+            assert httpx.get(f"{server.url}/last/{at}", timeout=30).status_code == 404
+        os.kill(server.process.pid, number)
+        server.process.wait(60)
+        wait_until(lambda: sum("GET /last/" in line for line in server.lines) == 50)

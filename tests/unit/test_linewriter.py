@@ -1,0 +1,130 @@
+"""The queue of lines: in order, bounded, and never waiting for who reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from gateway.linewriter import LineWriter, missing
+from tests.support.wait import wait_until
+
+PIPE_BYTES = 64 << 10  # as Linux makes them
+LINE = "x" * 1000
+
+
+@contextmanager
+def pipe(*, blocking: bool = True) -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, blocking)
+    try:
+        yield reading, writing
+    finally:
+        for descriptor in (reading, writing):
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+def read_lines(descriptor: int, until: str) -> list[str]:
+    """All lines up to the first with these words, and not a byte of the next."""
+    lines = [b""]
+    while until.encode() not in lines[-1] or not lines[-1].endswith(b"\n"):
+        if lines[-1].endswith(b"\n"):
+            lines.append(b"")
+        lines[-1] += os.read(descriptor, 1)
+    return [line.decode().rstrip("\n") for line in lines]
+
+
+def test_lines_come_whole_and_in_their_order() -> None:
+    with pipe() as (reading, writing):
+        writer = LineWriter(writing)
+        for number in range(2000):
+            writer.put(f"{number}\n")
+        assert writer.flush(10)
+        writer.say("the\nend \x1b[2J")
+        found = read_lines(reading, "end")
+    assert found == [*map(str, range(2000)), r"the\nend \x1b[2J"]
+    assert writer.dropped == 0
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_who_does_not_read_costs_lines_which_are_counted_and_said_in_their_place(
+    blocking: bool,
+) -> None:
+    with pipe(blocking=blocking) as (reading, writing):
+        writer = LineWriter(writing, most_bytes=20_000)
+        count = 500
+        for number in range(count):  # 500 KB; the pipe and the batch that waits for it take 130
+            writer.put(f"{number:04} {LINE}\n")
+            if number % 50 == 0:
+                writer.flush(0.05)
+        assert writer.dropped > 0
+        assert writer._size <= 20_000
+        assert not writer.flush(0.01)
+        dropped = writer.dropped
+        found = read_lines(reading, "were dropped here")
+        writer.put("after\n")
+        found += read_lines(reading, "after")
+        assert writer.flush(10)
+    told = [line for line in found if "were dropped here" in line]
+    numbers = [int(line[:4]) for line in found if line.endswith(LINE)]
+    assert len(numbers) + dropped == count
+    assert numbers == sorted(numbers)
+    assert found[-1] == "after"
+    assert sum(int(line.split()[0]) for line in told) == dropped
+    assert set(told) <= {missing(number) for number in range(count)}
+
+
+def test_the_notice_comes_by_itself_when_nothing_more_is_said() -> None:
+    with pipe() as (reading, writing):
+        writer = LineWriter(writing, most_bytes=1000)
+        while not writer.dropped:
+            writer.put(f"{LINE}\n")
+        assert read_lines(reading, "were dropped here")[-1] == missing(writer.dropped)
+
+
+def test_a_line_larger_than_the_queue_is_written_where_there_is_room() -> None:
+    with pipe() as (reading, writing):
+        writer = LineWriter(writing, most_bytes=10)
+        writer.put(f"{LINE}\n")
+        assert read_lines(reading, "x") == [LINE]
+
+
+def test_a_reader_that_is_gone_stops_nothing() -> None:
+    with pipe() as (reading, writing):
+        writer = LineWriter(writing)
+        os.close(reading)
+        for _ in range(10):
+            writer.put("nobody\n")
+            assert writer.flush(10)
+        assert writer.dropped == 10
+
+
+def test_what_several_threads_say_is_all_there() -> None:
+    with pipe() as (reading, writing):
+        writer = LineWriter(writing)
+
+        def speak(name: str) -> None:
+            for number in range(300):
+                writer.put(f"{name} {number}\n")
+
+        threads = [threading.Thread(target=speak, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wait_until(lambda: writer.flush(0))
+        writer.put("the end\n")
+        found = read_lines(reading, "the end")[:-1]
+    for name in "abcd":
+        own = [line for line in found if line.startswith(name)]
+        assert own == [f"{name} {number}" for number in range(300)]
+
+
+def test_a_half_character_is_written_as_an_escape() -> None:
+    with pipe() as (reading, writing):
+        LineWriter(writing).put("a\udc80b\n")
+        assert read_lines(reading, "a") == [r"a\udc80b"]
