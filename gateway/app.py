@@ -256,7 +256,7 @@ def create_app(settings: Settings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with running(settings, parts) as services:
             edge.services = app.state.services = services
-            with Drain(settings.drain_s) as drain:
+            with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 # For the server: what it counts, and whether it is to close connections.
                 yield {
                     "connections": services.metrics.connections,

@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ import uvloop
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
+from gateway.exits import CLOSING_S, KERNEL_S
 from gateway.memory import MIN_BUDGET_BYTES, default_budget
 from gateway.protocol.connection import Protocol
 from gateway.protocol.limits import Crowd, Limits
@@ -127,12 +129,26 @@ def keep_little_unsent(listening: int) -> None:
 
 
 class Workers(Multiprocess):
-    """uvicorn's supervisor, which lets go of the port when it ends: else who comes then waits in vain."""
+    """uvicorn's supervisor, which lets go of the port when it ends: else who comes then waits in vain.
+
+    A worker that does not even end when its time is over is killed.
+    """
+
+    limit_s: float = math.inf  # for the workers' end
 
     def terminate_all(self) -> None:
         super().terminate_all()
         for listening in self.sockets:
             listening.close()
+
+    def join_all(self) -> None:
+        deadline = time.monotonic() + self.limit_s
+        for process in self.processes:
+            process.process.join(max(deadline - time.monotonic(), 0))
+            if process.process.is_alive():
+                log.error("the worker %d did not end in time: it is killed", process.pid)
+                process.kill()
+            process.join()
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -227,4 +243,6 @@ def run_workers(
             config.backlog
         )  # who comes before the first worker is up has to wait, no more
         on_ready()
-        Workers(config, sockets=[listening]).run()
+        supervisor = Workers(config, sockets=[listening])
+        supervisor.limit_s = settings.drain_s + settings.shutdown_s + CLOSING_S + 2 * KERNEL_S
+        supervisor.run()

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from gateway import logs
 from gateway.auth import is_loopback
+from gateway.exits import prompt_exit
 from gateway.settings import Settings, read_settings, unknown
 from gateway.triton.embedded import EmbeddedTriton, side_by_side
 from gateway.triton.options import Options, check_distinct, check_port, ports_of
@@ -61,10 +62,11 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
         else:
             say(f"{reason}; the gateway goes on with the others")
 
-    with side_by_side(tritons_of(fleet, gone, say), say):
-        gateway.run()
-    if len(reasons) == replicas:
-        raise Failure(reasons[-1])
+    with prompt_exit():
+        with side_by_side(tritons_of(fleet, gone, say), say):
+            gateway.run()
+        if len(reasons) == replicas:
+            raise Failure(reasons[-1])
 
 
 def triton(options: Options, host: str) -> None:
@@ -80,7 +82,7 @@ def triton(options: Options, host: str) -> None:
         signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
     options = replace(options, host=host, restricted_api=restricted)
-    with EmbeddedTriton(options, say=say, on_gone=gone):
+    with prompt_exit(), EmbeddedTriton(options, say=say, on_gone=gone):
         say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
         try:
             signal.pause()
@@ -101,10 +103,11 @@ def serve(host: str, port: int, workers: int) -> None:
     settings = settings_at(host, settings)
     warn_if_open(settings, host)
     app = create_app(settings)  # what cannot be used is said here, and not by each worker
-    if workers > 1:
-        run_workers(settings, host, port, workers, ready)
-    else:
-        server(app, settings, host, port, ready).run()
+    with prompt_exit():
+        if workers > 1:
+            run_workers(settings, host, port, workers, ready)
+        else:
+            server(app, settings, host, port, ready).run()
 
 
 def restricted_api_of(settings: Settings) -> RestrictedApi | None:

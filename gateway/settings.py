@@ -229,7 +229,9 @@ class Settings(BaseSettings):
         description="How long serve goes on after SIGTERM, saying at /readyz that it is not ready.",
     )
     shutdown_s: Seconds = Field(
-        30.0, description="How long running requests may then take before they are cut."
+        30.0,
+        description="How long running requests may then take before they are cut. Five seconds later the "
+        "process is ended, whatever it is doing.",
     )
     page: bool = Field(
         True,

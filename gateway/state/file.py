@@ -124,8 +124,9 @@ class File:
         return None
 
     async def close(self) -> None:
-        await self._in_thread(self._let_go)
-        self._thread.shutdown(wait=False)
+        with suppress(asyncio.TimeoutError):  # of a disk that hangs
+            await asyncio.wait_for(self._in_thread(self._let_go), LOCK_TIMEOUT_S)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)

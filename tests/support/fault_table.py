@@ -295,6 +295,18 @@ OURSELVES = (
         },
     ),
     Row(
+        "a disk hangs, or a thread or the event loop, when the gateway is to end",
+        "it ends when `GATEWAY_DRAIN_S` and `GATEWAY_SHUTDOWN_S` are over, 5 s later at the latest, and "
+        "says so",
+        {
+            "system/test_shutdown_deadline": [
+                "a_disk_that_hangs_is_left_behind",
+                "so_do_workers",
+                "a_loop_that_hangs_ends_with_the_time_for_shutting_down",
+            ]
+        },
+    ),
+    Row(
         "two and ten times as many requests as can be served",
         "at least 90 and 80 % of what can be served is; the others are refused within "
         "milliseconds; as before 5 s later",

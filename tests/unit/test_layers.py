@@ -26,6 +26,7 @@ LAYERS = {
     "gateway.state": 2,
     "gateway.triton": 3,
     "gateway.auth": 3,
+    "gateway.exits": 3,
     "gateway.limits": 3,
     "gateway.decoding": 4,
     "gateway.memory": 3,
