@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.support.servers import ROOT, free_ports
-from tests.support.up import assert_end, write_model
+from tests.support.up import wait_for_end, write_model
 from tests.support.wait import wait_until
 
 INFERENCES = 400  # of which each makes Triton say 2 KB
@@ -71,4 +71,4 @@ def test_triton_serves_on_and_everything_ends(tmp_path: Path, command: str) -> N
                 assert "gateway_log_lines_dropped_total" in page
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-        assert_end(family)
+        wait_for_end(family)
