@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from datetime import datetime, timezone
 from typing import Any, Final
@@ -12,7 +11,7 @@ import orjson
 from gateway.context import current
 from gateway.linewriter import LineWriter, missing
 from gateway.settings import LogFormat, Settings
-from gateway.words import printable
+from gateway.words import printable, printable_json
 
 STDERR: Final = 2
 FLUSH_S: Final = 1.0
@@ -64,13 +63,6 @@ class Console(logging.Formatter):
         """Each line of it escaped and moved in: what an exception says could pass for a line of the log."""
         lines = self.formatException(record.exc_info or (None, None, None)).split("\n")
         return "\n".join(f"  {printable(line)}" for line in lines)
-
-
-def printable_json(line: str) -> str:
-    """The same JSON, with everything escaped that could speak to a terminal (RFC 8259, section 7)."""
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
 class LogQueue(logging.Handler):

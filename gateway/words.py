@@ -43,6 +43,21 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def printable_json(text: str) -> str:
+    """JSON of the same meaning, with everything but its line ends escaped that `printable` escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json_escape(ord(c)) for c in text)
+
+
+def json_escape(code: int) -> str:
+    """A character as JSON escapes it (RFC 8259, section 7)."""
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    high, low = divmod(code - 0x10000, 0x400)
+    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+
+
 def quoted(text: str, limit: int = 80) -> str:
     """`text` as it may stand in a sentence: printable, and no longer than `limit` characters."""
     shown = text if len(text) <= limit else text[: limit - 1] + "…"

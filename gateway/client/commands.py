@@ -11,6 +11,7 @@ import typer
 
 from gateway.client.errors import ClientError, Misused, refusal
 from gateway.client.target import Target
+from gateway.words import printable
 
 if TYPE_CHECKING:
     from gateway.client.api import Api
@@ -244,7 +245,7 @@ def curl(
         line = api.model(model, version)["curl"]
     # The key itself is in no output.
     header = ' -H "Authorization: Bearer $TRITON_GATEWAY_KEY"' if key else ""
-    typer.echo(line + header)
+    typer.echo(printable(line) + header)
 
 
 @cli.command()

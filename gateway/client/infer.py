@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -26,6 +25,7 @@ from gateway.client.progress import Progress
 from gateway.client.records import Format, Record, Writer, resumed, writer
 from gateway.client.target import Target
 from gateway.client.wire import Wire
+from gateway.words import say
 
 MOST_LISTED: Final = 10
 STDOUT: Final = 1
@@ -90,7 +90,9 @@ def infer(order: Order) -> int:
     with Api(order.target) as api:
         described = api.model(order.model, order.version)
     check(order, described)
-    form = writer(order.format, [output["name"] for output in described["outputs"]])
+    names = [output["name"] for output in described["outputs"]]
+    to_terminal = order.output is None and os.isatty(STDOUT)
+    form = writer(order.format, names, to_terminal=to_terminal)
     streams = described["decoupled"]
     done: Counter[str] = Counter()
     if order.resume and order.output is not None and order.output.exists():
@@ -232,7 +234,3 @@ class Run:
         if self._order.output is None:
             return f"{left} (with --output FILE, --resume can go on)"
         return f"{left}; the same command with --resume goes on"
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")

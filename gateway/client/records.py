@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import orjson
 
 from gateway.client.errors import Misused
+from gateway.words import printable, printable_json
+
+DELETE = b"\x7f"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ class JsonLines:
             told["outputs"] = record.outputs
         else:
             told |= {"error": record.error, "code": record.code}
-        return orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+        raw = orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+        if raw.isascii() and DELETE not in raw:
+            return raw  # orjson escapes the other ones
+        return printable_json(raw.decode()).encode()
 
     def rows(self, lines: Iterable[str]) -> Iterator[Row]:
         for raw in lines:
@@ -76,17 +82,19 @@ class JsonLines:
 
 
 class Csv:
-    """A column per output. What is not one value is JSON."""
+    """A column per output. What is not one value is JSON. A terminal is spoken to by nobody's output."""
 
-    def __init__(self, outputs: Sequence[str]) -> None:
+    def __init__(self, outputs: Sequence[str], *, to_terminal: bool = False) -> None:
         self._outputs = outputs
+        self._to_terminal = to_terminal
         self._columns = ["input", *outputs, "error"]
         self.header = row_of(self._columns)
 
     def line(self, record: Record) -> bytes:
         outputs = record.outputs or {}
         cells = [cell_of(outputs[name]) if name in outputs else "" for name in self._outputs]
-        return row_of([record.name, *cells, record.error])
+        row = [record.name, *cells, record.error]
+        return row_of(map(printable, row) if self._to_terminal else row)
 
     def rows(self, lines: Iterable[str]) -> Iterator[Row]:
         raw: list[str] = []
@@ -104,7 +112,7 @@ class Csv:
                 yield Row(whole, cells[0], not cells[-1])
 
 
-def row_of(cells: Sequence[str]) -> bytes:
+def row_of(cells: Iterable[str]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode("utf-8", "replace")
@@ -114,8 +122,10 @@ def cell_of(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def writer(format_: Format, outputs: Sequence[str]) -> Writer:
-    return Csv(outputs) if format_ is Format.csv else JsonLines()
+def writer(format_: Format, outputs: Sequence[str], *, to_terminal: bool = False) -> Writer:
+    if format_ is Format.csv:
+        return Csv(outputs, to_terminal=to_terminal)
+    return JsonLines()
 
 
 def resumed(path: Path, form: Writer) -> Counter[str]:

@@ -13,6 +13,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gateway.words import printable, printable_json
+
 # Of what is piped into a file or a program nothing is cut.
 WIDE = 1000
 COLOURS = {
@@ -37,7 +39,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in row))
+        made.add_row(*(Text(printable(cell), COLOURS.get(cell, "")) for cell in row))
     return made
 
 
@@ -58,9 +60,8 @@ def draw(picture: RenderableType) -> None:
 
 
 def show_json(value: Any) -> None:
-    sys.stdout.buffer.write(
-        orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    )
+    text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode()
+    sys.stdout.buffer.write(printable_json(text).encode())
 
 
 MODELS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "WHY")

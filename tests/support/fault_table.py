@@ -684,6 +684,21 @@ ATTACKS = (
         {"integration/test_observability": ["nothing_that_a_client_writes_ends_a_line"]},
     ),
     Row(
+        "a model, a Triton or a gateway whose words speak to the terminal",
+        "escaped in all that `up`, the log and the command line print",
+        {
+            "system/test_terminal_escapes": [
+                "what_models_and_triton_say_is_escaped",
+                "why_a_model_fails_is_escaped",
+                "what_a_gateway_answers_is_escaped",
+            ],
+            "unit/test_printable": [
+                "a_line_of_the_log_is_one_line_and_a_traceback_is_none_of_it",
+                "what_triton_says_is_said_escaped",
+            ],
+        },
+    ),
+    Row(
         "thousands of unknown model names",
         "not one more series of metrics",
         {"integration/test_observability": ["unknown_names_add_no_series"]},
