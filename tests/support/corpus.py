@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from tests.support.hostile_files import jpeg_of_scans
 from tests.support.load import post
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -159,7 +160,7 @@ def hostile_requests(images: str, numbers: str, texts: str) -> dict[str, Request
             v1(images), "image/png", png_of_empty_chunks(MIB // 12)
         ),
         "a progressive JPEG of many scans": Request(
-            v1(images), "image/jpeg", progressive_jpeg((2500, 2000), 2000)
+            v1(images), "image/jpeg", jpeg_of_scans(2000, side=2000)
         ),
         "keys of generate": Request(f"/v2/models/{texts}/generate", "application/json", keys),
         "a long content type": Request(v1(texts), "text/plain" + ';a=";' * 12_000, b"a text"),
@@ -178,15 +179,3 @@ def hostile_requests(images: str, numbers: str, texts: str) -> dict[str, Request
             b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65_535,
         ),
     }  # fmt: skip
-
-
-def progressive_jpeg(size: tuple[int, int], scans: int) -> bytes:
-    """Return a progressive JPEG whose first scan is repeated."""
-    data = encode_image("JPEG", size, progressive=True, quality=10)
-    start = data.index(b"\xff\xda")
-    end = start + 2
-    while not (data[end] == 0xFF and data[end + 1] not in (0, *range(0xD0, 0xD8))):
-        end += 1
-    # A refinement of nothing: an AC scan of one component that is all zeros, in few bytes.
-    scan = b"\xff\xda\0\x08\x01\x01\0\x01\x3f\0" + b"\0" * 16
-    return data[:end] + scan * scans + data[end:]

@@ -1,0 +1,111 @@
+"""Everything that reads a client's or a replica's bytes, as targets of fuzzing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gateway.errors import GatewayError
+from gateway.exposition.families import NotExposition
+from gateway.exposition.reading import lines_of, read, text_of
+from gateway.sse import ScrubbedErrors
+from gateway.tensors.data_uri import from_base64
+from gateway.tensors.decode import decode_body, decode_predict
+from gateway.tensors.image_header import essential_bytes, read_image_header
+from gateway.tensors.images import ImageLimits
+from gateway.tensors.media_type import media_type
+from gateway.tensors.outputs import media_ranges
+from gateway.tensors.payload import Limits
+from gateway.tensors.sequence import from_headers
+from gateway.tensors.signature import Signature, signature
+from tests.support.corpus import IMAGES, V2_BODY, valid_requests
+from tests.support.fuzzing import MAX_INPUT_BYTES, Target
+from tests.support.servers import ROOT
+
+# What is decoded here is small: large images are decoded in a process that the deadline kills.
+IMAGE_LIMITS = ImageLimits(max_pixels=100_000)
+REFUSALS = (GatewayError,)
+CHARSETS = ("utf-8", "utf-16", "gb18030", "iso2022_jp", "shift_jis")
+EVENTS = b'data: {"error":"a word"}\n\ndata: {"text":"b"}\n\nevent: end\ndata: {}\n\n'
+
+
+def model(datatype: str, shape: list[int], batch: int = 8) -> Signature:
+    metadata = {"name": "X", "datatype": datatype, "shape": [-1, *shape]}
+    config = {"max_batch_size": batch, "input": [{"name": "X", "dims": shape}]}
+    return signature({"name": "m", "inputs": [metadata], "outputs": []}, config)
+
+
+MODELS = {
+    "images": model("FP32", [3, 16, 16]),
+    "numbers": model("FP32", [-1, -1]),
+    "integers": model("INT16", [-1]),
+    "texts": model("BYTES", [1]),
+}
+
+
+def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
+    return lambda data: decode_body(data, content_type, MODELS[kind], Limits(), IMAGE_LIMITS)
+
+
+def predict_as(kind: str) -> Callable[[bytes], object]:
+    return lambda data: decode_predict(data, MODELS[kind], Limits(), IMAGE_LIMITS)
+
+
+def read_header(data: bytes) -> object:
+    return essential_bytes(data, read_image_header(data, "X"))
+
+
+def scrub_events(data: bytes) -> object:
+    scrubbed = ScrubbedErrors(lambda event: event)
+    passed = [scrubbed.feed(data[start : start + 1000]) for start in range(0, len(data), 1000)]
+    return b"".join(passed) + scrubbed.end()
+
+
+def latin_1(function: Callable[[str], Any]) -> Callable[[bytes], object]:
+    return lambda data: function(data.decode("latin-1"))
+
+
+def body_targets() -> Iterator[Target]:
+    seeds: dict[tuple[str, str], list[bytes]] = {}
+    for kind in MODELS:
+        for request in valid_requests(kind, kind, kind):
+            if request.path.startswith("/v1") and not request.headers:
+                seeds.setdefault((request.content_type, kind), []).append(request.body)
+    for (content_type, kind), bodies in seeds.items():
+        name = f"{content_type.partition(';')[0]} for {kind}"
+        yield Target(name, decode_as(content_type, kind), bodies, REFUSALS)
+
+
+def targets() -> list[Target]:
+    images = [body for bodies in IMAGES.values() for body in bodies]
+    page = (ROOT / "tests/data/triton_metrics.txt").read_bytes()[: MAX_INPUT_BYTES // 8]
+    predict = [b'{"instances": [[1, 2], [3, 4]]}', b'{"inputs": {"X": [[1.5]]}}']
+    return [
+        *body_targets(),
+        *(
+            Target(f"text in {charset}", decode_as(f"text/plain; charset={charset}", "texts"),
+                   ["a text, naïve".encode("utf-8" if charset != "utf-16" else "utf-16")], REFUSALS)
+            for charset in CHARSETS
+        ),
+        *(Target(f":predict for {kind}", predict_as(kind), predict, REFUSALS) for kind in MODELS),
+        Target("image headers", read_header, images, REFUSALS),
+        Target("Content-Type", latin_1(media_type), [b'text/plain; charset="utf-8"'], REFUSALS),
+        Target("Accept", latin_1(media_ranges), [b"image/png;q=0.5, */*"], REFUSALS),
+        Target("base64", latin_1(from_base64), [b"data:a/b;base64,AAEC", b"AAEC"], REFUSALS),
+        Target("sequence headers", latin_1(lambda text: from_headers(text, text)), [b"7"], REFUSALS),
+        Target("event streams", scrub_events, [EVENTS], REFUSALS),
+        Target("metrics pages", lambda data: read(lines_of(text_of(data))), [page], (NotExposition,)),
+        *screening_targets(),
+    ]  # fmt: skip
+
+
+def screening_targets() -> Iterator[Target]:
+    from gateway.triton.screening import JsonScreening  # noqa: PLC0415
+
+    def screen(data: bytes) -> None:
+        screening = JsonScreening(len(data))
+        for start in range(0, len(data), 1000):
+            screening.feed(data[start : start + 1000])
+        screening.end()
+
+    yield Target("JSON of /v2", screen, [V2_BODY, b'{"a": [1, {"shape": [2]}]}'], REFUSALS)
