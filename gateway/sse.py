@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 
 EVENT_STREAM = b"text/event-stream"
 END = b"\n\n"
 # How Triton's generate extension tells an error after the first event.
 ERROR = b'data: {"error":'
+MOST_HELD_BYTES = 64 * 1024  # of an event that tells an error
+MOST_SCRUBBED = 64  # errors of one stream; the others are told in the words of the last one
+
+
+class Event(Enum):
+    """What becomes of the event that the stream is in the middle of."""
+
+    passed = "passed"
+    held = "held"  # an error that is not whole yet
+    dropped = "dropped"  # the rest of an error that is too long
 
 
 class ScrubbedErrors:
@@ -15,37 +26,57 @@ class ScrubbedErrors:
 
     def __init__(self, scrub: Callable[[bytes], bytes]) -> None:
         self._scrub = scrub
+        self._event = Event.passed
+        self._before = END  # the last two bytes that are done with
         self._held = b""
-        self._inside = False  # of an event whose beginning was passed on
+        self._scrubbed = b""
+        self._errors = 0
 
     def feed(self, data: bytes) -> bytes:
-        """What may go on now. Only an event that could be an error is held until it is whole."""
-        data = self._held + data
-        passed = []
-        while data:
-            end = data.find(END)
-            event = data[: end + len(END)] if end >= 0 else data
-            if self._inside or not event.startswith(ERROR[: len(event)]):
-                self._inside = end < 0
-                if self._inside and event.endswith(b"\n"):
-                    event = event[:-1]  # perhaps the first half of the end
-                    passed.append(event)
-                    data = data[len(event) :]
+        """What may go on now. Only an event that could be an error is held until it is whole, or too long."""
+        text = self._before + self._held + data
+        start = len(self._before)
+        looked = start + max(len(self._held) - 1, 0)  # no held event ends before
+        passed: list[bytes] = []
+        while start < len(text):
+            if self._event is Event.passed:
+                stop = self._next_error(text, start)
+                passed.append(text[start:stop])
+                start = stop
+                if self._event is Event.passed:
                     break
-                passed.append(event)
-            elif end >= 0:
-                passed.append(self._rewritten(event))
-            else:
+            end = text.find(END, max(start, looked) if self._event is Event.held else start - 1)
+            if self._event is Event.held:
+                if end < 0 and len(text) - start <= MOST_HELD_BYTES:
+                    break
+                stop = end if end >= 0 else len(text)
+                passed.append(self._rewritten(text[start : min(stop, start + MOST_HELD_BYTES)]))
+                self._event = Event.dropped
+            if end < 0:
+                start = len(text)
                 break
-            data = data[len(event) :]
-        self._held = data
+            start = end + len(END)
+            self._event = Event.passed
+        self._before, self._held = text[max(start - len(END), 0) : start], text[start:]
         return b"".join(passed)
+
+    def _next_error(self, text: bytes, start: int) -> int:
+        """Where an error begins; or where what is here of one might, at the end."""
+        found = text.find(END + ERROR, start - len(END))
+        if found >= 0:
+            self._event = Event.held
+            return found + len(END)
+        last = text.rfind(END, max(start - len(END), len(text) - len(END + ERROR)))
+        tail = text[last + len(END) :]
+        return len(text) - len(tail) if last >= 0 and ERROR.startswith(tail) else len(text)
 
     def end(self) -> bytes:
         """What was held when the stream ended."""
         held, self._held = self._held, b""
-        return self._rewritten(held) if held.startswith(ERROR) else held
+        return self._rewritten(held) if self._event is Event.held else held
 
     def _rewritten(self, event: bytes) -> bytes:
-        payload = event.removeprefix(b"data: ").rstrip(b"\n")
-        return b"data: " + self._scrub(payload) + END
+        self._errors += 1
+        if self._errors <= MOST_SCRUBBED:
+            self._scrubbed = self._scrub(event.removeprefix(b"data: ").rstrip(b"\n"))
+        return b"data: " + self._scrubbed + END

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sse import ScrubbedErrors
+from gateway.sse import MOST_HELD_BYTES, ScrubbedErrors
 
 GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
 BAD = b'data: {"error":"boom /srv/x"}\n\n'
@@ -41,3 +41,25 @@ def test_an_event_goes_on_as_soon_as_it_is_whole_and_others_at_once() -> None:
     assert scrubber.feed(b"\n") == b'data: {"error": 2}\n\n'
     assert scrubber.feed(b'data: {"error": 3') == b""
     assert scrubber.end() == b'data: {"error": 3\n\n'
+
+
+@given(st.lists(st.integers(0, 9 * MOST_HELD_BYTES), max_size=9))
+def test_an_error_that_does_not_end_is_cut(cuts: list[int]) -> None:
+    scrubber = ScrubbedErrors(lambda payload: b"<%d>" % len(payload))
+    stream = b'data: {"error":"' + b"x\n" * (4 * MOST_HELD_BYTES) + b"\n" + GOOD + BAD
+    ends = sorted({cut % len(stream) for cut in cuts} | {len(stream)})
+    pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    got = b"".join(map(scrubber.feed, pieces)) + scrubber.end()
+    kept, whole = (
+        len(event.removeprefix(b"data: ").rstrip(b"\n"))
+        for event in (stream[:MOST_HELD_BYTES], BAD)
+    )
+    assert got == b"data: <%d>\n\n" % kept + GOOD + b"data: <%d>\n\n" % whole
+
+
+def test_no_more_of_an_error_is_held_than_that() -> None:
+    scrubber = ScrubbedErrors(lambda _: b"an error")
+    scrubber.feed(b'data: {"error":"')
+    got = b"".join(scrubber.feed(b"x" * 1000) for _ in range(1000))
+    assert got == b"data: an error\n\n"
+    assert scrubber.end() == b""
