@@ -170,6 +170,7 @@ def parts_of(settings: Settings) -> Parts:
         tls_context(settings, sources),
         tls,
         None if secret is None else parse_restricted_api(secret.get_secret_value()),
+        max_answer_bytes=settings.max_answer_bytes,
     )
     file = ModelsFile(settings.models_file)
     file.open()

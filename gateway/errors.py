@@ -197,6 +197,18 @@ class BadUpstream(GatewayError):
     status, code = 502, "BAD_UPSTREAM"
 
 
+class AnswerTooLarge(GatewayError):
+    """An answer of a replica that would be held as a whole. It says nothing of the replica's health."""
+
+    status, code = 502, "BAD_UPSTREAM"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the replica's answer is larger than the limit of {limit_bytes} bytes; ask for less at a time, "
+            "or through /v2, which passes answers of any size"
+        )
+
+
 class Unavailable(GatewayError):
     status, code, retry_after_s = 503, "UNAVAILABLE", 1
 

@@ -128,8 +128,19 @@ class Settings(BaseSettings):
         False,
         description="Whether an administrator's load may bring a config and files, which Triton executes.",
     )
+    # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
     max_body_bytes: int = Field(
-        64 << 20, gt=0, description="The largest body of a request, as it comes and inflated."
+        64 << 20,
+        gt=0,
+        le=1 << 30,
+        description="The largest body of a request, as it comes and inflated; 1 GiB at most.",
+    )
+    max_answer_bytes: int = Field(
+        256 << 20,
+        gt=0,
+        lt=1 << 31,
+        description="The largest answer of a replica that /v1 holds as a whole, over HTTP and gRPC; a larger "
+        "one is 502. What passes through /v2 may be of any size.",
     )
     max_bytes_in_flight: int = Field(
         0,

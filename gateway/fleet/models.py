@@ -124,7 +124,7 @@ class Models:
         )
         try:
             return signature(metadata, config, version)
-        except (KeyError, TypeError, AttributeError) as exc:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as exc:
             raise BadUpstream(f"the replica's metadata of model '{model}' cannot be read") from exc
 
     async def infer(self, model: Signature, inputs: Inputs, call: Call) -> Result:

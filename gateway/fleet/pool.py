@@ -32,7 +32,7 @@ from gateway.metrics import Metrics
 from gateway.triton.answers import complained, whole
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import NoGrpc
-from gateway.triton.http import Answer
+from gateway.triton.http import MOST_DOCUMENT_BYTES, Answer
 from gateway.triton.wire import Headers, NotSent
 
 log = logging.getLogger(__name__)
@@ -198,6 +198,7 @@ class Pool:
                 headers=replica.management_headers,
                 timeout_s=PROBE_TIMEOUT_S,
                 fresh=True,
+                most_bytes=MOST_DOCUMENT_BYTES,
             )
         except GatewayError as exc:
             self._unwell(replica, exc)
@@ -401,7 +402,7 @@ class Pool:
         answer = await self.send(
             asked, method, path.encode(), headers, body, repeatable=method == b"GET"
         )
-        text = (await whole(answer)).body
+        text = (await whole(answer, MOST_DOCUMENT_BYTES)).body
         try:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as exc:

@@ -14,7 +14,7 @@ from gateway.fleet.health import Health
 from gateway.fleet.index import NOTHING, Index
 from gateway.triton.channel import Channel
 from gateway.triton.grpc import Tls
-from gateway.triton.http import Upstream
+from gateway.triton.http import MOST_ANSWER_BYTES, Upstream
 from gateway.triton.restricted import RestrictedApi
 from gateway.triton.wire import Headers
 from gateway.words import Failure
@@ -88,6 +88,7 @@ class Wire:
     tls: ssl.SSLContext | None = None
     grpc_tls: Tls | None = None
     restricted_api: RestrictedApi | None = None
+    max_answer_bytes: int = MOST_ANSWER_BYTES
 
 
 class Replica:
@@ -110,12 +111,15 @@ class Replica:
             tls=wire.tls if address.tls else None,
             server_name=address.name,
             connect_timeout_s=wire.connect_timeout_s,
+            max_answer_bytes=wire.max_answer_bytes,
         )
         # Triton's metrics port speaks plain HTTP, whatever stands before the other.
         self.metrics = Upstream(
             address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
         )
-        self.channel = Channel(address.grpc, wire.grpc_tls if address.tls else None)
+        self.channel = Channel(
+            address.grpc, wire.grpc_tls if address.tls else None, wire.max_answer_bytes
+        )
 
     @property
     def management_headers(self) -> Headers:

@@ -40,6 +40,7 @@ from gateway.state.wishes import Store, Wish
 from gateway.triton import grpc
 from gateway.triton.complaints import Asked, LoadFailed, refusal
 from gateway.triton.grpc import NoGrpc, Tls
+from gateway.triton.http import MOST_DOCUMENT_BYTES
 from gateway.triton.wire import NotSent
 from gateway.words import listed, quoted
 
@@ -403,6 +404,7 @@ class Repository:
             replica.management_headers,
             timeout_s=timeout_s,
             fresh=True,
+            most_bytes=MOST_DOCUMENT_BYTES,
         )
         if reply.status != 200:
             raise refusal(reply.status, reply.body, action.model)

@@ -13,12 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from gateway.errors import DoesNotFit, Malformed, ModelFault, NotAcceptable, Unrepresentable
+from gateway.errors import (
+    BadUpstream,
+    DoesNotFit,
+    Malformed,
+    ModelFault,
+    NotAcceptable,
+    Unrepresentable,
+)
 from gateway.tensors.dtypes import Kind
 from gateway.tensors.media_type import split_parameters
 from gateway.tensors.payload import JSON, NPY, NPZ, OCTETS
 from gateway.tensors.signature import Signature, Tensor
+from gateway.words import quoted
 
+MOST_DIGITS = 18  # of a number of 64 bits
 MAGIC = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -176,8 +185,12 @@ def parsed_json(value: bytes) -> Any:
 
 def class_of(value: bytes) -> Any:
     """The classification extension's `value:index[:label]`."""
-    score, index, *label = value.decode(errors="replace").split(":", 2)
-    return {"score": float(score), "index": int(index), **({"label": label[0]} if label else {})}
+    try:
+        score, index, *label = value.decode(errors="replace").split(":", 2)
+        found = {"score": float(score), "index": int(index[:MOST_DIGITS])}
+    except ValueError:
+        return text_or_base64(value)
+    return {**found, **({"label": label[0]} if label else {})}
 
 
 def only_output(result: Result) -> str:
@@ -223,6 +236,8 @@ def as_raw(result: Result, content_type: str) -> Rendered:
     if array.size != 1:
         raise Unrepresentable(f"{array.size} values, and one body holds one", [JSON])
     value = array.item()
+    if not isinstance(value, bytes):
+        raise BadUpstream(f"the replica answered numbers for the output {quoted(name)} of texts")
     return Rendered(value, sniffed(value) if "*" in content_type else content_type)
 
 

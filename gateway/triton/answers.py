@@ -6,14 +6,15 @@ from typing import Final
 
 from gateway.errors import GatewayError
 from gateway.triton.complaints import Asked, complaint
-from gateway.triton.http import Answer, Reply
+from gateway.triton.http import MOST_ANSWER_BYTES, Answer, Reply
 
 MAX_ERROR_BYTES: Final = 1 << 20
 
 
-async def whole(answer: Answer) -> Reply:
+async def whole(answer: Answer, most_bytes: int = MOST_ANSWER_BYTES) -> Reply:
+    """Raises `AnswerTooLarge`."""
     try:
-        return Reply(answer.status, answer.headers, await answer.read())
+        return Reply(answer.status, answer.headers, await answer.read(most_bytes))
     finally:
         answer.close()
 

@@ -13,10 +13,18 @@ import tritonclient.grpc
 from tritonclient.grpc import InferResult
 from tritonclient.grpc.aio import InferenceServerClient
 
-from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
+from gateway.errors import AnswerTooLarge, BadUpstream, DeadlinePassed, GatewayError
 from gateway.triton.complaints import Asked, complaint
-from gateway.triton.grpc import STATUSES, NoGrpc, Tls, secured
-from gateway.triton.infer import INT64, MAX_INLINE_ANSWER_BYTES, UNREADABLE, Answer, Inference
+from gateway.triton.grpc import STATUSES, NoGrpc, Tls, channel_options, secured
+from gateway.triton.http import MOST_ANSWER_BYTES
+from gateway.triton.infer import (
+    INT64,
+    MAX_INLINE_ANSWER_BYTES,
+    UNREADABLE,
+    Answer,
+    Inference,
+    check_entry,
+)
 from gateway.triton.wire import Headers
 
 IDLE_S: Final = 2.0
@@ -25,6 +33,9 @@ MISSING_S: Final = 30.0
 NOT_SENT: Final = re.compile(
     r"failed to connect|connections to all backends|dns resolution|name resolution|empty address",
     re.I,
+)
+TOO_LARGE: Final = re.compile(
+    r"(?:stream removed \()?(?:client: )?(?:received|decompressed) message larger than max", re.I
 )
 CUT_OFF: Final = re.compile(
     r"stream removed|socket closed|recvmsg|endpoint|connection (?:reset|closed)|broken pipe|goaway",
@@ -35,9 +46,12 @@ CUT_OFF: Final = re.compile(
 class Channel:
     """To one replica, while it is used: an idle one would be waited for by a Triton that stops."""
 
-    def __init__(self, address: str, tls: Tls | None) -> None:
+    def __init__(
+        self, address: str, tls: Tls | None, max_answer_bytes: int = MOST_ANSWER_BYTES
+    ) -> None:
         self._address = address
         self._tls = tls
+        self.max_answer_bytes = max_answer_bytes
         self._triton: InferenceServerClient | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._left = False  # a call in its middle
@@ -66,7 +80,10 @@ class Channel:
             self._idle.cancel()
             self._idle = None
         if self._triton is None:
-            self._triton = InferenceServerClient(self._address, **secured(self._tls))
+            options = channel_options(self.max_answer_bytes)
+            self._triton = InferenceServerClient(
+                self._address, channel_args=options, **secured(self._tls)
+            )
             self.is_new = True
         self.users += 1
         return self._triton
@@ -116,6 +133,8 @@ def decoded(result: InferResult) -> Answer:
     """Raises `BadUpstream`."""
     try:
         response = result.get_response()
+        for output in response.outputs:
+            check_entry(output.name, output.datatype)
         arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
     except UNREADABLE as exc:
         raise BadUpstream("the replica's answer to an inference cannot be read") from exc
@@ -126,8 +145,10 @@ def size_of(result: InferResult) -> int:
     return sum(map(len, result.get_response().raw_output_contents))
 
 
-def translated(code: str, details: str, asked: Asked) -> GatewayError:
+def translated(code: str, details: str, asked: Asked, max_answer_bytes: int) -> GatewayError:
     """What a failed call means."""
+    if code == "RESOURCE_EXHAUSTED" and TOO_LARGE.match(details):
+        return AnswerTooLarge(max_answer_bytes)
     if code == "DEADLINE_EXCEEDED":
         return DeadlinePassed(asked.timeout_s)
     if code == "UNAVAILABLE" and NOT_SENT.match(details):

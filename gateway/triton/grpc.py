@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed, GatewayError, Malformed
 from gateway.triton.complaints import Asked, refusal
+from gateway.triton.http import MOST_DOCUMENT_BYTES
 from gateway.triton.wire import NotSent
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ async def client(
     address: str, asked: Asked, tls: Tls | None
 ) -> AsyncIterator[InferenceServerClient]:
     """A connected client; what goes wrong inside leaves as an error of ours."""
-    triton = InferenceServerClient(address, **secured(tls))
+    options = channel_options(MOST_DOCUMENT_BYTES)
+    triton = InferenceServerClient(address, channel_args=options, **secured(tls))
     try:
         await asyncio.wait_for(triton.is_server_live(), CONNECT_TIMEOUT_S)
         yield triton
@@ -115,6 +117,14 @@ async def client(
         raise translated(exc, address, asked) from exc
     finally:
         await triton.close()
+
+
+def channel_options(max_answer_bytes: int) -> list[tuple[str, int]]:
+    """The most bytes of one message that comes; what is sent has its own limits."""
+    return [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", max_answer_bytes),
+    ]
 
 
 def secured(tls: Tls | None) -> dict[str, Any]:

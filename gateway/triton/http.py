@@ -15,11 +15,13 @@ from functools import partial
 from time import perf_counter
 from typing import Final
 
-from gateway.errors import DeadlinePassed
+from gateway.errors import AnswerTooLarge, DeadlinePassed
 from gateway.sse import EVENT_STREAM
 from gateway.triton.wire import Connection, Headers, NotSent
 
 JOIN_UNDER_BYTES: Final = 64 * 1024
+MOST_ANSWER_BYTES: Final = (1 << 31) - 1
+MOST_DOCUMENT_BYTES: Final = 16 << 20  # of a repository's index, or of what is known of a model
 
 
 def header_of(headers: Headers, name: bytes) -> bytes:
@@ -33,11 +35,14 @@ def header_of(headers: Headers, name: bytes) -> bytes:
 class Answer:
     """A replica's answer: status and headers now, the body as it comes. Leave it with `close()`."""
 
-    __slots__ = ("_connection", "_give_back", "_sending", "headers", "status")
+    __slots__ = ("_connection", "_give_back", "_most_bytes", "_sending", "headers", "status")
 
-    def __init__(self, connection: Connection, give_back: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, connection: Connection, give_back: Callable[[Connection], None], most_bytes: int
+    ) -> None:
         self._connection: Connection | None = connection
         self._give_back = give_back
+        self._most_bytes = most_bytes
         self._sending: asyncio.Task[None] | None = None
         self.status = connection.status
         self.headers = connection.headers
@@ -61,15 +66,17 @@ class Answer:
     async def next_chunk(self) -> bytes:
         return b"" if self._connection is None else await self._connection.next_chunk()
 
-    async def read(self) -> bytes:
-        """The whole body."""
-        first = await self.next_chunk()
-        if self.complete and not first:
-            return first
-        chunks = [first]
+    async def read(self, most_bytes: int = MOST_ANSWER_BYTES) -> bytes:
+        """The whole body. Raises `AnswerTooLarge` for more than that, or than the replica may answer."""
+        most_bytes = min(most_bytes, self._most_bytes)
+        chunks: list[bytes] = []
+        length = 0
         while chunk := await self.next_chunk():
             chunks.append(chunk)
-        return b"".join(chunks) if len(chunks) > 1 else first
+            length += len(chunk)
+            if length > most_bytes:
+                raise AnswerTooLarge(most_bytes)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def allow(self, timeout_s: float) -> None:
         """What is waited for next may take this long."""
@@ -112,6 +119,7 @@ class Upstream:
         server_name: str = "",
         connect_timeout_s: float = 0.5,
         idle_s: float = 4.0,
+        max_answer_bytes: int = MOST_ANSWER_BYTES,
     ) -> None:
         self._host = host
         self._port = port
@@ -122,6 +130,7 @@ class Upstream:
         self.last_answer = 0.0  # by perf_counter
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
+        self._max_answer_bytes = max_answer_bytes
         # Kept: asking for the running loop is a system call each time.
         self._loop = asyncio.get_running_loop()
         self._idle: list[Connection] = []  # a stack: the most recently used first
@@ -173,7 +182,7 @@ class Upstream:
             finish(connection)
             raise
         self.last_answer = perf_counter()
-        answer = Answer(connection, finish)
+        answer = Answer(connection, finish, self._max_answer_bytes)
         if sending is not None:
             answer.sending(sending)
         return answer
@@ -187,14 +196,16 @@ class Upstream:
         *,
         timeout_s: float,
         fresh: bool = False,
+        most_bytes: int = MOST_ANSWER_BYTES,
     ) -> Reply:
-        """Send a whole request and read the whole answer."""
+        """Send a whole request and read the whole answer, of so many bytes. Raises as `send` does, and
+        `AnswerTooLarge`."""
         framing = (b"content-length", str(len(body)).encode())
         answer = await self.send(
             method, target, [framing, *headers], body, timeout_s=timeout_s, fresh=fresh
         )
         try:
-            return Reply(answer.status, answer.headers, await answer.read())
+            return Reply(answer.status, answer.headers, await answer.read(most_bytes))
         finally:
             answer.close()
 

@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from gateway.errors import BadUpstream, DoesNotFit
 from gateway.tensors import sequence
+from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
 from gateway.triton.http import Reply
@@ -26,6 +27,7 @@ from gateway.words import quoted
 UNREADABLE = (
     RecursionError,
     ValueError,
+    OverflowError,
     KeyError,
     TypeError,
     AttributeError,
@@ -36,6 +38,7 @@ UNREADABLE = (
 MAX_INLINE_ELEMENTS: Final = 4096  # of BYTES, each of which is a step in Python
 MAX_INLINE_BYTES: Final = 1 << 20
 MAX_INLINE_ANSWER_BYTES: Final = 64 << 10  # which may be of BYTES, four bytes an element
+MOST_OUTPUTS: Final = 2048
 INT64: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -168,9 +171,34 @@ def decoded(reply: Reply) -> Answer:
             reply.body, header_length=int(length) if length else None
         )
         response = result.get_response()
-        arrays = {
-            entry["name"]: result.as_numpy(entry["name"]) for entry in response.get("outputs", ())
-        }
+        outputs = response.get("outputs", ())
+        if len(outputs) > MOST_OUTPUTS:  # tritonclient looks for each of them from the first one on
+            raise ValueError("too many outputs")
+        arrays = {entry["name"]: array_of(result, entry) for entry in outputs}
+        version = str(response.get("model_version", ""))
+        version.encode()
     except UNREADABLE as exc:
         raise BadUpstream("the replica's answer to an inference cannot be read") from exc
-    return Answer(arrays, str(response.get("model_version", "")), len(reply.body))
+    return Answer(arrays, version, len(reply.body))
+
+
+def array_of(result: InferResult, entry: Mapping[str, Any]) -> np.ndarray:
+    """An output. Triton was asked for binary tensors; in JSON the elements of BYTES are texts.
+
+    Raises one of `UNREADABLE`.
+    """
+    check_entry(entry["name"], entry["datatype"])
+    array: np.ndarray = result.as_numpy(entry["name"])
+    if array.dtype.kind != "O" or "data" not in entry:
+        return array
+    values = np.empty(array.size, object)
+    values[:] = [text.encode() for text in array.flat]
+    return values.reshape(array.shape)
+
+
+def check_entry(name: Any, datatype: Any) -> None:
+    """Raises `ValueError` for a name that is no text, and for an unknown datatype, of which tritonclient
+    would make some numbers."""
+    if not isinstance(name, str) or datatype not in DATATYPES:
+        raise ValueError("an output without a name, or of no datatype of Triton's")
+    name.encode()

@@ -50,7 +50,8 @@ class Stream:
         try:
             result, error = arrived.result()
         except grpc.RpcError as exc:
-            raise translated(exc.code().name, str(exc.details()), self._asked) from exc
+            limit = self._channel.max_answer_bytes
+            raise translated(exc.code().name, str(exc.details()), self._asked, limit) from exc
         except InferenceServerException as exc:
             raise misfit(exc) from exc
         if error is not None:

@@ -42,7 +42,8 @@ async def infer(channel: Channel, asked: Asked, inference: Inference, headers: H
         status = str(exc.status())
         if status == NEVER_SENT:
             raise misfit(exc) from exc
-        raise translated(status.removeprefix("StatusCode."), str(exc.message()), asked) from exc
+        code, limit = status.removeprefix("StatusCode."), channel.max_answer_bytes
+        raise translated(code, str(exc.message()), asked, limit) from exc
     finally:
         channel.give(ended=ended)
     return await decode(result)

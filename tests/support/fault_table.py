@@ -186,6 +186,26 @@ TRITON = (
         },
     ),
     Row(
+        "an answer is well-formed HTTP, and no answer of a Triton: JSON of other types, shapes and names",
+        "502; 200 where it can be read",
+        {
+            "faults/test_replica_answers": [
+                "an_inference_that_cannot_be_read_is_502",
+                "texts_in_json_are_read_as_such",
+                "metadata_that_cannot_be_read_is_502",
+            ]
+        },
+    ),
+    Row(
+        "an answer has no end, or is larger than may be held",
+        "502 from `/v1`, and no more than `GATEWAY_MAX_ANSWER_BYTES` in memory; `/v2` passes it on as "
+        "it comes",
+        {
+            "faults/test_replica_answers": ["an_answer_without_an_end_is_502_and_not_kept"],
+            "unit/test_sse": ["an_error_that_does_not_end_is_cut"],
+        },
+    ),
+    Row(
         "DNS has new addresses, none, or an error",
         "new ones are used at the next look; else the last good ones stay",
         {
