@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from gateway.errors import Forbidden, Unauthenticated, UnknownModel
 from gateway.keys import Caller, KeysFile, Right, Role
+from gateway.names import is_model_name, normalized_version
 from gateway.peers import knows_peers, plain, user_of_peer
 from gateway.words import quoted
 
@@ -119,13 +120,16 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def admit(scope: Scope, right: Right, model: str = "", version: str = "") -> None:
-    """Raises `Forbidden` for what the caller may not do, `UnknownModel` for what it does not see."""
+    """Raises `Forbidden` for what the caller may not do, `UnknownModel` for what it does not see, and for
+    what is no name of a model or no version: another server on the way could take it for another path."""
     caller: Caller = scope["notes"].caller
     if right not in caller.rights:
         why = why_not_local(scope) if caller is ANYBODY else ""
         if why or caller is not ANYBODY:
             raise refusal(caller, right, why)
-    if model and not caller.sees(model):
+    if model and not (is_model_name(model) and caller.sees(model)):
+        raise UnknownModel(model, version)
+    if version and normalized_version(version) is None:
         raise UnknownModel(model, version)
 
 

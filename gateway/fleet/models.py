@@ -20,6 +20,7 @@ from gateway.errors import (
 from gateway.fleet.calls import Call, called, model_path, posted
 from gateway.fleet.pool import Pool
 from gateway.fleet.replica import Replica
+from gateway.names import normalized_version
 from gateway.tensors.inputs import Inputs
 from gateway.tensors.outputs import Result, joined
 from gateway.tensors.signature import Signature, signature
@@ -69,9 +70,10 @@ class Models:
 
     async def signature(self, model: str, version: str = "") -> Signature:
         """What a model takes and gives. Raises `UnknownModel` or `ModelNotReady`."""
-        if version and not (version.isascii() and version.isdigit() and len(version) < 20):
+        number = normalized_version(version) if version else ""
+        if number is None:
             raise UnknownModel(model, version)
-        version = version and str(int(version))
+        version = number
         key, now = (model, version), asyncio.get_running_loop().time()
         known = self._known.get(key)
         if known is None or now - known.read_at > OLD_S:

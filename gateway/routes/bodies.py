@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -31,6 +31,7 @@ from gateway.tensors.payload import (
 
 # zlib's window sizes: 16 more means gzip's header; deflate is zlib's (RFC 9110, section 8.4.1).
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+SLICE_BYTES = 16 << 10
 FIRST_STEP_BYTES = 64 << 10
 INFLATE_STEP_BYTES = 1 << 20
 # Larger bodies are read in a thread, large JSON and archives in a process: the parser of JSON holds the GIL,
@@ -126,25 +127,6 @@ async def inflated(chunks: AsyncIterator[bytes], window: int) -> AsyncIterator[b
     inflater.end()
 
 
-async def bounded(
-    chunks: AsyncIterator[bytes], window: int, max_bytes: int, look: Callable[[bytes], None]
-) -> AsyncIterator[bytes]:
-    """A compressed body as it is, while what it inflates to is within the limit: for who inflates it next
-    and knows none. Each plain piece is shown to `look`. Raises `BodyTooLarge`, what `look` raises, and
-    `Malformed` for what is not compressed.
-    """
-    inflater = Inflater(window)
-    length = 0
-    async for chunk in chunks:
-        async for piece in inflater.feed(chunk):
-            length += len(piece)
-            if length > max_bytes:
-                raise BodyTooLarge(max_bytes)
-            look(piece)
-        yield chunk
-    inflater.end()
-
-
 class Inflater:
     """Several gzip members one after the other are one body (RFC 1952, section 2.2); anything else after
     the end is an error. Raises `Malformed`.
@@ -156,23 +138,33 @@ class Inflater:
         self._fed = False
 
     async def feed(self, compressed: bytes) -> AsyncIterator[bytes]:
+        """The plain pieces. A slice at a time, because zlib copies what it leaves of its input, for each
+        step and each member: thousands of tiny members would be quadratic."""
+        for start in range(0, len(compressed), SLICE_BYTES):
+            async for piece in self._feed_slice(compressed[start : start + SLICE_BYTES]):
+                yield piece
+
+    async def _feed_slice(self, compressed: bytes) -> AsyncIterator[bytes]:
         """What inflates to much does so in a thread, step by step: the event loop would notice."""
-        step = FIRST_STEP_BYTES
+        left = FIRST_STEP_BYTES
         while compressed:
-            inflater = self._inflater
-            if inflater.eof:
-                inflater = self._inflater = zlib.decompressobj(self._window)
+            if self._inflater.eof:
+                self._inflater = zlib.decompressobj(self._window)
             self._fed = True
-            try:
-                if step == FIRST_STEP_BYTES:
-                    piece = inflater.decompress(compressed, step)
-                else:
-                    piece = await asyncio.to_thread(inflater.decompress, compressed, step)
-            except zlib.error:
-                raise Malformed("the body is not what its Content-Encoding says") from None
-            yield piece
-            step = INFLATE_STEP_BYTES
-            compressed = inflater.unconsumed_tail or inflater.unused_data
+            if left > 0:
+                piece = self._inflate(compressed, left)
+            else:
+                piece = await asyncio.to_thread(self._inflate, compressed, INFLATE_STEP_BYTES)
+            left = left - len(piece) if left > 0 else FIRST_STEP_BYTES
+            if piece:
+                yield piece
+            compressed = self._inflater.unconsumed_tail or self._inflater.unused_data
+
+    def _inflate(self, compressed: bytes, most_bytes: int) -> bytes:
+        try:
+            return self._inflater.decompress(compressed, most_bytes)
+        except zlib.error:
+            raise Malformed("the body is not what its Content-Encoding says") from None
 
     def end(self) -> None:
         if not (self._fed and self._inflater.eof):

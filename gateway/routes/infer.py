@@ -42,6 +42,7 @@ from gateway.tensors.payload import JSON, NPY, NPZ, Limits, Payload
 from gateway.tensors.sequence import Step
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT
+from gateway.triton.screening import MOST_KEY_BYTES
 from gateway.triton.wire import Headers
 
 router = APIRouter(tags=["inference"])
@@ -262,6 +263,8 @@ class Exchange:
     def call(self, payload: Payload) -> Call:
         if len(payload.parameters) > MOST_PARAMETERS:  # which keep Triton busy for minutes
             raise Malformed(f"a request has at most {MOST_PARAMETERS} parameters")
+        if max(map(len, payload.parameters), default=0) > MOST_KEY_BYTES:  # as do long names
+            raise Malformed(f"the name of a parameter has at most {MOST_KEY_BYTES} characters")
         step = sequence.from_parameters(payload.parameters)
         if step is not None and self.step is not None:
             raise Malformed(
@@ -309,7 +312,7 @@ async def begun(
     deadline = anyio.current_time() + timeout_s
     signature = await services.models.signature(model, version)
     notes: Notes = request.scope["notes"]
-    notes.model, notes.version = signature.model, version
+    notes.model, notes.version = signature.model, signature.version
     trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT]
     step = sequence.from_headers(
         request.headers.get("x-sequence-id"), request.headers.get("x-sequence")

@@ -233,7 +233,7 @@ async def model(
     """What a model takes and gives, and a request to paste that works."""
     signature = await services.models.signature(model, version)
     notes: Notes = request.scope["notes"]
-    notes.model, notes.version = signature.model, version
+    notes.model, notes.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
     return {
         **described(signature),

@@ -6,14 +6,13 @@ byte, in both directions as it comes; only Triton's errors are corrected and scr
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -26,22 +25,23 @@ from gateway.errors import (
     DoesNotFit,
     Forbidden,
     GatewayError,
-    Malformed,
     NotFound,
+    UnknownModel,
     render,
 )
 from gateway.keys import Right
 from gateway.limits import Gate
 from gateway.metrics import CLIENT_LEFT
-from gateway.routes.bodies import WINDOWS, bounded
+from gateway.names import normalized_version
+from gateway.routes.bodies import WINDOWS
+from gateway.routes.forwarding import Wishes, header_length_error, relayed_headers, sent_on
+from gateway.routes.inspection import Body, body_of, gathered, in_large_pieces, plain, screened
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
-from gateway.tensors.sequence import Step, from_headers, from_parameters
-from gateway.tensors.signature import Signature
+from gateway.tensors.sequence import Step, from_parameters
 from gateway.triton.complaints import Asked, scrubbed_event
 from gateway.triton.http import Answer
-from gateway.triton.infer import without_classes
-from gateway.triton.shapes import Shapes
+from gateway.triton.screening import GENERATE_KEYS, INFER_KEYS, JsonScreening, KeyLimits
 from gateway.triton.wire import Headers
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ log = logging.getLogger(__name__)
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 USUAL_LENGTH = 256
 GATHERED_BYTES = 64 * 1024
-NO_NAMES = {"model": "", "version": ""}
+NAMES_A_SEQUENCE = b'"sequence_id"'
+MOST_STEP_BYTES = 128 * 1024  # of the JSON that is parsed to find it
+NO_NAMES = {"model": "", "version": "", "path": ""}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Rule:
     health: bool = False
     inference: bool = False  # counts against the limits
     tensors: bool = False  # its body says what shapes they have
+    keys: KeyLimits = GENERATE_KEYS  # of its JSON
 
 
 def rule(path: str, methods: str, **more: Any) -> Rule:
@@ -73,7 +76,7 @@ def rule(path: str, methods: str, **more: Any) -> Rule:
 SHARED_MEMORY = "shared memory cannot be used through the gateway; send the tensors in the body"
 RULES = (
     rule("/v2/models/stats", "GET HEAD", of_all=True),  # and not a model called stats
-    rule(f"{MODEL}/infer", "POST", inference=True, tensors=True),
+    rule(f"{MODEL}/infer", "POST", inference=True, tensors=True, keys=INFER_KEYS),
     rule(f"{MODEL}/(generate|generate_stream)", "POST", inference=True),
     rule(f"{MODEL}/ready", "GET HEAD", health=True),
     rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
@@ -83,23 +86,6 @@ RULES = (
     rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
     rule(f"{MODEL}/trace/setting", "GET HEAD POST", right=Right.manage),
 )
-
-# RFC 9110, section 7.6.1; and what is the gateway's own business.
-HOP_BY_HOP = frozenset(
-    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
-    b"upgrade".split()
-)
-NOT_SENT_ON = HOP_BY_HOP | frozenset(
-    b"host expect authorization x-api-key x-request-timeout x-sequence-id x-sequence".split()
-)
-OF_A_SEQUENCE = (b"x-sequence-id", b"x-sequence")
-OF_THE_BODY = frozenset((b"content-encoding", b"inference-header-content-length"))
-NOTHING: Headers = []
-NO_SEQUENCE: dict[bytes, str] = {}
-NAMES_A_SEQUENCE = b'"sequence_id"'
-# A `Connection` that names these would cut the body loose.
-FRAMING = frozenset((b"content-length", b"transfer-encoding"))
-NOT_RELAYED = HOP_BY_HOP | frozenset((b"transfer-encoding",))
 
 
 def is_passed(raw_path: bytes) -> bool:
@@ -150,6 +136,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         response = await render(Request(scope, receive), exc)
         notes.bytes_out = len(response.body)
         response.headers["x-request-id"] = scope["request_id"]
+        response.headers["x-content-type-options"] = "nosniff"
         await response(scope, receive, send)
         return response.status_code
     return status
@@ -161,29 +148,10 @@ async def asked(
     """Triton's answer, a success; and for an inference its place, which is the caller's to give back."""
     notes: Notes = scope["notes"]
     headers, wishes = sent_on(scope["headers"])
-    length, asked_s, encoding = wishes.length, wishes.timeout, wishes.encoding
-    limit = services.settings.max_body_bytes
-    if length is not None and length > limit:
-        raise BodyTooLarge(limit)
+    asked_s = wishes.timeout
     timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
     notes.timeout_s = timeout_s
-    message: Message = await receive()
-    if length is not None and length <= GATHERED_BYTES and message.get("more_body", False):
-        message = await gathered(message, receive)
-    step = wishes.step
-    if rule.tensors and step is None:
-        step = step_in(message.get("body", b""), wishes.json_bytes)
-    body = body_of(message, receive, headers, length, limit)
-    if rule.inference or encoding in WINDOWS:
-        room = limit if length is None or encoding in WINDOWS else length
-        shapes = Shapes(room, wishes.json_bytes if rule.inference else 0, tensors=rule.tensors)
-        body = await looked_at(body, shapes, encoding, limit)
-        signature = partial(services.models.signature, names["model"], names["version"])
-        body = await with_classes_checked(body, shapes, wishes, signature)
-    if isinstance(body, bytes):
-        notes.bytes_in = len(body)
-    else:
-        body = counted(body, notes)
+    body, step = await body_and_step(services, scope, receive, rule, names, headers, wishes)
     model = names["model"]
     if rule.right is Right.manage:
         headers = with_management_headers(headers, services.management_headers)
@@ -193,11 +161,54 @@ async def asked(
     # Triton answers HEAD with a body, which would be read as the next answer.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     try:
-        return await services.pool.send(whom, method, target_of(scope), headers, body)
+        return await services.pool.send(whom, method, target_of(scope, names), headers, body)
     except BaseException:
         if rule.inference:
             services.gate.leave(model)
         raise
+
+
+async def body_and_step(
+    services: Services,
+    scope: Scope,
+    receive: Receive,
+    rule: Rule,
+    names: dict[str, str],
+    headers: Headers,
+    wishes: Wishes,
+) -> tuple[Body, Step | None]:
+    """The body for Triton, with `headers` that frame it, and the step of a sequence that it is."""
+    length, encoding, step = wishes.length, wishes.encoding, wishes.step
+    limit = services.settings.max_body_bytes
+    if length is not None and length > limit:
+        raise BodyTooLarge(limit)
+    message: Message = await receive()
+    if length is not None and length <= GATHERED_BYTES and message.get("more_body", False):
+        message = await gathered(message, receive)
+    first: bytes = b"" if encoding in WINDOWS else message.get("body", b"")
+    body = body_of(message, receive, headers, length, limit, scope["notes"])
+    if encoding in WINDOWS:
+        length = None
+        body = await plain(body, encoding, limit, headers)
+    elif encoding:
+        headers[:] = [header for header in headers if header[0] != b"content-encoding"]
+    if isinstance(body, bytes):
+        first, length = body, len(body)
+    else:
+        body = in_large_pieces(body)
+        length = limit if length is None else length
+    json_bytes = wishes.json_bytes
+    if json_bytes is not None and json_bytes > length:
+        raise header_length_error(str(json_bytes), f"the body has {length} bytes at most")
+    if not rule.tensors:
+        json_bytes = None  # Triton takes all of it for JSON
+    elif step is None:
+        step = step_in(first, json_bytes)
+    if "POST" in rule.methods:
+        screening = JsonScreening(length, json_bytes, tensors=rule.tensors, keys=rule.keys)
+        signature = partial(services.models.signature, names["model"], names["version"])
+        body = await screened(body, screening, signature)
+    return body, step
 
 
 async def waited(gate: Gate, model: str, timeout_s: float, caller: str) -> float:
@@ -220,8 +231,25 @@ def found(path: str, method: str) -> tuple[Rule, dict[str, str]]:
                 raise Forbidden(row.refusal)
             if method not in row.methods:
                 raise WrongMethod(row.methods)
-            return row, NO_NAMES | match.groupdict("")
+            return row, names_in(match)
     raise NotFound("Triton's API has nothing at this path; GET /docs shows what there is")
+
+
+def names_in(match: re.Match[str]) -> dict[str, str]:
+    """Model and version as they stand in the path, and the path with the version as Triton writes it.
+
+    Raises `UnknownModel`.
+    """
+    names = NO_NAMES | match.groupdict("")
+    if not names["version"]:
+        return names
+    version = normalized_version(names["version"])
+    if version is None:
+        raise UnknownModel(names["model"], names["version"])
+    if version != names["version"]:
+        start, end = match.span("version")
+        names["path"] = f"{match.string[:start]}{version}{match.string[end:]}"
+    return names | {"version": version}
 
 
 usual = lru_cache(1024)(found)
@@ -235,55 +263,11 @@ class WrongMethod(GatewayError):
         super().__init__(f"this path takes {allowed}", headers={"Allow": allowed})
 
 
-def target_of(scope: Scope) -> bytes:
-    """Path and query as the client wrote them."""
-    path: bytes = scope["raw_path"]
+def target_of(scope: Scope, names: dict[str, str]) -> bytes:
+    """Path and query as the client wrote them, but for a version that can be written in several ways."""
+    path: bytes = names["path"].encode("latin-1") or scope["raw_path"]
     query: bytes = scope["query_string"]
     return b"%b?%b" % (path, query) if query else path
-
-
-class Wishes(NamedTuple):
-    """What the headers say of a request."""
-
-    timeout: str | None  # that the client asks for
-    length: int | None  # of the body
-    encoding: str = ""  # of the body
-    json_bytes: int | None = (
-        None  # of the body, before what is binary; None where all of it is JSON
-    )
-    step: Step | None = None  # of a sequence
-
-
-def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
-    """The headers for Triton, and what they say."""
-    kept: Headers = []
-    named: list[bytes] = []
-    timeout: str | None = None
-    length: int | None = None
-    described: Headers = NOTHING
-    sequence: dict[bytes, str] = NO_SEQUENCE
-    for header in headers:
-        name = header[0]
-        if name == b"content-length":
-            length = int(header[1])
-        elif name in NOT_SENT_ON:
-            if name == b"connection":
-                named += (token.strip().lower() for token in header[1].split(b","))
-            elif name == b"x-request-timeout":
-                timeout = header[1].decode("latin-1")
-            elif name in OF_A_SEQUENCE:
-                sequence = {**sequence, name: header[1].decode("latin-1")}
-            continue
-        elif name in OF_THE_BODY:
-            described = [*described, header]
-        kept.append(header)
-    if named:
-        dropped = set(named) - FRAMING
-        kept = [header for header in kept if header[0] not in dropped]
-    step = from_headers(*map(sequence.get, OF_A_SEQUENCE)) if sequence else None
-    if not described:
-        return kept, Wishes(timeout, length, step=step)
-    return kept, Wishes(timeout, length, *described_by(described), step)
 
 
 def with_management_headers(headers: Headers, added: Headers) -> Headers:
@@ -292,170 +276,22 @@ def with_management_headers(headers: Headers, added: Headers) -> Headers:
     return [*(header for header in headers if header[0] not in names), *added]
 
 
-def described_by(headers: Headers) -> tuple[str, int | None]:
-    """How the body is compressed, and how much of it is JSON. Raises `Malformed`."""
-    found = dict(headers)
-    if len(found) < len(headers):
-        raise Malformed(f"the request has more than one {headers[-1][0].decode().title()}")
-    encoding = found.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    json_bytes = found.get(b"inference-header-content-length", b"")
-    return encoding, int(json_bytes) if json_bytes.isdigit() else None
-
-
 def step_in(body: bytes, json_bytes: int | None) -> Step | None:
     """The step of a sequence that the JSON of an inference names, where all of that has come. Whether it
     is a good one is Triton's to say."""
-    if body.find(NAMES_A_SEQUENCE, 0, json_bytes) < 0:
+    document = memoryview(body)[:json_bytes]
+    if body.find(NAMES_A_SEQUENCE, 0, json_bytes) < 0 or len(document) > MOST_STEP_BYTES:
         return None
     try:
-        document = orjson.loads(memoryview(body)[:json_bytes])
+        document = orjson.loads(document)
         return from_parameters(document["parameters"])
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, DoesNotFit):
         return None
 
 
-def body_of(
-    message: Message, receive: Receive, headers: Headers, length: int | None, limit: int
-) -> bytes | AsyncIterator[bytes]:
-    """The body whole when it came at once, else as it comes."""
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect
-    first: bytes = message.get("body", b"")
-    if message.get("more_body", False):
-        return streamed(first, receive, limit)
-    if length is not None and len(first) != length:
-        raise Malformed(f"the body has {len(first)} bytes, and its Content-Length says {length}")
-    if length is None:
-        headers[:] = [header for header in headers if header[0] != b"transfer-encoding"]
-        headers.append((b"content-length", b"%d" % len(first)))
-    if len(first) > limit:
-        raise BodyTooLarge(limit)
-    return first
-
-
-async def gathered(message: Message, receive: Receive) -> Message:
-    """A small body whole: one that trickles is to hold neither a place nor a connection to Triton."""
-    pieces: list[bytes] = []
-    while message["type"] == "http.request":
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return {"type": "http.request", "body": b"".join(pieces)}
-        message = await receive()
-    raise ClientDisconnect
-
-
-async def streamed(first: bytes, receive: Receive, limit: int) -> AsyncIterator[bytes]:
-    length = len(first)
-    yield first
-    more = True
-    while more:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        data: bytes = message.get("body", b"")
-        length += len(data)
-        if length > limit:
-            raise BodyTooLarge(limit)
-        more = message.get("more_body", False)
-        yield data
-
-
-async def counted(body: AsyncIterator[bytes], notes: Notes) -> AsyncIterator[bytes]:
-    async for data in body:
-        notes.bytes_in += len(data)
-        yield data
-
-
-async def looked_at(
-    body: bytes | AsyncIterator[bytes], shapes: Shapes, encoding: str, limit: int
-) -> bytes | AsyncIterator[bytes]:
-    """The same, looked at before Triton believes its shapes, or inflates it without a limit."""
-    if encoding not in WINDOWS:
-        if isinstance(body, bytes):
-            shapes.feed(body)
-            return body
-        return looked_through(body, shapes)
-    if not isinstance(body, bytes):
-        return bounded(body, WINDOWS[encoding], limit, shapes.feed)
-    async for _ in bounded(whole(body), WINDOWS[encoding], limit, shapes.feed):
-        pass
-    return body
-
-
-async def looked_through(body: AsyncIterator[bytes], shapes: Shapes) -> AsyncIterator[bytes]:
-    async for data in body:
-        shapes.feed(data)
-        yield data
-
-
-async def with_classes_checked(
-    body: bytes | AsyncIterator[bytes],
-    shapes: Shapes,
-    wishes: Wishes,
-    signature: Callable[[], Awaitable[Signature]],
-) -> bytes | AsyncIterator[bytes]:
-    if not isinstance(body, bytes):
-        return classes_checked(body, shapes, signature)
-    if shapes.asks_for_classes:
-        document = b"" if wishes.encoding in WINDOWS else body[: wishes.json_bytes]
-        check_classes(await signature(), outputs_with_classes(document))
-    return body
-
-
-async def classes_checked(
-    body: AsyncIterator[bytes], shapes: Shapes, signature: Callable[[], Awaitable[Signature]]
-) -> AsyncIterator[bytes]:
-    """Of which outputs is not known before the end: none of them may be one that has no classes."""
-    checked = False
-    async for data in body:
-        if shapes.asks_for_classes and not checked:
-            checked = True
-            check_classes(await signature(), None)
-        yield data
-
-
-def check_classes(model: Signature, named: list[str] | None) -> None:
-    """Of any output, where it cannot be said of which. Raises `DoesNotFit`."""
-    names = list(model.outputs) if named is None else named
-    if names:
-        without_classes(model, names)
-
-
-def outputs_with_classes(body: bytes) -> list[str] | None:
-    """The outputs of which the JSON of an inference wants classes; None where it can be read in two ways."""
-    try:
-        outputs = json.loads(body, object_pairs_hook=unambiguous)["outputs"]
-        return [each["name"] for each in outputs if "classification" in each.get("parameters", {})]
-    except KeyError:
-        return []  # it names no outputs
-    except (ValueError, RecursionError, TypeError, AttributeError):
-        return None
-
-
-def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-async def whole(body: bytes) -> AsyncIterator[bytes]:
-    yield body
-
-
 def start_of(answer: Answer, scope: Scope) -> Message:
-    """The answer's head, without what concerns the replica's connection only."""
-    kept = [header for header in answer.headers if header[0] not in NOT_RELAYED]
-    if len(kept) < len(answer.headers):
-        named = {
-            token.strip().lower()
-            for name, value in answer.headers
-            if name == b"connection"
-            for token in value.split(b",")
-        }
-        kept = [header for header in kept if header[0] not in named - FRAMING]
-    kept.append((b"x-request-id", scope["request_id"].encode()))
-    return {"type": "http.response.start", "status": answer.status, "headers": kept}
+    headers = [*relayed_headers(answer.headers), (b"x-request-id", scope["request_id"].encode())]
+    return {"type": "http.response.start", "status": answer.status, "headers": headers}
 
 
 async def relayed(answer: Answer, start: Message, scope: Scope) -> AsyncIterator[Message]:

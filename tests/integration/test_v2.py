@@ -710,7 +710,7 @@ STOPPED = [
 
 def test_only_the_headers_that_are_tritons_business_reach_it(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
-    target = "/v2/models/a%2Fb/versions/1/infer?x=%zz&y=a+b&&z"
+    target = "/v2/models/a%20b/versions/1/infer?x=%zz&y=a+b&&z"
     bodies: list[tuple[bytes | list[bytes], set[str]]] = [
         (b"a body", {"content-length: 6"}),
         # In pieces, or in one when all of them were here at once.
@@ -739,6 +739,7 @@ def test_the_headers_of_an_answer_come_back_as_they_were(faked: tuple[Fake, int]
         ("x-two", "second"),
         ("content-length", "2"),
         ("server", "a fake"),
+        ("x-content-type-options", "nosniff"),
     ]
     assert got.headers[-1][0] == "x-request-id"
 

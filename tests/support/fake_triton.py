@@ -24,7 +24,7 @@ Headers = list[tuple[str, str]]
 OF_THE_WIRE = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
 
 
-ADDED = {"x-request-id"}
+ADDED = {"x-request-id", "x-content-type-options"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,16 @@ ODD = (
 )
 
 
+# An answer that would change more in a browser than what it shows.
+BROWSERS = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nSet-Cookie: session=mine\r\nLocation: https://else.where/\r\n"
+    b'Access-Control-Allow-Origin: *\r\nAccess-Control-Allow-Credentials: true\r\nClear-Site-Data: "*"\r\n'
+    b"Refresh: 0; url=https://else.where/\r\nX-Content-Type-Options: sniff\r\nX-Kept: yes\r\n"
+    b"Strict-Transport-Security: max-age=1\r\nContent-Length: 2\r\n\r\nok"
+)
+WHOLE_ANSWERS = {b"odd": ODD, b"browsers": BROWSERS}
+
+
 UNFINISHED = {
     b"silent": b"",
     b"half": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\nthe beginning",
@@ -157,6 +167,7 @@ class Fake:
     opened: int = 0  # connections, but those that only look whether it lives
     begun: queue.Queue[bytes] = field(default_factory=queue.Queue)  # heads, before the bodies
     requests: queue.Queue[tuple[bytes, bytes]] = field(default_factory=queue.Queue)
+    chunks: queue.Queue[int] = field(default_factory=queue.Queue)  # how many each body came in
     # When a connection ended that had half a request, or half an answer.
     broken_off: queue.Queue[float] = field(default_factory=queue.Queue)
 
@@ -201,18 +212,22 @@ class Fake:
         if length and len(body) < int(length[1]):
             raise EOFError
         if b"chunked" in head:
+            pieces = []
             while (line := file.readline()) != b"0\r\n":
                 if not line:
                     raise EOFError
-                body += file.read(int(line, 16) + 2)[:-2]
+                pieces.append(file.read(int(line, 16) + 2)[:-2])
             file.readline()
+            body = b"".join(pieces)
+            self.chunks.put(len(pieces))
         self.requests.put((head, body))
         for word, beginning in UNFINISHED.items():
             if word in lines[0]:
                 connection.sendall(beginning)
                 file.read()
                 raise EOFError
-        connection.sendall(ODD if b"odd" in lines[0] else WHOLE)
+        found = (answer for word, answer in WHOLE_ANSWERS.items() if word in lines[0])
+        connection.sendall(next(found, WHOLE))
         return True
 
 

@@ -202,6 +202,9 @@ TRITON = (
         "it comes",
         {
             "faults/test_replica_answers": ["an_answer_without_an_end_is_502_and_not_kept"],
+            "faults/test_shield": [
+                "an_answer_that_is_too_large_to_hold_is_502_and_costs_nobody_else"
+            ],
             "unit/test_sse": ["an_error_that_does_not_end_is_cut"],
         },
     ),
@@ -592,6 +595,58 @@ ATTACKS = (
                 "json_with_100_000_keys_costs_little",
             ]
         },
+    ),
+    Row(
+        "what ends a Triton, or keeps it busy for minutes: a form's type, lengths and weights in headers, "
+        "small chunks, compressed bodies that it refuses, keys",
+        "400, or taken out on the way; Triton goes on, and what is like it passes",
+        {
+            "faults/test_shield": [
+                "a_forms_type_is_never_sent_on",
+                "any_other_type_is",
+                "an_inference_of_megabytes_by_curls_default_works",
+                "a_length_of_the_json_that_is_none_reaches_nobody",
+                "one_that_is_more_than_the_body_has_reaches_nobody",
+                "what_is_screened_is_what_triton_reads",
+                "more_keys_than_triton_reads_in_a_moment_reach_nobody",
+                "the_keys_that_pass_cost_triton_little",
+                "a_parameter_of_v1_has_no_longer_name",
+                "small_pieces_reach_triton_as_large_ones",
+                "a_piece_is_not_kept_back_once_the_body_is_whole",
+                "triton_gets_a_compressed_body_inflated",
+                "an_encoding_that_triton_does_not_have_is_415",
+                "a_refused_compressed_body_leaves_no_memory_behind",
+                "accept_encoding_has_no_weight_that_is_no_number",
+                "a_header_does_not_become_a_parameter_of_tritons_own",
+            ]
+        },
+    ),
+    Row(
+        "250 KiB made to be costly to look through",
+        "milliseconds; the cost is linear in the bytes, whatever they are",
+        {
+            "faults/test_shield": ["a_hostile_body_costs_the_gateway_milliseconds"],
+            "unit/test_json_screening": [
+                "the_cost_is_linear_whatever_the_bytes",
+                "the_verdict_is_that_of_a_plain_reading_wherever_it_is_cut",
+            ],
+        },
+    ),
+    Row(
+        "names and versions that another server would decode into another path",
+        "404, and Triton is not asked",
+        {
+            "faults/test_shield": [
+                "what_is_no_version_reaches_nobody",
+                "what_is_no_name_of_a_model_reaches_nobody",
+                "a_version_is_the_same_however_many_zeros_it_has",
+            ]
+        },
+    ),
+    Row(
+        "a replica answers cookies and redirections",
+        "they change nothing in a browser",
+        {"faults/test_shield": ["an_answer_changes_nothing_in_a_browser"]},
     ),
     Row(
         "any bytes at all",

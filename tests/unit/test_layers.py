@@ -10,6 +10,7 @@ from tests.support.servers import ROOT
 
 LAYERS = {
     "gateway.words": 0,
+    "gateway.names": 0,
     "gateway.errors": 1,
     "gateway.settings": 1,
     "gateway.context": 1,
