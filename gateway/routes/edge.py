@@ -14,14 +14,16 @@ from gateway.context import Notes, current
 from gateway.errors import Forbidden, GatewayError, Unauthenticated, render
 from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
 from gateway.rates import UNCOUNTED, TooFast
+from gateway.routes.forwarding import NO_GUESSING
 from gateway.routes.services import Services
 from gateway.routes.v2 import is_passed, pass_through
 from gateway.tracing import Trace, request_id_of
 
 log = logging.getLogger(__name__)
 
-# What a model answers is never taken for a page.
-NO_GUESSING = (b"x-content-type-options", b"nosniff")
+# What a model answers is never taken for a page, nor runs as one where it says that it is one.
+OF_MODELS = "/v1/"
+SANDBOX = (b"content-security-policy", b"sandbox; default-src 'none'")
 HTML = b"text/html"
 # The pages are the documentation's, whose scripts and styles come from there.
 SOURCES = "https://cdn.jsdelivr.net"
@@ -97,6 +99,7 @@ class Edge:
     async def _framed(self, scope: Scope, receive: Receive, send: Send, notes: Notes) -> int:
         status = CLIENT_LEFT
         header = (b"x-request-id", notes.request_id.encode())
+        of_models = scope["path"].startswith(OF_MODELS)
         # The server leaves out the answer's body (RFC 9110, section 9.3.2).
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -110,7 +113,9 @@ class Edge:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), header, NO_GUESSING]
-                if any(name == b"content-type" and HTML in value for name, value in headers):
+                if of_models:
+                    headers.append(SANDBOX)
+                elif any(name == b"content-type" and HTML in value for name, value in headers):
                     given = {name for name, _ in headers}  # a page may have a stricter policy
                     headers += [pair for pair in OF_PAGES if pair[0] not in given]
                 message["headers"] = headers
@@ -130,6 +135,8 @@ async def refused(scope: Scope, receive: Receive, send: Send, exc: GatewayError)
     """Whoever cannot say who it is, or asks too often, hears nothing else."""
     response = await render(Request(scope), exc)
     response.headers["x-request-id"] = scope["request_id"]
+    added = [NO_GUESSING, SANDBOX] if scope["path"].startswith(OF_MODELS) else [NO_GUESSING]
+    response.raw_headers += added
     scope["notes"].bytes_out = len(response.body)
     await response(scope, receive, send)
     return response.status_code

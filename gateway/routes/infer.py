@@ -50,6 +50,9 @@ ROWS_AT_A_TIME = 16
 FIRST_VALUES = 8
 # Bytes of memory for a byte of the answer's tensors, which is written in JSON.
 ANSWER_MEMORY_FACTOR = 4
+# What stands in the types of documents that run scripts: text/html, image/svg+xml, application/xml, …
+ACTIVE = ("html", "xml", "xsl", "script", "multipart")
+ATTACHED = {"content-disposition": "attachment"}
 MOST_PARAMETERS = 1000
 # Converting values of this size is worth a thread: the event loop would notice.
 LARGE_ARRAY_BYTES = 1 << 20
@@ -258,7 +261,9 @@ class Exchange:
         """Return the answer as `render` writes it, in a thread if it is large."""
         is_large = any(result.is_large for result in results)
         rendered = await self.services.decoders.run(0, render) if is_large else render()
-        return Response(rendered.body, media_type=rendered.content_type)
+        # A browser that is sent to an output which could run a script saves it.
+        headers = ATTACHED if is_active(rendered.content_type) else None
+        return Response(rendered.body, headers=headers, media_type=rendered.content_type)
 
     def call(self, payload: Payload) -> Call:
         if len(payload.parameters) > MOST_PARAMETERS:  # which keep Triton busy for minutes
@@ -413,6 +418,12 @@ async def results_of(pieces: list[Inputs], asked: Exchange) -> list[Result]:
             return await asked.result(inputs, Payload({}))
 
     return list(await asyncio.gather(*map(one, pieces)))
+
+
+def is_active(content_type: str) -> bool:
+    """Whether a document of this type can run a script, be it in a part of it."""
+    kind = content_type.lower()
+    return any(word in kind for word in ACTIVE)
 
 
 def size_of(payload: Payload) -> int:

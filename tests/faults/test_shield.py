@@ -52,7 +52,7 @@ import pytest
 from gateway.triton.screening import GENERATE_KEYS, INFER_KEYS, MOST_KEY_BYTES
 from tests.support.errors import assert_error
 from tests.support.fake_triton import SAID, Fake, Got, Wire, ask, fake_triton, port_of
-from tests.support.model_zoo.zoo import Names, identity, write_repository
+from tests.support.model_zoo.zoo import Model, Names, T, identity, write_repository
 from tests.support.servers import Triton, gateway, gateway_before
 
 MIB = 1 << 20
@@ -74,6 +74,15 @@ PATHS = [
 MODELS = [
     identity("echo", "FP32", (-1,)),
     identity("texts", "BYTES", (-1,)),
+    *(
+        Model(
+            kind, "identity", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),),
+            hints={"content_type.Y": content_type},
+        )
+        for kind, content_type in (
+            ("html", "text/html"), ("svg", "image/svg+xml"), ("plain", "text/plain"),
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -457,6 +466,29 @@ def test_an_answer_changes_nothing_in_a_browser(faked: tuple[Fake, int]) -> None
     assert got.header("x-content-type-options") == "nosniff"
     for target in ("/v2/nowhere", "/v2/models/browsers%2F/x", "/v1/nowhere"):
         assert ask(gateway, "GET", target).header("x-content-type-options") == "nosniff"
+
+
+SCRIPT = "<script>alert(document.domain)</script>"
+
+
+@pytest.mark.parametrize(
+    ("model", "attached"), [("html", "attachment"), ("svg", "attachment"), ("plain", None)]
+)
+def test_a_page_that_a_model_answers_runs_no_script_here(
+    client: httpx.Client, model: str, attached: str | None
+) -> None:
+    got = client.post(
+        f"/v1/models/{model}/infer",
+        content=SCRIPT,
+        headers={"Content-Type": "text/plain", "Accept": "text/html, image/*, text/plain"},
+    )
+    assert got.text == SCRIPT
+    assert got.headers.get("content-disposition") == attached
+    for answer in (got, client.get("/v1/models"), client.get("/v1/models/nobody")):
+        policy = answer.headers.get_list("content-security-policy")
+        assert policy == ["sandbox; default-src 'none'"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "sandbox" not in client.get("/docs").headers["content-security-policy"]
 
 
 # Names and versions.

@@ -125,7 +125,7 @@ def test_what_a_model_answers_is_never_taken_for_a_page(demo: httpx.Client) -> N
     answer = demo.post(INFER, content="<script>alert(1)</script>", headers=TEXT)
     assert answer.status_code == 200
     assert answer.headers["x-content-type-options"] == "nosniff"
-    assert "content-security-policy" not in answer.headers
+    assert answer.headers["content-security-policy"] == "sandbox; default-src 'none'"
 
 
 def test_the_openapi_document_says_how_a_key_is_sent(demo: httpx.Client) -> None:

@@ -644,9 +644,14 @@ ATTACKS = (
         },
     ),
     Row(
-        "a replica answers cookies and redirections",
-        "they change nothing in a browser",
-        {"faults/test_shield": ["an_answer_changes_nothing_in_a_browser"]},
+        "a model or a replica answers pages, cookies, redirections",
+        "they run no script, and change nothing in a browser",
+        {
+            "faults/test_shield": [
+                "an_answer_changes_nothing_in_a_browser",
+                "a_page_that_a_model_answers_runs_no_script_here",
+            ]
+        },
     ),
     Row(
         "any bytes at all",
