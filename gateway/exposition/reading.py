@@ -30,7 +30,8 @@ LINE: Final = re.compile(
 )
 LABEL: Final = re.compile(rf"[ \t]*{LABEL_NAME}[ \t]*=[ \t]*{LABEL_VALUE}[ \t]*(?:,|\Z)")
 NUMBER: Final = (
-    r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:inf(?:inity)?)|(?i:nan)"
+    # Each text in one way only: in two, a long one that is none would take the square of its length.
+    r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:inf(?:inity)?)|(?i:nan)"
 )
 TAIL: Final = re.compile(
     rf"({NUMBER})(?:[ \t]+(-?[0-9]{{1,18}}))?[ \t]*"

@@ -630,6 +630,7 @@ ATTACKS = (
                 "the_cost_is_linear_whatever_the_bytes",
                 "the_verdict_is_that_of_a_plain_reading_wherever_it_is_cut",
             ],
+            "unit/test_linear_cost_protocol": ["the_cost_grows_as_the_bytes_do"],
         },
     ),
     Row(

@@ -1,0 +1,277 @@
+"""What reads a client's or a replica's bytes needs time in proportion to their number, whatever they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+
+from gateway import auth, keys, names, tracing, words
+from gateway.errors import GatewayError
+from gateway.exposition.layout import Layout
+from gateway.exposition.reading import lines_of, read
+from gateway.exposition.writing import Form, help_of, write
+from gateway.fleet.index import index_of
+from gateway.logs import escaped
+from gateway.protocol.connection import HOST
+from gateway.routes import forwarding, inspection, v2
+from gateway.routes.bodies import WINDOWS, Inflater
+from gateway.routes.metrics import quality, timeout_of
+from gateway.routes.repository import FILE
+from gateway.sse import ScrubbedErrors
+from gateway.triton import channel, complaints, grpc
+from gateway.triton.chatter import Chatter
+from gateway.triton.http import Reply
+from gateway.triton.infer import decoded
+from gateway.triton.screening import JsonScreening
+
+SIZES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
+ROUNDS = 4
+SLACK = 3.0
+NOISE_S = 2e-3
+REFUSALS = (GatewayError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+class Parser(NamedTuple):
+    """A name, what reads the bytes, and a worst input of about that many bytes."""
+
+    name: str
+    parse: Callable[[Any], object]
+    worst: Callable[[int], Any]
+
+
+def of(
+    unit: bytes | str, before: bytes | str = b"", after: bytes | str = b""
+) -> Callable[[int], Any]:
+    """Repeat the unit; bytes throughout, or text throughout."""
+    if isinstance(unit, str):
+        start, end = str(before or ""), str(after or "")
+        return lambda size: start + unit * (size // len(unit)) + end
+    first, last = bytes(before), bytes(after)  # type: ignore[arg-type]
+    return lambda size: first + unit * (size // len(unit)) + last
+
+
+def page(text: str) -> None:
+    read(lines_of(text), "a:8000")
+
+
+def rewritten(text: str) -> None:
+    families = read(lines_of(text), "a:8000")
+    for form in Form:
+        for _ in write(families, form):
+            pass
+
+
+def header(name: bytes) -> Callable[[bytes], object]:
+    return lambda value: forwarding.sent_on([(b"host", b"a"), (name, value)])
+
+
+def events(data: bytes) -> None:
+    scrubber = ScrubbedErrors(complaints.scrubbed_event)
+    for start in range(0, len(data), 1 << 20):
+        scrubber.feed(data[start : start + (1 << 20)])
+    scrubber.end()
+
+
+def dripped_events(data: bytes) -> None:
+    scrubber = ScrubbedErrors(lambda _: b"{}")
+    for start in range(0, len(data), 64):
+        scrubber.feed(data[start : start + 64])
+    scrubber.end()
+
+
+def complained(body: bytes) -> object:
+    return complaints.complaint(400, body, complaints.Asked("m"))
+
+
+def said(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
+
+
+def spoken(unit: str, before: str = "") -> Callable[[int], bytes]:
+    return lambda size: said(of(unit, before)(size))
+
+
+def screening(data: bytes) -> None:
+    found = JsonScreening(1 << 30)
+    for start in range(0, len(data), 1 << 14):
+        found.feed(data[start : start + (1 << 14)])
+    found.end()
+
+
+async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def inflated(data: bytes) -> None:
+    async def run() -> None:
+        inflater = Inflater(WINDOWS["gzip"])
+        async for _ in inflater.feed(data):
+            pass
+        inflater.end()
+
+    asyncio.run(run())
+
+
+def grouped(data: bytes) -> None:
+    async def run() -> None:
+        async for _ in inspection.in_large_pieces(pieces(data, 6)):
+            pass
+
+    asyncio.run(run())
+
+
+def read_answer(body: bytes) -> object:
+    return decoded(Reply(200, [(b"inference-header-content-length", b"%d" % len(body))], body))
+
+
+def outputs(size: int) -> bytes:
+    entry = {"name": "Y", "datatype": "FP32", "shape": [1], "data": [1]}
+    return orjson.dumps({"outputs": [entry] * (size // len(orjson.dumps(entry)))})
+
+
+def index(size: int) -> list[Any]:
+    return [
+        {"name": f"m{number % 9}", "version": str(number), "state": "READY", "reason": ""}
+        for number in range(size // 60)
+    ]
+
+
+def translated(text: str) -> object:
+    return channel.translated("UNAVAILABLE", text, complaints.Asked(), 1)
+
+
+def step_in(body: bytes) -> object:
+    return v2.step_in(body, None)
+
+
+def globs(name: str) -> bool:
+    return keys.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).sees(name)
+
+
+PARSERS = (
+    Parser("a page of one long number", page, of("1", "a ", "x\n")),
+    Parser("… in an exemplar", page, of("1", "a_bucket 1 # {} ", "x\n")),
+    Parser("… before a point", page, of("1", "a 1.", "x\n")),
+    Parser("… of exemplars", page, of("} 1", "a 1 # {", "x\n")),
+    Parser("… of labels", page, of('b="c",', "a{", "} 1\n")),
+    Parser("… of labels that do not end", page, of('b="', "a{", "} 1\n")),
+    Parser("… of escaped quotes", page, of('\\"', 'a{b="', "} 1\n")),
+    Parser("… of spaces", page, of(" ", "a", "x\n")),
+    Parser("… of names", page, of("a", "", "\n")),
+    Parser("… of braces", page, of("{}", "a", "\n")),
+    Parser("… of a comment", page, of(" \t", "# HELP", "\n")),
+    Parser("… of samples", rewritten, of('a{b="c"} 1\n')),
+    Parser("… of families", rewritten, lambda size: "".join(f"a{n} 1\n" for n in range(size // 9))),
+    Parser("… of buckets", rewritten, of('a_bucket{le="1"} 1\n', "# TYPE a histogram\n")),
+    Parser("… of the label replica", page, of('replica="c",', "a{", "} 1\n")),
+    Parser("a layout of numbers", lambda text: Layout().read(text.encode(), "a"), of("a 1\n")),
+    Parser("a layout of half numbers", lambda text: Layout().read(text.encode(), "a"), of("1 ", " ", "\n")),
+    Parser("a help of backslashes", help_of, of("\\")),
+    Parser("events", events, of(b"data: 1\n\n")),
+    Parser("events of errors", events, of(b'data: {"error":"a"}\n\n')),
+    Parser("an error that does not end", dripped_events, of(b"\n.", b'data: {"error":"')),
+    Parser("ends of events", dripped_events, of(b"\n\n")),
+    Parser("halves of ends of events", dripped_events, of(b"\n.")),
+    Parser("an error of folders", complained, spoken("/a")),
+    Parser("… of words that wrap", complained, spoken("Internal: ")),
+    Parser("… of quotes", complained, spoken("model '")),
+    Parser("… of lines", complained, spoken("\n At:")),
+    Parser("… of no JSON", complained, of(b'{"error":')),
+    Parser("… of brackets", complained, of(b"[")),
+    Parser("an error in a stream", complaints.scrubbed_event, spoken("in ensemble 'a', ")),
+    Parser("gRPC's words", translated, of("fail")),
+    Parser("gRPC's words of a load", grpc.UNREACHABLE.search, of("connection ")),
+    Parser("a line of Triton's log", Chatter().hear, of("tritonserver", "E0101 00:00:00.0 1 a.cc:1] ")),
+    Parser("… of no blank", Chatter().hear, of("tritonserver:")),
+    Parser("… of a load", Chatter().hear, of("a' ", "E0101 00:00:00.0 1 a.cc:1] failed to load '")),
+    Parser("… of a date", Chatter().hear, of("1:", "I0101 ")),
+    Parser("a log line", escaped, of("\x1b\n")),
+    Parser("a quotation", words.quoted, of("\0")),
+    Parser("Accept-Encoding of commas", header(b"accept-encoding"), of(b"gzip;q=1,")),
+    Parser("… of semicolons", header(b"accept-encoding"), of(b";")),
+    Parser("… of a weight", header(b"accept-encoding"), of(b"0", b"gzip;q=0.")),
+    Parser("Content-Type", header(b"content-type"), of(b"urlencode")),
+    Parser("Connection", header(b"connection"), of(b"a,")),
+    Parser("Content-Encoding", header(b"content-encoding"), of(b" gzip")),
+    Parser("Inference-Header-Content-Length", header(b"inference-header-content-length"), of(b"9")),
+    Parser("X-Sequence", header(b"x-sequence"), of(b"start,")),
+    Parser("X-Sequence-ID", header(b"x-sequence-id"), of(b"9")),
+    Parser("a name of a model", names.is_model_name, of("%25")),
+    Parser("… of escapes", names.is_model_name, of("%e2%")),
+    Parser("… that is plain", keys.is_plain, of("é")),
+    Parser("… against patterns", globs, of("a")),
+    Parser("… against other patterns", globs, of("abc")),
+    Parser("a version", names.normalized_version, of("0")),
+    Parser("a key", lambda value: auth.presented([(b"authorization", value)]), of(b" ", b"Bearer")),
+    Parser("an origin", lambda text: auth.is_loopback(auth.host_of(text)), of(":", "http://[")),
+    Parser("… of dots", lambda text: auth.is_loopback(auth.host_of(text)), of("1.", "http://")),
+    Parser("… of names", auth.host_of, of("@[", "http://")),
+    Parser("X-Request-ID", lambda value: tracing.request_id_of([(b"x-request-id", value)]), of(b"a")),
+    Parser("Host", HOST.fullmatch, of(b"a:", b"")),
+    Parser("… of spaces", HOST.fullmatch, of(b" ", b"a:1", b"x")),
+    Parser("… of digits", HOST.fullmatch, of(b"1", b"a:", b"x")),
+    Parser("a path of names", lambda path: v2.found(path, "GET"), of("/models", "/v2")),
+    Parser("… of versions", lambda path: v2.found(path, "GET"), of("/versions", "/v2/models/a")),
+    Parser("… of shared memory", lambda path: v2.found(path, "GET"), of("/", "/v2/systemsharedmemory")),
+    Parser("an Accept of commas", lambda text: quality(text, ("*/*",)), of("a/b,")),
+    Parser("… of parameters", lambda text: quality(text, ("*/*",)), of(";a=b", "a/b")),
+    Parser("a time of digits", timeout_of, of("1")),
+    Parser("a file of a load", FILE.fullmatch, of("a/", "file:")),
+    Parser("… of dots", FILE.fullmatch, of("./", "file:a/")),
+    Parser("a wish for classes", inspection.outputs_with_classes, of(b"[")),
+    Parser("… of many keys", inspection.outputs_with_classes, of(b'"a":1,', b'{"outputs":{', b'"b":1}}')),
+    Parser("… of a long number", inspection.outputs_with_classes, of(b"9", b'{"outputs":', b"}")),
+    Parser("a step of a sequence", step_in, of(b"[1],", b'{"sequence_id":[', b"1]}")),
+    Parser("… of a long number", step_in, of(b"9", b'{"sequence_id":', b"}")),
+    Parser("JSON of shapes", screening, of(b'"shape":[', b'"')),
+    Parser("… of short shapes", screening, of(b'"shape":[1],')),
+    Parser("… of shapes without colons", screening, of(b'"shape" ')),
+    Parser("… of half shapes", screening, of(b'"shape":["x",')),
+    Parser("… of quotes", screening, of(b'"')),
+    Parser("… of backslashes", screening, of(b"\\")),
+    Parser("… of spaces behind a word", screening, of(b" ", b'"shape"')),
+    Parser("… of levels", screening, of(b"[]{}")),
+    Parser("gzip of many members", inflated, of(gzip.compress(b"", mtime=0))),
+    Parser("gzip of one member", inflated, lambda size: gzip.compress(bytes(size * 50))),
+    Parser("a body of small pieces", grouped, of(b"abcdef")),
+    Parser("an answer of many outputs", read_answer, outputs),
+    Parser("an answer of levels", read_answer, of(b"[")),
+    Parser("an index", index_of, index),
+)  # fmt: skip
+
+
+def least_seconds(parser: Parser, size: int) -> float:
+    """The CPU time of this process, the least of several rounds."""
+    worst = parser.worst(size)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        with contextlib.suppress(*REFUSALS):
+            parser.parse(worst)
+        best = min(best, time.process_time() - began)
+    return best
+
+
+@pytest.fixture(scope="module", autouse=True)
+def head_of_table() -> None:
+    print(f"\n{'':34}" + "".join(f"{size >> 10:>8} KiB" for size in SIZES) + "  ns a byte")
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
+def test_the_cost_grows_as_the_bytes_do(parser: Parser) -> None:
+    """Eight times the bytes never cost much more than eight times as much."""
+    seconds = [least_seconds(parser, size) for size in SIZES]
+    shown = "".join(f"{second * 1e3:>9.2f} ms" for second in seconds)
+    print(f"{parser.name:34}{shown}  {seconds[-1] / SIZES[-1] * 1e9:9.1f}")
+    for number in range(len(SIZES) - 1):
+        ratio = SIZES[number + 1] / SIZES[number]
+        assert seconds[number + 1] < SLACK * ratio * seconds[number] + NOISE_S
