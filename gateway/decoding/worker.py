@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from gateway.errors import GatewayError
@@ -105,6 +106,12 @@ def serve(connection: socket.socket) -> None:
         gc.collect()
 
 
+def data_bytes() -> int:
+    """Return the memory that counts against RLIMIT_DATA now (proc(5), statm)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    return pages * resource.getpagesize()
+
+
 def main() -> None:
     """Serve the socket whose descriptor is the first argument; the second is the memory limit in bytes."""
     descriptor, max_memory_bytes = map(int, sys.argv[1:])
@@ -112,8 +119,7 @@ def main() -> None:
     # Millions of lists that a parser makes have no cycles; looking for some takes five times as long.
     gc.disable()
     gc.freeze()
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     # Data, and not address space: NumPy's libraries reserve much more than they use.
-    resource.setrlimit(resource.RLIMIT_DATA, (used + max_memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + max_memory_bytes,) * 2)
     with socket.socket(fileno=descriptor) as connection:
         serve(connection)

@@ -19,18 +19,18 @@ from gateway.exposition.layout import Layout
 from gateway.exposition.reading import lines_of, read
 from gateway.exposition.writing import Form, help_of, write
 from gateway.fleet.index import index_of
-from gateway.logs import escaped
+from gateway.fleet.uploads import FILE
 from gateway.protocol.connection import HOST
 from gateway.routes import forwarding, inspection, v2
 from gateway.routes.bodies import WINDOWS, Inflater
 from gateway.routes.metrics import quality, timeout_of
-from gateway.routes.repository import FILE
 from gateway.sse import ScrubbedErrors
 from gateway.triton import channel, complaints, grpc
 from gateway.triton.chatter import Chatter
 from gateway.triton.http import Reply
 from gateway.triton.infer import decoded
 from gateway.triton.screening import JsonScreening
+from gateway.words import printable
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
 ROUNDS = 4
@@ -194,7 +194,7 @@ PARSERS = (
     Parser("… of no blank", Chatter().hear, of("tritonserver:")),
     Parser("… of a load", Chatter().hear, of("a' ", "E0101 00:00:00.0 1 a.cc:1] failed to load '")),
     Parser("… of a date", Chatter().hear, of("1:", "I0101 ")),
-    Parser("a log line", escaped, of("\x1b\n")),
+    Parser("a log line", printable, of("\x1b\n")),
     Parser("a quotation", words.quoted, of("\0")),
     Parser("Accept-Encoding of commas", header(b"accept-encoding"), of(b"gzip;q=1,")),
     Parser("… of semicolons", header(b"accept-encoding"), of(b";")),
