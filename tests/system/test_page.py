@@ -276,7 +276,7 @@ def test_an_image_is_pasted(page: browser.Page, demo_url: str) -> None:
 @needs_browser
 def test_the_curl_line_is_copied(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/text_ensemble")
-    assert not page.find("#curl-copy").is_enabled()  # there is none yet
+    page.until(lambda: not page.find("#curl-copy").is_enabled(), "no curl line yet")
     page.type("textarea", 'it\'s a "text"')
     page.clipboard(allowed=False)
     page.click("#curl-copy")
