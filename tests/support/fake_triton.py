@@ -207,7 +207,7 @@ class Fake:
             return False
         self.opened += first
         self.begun.put(head)
-        length = re.search(rb"content-length: (\d+)", head)
+        length = re.search(rb"\ncontent-length: (\d+)", head)  # and not the inference header's
         body = file.read(int(length[1])) if length else b""
         if length and len(body) < int(length[1]):
             raise EOFError
