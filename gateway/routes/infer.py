@@ -58,8 +58,9 @@ MOST_PARAMETERS = 1000
 LARGE_ARRAY_BYTES = 1 << 20
 # Decoding more pixels takes long enough to be worth a process.
 MAX_THREAD_PIXELS = 4_000_000
-# A value in a list takes as long as so many bytes of an array.
+# A value in a list takes as long as so many bytes of an array, and a byte of what may be an image as four.
 BYTES_PER_LISTED_VALUE = 32
+BYTES_PER_CHARACTER = 4
 
 # What the API's description says.
 FAILURES = refusals(404, 406, 409, 415, 502, 504)
@@ -232,6 +233,7 @@ class Exchange:
         is_large = size_of(payload) > LARGE_ARRAY_BYTES
         screened = await decoders.run(0, look) if is_large else look()
         cost = screened.decoding_cost
+        self.charge.add(screened.decoded_bytes)
         if cost > MAX_THREAD_PIXELS:
             arguments = (screened, self.signature)
             return await decoders.run_process(cost, self.left_s, convert, *arguments)
@@ -435,12 +437,12 @@ def size_of_value(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return value.nbytes
     if not isinstance(value, list):
-        return len(value) if isinstance(value, (str, bytes)) else 0
+        return BYTES_PER_CHARACTER * len(value) if isinstance(value, (str, bytes)) else 0
     level, size = value, BYTES_PER_LISTED_VALUE * len(value)
     while level and size <= LARGE_ARRAY_BYTES:
         kinds = set(map(type, level))
         if not kinds.isdisjoint((str, bytes)):
-            size += sum(len(item) for item in level if isinstance(item, (str, bytes)))
+            size += sum(map(size_of_value, (item for item in level if not isinstance(item, list))))
         if list not in kinds:
             break
         nested = chain.from_iterable(item for item in level if isinstance(item, list))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import ml_dtypes
@@ -17,15 +18,6 @@ from gateway.errors import DoesNotFit, TooLarge
 from gateway.tensors import images
 from gateway.tensors.data_uri import from_base64, is_data_uri
 from gateway.tensors.dtypes import BF16, Datatype, Kind
-from gateway.tensors.long_lists import (
-    PIECE,
-    concatenated,
-    extremes,
-    lengths_in,
-    to_array,
-    types_in,
-    values_of,
-)
 from gateway.tensors.npy import MAGIC, MAX_DIMENSIONS, read_npy
 from gateway.tensors.payload import Part, Payload
 from gateway.tensors.signature import ImageSpec, Signature, Tensor
@@ -73,21 +65,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class ScreenedPayload:
-    """A payload whose parts are with their inputs, and whose images and NumPy files were looked at.
+    """The parts of a payload by input, their images and NumPy files looked at but not decoded.
 
     A value is an `EncodedImage`, a list of these, or what it was.
     """
 
-    payload: Payload
     parts: Mapping[str, list[Part]]
-
-    @property
-    def decoding_cost(self) -> int:
-        """What decoding its images costs, in pixels."""
-        values = (part.value for parts in self.parts.values() for part in parts)
-        return sum(
-            image.header.decoding_cost for value in values for image in encoded_images(value)
-        )
+    is_stacked: bool = False
+    rows: int = 0
+    decoding_cost: int = 0  # of its images, in pixels
+    decoded_bytes: int = 0  # what these become
 
 
 def screen(payload: Payload, signature: Signature, limits: images.ImageLimits) -> ScreenedPayload:
@@ -95,34 +82,38 @@ def screen(payload: Payload, signature: Signature, limits: images.ImageLimits) -
 
     Raises `DoesNotFit`, `BadImage`, `TooLarge` or `Malformed`.
     """
-    parts = {
-        name: [recognised(part, signature.inputs[name], limits) for part in found]
-        for name, found in named(payload, signature).items()
-    }
-    for name, found in parts.items():
-        check_images(found, signature.inputs[name], limits)
-    return ScreenedPayload(payload, parts)
+    parts: dict[str, list[Part]] = {}
+    cost = size_bytes = 0
+    for name, found in named(payload, signature).items():
+        tensor = signature.inputs[name]
+        parts[name] = [recognised(part, tensor, limits) for part in found]
+        pictures = [image for part in parts[name] for image in encoded_images(part.value)]
+        if pictures and tensor.image is not None:
+            cost += sum(image.header.decoding_cost for image in pictures)
+            pixels = decoded_pixels(pictures, tensor.name, tensor.image, limits)
+            size_bytes += pixels * len(tensor.image.mode) * tensor.datatype.numpy.itemsize
+    rows = max(map(len, payload.parts.values()), default=0) if payload.stacked else 0
+    return ScreenedPayload(parts, payload.stacked, rows, cost, size_bytes)
 
 
-def check_images(parts: Sequence[Part], tensor: Tensor, limits: images.ImageLimits) -> None:
-    """A request's images are held decoded, all at once. Raises `TooLarge`."""
-    spec = tensor.image
-    found = [image for part in parts for image in encoded_images(part.value)]
-    if spec is None or len(found) < 2:
-        return
-    if len(found) > MAX_IMAGES:
+def decoded_pixels(
+    pictures: Sequence[images.EncodedImage], name: str, spec: ImageSpec, limits: images.ImageLimits
+) -> int:
+    """The pixels that a request's images become, which are held all at once. Raises `TooLarge`."""
+    if len(pictures) > MAX_IMAGES:
         raise TooLarge(
-            f"{quoted(tensor.name)} takes at most {MAX_IMAGES} images at a time; got {len(found)}"
+            f"{quoted(name)} takes at most {MAX_IMAGES} images at a time; got {len(pictures)}"
         )
     if min(spec.height, spec.width) > 0:
-        held = len(found) * spec.height * spec.width
+        pixels = len(pictures) * spec.height * spec.width
     else:
-        held = sum(image.header.pixels for image in found)
-    if held > limits.max_pixels:
+        pixels = sum(image.header.pixels for image in pictures)
+    if pixels > limits.max_pixels and len(pictures) > 1:
         raise TooLarge(
-            f"the {len(found)} images for {quoted(tensor.name)} become {held} pixels; "
+            f"the {len(pictures)} images for {quoted(name)} become {pixels} pixels; "
             f"the limit is {limits.max_pixels} pixels; send fewer at a time"
         )
+    return pixels
 
 
 def encoded_images(value: Any) -> Sequence[images.EncodedImage]:
@@ -141,16 +132,15 @@ def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits
 
 def convert(screened: ScreenedPayload, signature: Signature) -> Inputs:
     """The tensors that the model is sent. Raises `DoesNotFit` or `BadImage`."""
-    payload = screened.payload
     arrays: dict[str, np.ndarray] = {}
     batched: dict[str, bool] = {}
     for name, parts in screened.parts.items():
         tensor = signature.inputs[name]
-        if payload.stacked or len(parts) > 1:
+        if screened.is_stacked or len(parts) > 1:
             arrays[name], batched[name] = stacked(parts, tensor, signature.batching), True
         else:
             arrays[name], batched[name] = fitted(parts[0], tensor, signature.batching)
-    rows = max(map(len, payload.parts.values()), default=0) if payload.stacked else 0
+    rows = screened.rows
     if not signature.batching:
         return Inputs(arrays, rows=rows)
     sizes = {name: len(array) for name, array in arrays.items()}
@@ -276,7 +266,7 @@ def per_channel(values: tuple[float, ...], tensor: Tensor, spec: ImageSpec) -> n
 def from_nested(value: Any, tensor: Tensor) -> np.ndarray:
     """What JSON holds, as an array of the model's datatype."""
     leaves, shape = flattened(value, tensor)
-    kinds = types_in(leaves)
+    kinds = set(map(type, leaves))
     converted = CONVERSIONS[tensor.datatype.kind](leaves, kinds, tensor)
     return converted.reshape(shape)
 
@@ -284,8 +274,8 @@ def from_nested(value: Any, tensor: Tensor) -> np.ndarray:
 def flattened(value: Any, tensor: Tensor) -> tuple[list[Any], tuple[int, ...]]:
     """The leaves of nested lists, and their shape; no Python call per number."""
     level, shape = [value], []
-    while level and (kinds := types_in(level)) == {list}:
-        lengths = lengths_in(level)
+    while level and set(map(type, level)) == {list}:
+        lengths = set(map(len, level))
         if len(lengths) > 1:
             raise misfit(
                 tensor, f"ragged lists: lengths {listed(map(str, sorted(lengths)))} side by side"
@@ -293,10 +283,10 @@ def flattened(value: Any, tensor: Tensor) -> tuple[list[Any], tuple[int, ...]]:
         shape.append(lengths.pop())
         if len(shape) > MAX_DIMENSIONS:
             raise misfit(tensor, f"lists in lists of more than {MAX_DIMENSIONS} dimensions")
-        level = concatenated(level)
-    if level and dict in kinds:
+        level = list(chain.from_iterable(level))
+    if dict in map(type, level):
         raise misfit(tensor, "an object, which is no value")
-    if level and list in kinds:
+    if list in map(type, level):
         raise misfit(tensor, "ragged lists: values and lists side by side")
     return level, tuple(shape)
 
@@ -304,7 +294,7 @@ def flattened(value: Any, tensor: Tensor) -> tuple[list[Any], tuple[int, ...]]:
 def booleans(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
     if kinds - {bool}:
         raise misfit(tensor, came(leaves, kinds - {bool}))
-    return to_array(leaves, bool)
+    return np.array(leaves, bool)
 
 
 def integers(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
@@ -316,27 +306,27 @@ def integers(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
             raise misfit(tensor, f"{fractional!r}, which is not whole")
     whole = [int(leaf) for leaf in leaves] if float in kinds else leaves
     low, high = tensor.datatype.range
-    if whole:
-        smallest, largest = extremes(whole)
-        if smallest < low or largest > high:
-            outside = next(leaf for leaf in whole if not low <= leaf <= high)
-            raise misfit(tensor, f"{outside}, which is outside {low}..{high}")
+    if whole and (min(whole) < low or max(whole) > high):
+        outside = next(leaf for leaf in whole if not low <= leaf <= high)
+        raise misfit(tensor, f"{outside}, which is outside {low}..{high}")
     if float in kinds:
         rounded = (leaf for leaf in leaves if type(leaf) is float and abs(leaf) >= LARGEST_EXACT)
         if (inexact := next(rounded, None)) is not None:
             raise misfit(
                 tensor, f"{inexact!r}, written with a fraction or an exponent, which may be rounded"
             )
-    return to_array(whole, tensor.datatype.numpy)
+    return np.array(whole, tensor.datatype.numpy)
 
 
 def floats(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
     if kinds - {int, float}:
         raise misfit(tensor, came(leaves, kinds - {int, float}))
-    converted = in_range(to_array(leaves, np.float64), tensor)
+    converted = in_range(np.array(leaves, np.float64), tensor)
     if int in kinds:
-        pairs = zip(leaves, values_of(converted), strict=True)
-        whole = next((a for a, b in pairs if type(a) is int and a != b), None)
+        lossy = (
+            a for a, b in zip(leaves, converted.tolist(), strict=True) if type(a) is int and a != b
+        )
+        whole = next(lossy, None)
         if whole is not None:
             raise misfit(
                 tensor, f"the integer {whole}, which {tensor.datatype.name} cannot hold exactly"
@@ -358,11 +348,7 @@ def blobs(leaves: list[Any], kinds: set[type], tensor: Tensor) -> np.ndarray:
     if kinds - {str, bytes}:
         raise misfit(tensor, came(leaves, kinds - {str, bytes}))
     array = np.empty(len(leaves), object)
-    for start in range(0, len(leaves), PIECE):
-        array[start : start + PIECE] = [
-            leaf.encode() if isinstance(leaf, str) else leaf
-            for leaf in leaves[start : start + PIECE]
-        ]
+    array[:] = [leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves]
     return array
 
 

@@ -493,7 +493,7 @@ BAD_INPUT = (
                 "a_part_that_is_none_is_refused",
                 "a_header_is_refused_while_it_comes",
             ],
-            "unit/test_long_lists": ["many_tiny_images_are_refused_before_they_are_decoded"],
+            "unit/test_bounds": ["many_tiny_images_are_refused_before_they_are_decoded"],
         },
     ),
     Row(

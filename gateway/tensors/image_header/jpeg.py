@@ -23,7 +23,7 @@ SIGNATURE: Final = b"\xff\xd8\xff"
 # Each scan costs a pass over the picture, however few its bytes are. Encoders write about ten.
 MAX_SCANS: Final = 64
 MAX_FILL: Final = 16  # bytes of padding before a marker
-SEARCHED: Final = 256 << 10  # bytes at a time: a search holds the interpreter's lock
+SEARCHED: Final = 64 << 10  # bytes at a time: a search holds the interpreter's lock
 
 START, END, SCAN = 0xD8, 0xD9, 0xDA
 EXIF, ADOBE, JFIF = 0xE1, 0xEE, 0xE0

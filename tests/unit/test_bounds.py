@@ -1,4 +1,4 @@
-"""Long values are converted in pieces, with the results that they have in one."""
+"""Bounds of what a request may become, and long texts in pieces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from gateway.errors import DoesNotFit, Malformed, TooLarge
 from gateway.routes.infer import BYTES_PER_LISTED_VALUE, LARGE_ARRAY_BYTES, size_of_value
-from gateway.tensors import long_lists, payload
+from gateway.tensors import inputs, payload
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import Inputs, to_inputs
+from gateway.tensors.inputs import Inputs, screen, to_inputs
 from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
 from gateway.tensors.signature import signature
 from tests.support.hostile_files import field, form, json_of, png
@@ -19,56 +19,10 @@ from tests.support.hostile_files import field, form, json_of, png
 TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
 
 
-@pytest.fixture(params=[1, 2, 3, 1 << 17])
-def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_lists, "PIECE", request.param)
-    monkeypatch.setattr("gateway.tensors.inputs.PIECE", request.param)
-
-
 def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> Inputs:
     tensor = {"name": "X", "datatype": datatype, "shape": shape}
     model = signature({"name": "m", "inputs": [tensor]}, {})
     return to_inputs(Payload({"X": [Part(value, JSON)]}), model, ImageLimits(**limits))
-
-
-@pytest.mark.parametrize(
-    ("value", "datatype", "shape"),
-    [
-        ([0.5, 1, -2.25, 2**53, 7], "FP64", [-1]),
-        ([1, 2, 3, 4, 5], "INT8", [-1]),
-        ([2**64 - 1, 0, 2**63, 1], "UINT64", [-1]),
-        ([1.0, 2, 3.0, 4], "INT32", [-1]),
-        ([True, False, True, False], "BOOL", [-1]),
-        (["a", b"b", "é", ""], "BYTES", [-1]),
-        ([[1, 2], [3, 4], [5, 6]], "INT32", [-1, 2]),
-        ([[[1], [2]], [[3], [4]]], "FP32", [-1, -1, 1]),
-        ([[], []], "FP32", [-1, -1]),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("piece")
-def test_a_value_is_the_same_in_pieces(value: list[Any], datatype: str, shape: list[int]) -> None:
-    array = convert(value, datatype, shape).arrays["X"]
-    texts = [item.encode() if isinstance(item, str) else item for item in value]
-    assert array.tolist() == (texts if datatype == "BYTES" else value)
-
-
-@pytest.mark.parametrize(
-    ("value", "datatype", "words"),
-    [
-        ([1, 2, 3, 300], "UINT8", "300, which is outside"),
-        ([1, 2, 3, 0.5], "INT32", "0.5, which is not whole"),
-        ([1, 2, 3, "a"], "FP32", "the text 'a'"),
-        ([1, 2, 3, [4]], "FP32", "ragged lists"),
-        ([[1], [2], [3], [4, 5]], "FP32", "ragged lists"),
-        ([1, 2, 3, {}], "FP32", "an object"),
-        ([0.5, 1, 2, 2**24 + 1], "FP32", "16777217, which FP32 cannot hold"),
-        ([1, 2, 3, None], "BOOL", "the number '1'"),
-    ],
-)
-@pytest.mark.usefixtures("piece")
-def test_what_does_not_fit_is_found_in_any_piece(value: Any, datatype: str, words: str) -> None:
-    with pytest.raises(DoesNotFit, match=words):
-        convert(value, datatype, [-1])
 
 
 def nested(depth: int) -> Any:
@@ -111,6 +65,18 @@ LARGE_VALUES: list[Any] = [
 SMALL_VALUES: list[Any] = [
     [], [[]], [[1, 2], [3]], "a", 1, None, {"a": 1}, [{"a": 1}], ["a", [1]],
 ]  # fmt: skip
+
+
+def test_what_images_become_is_known_before_they_are_decoded() -> None:
+    for shape, datatype, size in (
+        ([-1, 8, 8, 3], "FP32", 2 * 8 * 8 * 3 * 4),
+        ([-1, -1, -1, 4], "UINT8", 2 * 16 * 16 * 4),
+    ):
+        tensor = {"name": "X", "datatype": datatype, "shape": shape}
+        model = signature({"name": "m", "inputs": [tensor]}, {})
+        screened = screen(Payload({"X": [Part([png(), png()], JSON)]}), model, ImageLimits())
+        assert screened.decoding_cost == 2 * 256
+        assert screened.decoded_bytes == inputs.convert(screened, model).arrays["X"].nbytes == size
 
 
 def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
