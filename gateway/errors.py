@@ -213,7 +213,7 @@ class Unavailable(GatewayError):
     status, code, retry_after_s = 503, "UNAVAILABLE", 1
 
 
-class OutOfMemory(GatewayError):
+class NotEnoughMemory(GatewayError):
     status, code, retry_after_s = 503, "OUT_OF_MEMORY", 1
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ async def render(request: Request, exc: Exception) -> Response:
     request_id = str(request.scope.get("request_id", ""))
     if isinstance(exc, MemoryError):
         log.warning("out of memory", extra={"request_id": request_id})
-        exc = OutOfMemory()
+        exc = NotEnoughMemory()
     if isinstance(exc, GatewayError):
         status, code, sentence = exc.status, exc.code, exc.detail
     elif isinstance(exc, HTTPException):

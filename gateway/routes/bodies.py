@@ -38,6 +38,7 @@ INFLATE_STEP_BYTES = 1 << 20
 # and an archive may inflate.
 MAX_INLINE_BYTES = 16 << 10
 MAX_THREAD_JSON_BYTES = 256 << 10
+MAX_THREAD_BYTES = {JSON: MAX_THREAD_JSON_BYTES, NPZ: 16 << 10}
 # Bytes of memory for a byte of the body: the body itself, its tensors, and what is sent to Triton. Numbers
 # take less room in JSON than as tensors.
 USUAL_MEMORY_FACTOR = 3
@@ -72,9 +73,9 @@ async def receive_payload(
         )
     body = await whole_body(request, limits.max_bytes, charge)
     read = partial(read_payload, body, content_type, limits)
-    if len(body) <= MAX_INLINE_BYTES or is_taken_as_it_is(name):
+    if is_taken_as_it_is(name) or (len(body) <= MAX_INLINE_BYTES and name != NPZ):
         return read()
-    if name == NPZ or (name == JSON and len(body) > MAX_THREAD_JSON_BYTES):
+    if len(body) > MAX_THREAD_BYTES.get(name, limits.max_bytes):
         return LargeBody(body, content_type)
     return await decoders.run(0, read)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from gateway.tensors.outputs import media_ranges
 from gateway.tensors.payload import Limits, Part, Payload, read_payload
 from gateway.tensors.signature import signature
 from tests.support import hostile_files as hostile
+from tests.support.linearity import cpu_s
 
 KIB = 1024
 SIZES = (8 * KIB, 64 * KIB, 256 * KIB)
@@ -170,14 +170,13 @@ PARSERS = (
 
 
 def cost_s(parser: Parser, data: Any) -> float:
-    """The CPU time of this thread, of the quickest of several calls."""
-    times = []
-    for _ in range(ROUNDS):
-        began = time.thread_time()
+    """The CPU time of a call, which may refuse the data."""
+
+    def work() -> None:
         with suppress(GatewayError):
             parser.run(data)
-        times.append(time.thread_time() - began)
-    return min(times)
+
+    return cpu_s(work, ROUNDS)
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
