@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.servers import ROOT, free_ports
@@ -100,6 +101,9 @@ def unread(*arguments: str, **settings: str) -> Iterator[Unread]:
         yield server
     finally:
         server.client.close()
+        with suppress(psutil.NoSuchProcess):  # worker processes outlive one that is killed
+            for child in psutil.Process(server.process.pid).children(recursive=True):
+                child.kill()
         server.process.kill()
         server.process.wait(10)
         server.close()
