@@ -41,7 +41,7 @@ OF_A_PROXY: Final = re.compile(
 )
 # What a browser says of the gateway's own page, and of an address that a person typed.
 OWN_PAGE: Final = frozenset((b"same-origin", b"none"))
-OF_A_PAGE: Final = "a page of another origin sends it"
+OF_A_PAGE: Final = "a web page of another origin sent it"
 NEEDED: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
 
 
@@ -83,8 +83,8 @@ class Access:
             if name == b"host" and not is_allowed(value, self._hosts):
                 host = quoted(host_of(value.decode("latin-1")))
                 raise Forbidden(
-                    f"the gateway does not answer for the host {host}; GATEWAY_ALLOWED_HOSTS names the "
-                    "hosts that it answers for"
+                    f"the gateway does not serve the host {host}; add it to GATEWAY_ALLOWED_HOSTS if it is "
+                    "one of the gateway's own names"
                 )
 
     async def watch(self) -> None:
@@ -145,15 +145,17 @@ def refusal(caller: Caller, right: Right, why: str = "") -> Forbidden:
     """What a caller without the right is told; `why` its request is not a local one."""
     if caller is ANYBODY:
         return Forbidden(
-            "without a key administration is for programs of the gateway's own user on its own machine, "
-            f"and this request is none: {why}"
+            "without a key, administration is allowed only to the gateway's own user on the same machine; "
+            f"this request is refused because {why}; use an admin key (GATEWAY_KEYS_FILE)"
         )
     if caller is NO_ADMINISTRATOR:
         return Forbidden(
             "administration is switched off: GATEWAY_LOCAL_ADMIN is false, and there is no keys file"
         )
     role = NEEDED.get(right, Role.admin.value)
-    return Forbidden(f"the key {quoted(caller.name)} has not the role {role}, which this needs")
+    return Forbidden(
+        f"the key {quoted(caller.name)} does not have the role {role}, which this needs"
+    )
 
 
 # Without keys.
@@ -169,11 +171,11 @@ def why_not_local(scope: Scope) -> str:
     if client is None or server is None or not is_loopback(client[0]):
         return "it comes from another address"
     if scope["http_version"] == "1.0":  # as nginx asks, if it is not told otherwise
-        return "HTTP/1.0 is what a proxy speaks"
+        return "it uses HTTP/1.0, as a proxy does"
     if why := why_for_another(scope["headers"]):
         return why
     if knows_peers() and user_of_peer(client, server) not in (os.geteuid(), ROOT):
-        return "another user's program sends it"
+        return "a program of another user sent it"
     return ""
 
 

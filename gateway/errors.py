@@ -284,6 +284,18 @@ def body_of(
     )
 
 
+def release_frames(exc: BaseException) -> None:
+    """Drop the tracebacks of an error that was handled, and of those that it was raised for.
+
+    Their frames hold the request's body and refer back to the error, so that both would be held until
+    the garbage collector looks at old objects, thousands of requests later.
+    """
+    error: BaseException | None = exc
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
 async def render(request: Request, exc: Exception) -> Response:
     """The one handler. What is not of the family is a fault of ours: logged in full, told in brief."""
     # Whoever gets here has it already; the family is for those too who do without FastAPI.
@@ -295,6 +307,7 @@ async def render(request: Request, exc: Exception) -> Response:
         exc = NotEnoughMemory()
     if isinstance(exc, GatewayError):
         status, code, sentence = exc.status, exc.code, exc.detail
+        release_frames(exc)
     elif isinstance(exc, HTTPException):
         status = exc.status_code
         code, sentence = FRAMEWORK.get(status, (f"HTTP_{status}", str(exc.detail)))

@@ -104,6 +104,7 @@ class Protocol(asyncio.Protocol):
         "_url",
         "_usual",
         "_waiting",
+        "_was_refused",
         "app",
         "loop",
         "transport",
@@ -160,6 +161,7 @@ class Protocol(asyncio.Protocol):
         self._arriving: Exchange | None = None  # whose body is being received
         self._current: Exchange | None = None  # whose answer is being sent
         self._waiting: deque[Exchange] = deque()  # pipelined (RFC 9112, section 9.3.2)
+        self._was_refused = False  # the last request, by a 4xx
         self._task: asyncio.Task[None] | None = None
         self.unwritable: asyncio.Future[None] | None = None
         self._reading = True
@@ -366,6 +368,7 @@ class Protocol(asyncio.Protocol):
     def ended(self, exchange: Exchange) -> None:
         """The application is done with it: the next in line, or nothing until there is one."""
         self._current = None
+        self._was_refused = 400 <= exchange.status < 500
         if self._task is not None:
             self._tasks.discard(self._task)
             self._task = None
@@ -424,7 +427,8 @@ class Protocol(asyncio.Protocol):
 
     def _start(self) -> None:
         current = cast(Exchange, self._current)
-        self._task = self.loop.create_task(current.run(self.app))
+        turn = self._crowd.refused.turn(self.loop) if self._was_refused else None
+        self._task = self.loop.create_task(current.run(self.app, turn))
         self._tasks.add(self._task)
 
     def _start_early(self) -> None:

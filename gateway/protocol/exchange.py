@@ -49,6 +49,7 @@ class Exchange:
         "complete",
         "keep_alive",
         "started",
+        "status",
     )
 
     def __init__(
@@ -70,10 +71,14 @@ class Exchange:
         self._chunked = False
         self._left: int | None = None  # of the announced length; None where there is none
         self.started = False
+        self.status = 0  # until the answer begins
         self.complete = False
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run(self, app: ASGIApp, turn: asyncio.Future[None] | None) -> None:
+        """Answer the request; begin when `turn` is done, if there is one."""
         try:
+            if turn is not None:
+                await turn
             await app(self._scope, self.receive, self.send)
         except Exception:  # the border of the process: the connection ends, the server does not
             log.exception("a fault in the application")
@@ -163,6 +168,7 @@ class Exchange:
         if self.started:
             raise RuntimeError("an answer begins once")
         self.started = True
+        self.status = status
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         count = 1
         close = not self.keep_alive

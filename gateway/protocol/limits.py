@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import Any, Final, NamedTuple
 
+from gateway.protocol.backoff import RefusedClients
+
 log = logging.getLogger(__name__)
 
 LEAST_LOOK_S: Final = 0.25
@@ -57,6 +59,7 @@ class Crowd:
         self._sent_away = 0
         self._told_at = -math.inf
         self._turns: deque[Callable[[], None]] = deque()
+        self.refused = RefusedClients()
 
     def enter(self, client: str) -> int:
         count = self._of[client] = self._of.get(client, 0) + 1

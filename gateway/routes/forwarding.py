@@ -134,8 +134,11 @@ def described_by(headers: Headers) -> tuple[str, int | None]:
     json_bytes = found.get(b"inference-header-content-length")
     if json_bytes is None:
         return encoding, None
-    if not json_bytes.isdigit() or len(json_bytes) > MOST_DIGITS:
-        raise header_length_error(json_bytes.decode("latin-1"), "it takes digits alone")
+    value = json_bytes.decode("latin-1")
+    if not json_bytes.isdigit():
+        raise header_length_error(value, "only digits are allowed")
+    if len(json_bytes) > MOST_DIGITS:
+        raise header_length_error(value, "it is larger than any body")
     return encoding, int(json_bytes)
 
 
@@ -143,7 +146,7 @@ def header_length_error(value: str, why: str) -> Malformed:
     """The error for a length of the JSON that Triton up to 2.69 reads as another one ("100abc"), and that
     2.70 and 2.71 die of (above 2³¹)."""
     return Malformed(
-        f"Inference-Header-Content-Length {quoted(value)} cannot be the inference header size: {why}"
+        f"Inference-Header-Content-Length {quoted(value)} is not a valid inference header size: {why}"
     )
 
 

@@ -35,6 +35,7 @@ from gateway.tensors import predict as dialect
 from gateway.tensors import schema, sequence
 from gateway.tensors.decode import decode_body, decode_form, decode_predict, read_predict
 from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.image_header import find_reader
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import Inputs, convert, screen
 from gateway.tensors.outputs import Rendered, Result, jsonable, renderer, text_or_base64
@@ -61,6 +62,8 @@ MAX_THREAD_PIXELS = 4_000_000
 # A value in a list takes as long as so many bytes of an array, and a byte of what may be an image as four.
 BYTES_PER_LISTED_VALUE = 32
 BYTES_PER_CHARACTER = 4
+# Of an image only the header is read at first, which takes as long as converting an array of this size.
+HEADER_BYTES = LARGE_ARRAY_BYTES // 4
 
 # What the API's description says.
 FAILURES = refusals(404, 406, 409, 415, 502, 504)
@@ -436,6 +439,8 @@ def size_of(payload: Payload) -> int:
 def size_of_value(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return value.nbytes
+    if isinstance(value, bytes) and find_reader(value) is not None:
+        return HEADER_BYTES
     if not isinstance(value, list):
         return BYTES_PER_CHARACTER * len(value) if isinstance(value, (str, bytes)) else 0
     level, size = value, BYTES_PER_LISTED_VALUE * len(value)

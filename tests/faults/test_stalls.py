@@ -30,7 +30,7 @@ from tests.support.load import (
     p99_ms,
     statuses_of,
 )
-from tests.support.measurements import assert_number
+from tests.support.measurements import assert_number, compares_numbers
 from tests.support.model_zoo.zoo import Names, identity, image, write_repository
 from tests.support.servers import gateway, triton_on_free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -38,8 +38,10 @@ from tests.support.wait import TIMEOUT_S, wait_until
 MIB = 1 << 20
 NICENESS = 10
 BUDGET_BYTES = 256 * MIB
-PER_S = 40
+PER_S = 100
 MEASURE_S = 4.0
+# Usually it is 1 to 2 ms; an attack from 16 connections takes a whole CPU, and one of large bodies 10 Gbit/s.
+MOST_INFER_MS = 20
 MODELS = (
     image("images", (3, 32, 32)),
     identity("numbers", "FP32", (-1, -1), 8),
@@ -70,7 +72,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         triton_on_free_ports(folder) as triton,
         gateway(triton.options.url, **settings) as (client, command),
     ):
-        yield Target(client, port_of(client), command.pid)
+        target = Target(client, port_of(client), command.pid)
+        if compares_numbers():
+            measure(target)  # the first inferences are slow
+        yield target
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -144,16 +149,16 @@ def measure(target: Target) -> tuple[float, float]:
 @pytest.mark.parametrize("connections", [1, 16])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_requests_stall_nobody(target: Target, name: str, connections: int) -> None:
-    """Takes a while: each attack goes on while the others are measured."""
-    measure(target)
+    """Takes a while: others are measured before and during each attack."""
     _, usual_ms = measure(target)
     with attacking(target.port, ATTACKS[name].wire, connections) as statuses:
         livez_ms, infer_ms = measure(target)
         memory = target.family()[0].memory_info().rss
     assert set(statuses) <= set(map(str, REFUSALS)), statuses
     print(f"{connections} connections: {dict(statuses)}")
+    print(f"p99 of another model, times the usual: {infer_ms / usual_ms:.1f}")
     assert_number("p99 of /livez", livez_ms, "ms", at_most=100)
-    assert_number("p99 of another model, times the usual", infer_ms / usual_ms, at_most=3)
+    assert_number("p99 of another model", infer_ms, "ms", at_most=max(3 * usual_ms, MOST_INFER_MS))
     assert_number("memory", memory / MIB, "MiB", at_most=(BUDGET_BYTES + 64 * MIB) / MIB + 100)
 
 

@@ -340,7 +340,10 @@ def test_a_model_that_answers_several_times(gateway: Gateway, tmp_path: Path) ->
 def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
     triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    """A stream holds the only place until each request was put off."""
+    """A stream holds the only place until each request was put off.
+
+    Takes long: the client waits longer from one try to the next.
+    """
     pauses = tmp_path / "pauses"
     pause_files(pauses, [0.01] * 3)
     declared = tmp_path / "models.yaml"

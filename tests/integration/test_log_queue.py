@@ -132,6 +132,7 @@ def test_it_ends_in_time_though_nobody_reads() -> None:
 
 
 def test_the_workers_of_a_full_pipe_serve_and_end() -> None:
+    """Takes long: both workers answer enough requests to fill the pipe and the queue."""
     with unread("--workers", "2") as server:
         for _ in range(8):
             server.client.close()  # a new connection: perhaps the other worker's

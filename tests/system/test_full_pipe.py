@@ -57,6 +57,7 @@ def serves(url: str) -> bool:
 
 @pytest.mark.parametrize("command", ["up", "triton"])
 def test_triton_serves_on_and_everything_ends(tmp_path: Path, command: str) -> None:
+    """Takes long: a server is started, and each inference writes until the pipe is full."""
     write_model(tmp_path, "pass")
     with unread(tmp_path, command) as (process, gateway, triton):
         asked = gateway if command == "up" else triton

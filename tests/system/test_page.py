@@ -335,7 +335,7 @@ def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
     assert page.all("#models tbody tr")
     assert not page.all("#replicas tbody tr")
     page.click("nav a[href='#live']")
-    page.see("#live-notice", "has not the role")
+    page.see("#live-notice", "does not have the role")
     page.click("#key-button")
     page.click("#key-forget")
     page.see("#live-notice", "a key is needed")
@@ -353,7 +353,9 @@ def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
     page.all(buttons)[1].click()
     page.see("#unload-dialog", model)
     page.click("#unload-form button.main")
-    page.see("#key-dialog", "has not the role admin")  # a key that may only infer is not enough
+    page.see(
+        "#key-dialog", "does not have the role admin"
+    )  # a key that may only infer is not enough
     page.type("#key", f"{ADMIN}\n")
     assert "UNAVAILABLE" in page.see("#report", "is unloaded on every replica")
     page.find(f"{buttons}:nth-of-type(2):disabled")

@@ -149,6 +149,7 @@ def hang(url: str) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"GATEWAY_DRAIN_S": "1"}], ids=["at once", "draining"])
 def test_a_loop_that_hangs_ends_with_the_time_for_shutting_down(settings: dict[str, str]) -> None:
+    """Takes long: the times for draining and for shutting down go by."""
     with hanging(**settings) as (process, url):
         hang(f"{url}/loop")
         process.send_signal(signal.SIGTERM)
@@ -158,7 +159,10 @@ def test_a_loop_that_hangs_ends_with_the_time_for_shutting_down(settings: dict[s
 
 
 def test_a_thread_that_keeps_the_interpreter_is_ended_by_the_kernel() -> None:
-    """No line of ours can run then, and none can be said."""
+    """No line of ours can run then, and none can be said.
+
+    Takes long: the time for shutting down, and what the kernel waits after it, go by.
+    """
     with hanging(GATEWAY_DRAIN_S="5") as (process, url):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{url}/readyz").json().get("draining"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import orjson
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.app import HANDLED
-from gateway.errors import render
+from gateway.errors import Malformed, render
 
 
 def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
@@ -25,3 +28,33 @@ def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
     levels = [record.levelname for record in caplog.records if record.name == "gateway.errors"]
     assert levels == ["WARNING"]
     assert MemoryError in HANDLED  # else the server logs it as a fault of the application
+
+
+def test_an_error_that_was_answered_holds_no_request() -> None:
+    """Its traceback would hold the frames, and with them the body, until the garbage collector comes."""
+
+    class Body:
+        pass
+
+    async def fail(body: Body) -> None:
+        try:
+            raise ValueError("what was found")
+        except ValueError:
+            raise Malformed("what is said") from None
+
+    async def answer(body: Body) -> Response:
+        try:
+            await fail(body)
+        except Malformed as exc:
+            error: Exception = exc  # stays in this frame, as in those of the framework
+        return await render(Request({"type": "http", "request_id": "r"}), error)
+
+    body = Body()
+    held = weakref.ref(body)
+    gc.disable()
+    try:
+        assert asyncio.run(answer(body)).status_code == 400
+        del body
+        assert held() is None
+    finally:
+        gc.enable()

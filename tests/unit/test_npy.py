@@ -124,14 +124,14 @@ def mutated_files(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(mutated_files(), st.sampled_from(MODELS))
 def test_a_mutated_file_is_converted_or_refused_with_a_sentence(data: bytes, model: object) -> None:
     with suppress(GatewayError):
         to_inputs(read_payload(data, NPY, Limits()), model, ImageLimits())  # type: ignore[arg-type]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="{}()':, 0123456789TrueFalsdcihp_on<f4\\\"", max_size=80))
 def test_any_header_is_read_or_malformed(header: str) -> None:
     with suppress(Malformed):

@@ -133,7 +133,7 @@ SOUND = [
 ]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_mutated_archive_is_read_or_refused_with_a_sentence(data: st.DataObject) -> None:
     mutated = bytearray(data.draw(st.sampled_from(SOUND)))

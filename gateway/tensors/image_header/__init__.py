@@ -15,7 +15,7 @@ from gateway.tensors.image_header import jpeg, png, webp
 from gateway.tensors.image_header.header import DamagedImage, ExcessiveImage, ImageHeader
 from gateway.words import quoted
 
-__all__ = ["ImageHeader", "essential_bytes", "read_image_header"]
+__all__ = ["ImageHeader", "essential_bytes", "find_reader", "read_image_header"]
 
 Reader = Callable[[bytes], ImageHeader]
 READERS: Final[dict[bytes, Reader]] = {
@@ -51,6 +51,7 @@ def read_image_header(data: bytes, name: str) -> ImageHeader:
 
 
 def find_reader(data: bytes) -> Reader | None:
+    """The reader of the format that the first bytes name; None if they name none."""
     found = next((reader for start, reader in READERS.items() if data.startswith(start)), None)
     if found is webp.read_webp and data[8:12] != webp.KIND:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 # Markers, chunks and their like in one file. Real files have a few dozen.
-MAX_SEGMENTS: Final = 4096
+MAX_SEGMENTS: Final = 1024
 # A scan of a progressive JPEG goes over all of the picture, but only decodes some bits of it: about four of
 # them take as long as turning the picture into pixels.
 SCANS_PER_PASS: Final = 4

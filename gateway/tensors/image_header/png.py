@@ -21,7 +21,7 @@ from gateway.tensors.image_header.header import (
 
 SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 # libpng cuts the data into chunks of 8 KiB: a large file may have more than `MAX_SEGMENTS`.
-BYTES_PER_CHUNK: Final = 4096
+BYTES_PER_CHUNK: Final = 2048
 HEAD: Final = struct.Struct(">L4s")
 CHECKSUM_BYTES: Final = 4
 SIZE, PALETTE, DATA, END, EXIF = b"IHDR", b"PLTE", b"IDAT", b"IEND", b"eXIf"

@@ -1,0 +1,46 @@
+"""The requests of clients whose last one was refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.protocol.backoff import RefusedClients
+
+STEPS = 3
+CLIENTS = 20
+
+
+def test_one_begins_in_each_pass_of_the_event_loop_and_others_go_on_in_between() -> None:
+    events: list[str] = []
+
+    async def run(name: str, turn: asyncio.Future[None] | None) -> None:
+        if turn is not None:
+            await turn
+        events.append(name)
+        for _ in range(STEPS):
+            await asyncio.sleep(0)
+        events.append(f"{name} ended")
+
+    async def serve() -> None:
+        clients, loop = RefusedClients(), asyncio.get_running_loop()
+        refused = [run(f"refused {at}", clients.turn(loop)) for at in range(CLIENTS)]
+        await asyncio.gather(*refused, run("good", None))
+
+    asyncio.run(serve())
+    begun = [event for event in events if event.startswith("refused") and "ended" not in event]
+    assert begun == [f"refused {at}" for at in range(CLIENTS)]
+    assert events.index("good ended") < events.index(f"refused {STEPS + 3}")
+    assert len(events) == 2 * (CLIENTS + 1)
+
+
+def test_a_request_that_is_given_up_keeps_nobody_waiting() -> None:
+    async def give_up() -> list[bool]:
+        clients, loop = RefusedClients(), asyncio.get_running_loop()
+        turns = [clients.turn(loop) for _ in range(6)]
+        for turn in turns[:5]:
+            turn.cancel()
+        await asyncio.wait_for(turns[5], 60)
+        await asyncio.wait_for(clients.turn(loop), 60)
+        return [turn.cancelled() for turn in turns]
+
+    assert asyncio.run(give_up()) == [True] * 5 + [False]
