@@ -343,7 +343,7 @@ class Pool:
                 took_s = self._attempted(replica, began, "answered", notes)
                 if answer.status < 400:
                     if len(self.replicas) > 1 or asked.sequence is not None:
-                        self._succeeded(replica, asked, took_s)
+                        self._succeeded(replica, asked, began, took_s)
                     return answer
                 error = await complained(answer, asked)
                 if isinstance(error, (ModelNotReady, UnknownModel)):
@@ -388,7 +388,7 @@ class Pool:
                 self._contradicted(replica, asked)
             else:
                 took_s = self._attempted(replica, began, "answered", notes)
-                self._succeeded(replica, asked, took_s)
+                self._succeeded(replica, asked, began, took_s)
                 return begun
             if tried or not self._may_retry(error, replica, asked, b""):
                 raise error
@@ -446,16 +446,17 @@ class Pool:
             notes.upstream_s += took_s
         return took_s
 
-    def _succeeded(self, replica: Replica, asked: Asked, took_s: float) -> None:
+    def _succeeded(self, replica: Replica, asked: Asked, began: float, took_s: float) -> None:
         model = asked.model
         if asked.sequence is not None:
             self._sequences.answered(model, asked.sequence)
         self._budget.earn()
         if replica.health.failures:
             replica.health = replica.health.succeeded()
-        usual_s = self._usual_s.get(model, took_s)
-        replica.pace.answered(took_s, usual_s)
-        self._usual_s[model] = usual_s + USUAL_WEIGHT * (took_s - usual_s)
+        if replica.pace.is_warm(model, began, began + took_s):
+            usual_s = self._usual_s.get(model, took_s)
+            replica.pace.learn(took_s, usual_s)
+            self._usual_s[model] = usual_s + USUAL_WEIGHT * (took_s - usual_s)
 
     def _failed(self, replica: Replica, error: GatewayError, began: float) -> None:
         """What requests experience. A deadline that passed while others were being answered is the model's,

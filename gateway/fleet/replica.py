@@ -132,9 +132,8 @@ class Replica:
         return self.http.outstanding + self.channel.users
 
     @property
-    def load(self) -> float:
-        """What the choice compares."""
-        return (self.http.outstanding + self.channel.users + 1) * self.pace.slowness
+    def slowness(self) -> float:
+        return self.pace.slowness
 
     def drop_idle(self) -> None:
         """Leave no connection open that a stopping Triton would wait for."""

@@ -50,7 +50,7 @@ REPLICA = {
         "address": TEXT,
         "state": {"enum": [state.name for state in State]},
         "outstanding": {"type": "integer", "minimum": 0, "description": "Requests it works on."},
-        "slowness": {"type": "number", "description": "1 is as fast as it ever was."},
+        "slowness": {"type": "number", "description": "How many times as slowly as the others it answers."},
         "models": {
             "type": "object",
             "additionalProperties": TEXT,

@@ -10,7 +10,15 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -488,6 +496,48 @@ async def test_a_name_that_stands_for_nothing_at_the_start_is_looked_up_again() 
 
 
 # What it survives.
+
+
+async def shares(
+    pool: Pool, fakes: Sequence[SimulatedTriton], callers: int, count: int
+) -> list[float]:
+    """The parts of the requests that each replica gets from callers who wait for their answers."""
+    for fake in fakes:
+        fake.inferences.clear()
+    assert not (await in_turns(pool, count, callers)).errors
+    seen = [fake.inferences["m"] for fake in fakes]
+    found = [number / sum(seen) for number in seen]
+    say(f"{callers} callers: " + ", ".join(f"{share:.1%}" for share in found))
+    return found
+
+
+@pytest.mark.parametrize("callers", [1, 2, 8, 32])
+@on_uvloop
+async def test_equal_replicas_get_equal_shares(callers: int) -> None:
+    async with simulated_replicas(3, delay_s=0.001) as fakes, over(fakes) as pool:
+        found = await shares(pool, fakes, callers, 1536)
+    assert all(abs(share - 1 / 3) < 0.05 for share in found)
+
+
+@pytest.mark.parametrize("callers", [1, 8])
+@on_uvloop
+async def test_a_replica_whose_first_answers_are_slow_gets_its_share(callers: int) -> None:
+    async with simulated_replicas(3, delay_s=0.001) as fakes, over(fakes) as pool:
+        fakes[0].cold_s = 0.5
+        while fakes[0].cold_s:
+            await in_turns(pool, 64, callers)
+        found = await shares(pool, fakes, callers, 1536)
+    assert all(abs(share - 1 / 3) < 0.05 for share in found)
+
+
+@on_uvloop
+async def test_slower_replicas_get_less_and_each_gets_some() -> None:
+    async with simulated_replicas(4) as fakes, over(fakes) as pool:
+        for fake, delay_s in zip(fakes, (0.01, 0.01, 0.03, 0.1), strict=True):
+            fake.delay_s = delay_s
+        one, other, slower, slowest = await shares(pool, fakes, 16, 3000)
+    assert abs(one - other) < 0.1
+    assert min(one, other) > slower > slowest > 0
 
 
 @on_uvloop

@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.fleet.balance import LEAST, MOST, Pace, less_loaded
+from gateway.fleet.balance import IDLE_S, LEAST, MOST, SIMILAR, Pace, less_loaded
 from gateway.fleet.declared import BadModelsFile, Declared, ModelsFile, declared_in
 from gateway.fleet.health import Budget, Health, State, may_eject
 from gateway.fleet.index import (
@@ -178,32 +178,33 @@ def test_over_a_long_time_a_fifth_of_the_requests_is_retried_and_no_more_is_save
 # Choice.
 
 
-@dataclass
+@dataclass(eq=False)
 class Candidate:
-    load_is: float
-    looked_at: list[Candidate] = field(default_factory=list, repr=False)
-
-    @property
-    def load(self) -> float:
-        self.looked_at.append(self)
-        return self.load_is
+    outstanding: int = 0
+    slowness: float = 1.0
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20))
-def test_of_two_different_replicas_the_less_loaded_is_chosen(loads: list[float]) -> None:
-    looked_at: list[Candidate] = []
-    candidates = [Candidate(load, looked_at) for load in loads]
-    chosen = less_loaded(candidates)
-    one, other = looked_at
-    assert one is not other
-    assert chosen is one or chosen is other
-    assert chosen.load_is == min(one.load_is, other.load_is)
+PACES = st.floats(LEAST, MOST)
 
 
-def test_the_only_candidate_is_chosen_unseen() -> None:
-    only = Candidate(1e9)
+@given(st.integers(0, 1000), st.integers(0, 1000), PACES, PACES)
+def test_the_replica_that_is_expected_to_answer_first_is_chosen(
+    few: int, many: int, fast: float, slow: float
+) -> None:
+    """Small differences of the pace count for nothing."""
+    one, other = Candidate(few, fast), Candidate(many, slow)
+    chosen = less_loaded([one, other])
+    left = other if chosen is one else one
+    if 1 / SIMILAR <= fast / slow <= SIMILAR:
+        assert chosen.outstanding <= left.outstanding
+    else:
+        expected = (chosen.outstanding + 1) * chosen.slowness
+        assert expected <= (left.outstanding + 1) * left.slowness * (1 + 1e-9)
+
+
+def test_the_only_candidate_is_chosen() -> None:
+    only = Candidate(10**9, MOST)
     assert less_loaded([only]) is only
-    assert not only.looked_at
 
 
 @pytest.fixture
@@ -226,23 +227,24 @@ def chosen_often(candidates: Sequence[Candidate], times: int) -> list[int]:
 @pytest.mark.usefixtures("fixed_chance")
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_equally_loaded_replicas_are_chosen_equally_often(count: int) -> None:
-    seen = chosen_often([Candidate(1.0) for _ in range(count)], 20_000)
+    paces = [1 + at * 0.4 / count for at in range(count)]  # differences that mean nothing
+    seen = chosen_often([Candidate(3, pace) for pace in paces], 20_000)
     assert chi_squared(seen, [20_000 / count] * count) < 35  # 9 degrees: less than once in 10,000
 
 
 @pytest.mark.usefixtures("fixed_chance")
 def test_the_more_loaded_the_more_rarely_chosen_and_the_most_loaded_never() -> None:
-    seen = chosen_often([Candidate(float(load)) for load in range(10)], 20_000)
+    seen = chosen_often([Candidate(load) for load in range(10)], 20_000)
     assert seen[9] == 0
     expected = [20_000 * 2 * (9 - rank) / 90 for rank in range(9)]
     assert chi_squared(seen[:9], expected) < 35
 
 
-@given(st.floats(LEAST, MOST), st.floats(LEAST, MOST))
+@given(PACES, PACES)
 def test_the_pace_becomes_what_the_answers_show(start: float, ratio: float) -> None:
     pace = Pace(start)
-    for _ in range(60):
-        pace.answered(ratio * 10.0, 10.0)
+    for _ in range(80):
+        pace.learn(ratio * 10.0, 10.0)
     assert pace.slowness == pytest.approx(ratio, rel=0.01)
 
 
@@ -250,11 +252,30 @@ def test_the_pace_becomes_what_the_answers_show(start: float, ratio: float) -> N
 def test_some_milliseconds_of_chance_are_not_taken_for_the_pace(took_s: list[float]) -> None:
     pace = Pace()
     for each_s in took_s:
-        pace.answered(each_s, 0.001)
+        pace.learn(each_s, 0.001)
     assert 0.8 < pace.slowness < 1.4
 
 
-@given(st.floats(LEAST, MOST))
+@given(st.floats(0, 1e9))
+def test_one_answer_that_took_long_is_not_taken_for_the_pace(took_s: float) -> None:
+    pace = Pace()
+    pace.learn(took_s, 0.001)
+    assert pace.slowness < SIMILAR
+
+
+def test_the_first_answers_after_idleness_say_nothing_of_the_pace() -> None:
+    pace = Pace()
+    assert not pace.is_warm("m", began=10.0, now=12.0)
+    assert not pace.is_warm("m", began=11.0, now=13.0)  # was under way with the first
+    assert pace.is_warm("m", began=12.0, now=12.1)
+    assert not pace.is_warm("other", began=12.0, now=12.1)
+    assert pace.is_warm("m", began=14.0, now=14.1)
+    later = 19.0
+    assert pace.is_warm("m", began=14.2, now=later)
+    assert not pace.is_warm("m", began=later, now=later + IDLE_S + 1)
+
+
+@given(PACES)
 def test_what_was_learned_of_the_pace_fades(start: float) -> None:
     pace, before = Pace(start), abs(start - 1)
     for _ in range(120):  # a minute
@@ -268,7 +289,7 @@ def test_what_was_learned_of_the_pace_fades(start: float) -> None:
 def test_no_answer_makes_the_pace_extreme(answers: list[tuple[float, float]]) -> None:
     pace = Pace()
     for took_s, usual_s in answers:
-        pace.answered(took_s, usual_s)
+        pace.learn(took_s, usual_s)
         assert LEAST - 1e-9 <= pace.slowness <= MOST + 1e-9
 
 
