@@ -104,22 +104,22 @@ class Readiness:
 
 
 def readiness(
-    replicas: Collection[Seen], declared: Mapping[str, Declared], quorum: int, *, draining: bool
+    replicas: Collection[Seen],
+    declared: Mapping[str, Declared],
+    required: Mapping[str, Declared],
+    quorum: int,
+    *,
+    draining: bool,
 ) -> Readiness:
-    """Ready: a replica lives, and every declared model is ready on `quorum` replicas, or on all if there
-    are fewer."""
-    alive = [replica for replica in replicas if replica.state <= State.EJECTED]
-    needed = max(min(quorum, len(replicas)), 1)
-    missing: dict[str, Any] = {}
-    for name, model in declared.items():
-        there = [replica for replica in alive if has(replica.index, model)]
-        if len(there) < needed:
-            missing[name] = {
-                replica.address: reason(replica, model)
-                for replica in replicas
-                if replica not in there
-            }
-    ready = bool(alive) and not missing and not draining
+    """Return whether requests can be served: a replica is alive, and every required model is ready on
+    `quorum` replicas, or on all if there are fewer. Declared models that are not required are `pending`
+    until they are ready.
+    """
+    missing = absent(replicas, required, quorum)
+    waiting = {name: model for name, model in declared.items() if required.get(name) != model}
+    pending = absent(replicas, waiting, quorum)
+    alive = any(replica.state <= State.EJECTED for replica in replicas)
+    ready = alive and not missing and not draining
     document: dict[str, Any] = {"ready": ready}
     if draining:
         document["draining"] = True
@@ -129,7 +129,46 @@ def readiness(
     }
     if missing:
         document["missing"] = missing
+    if pending:
+        document["pending"] = pending
     return Readiness(ready, document)
+
+
+def absent(
+    replicas: Collection[Seen], models: Mapping[str, Declared], quorum: int
+) -> dict[str, dict[str, str]]:
+    """Return the models that are ready on fewer than `quorum` replicas: where they are not, and why."""
+    needed = max(min(quorum, len(replicas)), 1)
+    found = {}
+    for name, model in models.items():
+        serving = [
+            replica
+            for replica in replicas
+            if replica.state <= State.EJECTED and has(replica.index, model)
+        ]
+        if len(serving) < needed:
+            found[name] = {
+                replica.address: reason(replica, model)
+                for replica in replicas
+                if replica not in serving
+            }
+    return found
+
+
+def next_required(
+    required: Mapping[str, Declared],
+    declared: Mapping[str, Declared],
+    replicas: Collection[Seen],
+    quorum: int,
+) -> dict[str, Declared]:
+    """Return the models that readiness requires from now on: of each declared model what was ready last.
+
+    A model that is added to a models file, or other versions of one, must not take a running gateway out
+    of service.
+    """
+    unready = absent(replicas, declared, quorum)
+    found = {name: model for name, model in declared.items() if name not in unready}
+    return {name: model for name, model in required.items() if name in declared} | found
 
 
 def has(index: Index, model: Declared) -> bool:

@@ -33,7 +33,17 @@ from gateway.fleet.declared import ModelsFile
 from gateway.fleet.health import State
 from gateway.fleet.index import READY, UNAVAILABLE, UNLOADED, Index, Version, names
 from gateway.fleet.models import Models
-from gateway.fleet.plan import Action, Backoff, actions, wanted, without_uploads
+from gateway.fleet.plan import (
+    Action,
+    Backoff,
+    Readiness,
+    Seen,
+    actions,
+    next_required,
+    readiness,
+    wanted,
+    without_uploads,
+)
 from gateway.fleet.pool import NoReplica, Pool, ended
 from gateway.fleet.replica import Replica
 from gateway.state.wishes import Store, Wish
@@ -149,6 +159,7 @@ class Terms:
     load_timeout_s: float = 300.0
     tls: Tls | None = None
     uploads: bool = False  # whether a load may bring a config and files
+    ready_quorum: int = 1  # on how many replicas a declared model must be ready
 
 
 class Repository:
@@ -164,6 +175,7 @@ class Repository:
         self._store = store
         self._file = file
         self._terms = terms
+        self._required = dict(file.models)
         self._turns: dict[str, Turn] = {}
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._backoff: dict[tuple[str, str], Backoff] = {}
@@ -188,6 +200,17 @@ class Repository:
         return self._file.models
 
     # What callers ask.
+
+    def readiness(self, *, draining: bool) -> Readiness:
+        """Return whether requests can be served, and what is missing where. Asks nobody."""
+        quorum = self._terms.ready_quorum
+        return readiness(self._seen(), self.declared, self._required, quorum, draining=draining)
+
+    def _seen(self) -> list[Seen]:
+        return [
+            Seen(str(replica.address), self._pool.state(replica), replica.index, replica.reason)
+            for replica in self._pool.replicas.values()
+        ]
 
     async def index(self) -> dict[str, Index]:
         """The index of every replica that can be asked, by address. Raises `NoReplica`."""
@@ -465,6 +488,7 @@ class Repository:
         while True:
             await self._read_wishes()
             self._file.look()
+            self._require_what_is_ready()
             self._forget_the_gone()
             if await self._store.leads():
                 self._reconcile()
@@ -472,6 +496,11 @@ class Repository:
             with anyio.move_on_after(TICK_S - LEAST_PAUSE_S):
                 await self._pool.changes.wait()
             self._pool.changes.clear()
+
+    def _require_what_is_ready(self) -> None:
+        if self._required != self.declared:
+            quorum = self._terms.ready_quorum
+            self._required = next_required(self._required, self.declared, self._seen(), quorum)
 
     def _reconcile(self) -> None:
         """Start what is lacking; a little at a time, and nothing that failed a moment ago."""

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from gateway.fleet.plan import Seen, readiness
+from gateway.errors import Unavailable
 from gateway.keys import Right
 from gateway.routes.bodies import REQUEST_ID, RETRY_AFTER, answers, refusals
-from gateway.routes.services import ServicesForAll, caller_of
+from gateway.routes.services import ServicesForAll, ServicesForInference, caller_of
 from gateway.tensors import schema
 from gateway.tensors.payload import JSON
 
@@ -37,7 +37,16 @@ READINESS = {
                 "type": "object",
                 "additionalProperties": {"type": "string"},
             },
-            "description": "The declared models that cannot be served, and why on each replica.",
+            "description": "The required models that cannot be served, and why on each replica.",
+        },
+        "pending": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "additionalProperties": {"type": "string"},
+            },
+            "description": "Models that were declared while the gateway ran and have not been ready "
+            "yet: they do not make it unready.",
         },
     },
     "required": ["ready"],
@@ -54,6 +63,14 @@ READY = (
         }
     }
 )
+V2_READY = refusals() | {200: {"description": "Requests can be served.", "headers": REQUEST_ID}}
+
+
+class NotReady(Unavailable):
+    code = "NOT_READY"
+
+    def __init__(self) -> None:
+        super().__init__("the fleet is not ready; GET /readyz says what is missing")
 
 
 @router.get("/livez", operation_id="livez", summary="Does it live?", responses=ALIVE)
@@ -64,28 +81,33 @@ async def livez() -> dict[str, Any]:
 
 @router.get("/readyz", operation_id="readyz", summary="Can it serve?", responses=READY)
 async def readyz(request: Request, services: ServicesForAll) -> Response:
-    """200 when a replica lives and every declared model can be served; else 503, and what is missing.
+    """200 when a replica is alive and every required model can be served; else 503, and what is missing.
 
+    Required is what was declared when the gateway started, and what was declared and ready since.
     Addresses and models are for who may see the fleet; whether it is ready, for everybody.
     """
-    pool = services.pool
-    seen = [
-        Seen(str(replica.address), pool.state(replica), replica.index, replica.reason)
-        for replica in pool.replicas.values()
-    ]
-    found = readiness(
-        seen,
-        services.repository.declared,
-        services.settings.ready_quorum,
-        draining=request.state.drain.began,
-    )
+    found = services.repository.readiness(draining=request.state.drain.began)
     caller = caller_of(request)
     document: dict[str, Any] = {"ready": found.ready}
     if Right.fleet in caller.rights:
         document = dict(found.document)
-    if "missing" in document and not caller.sees_all:
-        document["missing"] = {
-            model: where for model, where in document["missing"].items() if caller.sees(model)
-        }
+    for key in document.keys() & {"missing", "pending"}:
+        document[key] = {model: at for model, at in document[key].items() if caller.sees(model)}
     headers = {} if found.ready else {"Retry-After": "1"}
     return Response(orjson.dumps(document), 200 if found.ready else 503, headers, JSON)
+
+
+@router.get(
+    "/v2/health/ready",
+    operation_id="v2_ready",
+    summary="Can the fleet serve? As Triton answers it",
+    responses=V2_READY,
+)
+async def v2_ready(request: Request, services: ServicesForInference) -> Response:
+    """200 without a body as from Triton, or 503: the same as `/readyz`, and not what one replica says.
+
+    A Triton with strict readiness answers 400 during every load and after one that failed.
+    """
+    if not services.repository.readiness(draining=request.state.drain.began).ready:
+        raise NotReady
+    return Response()

@@ -51,6 +51,7 @@ USUAL_LENGTH = 256
 GATHERED_BYTES = 64 * 1024
 NAMES_A_SEQUENCE = b'"sequence_id"'
 MOST_STEP_BYTES = 128 * 1024  # of the JSON that is parsed to find it
+OF_THE_FLEET = frozenset((b"/v2/models", b"/v2/health/ready"))
 NO_NAMES = {"model": "", "version": "", "path": ""}
 
 
@@ -80,7 +81,7 @@ RULES = (
     rule(f"{MODEL}/(generate|generate_stream)", "POST", inference=True),
     rule(f"{MODEL}/ready", "GET HEAD", health=True),
     rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
-    rule("/v2/health/(live|ready)", "GET HEAD", health=True),
+    rule("/v2/health/live", "GET HEAD", health=True),
     rule("/v2", "GET HEAD"),
     rule("/v2/(system|cuda)sharedmemory(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
     rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
@@ -89,10 +90,11 @@ RULES = (
 
 
 def is_passed(raw_path: bytes) -> bool:
-    """Under `/v2`, but not the repository, which is ours. Triton does not decode paths: neither do we."""
+    """Under `/v2`, but not what the gateway answers for the fleet. Triton does not decode paths: neither
+    do we."""
     if raw_path[:4] not in (b"/v2", b"/v2/"):
         return False
-    return not raw_path.startswith(b"/v2/repository") and raw_path != b"/v2/models"
+    return not raw_path.startswith(b"/v2/repository") and raw_path not in OF_THE_FLEET
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:

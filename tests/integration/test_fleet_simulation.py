@@ -376,6 +376,30 @@ async def test_declared_models_are_loaded_wherever_they_are_missing(tmp_path: Pa
 
 
 @with_skips
+async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "models.yaml"
+    file = declaring(path, "models: [a]")
+    async with simulated_replicas(2, ["a", "slow"], load_s=12.0) as fakes:
+        for fake in fakes:
+            fake.models["slow"] = False
+        async with over(fakes) as pool, managing(pool, file) as repository:
+
+            def pending() -> set[str]:
+                found = repository.readiness(draining=False)
+                assert found.ready, found.document
+                return set(found.document.get("pending", ()))
+
+            path.write_text("models: [a, slow, misspelt]")
+            await skip_until(lambda: pending() == {"slow", "misspelt"})
+            await skip_until(lambda: pending() == {"misspelt"})
+            for fake in fakes:
+                fake.models["slow"] = False
+            await skip_until(lambda: not repository.readiness(draining=False).ready)
+
+
+@with_skips
 async def test_a_declared_model_that_cannot_be_loaded_is_tried_more_and_more_rarely(
     tmp_path: Path,
 ) -> None:

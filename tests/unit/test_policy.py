@@ -29,7 +29,16 @@ from gateway.fleet.index import (
     merged,
     names,
 )
-from gateway.fleet.plan import Action, Backoff, Readiness, Seen, actions, readiness, wanted
+from gateway.fleet.plan import (
+    Action,
+    Backoff,
+    Readiness,
+    Seen,
+    actions,
+    next_required,
+    readiness,
+    wanted,
+)
 from gateway.fleet.replica import Address, BadAddress, Source, source
 from gateway.fleet.repository import merged_detail
 from gateway.state.wishes import Wish
@@ -760,7 +769,8 @@ def seen(address: str, state: State = State.UP, reason: str = "", **models: str)
 def ready_with(
     *replicas: Seen, declared: Sequence[Declared] = (), quorum: int = 1, draining: bool = False
 ) -> Readiness:
-    return readiness(replicas, {model.name: model for model in declared}, quorum, draining=draining)
+    models = {model.name: model for model in declared}
+    return readiness(replicas, models, models, quorum, draining=draining)
 
 
 def test_without_declared_models_one_living_replica_is_enough() -> None:
@@ -821,6 +831,32 @@ def test_declared_versions_must_all_be_ready_on_the_same_replica() -> None:
     assert not ready_with(both, one, declared=declared, quorum=2).ready
 
 
+def test_a_declared_model_counts_once_it_was_ready() -> None:
+    m, added = {"m": Declared("m")}, {"m": Declared("m"), "added": Declared("added")}
+    without, loaded = [seen("a", m=READY)], [seen("a", m=READY, added=READY)]
+    assert next_required(m, added, without, 1) == m
+    found = readiness(without, added, m, 1, draining=False)
+    assert found.ready
+    assert found.document["pending"] == {"added": {"a": "UNAVAILABLE: unknown to this replica"}}
+    assert next_required(m, added, loaded, 1) == added
+    assert next_required(m, added, loaded, 2) == added  # on all, if there are fewer
+    assert next_required(m, added, [*loaded, *without], 2) == m
+    found = readiness(without, added, added, 1, draining=False)
+    assert not found.ready
+    assert "pending" not in found.document
+    assert next_required(added, m, without, 1) == m
+
+
+def test_other_versions_of_a_declared_model_count_once_they_were_ready() -> None:
+    old, new = {"m": Declared("m", ("1",))}, {"m": Declared("m", ("2",))}
+    only_old = [Seen("a", State.UP, versions_of(v1=READY))]
+    both = [Seen("a", State.UP, versions_of(v1=READY, v2=READY))]
+    assert next_required(old, new, only_old, 1) == old
+    assert readiness(only_old, new, old, 1, draining=False).ready
+    assert not readiness([seen("a")], new, old, 1, draining=False).ready
+    assert next_required(old, new, both, 1) == new
+
+
 def test_the_reason_why_a_model_is_missing_is_tritons() -> None:
     index = Index({"m": {"1": Version(UNAVAILABLE, "no model file")}})
     found = ready_with(Seen("a", State.UP, index), seen("b"), declared=[Declared("m")])
@@ -839,7 +875,7 @@ REPLICAS = st.lists(
 def test_what_is_not_ready_says_why_and_what_is_ready_has_it_all(
     replicas: list[Seen], declared: dict[str, Declared], quorum: int, draining: bool
 ) -> None:
-    found = readiness(replicas, declared, quorum, draining=draining)
+    found = readiness(replicas, declared, declared, quorum, draining=draining)
     assert orjson.loads(orjson.dumps(found.document)) == found.document
     alive = [replica for replica in replicas if replica.state <= State.EJECTED]
     reasons = not alive or "missing" in found.document or "draining" in found.document
