@@ -79,7 +79,7 @@ async def parts(addresses: Sequence[Address]) -> Mapping[str, float]:
     wishes = {name: Wish(True) for name in NAMES}
     said = [{"name": name, "version": "1", "state": "READY"} for name in NAMES]
     indexes = [index_of(said) for _ in addresses]
-    planned = cpu_us(lambda: [list(actions(wishes, index)) for index in indexes])
+    planned = cpu_us(lambda: [list(actions(wishes, index, {})) for index in indexes])
     return {
         "choosing a replica": chosen / (10 * MODELS),
         "choosing one for the first time since a change": anew / MODELS,

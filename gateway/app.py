@@ -183,9 +183,7 @@ def parts_of(settings: Settings) -> Parts:
     return Parts(
         sources,
         wire,
-        Terms(
-            settings.load_timeout_s, tls, settings.allow_model_upload, settings.ready_quorum
-        ),
+        Terms(settings.load_timeout_s, tls, settings.allow_model_upload, settings.ready_quorum),
         file,
         keys,
         kept_by(settings),

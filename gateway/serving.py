@@ -11,8 +11,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
 from pydantic import SecretStr
@@ -38,6 +40,8 @@ def up(options: Options, host: str, port: int, replicas: int) -> None:
     check_distinct({"--port": port, **ports_of(fleet)})
     check_port(host, port, "--port")
     # Nobody looks at the readiness of a laptop: what ends, ends at once.
+    # And its repository is another one each time: what was loaded in the last session is forgotten.
+    os.environ.setdefault("GATEWAY_STATE", "memory:")
     settings, say = configured(triton_urls=tuple(options.url for options in fleet), drain_s=0)
     restricted = restricted_api_of(settings) or random_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
@@ -103,8 +107,11 @@ def serve(host: str, port: int, workers: int) -> None:
     settings = settings_at(host, settings)
     warn_if_open(settings, host)
     app = create_app(settings)  # what cannot be used is said here, and not by each worker
-    with prompt_exit():
+    with prompt_exit(), ExitStack() as stack:
         if workers > 1:
+            if settings.state == "memory:":  # they share it, and forget it at the end
+                folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
+                os.environ["GATEWAY_STATE"] = f"file://{folder}/state.json"
             run_workers(settings, host, port, workers, ready)
         else:
             server(app, settings, host, port, ready).run()

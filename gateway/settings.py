@@ -79,8 +79,9 @@ class Settings(BaseSettings):
     state: str = Field(
         "",
         description="Where it is kept what was loaded and unloaded by the API: file:///path/state.json, "
-        "redis://host:6379/0 when several gateways share it, or memory:. Empty: a file for this fleet in "
-        "the user's state folder (XDG_STATE_HOME).",
+        "redis://host:6379/0 when several gateways share it, memory:, or none: for several gateways that "
+        "share nothing, where only the models file says what is loaded. Empty: a file for this fleet in the "
+        "user's state folder (XDG_STATE_HOME); memory: for up.",
     )
     cancellable_models: Annotated[tuple[str, ...], NoDecode] = Field(
         (),

@@ -6,6 +6,8 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +38,15 @@ class Declared:
     def parameters(self) -> dict[str, Any]:
         """Of its load."""
         return {} if self.config is None else {"config": self.config}
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells its config from another; empty if it has none."""
+        if self.config is None:
+            return ""
+        return blake2b(
+            orjson.dumps(self.config, option=orjson.OPT_SORT_KEYS), digest_size=8
+        ).hexdigest()
 
 
 def declared_in(text: str) -> dict[str, Declared]:

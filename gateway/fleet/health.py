@@ -31,6 +31,7 @@ class Health:
     """A replica is down until its first probe answers."""
 
     refuses: bool = True
+    gone: bool = False  # it refused a connection: what comes back is another process
     misses: int = 0
     failures: int = 0
     ejections: int = 0
@@ -38,7 +39,7 @@ class Health:
 
     def answered(self) -> Health:
         """A probe was answered."""
-        return replace(self, refuses=False, misses=0)
+        return replace(self, refuses=False, gone=False, misses=0)
 
     def missed(self) -> Health:
         """A probe, or a connection, was not answered in time."""
@@ -46,7 +47,7 @@ class Health:
 
     def refused(self) -> Health:
         """A connection was refused: nobody is there."""
-        return replace(self, refuses=True)
+        return replace(self, refuses=True, gone=True)
 
     def succeeded(self) -> Health:
         """A request was answered."""

@@ -56,6 +56,11 @@ class Index:
         found = self.models.get(model, {}).get(version)
         return found is not None and found.state == READY
 
+    def ready_versions(self, model: str) -> frozenset[str]:
+        """The versions that can be asked."""
+        versions = self.models.get(model, {})
+        return frozenset(number for number, found in versions.items() if found.state == READY)
+
     def state(self, model: str) -> Version:
         """Of the whole model: what its best version is."""
         versions = self.models.get(model)

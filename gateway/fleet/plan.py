@@ -11,6 +11,7 @@ from gateway.fleet.declared import Declared
 from gateway.fleet.health import State
 from gateway.fleet.index import Index
 from gateway.fleet.uploads import check_parameters
+from gateway.state.loads import is_under_way
 from gateway.state.wishes import Wish
 
 FIRST_PAUSE_S: Final = 1.0
@@ -25,6 +26,7 @@ class Action:
     model: str
     load: bool
     parameters: Mapping[str, Any]
+    load_id: str = ""  # what the replica confirms when it is done
 
 
 def wanted(wishes: Mapping[str, Wish], declared: Mapping[str, Declared]) -> dict[str, Wish]:
@@ -36,7 +38,8 @@ def wanted(wishes: Mapping[str, Wish], declared: Mapping[str, Declared]) -> dict
     found = dict(wishes)
     for name, model in declared.items():
         if name not in found or not found[name].loaded or not found[name].parameters:
-            found[name] = Wish(True, model.parameters)
+            revision = found[name].revision if name in found and found[name].loaded else 0
+            found[name] = Wish(True, model.parameters, revision, model.digest)
     return found
 
 
@@ -59,18 +62,25 @@ def without_uploads(
     return found, ignored
 
 
-def actions(
-    wishes: Mapping[str, Wish], index: Index, behind: Collection[str] = ()
-) -> Iterator[Action]:
+def actions(wishes: Mapping[str, Wish], index: Index, loads: Mapping[str, str]) -> Iterator[Action]:
     """What this replica lacks. A model of which nothing is wished is left as it is.
 
-    `behind` are models whose last load did not reach the replica: an older one may be ready there.
+    `loads` is what the replica confirmed of each model: after another load was wished, an older one may
+    be ready there. A load that is under way is left to who does it.
     """
     for model, wish in wishes.items():
-        ready = index.ready(model)
-        lacking = (not ready or model in behind) if wish.loaded else ready
-        if lacking and not index.busy(model):
-            yield Action(model, wish.loaded, wish.parameters if wish.loaded else {})
+        load, ready = loads.get(model, ""), index.ready(model)
+        if index.busy(model) or is_under_way(load):
+            continue
+        if wish.loaded and (not ready or is_behind(wish, load)):
+            yield Action(model, True, wish.parameters, wish.load_id)
+        elif ready and not wish.loaded:
+            yield Action(model, False, {})
+
+
+def is_behind(wish: Wish, load: str) -> bool:
+    """Whether another load is wished than the replica confirmed; not while one is under way."""
+    return wish.loaded and load != wish.load_id != "" and not is_under_way(load)
 
 
 @dataclass(frozen=True)

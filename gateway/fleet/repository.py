@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -39,6 +39,7 @@ from gateway.fleet.plan import (
     Readiness,
     Seen,
     actions,
+    is_behind,
     next_required,
     readiness,
     wanted,
@@ -46,6 +47,7 @@ from gateway.fleet.plan import (
 )
 from gateway.fleet.pool import NoReplica, Pool, ended
 from gateway.fleet.replica import Replica
+from gateway.state.loads import Loads, new_token, with_load
 from gateway.state.wishes import Store, Wish
 from gateway.triton import grpc
 from gateway.triton.complaints import Asked, LoadFailed, refusal
@@ -68,6 +70,8 @@ NOT_ASKED: Final = (NotSent, BadUpstream, DeadlinePassed)
 
 
 Sees = Callable[[str], bool]
+# Of replicas whose load has begun: its token, and what was confirmed before.
+Begun = Mapping[Replica, tuple[str, str]]
 
 
 def everything(model: str) -> bool:
@@ -179,7 +183,8 @@ class Repository:
         self._turns: dict[str, Turn] = {}
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._backoff: dict[tuple[str, str], Backoff] = {}
-        self._behind: dict[str, set[str]] = {}
+        self._loads: Loads = {}
+        self._known_replicas: set[str] = set()
         self._ignored: dict[
             str, str
         ] = {}  # of a model: why what the state wishes of it is not done
@@ -188,6 +193,8 @@ class Repository:
 
     async def __aenter__(self) -> Repository:
         await self._read_wishes()
+        if self.wishes:
+            log.info("the state that was kept: %s", summary(self.wishes))
         self._spawn(self._keep())
         return self
 
@@ -280,10 +287,19 @@ class Repository:
             if model not in names((await self.index()).values()):
                 raise UnknownModel(model)
             before = self.wishes.get(model)
-            await self._wish(model, Wish(True, dict(parameters)))
-            if not parameters and model in self.declared:
-                parameters = self.declared[model].parameters
-            await self._everywhere(report, Action(model, True, parameters))
+            replicas = list(self._pool.replicas.values())
+            # Before the wish: another gateway that leads must not take this load for a lack of one.
+            begun = {replica: await self._begin_load(replica, model) for replica in replicas}
+            try:
+                await self._wish(model, Wish(True, dict(parameters)))
+            except BaseException:
+                for replica, (token, confirmed) in begun.items():
+                    await self._end_load(replica, model, token, confirmed)
+                raise
+            wish = wanted({model: self.wishes[model]}, self.declared)[model]
+            await self._everywhere(
+                report, Action(model, True, wish.parameters, wish.load_id), begun
+            )
             if report.refused:
                 await self._wish(model, before)
             return self._finished(report)
@@ -297,7 +313,10 @@ class Repository:
                     f"model {quoted(model)} is declared in the models file; take it out there first"
                 )
             if model not in names((await self.index()).values()):
-                raise UnknownModel(model)
+                if model not in self.wishes:
+                    raise UnknownModel(model)
+                await self._wish(model, None)
+                return self._absent(report)
             if not unload_dependents and (needing := await self._needing(model)):
                 seen = [quoted(name) for name in needing if sees(name)]
                 unseen = ["a model that this key does not see"] if len(seen) < len(needing) else []
@@ -308,10 +327,17 @@ class Repository:
             before = self.wishes.get(model)
             await self._wish(model, Wish(False, {}))
             parameters = {"unload_dependents": True} if unload_dependents else {}
-            await self._everywhere(report, Action(model, False, parameters))
+            await self._everywhere(report, Action(model, False, parameters), {})
             if report.refused:
                 await self._wish(model, before)
             return self._finished(report)
+
+    def _absent(self, report: Report) -> Report:
+        """The report of a model that no replica has any more: it is unloaded everywhere."""
+        self.errors.pop(report.model, None)
+        report.replicas = len(self._pool.replicas)
+        report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
+        return report
 
     def _finished(self, report: Report) -> Report:
         if report.failed:
@@ -345,15 +371,15 @@ class Repository:
 
     # What is done.
 
-    async def _everywhere(self, report: Report, action: Action) -> None:
-        """Every outcome, never only the first failure."""
-        replicas = list(self._pool.replicas.values())
+    async def _everywhere(self, report: Report, action: Action, begun: Begun) -> None:
+        """Every outcome, never only the first failure. Loads that have `begun` go on."""
+        replicas = list(begun or self._pool.replicas.values())
         report.replicas = len(replicas)
 
         async def one(replica: Replica) -> None:
             address = str(replica.address)
             try:
-                await self._do(replica, action, "api")
+                await self._do(replica, action, "api", begun.get(replica))
                 report.outcomes[address] = Outcome(READY if action.load else UNAVAILABLE)
             except GatewayError as exc:
                 state = replica.index.state(action.model).state
@@ -362,21 +388,24 @@ class Repository:
 
         await asyncio.gather(*map(one, replicas))
 
-    async def _do(self, replica: Replica, action: Action, by: str) -> None:
+    async def _do(
+        self, replica: Replica, action: Action, by: str, begun: tuple[str, str] | None = None
+    ) -> None:
         """On one replica, and until its index says so. Raises what went wrong."""
         verb = "load" if action.load else "unload"
         address, model = str(replica.address), action.model
-        behind = self._behind.setdefault(address, set())
-        if action.load:
-            behind.add(model)
+        if action.load and begun is None and action.load_id:
+            begun = await self._begin_load(replica, model)
+        left = ""  # on the replica, as far as is known
         try:
             if self._pool.state(replica) is State.DOWN:
                 raise NotSent(replica.reason)
             await self._unless_gone(replica, self._done(replica, action))
+            left = action.load_id
         except GatewayError as exc:
             self._pool.metrics.model_actions.labels(verb, by, "failed").inc()
-            if not isinstance(exc, NOT_ASKED):
-                behind.discard(model)
+            if begun is not None and not isinstance(exc, NOT_ASKED):
+                left = begun[1]  # a load that fails leaves what was there
             if isinstance(exc, ModelControlMode):
                 self._by_themselves.add(address)
             elif action.load:
@@ -385,10 +414,25 @@ class Repository:
             raise
         finally:
             self._models.forget(model)
+            if begun is not None:
+                await self._end_load(replica, model, begun[0], left)
         self._pool.metrics.model_actions.labels(verb, by, "done").inc()
-        behind.discard(model)
         self._by_themselves.discard(address)
         self.errors.pop(model, None)
+
+    async def _begin_load(self, replica: Replica, model: str) -> tuple[str, str]:
+        """Note that a load is under way: its token, and what the replica had confirmed."""
+        try:
+            token, confirmed = await self._store.begin_load(replica.name, model)
+        except StateUnavailable:  # nobody else can know then: it is done all the same
+            token, confirmed = new_token(""), self._loads.get(replica.name, {}).get(model, "")
+        self._loads = with_load(self._loads, replica.name, model, token)
+        return token, confirmed
+
+    async def _end_load(self, replica: Replica, model: str, token: str, left: str) -> None:
+        self._loads = with_load(self._loads, replica.name, model, left)
+        with suppress(StateUnavailable):
+            await self._store.end_load(replica.name, model, token, left)
 
     async def _done(self, replica: Replica, action: Action) -> None:
         await self._asked(replica, action)
@@ -468,7 +512,9 @@ class Repository:
     # What is wished, and kept up.
 
     async def _wish(self, model: str, wish: Wish | None) -> None:
-        await self._store.wish(model, wish)
+        revision = await self._store.wish(model, wish)
+        if wish is not None and not wish.revision:
+            wish = replace(wish, revision=revision)
         wishes = {name: found for name, found in self.wishes.items() if name != model}
         self.wishes = wishes if wish is None else {**wishes, model: wish}
         for key in [key for key in self._backoff if key[1] == model]:
@@ -483,14 +529,16 @@ class Repository:
                     "what the state wishes of model %s is ignored: %s", model, ignored[model]
                 )
             self._ignored = ignored
+            self._loads = await self._store.loads()
 
     async def _keep(self) -> None:
         while True:
             await self._read_wishes()
             self._file.look()
             self._require_what_is_ready()
-            self._forget_the_gone()
-            if await self._store.leads():
+            leads = await self._store.leads()
+            await self._forget_the_gone(leads=leads)
+            if leads:
                 self._reconcile()
             await asyncio.sleep(LEAST_PAUSE_S)
             with anyio.move_on_after(TICK_S - LEAST_PAUSE_S):
@@ -516,21 +564,41 @@ class Repository:
             if address in self._by_themselves:
                 continue
             running = sum(key[0] == address for key in self._running)
-            for action in actions(wishes, replica.index, self._behind.get(address, ())):
+            for action in actions(wishes, replica.index, self._loads.get(address, {})):
                 if running >= AT_A_TIME:
                     break
                 if self._may_start(address, action.model):
                     running += 1
                     self._start(replica, action)
 
-    def _forget_the_gone(self) -> None:
-        """What was known of addresses that come and go does not stay for ever."""
+    async def _forget_the_gone(self, *, leads: bool) -> None:
+        """What was known of addresses that come and go does not stay for ever; and what a replica had
+        loaded is gone with its process."""
         there = {replica.name for replica in self._pool.replicas.values()}
-        for address in self._behind.keys() - there:
-            del self._behind[address]
+        gone = self._known_replicas - there
+        self._known_replicas = there
         self._by_themselves &= there
         for key in [key for key in self._backoff if key[0] not in there]:
             del self._backoff[key]
+        gone |= {replica.name for replica in self._pool.replicas.values() if replica.health.gone}
+        for name in gone & self._loads.keys() if leads else ():
+            with suppress(StateUnavailable):
+                await self._store.forget_loads(name)
+                self._loads = {at: models for at, models in self._loads.items() if at != name}
+
+    def behind(self, model: str) -> list[str]:
+        """Return the replicas that have not confirmed the last load of a model."""
+        wish = wanted(
+            {name: wish for name, wish in self.wishes.items() if name == model},
+            {name: found for name, found in self.declared.items() if name == model},
+        ).get(model)
+        if wish is None:
+            return []
+        return [
+            replica.name
+            for replica in self._pool.replicas.values()
+            if is_behind(wish, self._loads.get(replica.name, {}).get(model, ""))
+        ]
 
     def _may_start(self, address: str, model: str) -> bool:
         key = (address, model)
@@ -584,6 +652,14 @@ class Repository:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def summary(wishes: Mapping[str, Wish]) -> str:
+    """What is wished, in half a sentence."""
+    loaded = sorted(model for model, wish in wishes.items() if wish.loaded)
+    unloaded = sorted(wishes.keys() - set(loaded))
+    parts = [("to be loaded", loaded), ("to be unloaded", unloaded)]
+    return "; ".join(f"{what}: {', '.join(map(quoted, of))}" for what, of in parts if of)
 
 
 @dataclass

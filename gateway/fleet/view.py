@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -37,6 +37,7 @@ class FleetView(Collector):
             "gateway_replica_models", "Models of a replica by state.", labels=["replica", "state"]
         )
         ready: Counter[str] = Counter()
+        versions: dict[str, set[frozenset[str]]] = {}
         for replica in replicas:
             address, found = str(replica.address), self._pool.state(replica)
             for each in State:
@@ -47,11 +48,16 @@ class FleetView(Collector):
                 models.add_metric([address, name], states[name])
             usable = found <= State.EJECTED
             for name in replica.index.models:
-                ready[name] += usable and replica.index.ready(name)
+                is_ready = usable and replica.index.ready(name)
+                ready[name] += is_ready
+                if is_ready:
+                    versions.setdefault(name, set()).add(replica.index.ready_versions(name))
         yield from (state, outstanding, models)
-        yield from self._models(ready)
+        yield from self._models(ready, versions)
 
-    def _models(self, ready: Counter[str]) -> Iterator[GaugeMetricFamily]:
+    def _models(
+        self, ready: Counter[str], versions: Mapping[str, set[frozenset[str]]]
+    ) -> Iterator[GaugeMetricFamily]:
         count = GaugeMetricFamily(
             "gateway_model_ready_replicas",
             "On how many replicas a model is ready.",
@@ -60,8 +66,20 @@ class FleetView(Collector):
         declared = GaugeMetricFamily(
             "gateway_model_declared", "1 for every model of the models file.", labels=["model"]
         )
+        skew = GaugeMetricFamily(
+            "gateway_model_version_skew",
+            "1 while replicas serve different versions of a model.",
+            labels=["model"],
+        )
+        behind = GaugeMetricFamily(
+            "gateway_model_behind_replicas",
+            "Replicas that have not confirmed the last load of a model.",
+            labels=["model"],
+        )
         for name in sorted(ready.keys() | self._repository.declared.keys()):
             count.add_metric([name], ready[name])
+            skew.add_metric([name], len(versions.get(name, ())) > 1)
+            behind.add_metric([name], len(self._repository.behind(name)))
         for name in sorted(self._repository.declared):
             declared.add_metric([name], 1)
-        yield from (count, declared)
+        yield from (count, declared, skew, behind)

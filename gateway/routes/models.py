@@ -40,6 +40,11 @@ LISTED_MODEL = {
             "additionalProperties": TEXT,
             "description": "Its state on each replica, by address; for who may see the fleet.",
         },
+        "behind": {
+            "type": "array",
+            "items": TEXT,
+            "description": "The replicas that have not confirmed its last load; for who may see the fleet.",
+        },
         "last_error": {"type": "string", "description": "Why its last load failed, and where."},
     },
     "required": ["name", "versions", "ready"],
@@ -50,7 +55,10 @@ REPLICA = {
         "address": TEXT,
         "state": {"enum": [state.name for state in State]},
         "outstanding": {"type": "integer", "minimum": 0, "description": "Requests it works on."},
-        "slowness": {"type": "number", "description": "How many times as slowly as the others it answers."},
+        "slowness": {
+            "type": "number",
+            "description": "How many times as slowly as the others it answers.",
+        },
         "models": {
             "type": "object",
             "additionalProperties": TEXT,
@@ -145,7 +153,8 @@ async def models(request: Request, services: ServicesForInference) -> dict[str, 
     }
     if not indexes:
         raise NoReplica
-    shown = versions_of(merged(indexes), repository.declared, caller)
+    wanted = {*repository.declared, *repository.wishes}
+    shown = versions_of(merged(indexes), wanted, caller)
     for name, model in shown.items():
         model["ready"] = any(index.ready(name) for index in indexes.values())
         if name in repository.declared:
@@ -154,16 +163,19 @@ async def models(request: Request, services: ServicesForInference) -> dict[str, 
             model["wished"] = "loaded" if repository.wishes[name].loaded else "unloaded"
         if Right.fleet in caller.rights:
             model["replicas"] = {at: index.state(name).state for at, index in indexes.items()}
+            if behind := repository.behind(name):
+                model["behind"] = behind
             if name in repository.errors:
                 model["last_error"] = repository.errors[name]
     return {"models": list(shown.values())}
 
 
 def versions_of(
-    entries: Iterable[dict[str, str]], declared: Iterable[str], caller: Caller
+    entries: Iterable[dict[str, str]], wanted: Iterable[str], caller: Caller
 ) -> dict[str, dict[str, Any]]:
-    """Of each model that the caller sees. The reason of a state names replicas."""
-    found: dict[str, dict[str, Any]] = {name: {"name": name, "versions": []} for name in declared}
+    """Of each model that the caller sees; those that are wanted are there though no replica has them. The
+    reason of a state names replicas."""
+    found: dict[str, dict[str, Any]] = {name: {"name": name, "versions": []} for name in wanted}
     for entry in entries:
         name = entry.pop("name")
         model = found.setdefault(name, {"name": name, "versions": []})

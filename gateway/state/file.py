@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from urllib.parse import SplitResult, unquote
 
 import orjson
 
+from gateway.state.loads import Loads, begin, end, loads_of, new_token, owners, without_owners
 from gateway.state.wishes import (
     KEPT,
     KEPT_S,
@@ -72,6 +74,10 @@ class File:
         self._lock = path.with_name(f"{path.name}.lock")
         self._leadership = path.with_name(f"{path.name}.leader")
         self._operations = path.with_name(f"{path.name}.operations")
+        self._loads = path.with_name(f"{path.name}.loads")
+        self._alive_folder = path.with_name(f"{path.name}.processes")
+        self._owner = secrets.token_hex(8)
+        self._alive: int | None = None
         self._thread = ThreadPoolExecutor(1, "state")
         self._seen: Seen | None = None
         self._leading: int | None = None
@@ -109,6 +115,39 @@ class File:
             return await self._in_thread(self._lead)
         except OSError:
             return True  # as in Redis, below
+
+    async def loads(self) -> Loads:
+        return await self._do(READ, self._living_loads)
+
+    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
+        token = new_token(self._owner)
+
+        def change() -> str:
+            self._live()
+            with locked(self._lock):
+                loads, before = begin(self._read_loads(), replica, model, token)
+                put(self._loads, orjson.dumps(loads), durable=False)
+            return before
+
+        return token, await self._do(KEPT, change)
+
+    async def end_load(self, replica: str, model: str, token: str, left: str) -> None:
+        def change() -> None:
+            with locked(self._lock):
+                loads, _ = end(self._read_loads(), replica, model, token, left)
+                put(self._loads, orjson.dumps(loads), durable=False)
+
+        await self._do(KEPT, change)
+
+    async def forget_loads(self, replica: str) -> None:
+        def change() -> None:
+            with locked(self._lock):
+                kept = {
+                    name: models for name, models in self._read_loads().items() if name != replica
+                }
+                put(self._loads, orjson.dumps(kept), durable=False)
+
+        await self._do(KEPT, change)
 
     async def record(self, operation: str, document: Mapping[str, Any]) -> None:
         require_operation(operation)
@@ -164,6 +203,33 @@ class File:
             put(self._path, wishes.encoded())
         return wishes.revision
 
+    def _read_loads(self) -> Loads:
+        try:
+            return loads_of(decoded(self._loads.read_bytes()))
+        except (FileNotFoundError, Unreadable):
+            return {}
+
+    def _living_loads(self) -> Loads:
+        loads = self._read_loads()
+        alive = {owner for owner in owners(loads) if owner == self._owner or self._lives(owner)}
+        return without_owners(loads, frozenset(alive))
+
+    def _live(self) -> None:
+        """Hold a lock for as long as this process lives: its loads are under way until then."""
+        if self._alive is None:
+            self._alive_folder.mkdir(0o700, exist_ok=True)
+            self._alive = taken(self._alive_folder / self._owner)
+
+    def _lives(self, owner: str) -> bool:
+        path = self._alive_folder / owner
+        if not path.exists():
+            return False
+        descriptor = taken(path)
+        if descriptor is not None:  # nobody holds it
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+        return descriptor is None
+
     def _lead(self) -> bool:
         if self._leading is not None and not is_at(self._leadership, self._leading):
             os.close(self._leading)  # the file was removed: others lock another one
@@ -193,6 +259,10 @@ class File:
         if self._leading is not None:
             os.close(self._leading)
         self._leading = None
+        if self._alive is not None:
+            (self._alive_folder / self._owner).unlink(missing_ok=True)
+            os.close(self._alive)
+        self._alive = None
 
 
 def why(exc: OSError) -> str:
@@ -213,19 +283,23 @@ def seen(path: Path) -> Seen:
         return Seen(wishes, stamp, file)
 
 
-def put(path: Path, raw: bytes) -> None:
-    """Replace a file by a whole one, on the disk when this returns. Under a lock; raises `OSError`."""
+def put(path: Path, raw: bytes, *, durable: bool = True) -> None:
+    """Replace a file by a whole one, if `durable` on the disk when this returns. Under a lock; raises
+    `OSError`."""
     new = path.with_name(f"{path.name}.new")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(raw)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         new.replace(path)
     except OSError:
         with suppress(OSError):
             new.unlink()
         raise
+    if not durable:
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name, too

@@ -17,6 +17,7 @@ from limits import RateLimitItem
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
 from gateway.errors import StateUnavailable
+from gateway.state.loads import Loads, is_under_way, new_token, owners, without_owners
 from gateway.state.wishes import (
     KEPT,
     KEPT_S,
@@ -86,6 +87,9 @@ class Server:
 # The scripts change several keys at once, or one that nobody may touch meanwhile.
 WISH = """
 local revision = redis.call('INCR', KEYS[2])
+if ARGV[4] then
+  revision = tonumber(ARGV[4])
+end
 redis.call('SET', KEYS[3], ARGV[2])
 if ARGV[3] then
   redis.call('HSET', KEYS[1], ARGV[1], string.format('{"revision":%d,', revision) .. ARGV[3])
@@ -94,14 +98,37 @@ else
 end
 return revision
 """
-WISHES = """
+# A hash, if it has changed since it was read.
+CHANGED_HASH = """
 local change = redis.call('GET', KEYS[2])
 if change and change == ARGV[1] then
   return {change}
 end
 return {change or '', redis.call('HGETALL', KEYS[1])}
 """
+BEGIN_LOAD = """
+local before = redis.call('HGET', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('SET', KEYS[2], ARGV[2])
+redis.call('SET', KEYS[3], '1', 'PX', ARGV[3])
+return before or ''
+"""
+END_LOAD = """
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] and ARGV[3] ~= '' then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+end
+redis.call('SET', KEYS[2], ARGV[2] .. '.')
+return 1
+"""
+FORGET_LOADS = """
+local count = redis.call('HDEL', KEYS[1], unpack(ARGV, 2))
+redis.call('SET', KEYS[2], ARGV[1])
+return count
+"""
 LEAD = """
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
 local leader = redis.call('GET', KEYS[1])
 if leader and leader ~= ARGV[1] then
   return 0
@@ -113,6 +140,7 @@ RESIGN = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end
+redis.call('DEL', KEYS[2])
 """
 # By the name of the exception or of one that it is derived from. Its own text is never told: a server
 # quotes the arguments of a command that it does not take, and those can be a password.
@@ -128,6 +156,7 @@ REDIS_REASONS = {
     "InvalidResponse": "what answers there is not Redis",
     "Exception": "Redis cannot be reached",
 }
+MOST_FIELDS: Final = 1000  # for which Lua has room
 CODE = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE, before the text
 
 
@@ -182,8 +211,11 @@ class Redis:
         self._failures = failures()
         self._token = secrets.token_hex(16)
         self._leading = False
+        self._has_loaded = False
         self._change = b""
         self._wishes: Mapping[str, Wish] = {}
+        self._loads_change = b""
+        self._loads: Loads = {}
         self._prefix = prefix
         self._trouble = Trouble(str(server))
         self._windows = RedisWindows(server, prefix)
@@ -192,7 +224,7 @@ class Redis:
         """A wish can hold a whole model: they are sent only when one has changed."""
         keys = f"{self._prefix}wishes", f"{self._prefix}change"
         return await self._ask(
-            READ, "EVAL", WISHES, len(keys), *keys, self._change, of=self._changed
+            READ, "EVAL", CHANGED_HASH, len(keys), *keys, self._change, of=self._changed
         )
 
     def _changed(self, answer: Any) -> Mapping[str, Wish]:
@@ -210,17 +242,71 @@ class Redis:
         if wish is not None:
             # Less the brace: the script begins the object with the revision.
             arguments.append(orjson.dumps(encodable(wish))[1:])
+            if wish.revision:
+                arguments.append(str(wish.revision))
         return await self._ask(KEPT, "EVAL", WISH, len(keys), *keys, *arguments, of=int)
 
     async def leads(self) -> bool:
-        arguments = (f"{self._prefix}leader", self._token, LEASE_MS)
+        arguments = (f"{self._prefix}leader", self._alive_key(self._token), self._token, LEASE_MS)
         try:
-            self._leading = await self._ask(KEPT, "EVAL", LEAD, 1, *arguments, of=bool)
+            self._leading = await self._ask(KEPT, "EVAL", LEAD, 2, *arguments, of=bool)
         except StateUnavailable:
             # Nobody can say who leads. If nobody did, a replica that restarts now would stay empty;
             # if all do, it is told several times to load the same, which changes nothing.
             return True
         return self._leading
+
+    async def loads(self) -> Loads:
+        change = self._loads_change
+        found = await self._ask(
+            READ, "EVAL", CHANGED_HASH, 2, *self._loads_keys, change, of=self._changed_loads
+        )
+        alive = {self._token}
+        for owner in owners(found) - alive:
+            if await self._ask(READ, "EXISTS", self._alive_key(owner), of=bool):
+                alive.add(owner)
+        return without_owners(found, frozenset(alive))
+
+    def _changed_loads(self, answer: Any) -> Loads:
+        change, *hashes = answer
+        for found in hashes:
+            loads: dict[str, dict[str, str]] = {}
+            for field_, load in zip(found[::2], found[1::2], strict=True):
+                replica, model = decoded(field_)
+                loads.setdefault(replica, {})[model] = load.decode()
+            self._loads = loads
+        self._loads_change = change
+        return self._loads
+
+    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
+        self._has_loaded = True
+        token = new_token(self._token)
+        keys = (*self._loads_keys, self._alive_key(self._token))
+        arguments = (load_field(replica, model), token, LEASE_MS)
+        before = await self._ask(
+            KEPT, "EVAL", BEGIN_LOAD, len(keys), *keys, *arguments, of=bytes.decode
+        )
+        return token, "" if is_under_way(before) else before
+
+    async def end_load(self, replica: str, model: str, token: str, left: str) -> None:
+        arguments = (load_field(replica, model), token, left)
+        await self._ask(KEPT, "EVAL", END_LOAD, 2, *self._loads_keys, *arguments, of=bool)
+
+    async def forget_loads(self, replica: str) -> None:
+        fields = [load_field(replica, model) for model in (await self.loads()).get(replica, {})]
+        for start in range(0, len(fields), MOST_FIELDS):
+            some = fields[start : start + MOST_FIELDS]
+            change = secrets.token_hex(8)
+            await self._ask(
+                KEPT, "EVAL", FORGET_LOADS, 2, *self._loads_keys, change, *some, of=bool
+            )
+
+    @property
+    def _loads_keys(self) -> tuple[str, str]:
+        return f"{self._prefix}loads", f"{self._prefix}loads-change"
+
+    def _alive_key(self, owner: str) -> str:
+        return f"{self._prefix}alive:{owner}"
 
     async def record(self, operation: str, document: Mapping[str, Any]) -> None:
         require_operation(operation)
@@ -238,10 +324,10 @@ class Redis:
 
     async def close(self) -> None:
         """Another leads at once, and not only when the lease has lapsed."""
-        if self._leading:
+        if self._leading or self._has_loaded:
             with suppress(StateUnavailable):
-                arguments = (f"{self._prefix}leader", self._token)
-                await self._ask(KEPT, "EVAL", RESIGN, 1, *arguments, of=bool)
+                keys = (f"{self._prefix}leader", self._alive_key(self._token))
+                await self._ask(KEPT, "EVAL", RESIGN, len(keys), *keys, self._token, of=bool)
         with suppress(*self._failures):
             await self._client.aclose()
             await self._windows.close()
@@ -261,6 +347,11 @@ class Redis:
             raise self._trouble.begins(action, why_redis(exc)) from None
         self._trouble.ends(action)
         return made
+
+
+def load_field(replica: str, model: str) -> bytes:
+    """The name of the field that says what a replica has of a model."""
+    return orjson.dumps([replica, model])
 
 
 class RedisWindows:

@@ -12,6 +12,7 @@ import orjson
 from limits import RateLimitItem
 
 from gateway.errors import StateUnavailable
+from gateway.state.loads import Loads
 from gateway.words import Failure
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,13 @@ class Wish:
     loaded: bool
     parameters: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 0  # given by the store; a wish that was repeated has another than before
+    digest: str = ""  # of parameters that come from the models file
+
+    @property
+    def load_id(self) -> str:
+        """What tells this load of the model from every other; empty where any load will do."""
+        revision = str(self.revision) if self.revision else ""
+        return f"{revision}/{self.digest}" if self.digest else revision
 
 
 class Store(Protocol):
@@ -49,10 +57,24 @@ class Store(Protocol):
         """The current wish of every model that has one."""
 
     async def wish(self, model: str, wish: Wish | None) -> int:
-        """Keep a wish, or with None forget it. Its revision, higher than every earlier one."""
+        """Keep a wish, or with None forget it. Its revision, higher than every earlier one; a wish that
+        has one keeps it."""
 
     async def leads(self) -> bool:
         """Whether this process is the one that reconciles. Ask every second: leading lapses."""
+
+    async def loads(self) -> Loads:
+        """What each replica confirmed last, without loads of processes that are gone."""
+
+    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
+        """Note that this process loads a model. A token for `end_load`, and what was confirmed before."""
+
+    async def end_load(self, replica: str, model: str, token: str, left: str) -> None:
+        """Note what a load left on the replica; empty if that is unknown. It is unknown as well when
+        another load began meanwhile."""
+
+    async def forget_loads(self, replica: str) -> None:
+        """The replica has restarted, or is gone: what it confirmed says nothing any more."""
 
     async def record(self, operation: str, document: Mapping[str, Any]) -> None:
         """Note how far an operation is, to be read everywhere for an hour.
@@ -90,7 +112,7 @@ class Wishes:
         revision = self.revision + 1
         models = {name: kept for name, kept in self.models.items() if name != model}
         if wish is not None:
-            models[model] = replace(wish, revision=revision)
+            models[model] = replace(wish, revision=wish.revision or revision)
         return Wishes(models, revision)
 
     def encoded(self) -> bytes:

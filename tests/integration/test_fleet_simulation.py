@@ -29,9 +29,11 @@ import uvloop
 
 from gateway.errors import (
     BadUpstream,
+    Conflict,
     DeadlinePassed,
     GatewayError,
     ModelNotReady,
+    UnknownModel,
 )
 from gateway.fleet.declared import ModelsFile
 from gateway.fleet.health import EJECTION_S, State
@@ -40,8 +42,8 @@ from gateway.fleet.models import Models
 from gateway.fleet.plan import FIRST_PAUSE_S, actions
 from gateway.fleet.pool import NoReplica, Pool
 from gateway.fleet.replica import Address, Replica, Source, Wire
-from gateway.fleet.repository import Repository, Terms
-from gateway.state.store import Memory
+from gateway.fleet.repository import TICK_S, PartlyDone, Repository, Terms
+from gateway.state.store import store
 from gateway.state.wishes import Wish
 from gateway.triton.complaints import Asked
 from tests.support.calls import count_calls
@@ -126,9 +128,12 @@ def over(fakes: Iterable[SimulatedTriton], poll_s: float = POLL_S) -> Pool:
 
 
 @asynccontextmanager
-async def managing(pool: Pool, file: ModelsFile | None = None) -> AsyncIterator[Repository]:
+async def managing(
+    pool: Pool, file: ModelsFile | None = None, state: str = "memory:"
+) -> AsyncIterator[Repository]:
     models = Models(pool)
-    async with Repository(pool, models, Memory(), file or ModelsFile(None), Terms()) as repository:
+    file = file or ModelsFile(None)
+    async with Repository(pool, models, store(state), file, Terms()) as repository:
         yield repository
     models.close()
 
@@ -282,9 +287,10 @@ def test_planning_costs_as_much_for_each_model_however_many_there_are() -> None:
     def plan(models: int) -> int:
         said = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]
         index = index_of(said)
-        wishes = {entry["name"]: Wish(True) for entry in said}
-        assert not list(actions(wishes, index))
-        return count_calls(lambda: list(actions(wishes, index)))
+        wishes = {entry["name"]: Wish(True, revision=1) for entry in said}
+        loads = dict.fromkeys(wishes, "1")
+        assert not list(actions(wishes, index, loads))
+        return count_calls(lambda: list(actions(wishes, index, loads)))
 
     few, many = plan(MODELS), plan(10 * MODELS)
     say(f"planning for a replica with {MODELS} models: {few} calls, with ten times as many: {many}")
@@ -359,6 +365,131 @@ async def test_a_replica_that_restarts_gets_its_models_again_and_loses_what_was_
         fakes[1].models = {"a": False, "b": True}
         await fakes[1].start()
         await skip_until(lambda: fakes[1].models == {"a": True, "b": False})
+
+
+# Several gateways.
+
+
+async def restart(pools: Sequence[Pool], fake: SimulatedTriton) -> None:
+    """End a replica, and start it again with its models loaded by itself."""
+    await fake.stop()
+    await wait_until_async(lambda: all(is_in(pool, fake, State.DOWN)() for pool in pools))
+    fake.models = dict.fromkeys(fake.models, True)
+    fake.requests.clear()
+    await fake.start()
+
+
+@pytest.mark.parametrize("by", ["leader", "another"])
+@on_uvloop
+async def test_a_load_that_a_replica_missed_is_made_good(tmp_path: Path, by: str) -> None:
+    """The replica has the model all the while, but an older version of it."""
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(3) as fakes, over(fakes) as first, over(fakes) as second:
+        async with managing(first, state=state) as leader:
+            await leader.load("m", {})
+            async with managing(second, state=state) as another:
+                await fakes[2].stop()
+                for pool in (first, second):
+                    await wait_until_async(is_in(pool, fakes[2], State.DOWN))
+                with pytest.raises(PartlyDone):
+                    await (leader if by == "leader" else another).load("m", {})
+                assert leader.behind("m") or by == "another"
+                fakes[2].requests.clear()
+                await fakes[2].start()
+                await wait_until_async(lambda: fakes[2].requests["load"])
+                for repository in (leader, another):
+                    await wait_until_async(lambda: not repository.behind("m"))
+        loads = [fake.requests["load"] for fake in fakes]
+        assert loads == [2, 2, 1]
+
+
+@on_uvloop
+async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_path: Path) -> None:
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(3) as fakes, over(fakes) as pool:
+        async with managing(pool, state=state) as ended:
+            await ended.load("m", {})
+            for fake in fakes[1:]:
+                fake.load_s = 3600
+            loading = asyncio.create_task(ended.load("m", {}))
+            await wait_until_async(lambda: all(fake.requests["load"] == 2 for fake in fakes))
+            await wait_until_async(lambda: len(ended.behind("m")) == 0)  # under way, or done
+        loading.cancel()
+        for fake in fakes[1:]:
+            fake.load_s = 0
+        async with managing(pool, state=state) as following:
+            await wait_until_async(
+                lambda: (
+                    [fake.requests["load"] for fake in fakes] == [2, 3, 3]
+                    and not following.behind("m")
+                )
+            )
+            assert not following.errors
+
+
+@on_uvloop
+async def test_a_replica_that_restarts_gets_the_config_that_was_loaded(tmp_path: Path) -> None:
+    """Triton loads its models at its start, and knows nothing of other parameters."""
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(2) as fakes, over(fakes) as first, over(fakes) as second:
+        async with (
+            managing(first, state=state) as leader,
+            managing(second, state=state) as another,
+        ):
+            await another.load("m", {"unload_dependents": True})  # any parameter
+            await restart([first, second], fakes[1])
+            await wait_until_async(lambda: fakes[1].requests["load"])
+            await wait_until_async(lambda: not leader.behind("m"))
+            assert fakes[0].requests["load"] == 1
+
+
+@on_uvloop
+async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(3, load_s=0.01) as fakes, contextlib.AsyncExitStack() as stack:
+        repositories = [
+            await stack.enter_async_context(
+                managing(await stack.enter_async_context(over(fakes)), state=state)
+            )
+            for _ in range(3)
+        ]
+        for _ in range(5):
+            await asyncio.gather(*(repository.load("m", {}) for repository in repositories))
+        await wait_until_async(lambda: not any(each.behind("m") for each in repositories))
+        loads = [fake.requests["load"] for fake in fakes]
+        looks = fakes[0].requests["index"]
+        await wait_until_async(lambda: fakes[0].requests["index"] > looks + 3 * 3 * TICK_S / POLL_S)
+        assert [fake.requests["load"] for fake in fakes] == loads
+
+
+@on_uvloop
+async def test_gateways_that_share_no_state_refuse_changes() -> None:
+    async with simulated_replicas(2) as fakes, over(fakes) as pool:
+        async with managing(pool, state="none:") as repository:
+            before = [fake.requests["load"] for fake in fakes]
+            for change in (repository.load("m", {}), repository.unload("m", False)):
+                with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
+                    await change
+                assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
+            assert [fake.requests["load"] for fake in fakes] == before
+            assert all(fake.models["m"] and not fake.requests["unload"] for fake in fakes)
+
+
+@on_uvloop
+async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: Path) -> None:
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(2) as fakes, over(fakes) as pool:
+        async with managing(pool, state=state) as repository:
+            await repository.load("m", {})
+            for fake in fakes:
+                del fake.models["m"]
+            await wait_until_async(lambda: "m" in repository.errors)
+            report = (await repository.unload("m", False)).document()
+            assert report["state"] == "UNAVAILABLE"
+            assert len(report["replicas"]) == 2
+            assert repository.wishes == {}
+            with pytest.raises(UnknownModel):
+                await repository.unload("m", False)
 
 
 @with_skips
@@ -447,7 +578,7 @@ async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
             assert gone in replicas_in_metrics(pool)
             names.hosts = [fake.host for fake in fakes[1:]]
             await wait_until_async(lambda: len(pool.replicas) == 2)
-            await wait_until_async(lambda: gone not in repository._behind)
+            await wait_until_async(lambda: gone not in repository._loads)
             assert gone not in replicas_in_metrics(pool)
             assert len(replicas_in_metrics(pool)) == 2
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.state.loads import Loads, is_under_way
 from gateway.state.store import store
 from gateway.state.wishes import Store, Wish
 
@@ -48,6 +49,11 @@ WISHES = st.dictionaries(
 )
 
 
+def known(loads: Loads) -> dict[str, dict[str, str]]:
+    """The replicas of which anything is known."""
+    return {replica: dict(models) for replica, models in loads.items() if models}
+
+
 class StateContract:
     """Of any state; `fresh` is a fixture of the module that runs it."""
 
@@ -71,6 +77,63 @@ class StateContract:
                     found = (await kept.wishes()).get("core")
                     assert found == (wish and replace(wish, revision=given[-1]))
                 assert given == sorted(set(given))
+
+        asyncio.run(scenario())
+
+    def test_a_wish_that_has_a_revision_keeps_it(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                await kept.wish("core", LOADED)
+                before = (await kept.wishes())["core"]
+                await kept.wish("core", UNLOADED)
+                await kept.wish("core", before)
+                assert (await kept.wishes())["core"] == before
+                assert await kept.wish("core", LOADED) > before.revision
+
+        asyncio.run(scenario())
+
+    def test_a_load_is_under_way_and_then_confirmed(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.loads() == {}
+                token, before = await kept.begin_load("a:8000", "core")
+                assert before == ""
+                assert await kept.loads() == {"a:8000": {"core": token}}
+                assert is_under_way(token)
+                await kept.end_load("a:8000", "core", token, "7")
+                assert await kept.loads() == {"a:8000": {"core": "7"}}
+                token, before = await kept.begin_load("a:8000", "core")
+                assert before == "7"
+                await kept.end_load("a:8000", "core", token, "")
+                assert known(await kept.loads()) == {}
+
+        asyncio.run(scenario())
+
+    def test_of_two_loads_at_once_nobody_knows_which_came_last(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                first, _ = await kept.begin_load("a:8000", "core")
+                second, before = await kept.begin_load("a:8000", "core")
+                assert before == ""
+                await kept.end_load("a:8000", "core", second, "8")
+                assert await kept.loads() == {"a:8000": {"core": "8"}}
+                await kept.end_load("a:8000", "core", first, "7")
+                assert known(await kept.loads()) == {}
+
+        asyncio.run(scenario())
+
+    def test_what_a_replica_confirmed_is_forgotten_with_it(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                for replica in ("a:8000", "b:8000"):
+                    for model in ("core", "[::1]", 'é"\0'):
+                        token, _ = await kept.begin_load(replica, model)
+                        await kept.end_load(replica, model, token, "1")
+                await kept.forget_loads("a:8000")
+                await kept.forget_loads("c:8000")
+                assert known(await kept.loads()) == {
+                    "b:8000": {"core": "1", "[::1]": "1", 'é"\0': "1"}
+                }
 
         asyncio.run(scenario())
 
@@ -127,6 +190,19 @@ class SharedStateContract:
                     assert {
                         name: replace(wish, revision=0) for name, wish in found.items()
                     } == wishes
+
+        asyncio.run(scenario())
+
+    def test_a_load_of_a_process_that_ended_is_not_under_way(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            url = shared()
+            async with opened(url) as (one,):
+                async with opened(url) as (other,):
+                    token, _ = await other.begin_load("a:8000", "core")
+                    confirmed, _ = await other.begin_load("b:8000", "core")
+                    await other.end_load("b:8000", "core", confirmed, "3")
+                    assert await one.loads() == {"a:8000": {"core": token}, "b:8000": {"core": "3"}}
+                assert known(await one.loads()) == {"b:8000": {"core": "3"}}
 
         asyncio.run(scenario())
 

@@ -124,7 +124,7 @@ def hanging(**settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             assert process.stderr is not None
             assert "serving" in process.stderr.readline()
             url = f"http://127.0.0.1:{port}"
-            assert answers(url)
+            wait_until(lambda: answers(url))
             yield process, url
         finally:
             process.kill()

@@ -62,7 +62,9 @@ def test_the_check_is_the_one_of_a_call() -> None:
 def test_a_declared_model_keeps_its_declaration_where_the_state_is_ignored() -> None:
     declared = {"evil": Declared("evil", (), {"max_batch_size": 4})}
     found, _ = without_uploads({"evil": Wish(True, CODE[0], 4)}, uploads=False)
-    assert wanted(found, declared) == {"evil": Wish(True, {"config": {"max_batch_size": 4}})}
+    assert wanted(found, declared) == {
+        "evil": Wish(True, {"config": {"max_batch_size": 4}}, 0, declared["evil"].digest)
+    }
 
 
 def test_a_declared_model_that_was_loaded_without_parameters_has_those_of_its_declaration() -> None:

@@ -35,12 +35,14 @@ from gateway.fleet.plan import (
     Readiness,
     Seen,
     actions,
+    is_behind,
     next_required,
     readiness,
     wanted,
 )
 from gateway.fleet.replica import Address, BadAddress, Source, source
 from gateway.fleet.repository import merged_detail
+from gateway.state.loads import is_under_way, new_token
 from gateway.state.wishes import Wish
 
 UP = Health().answered()
@@ -682,12 +684,13 @@ def test_the_swapped_links_of_a_config_map_are_noticed(tmp_path: Path) -> None:
 # The plan.
 
 WISHES = st.dictionaries(
-    MODELS, st.builds(Wish, st.booleans(), st.just({}) | st.just({"config": "{}"}))
+    MODELS,
+    st.builds(Wish, st.booleans(), st.just({}) | st.just({"config": "{}"}), st.integers(0, 2)),
 )
 DECLARED = st.dictionaries(MODELS, st.just({}), max_size=3).map(
     lambda found: {name: Declared(name, (), {"declared": True}) for name in found}
 )
-BEHIND = st.frozensets(MODELS)
+LOADS = st.dictionaries(MODELS, st.sampled_from(["1", "2", new_token("another")]))
 
 
 def done(index: Index, action: Action) -> Index:
@@ -696,58 +699,82 @@ def done(index: Index, action: Action) -> Index:
     return index.without(action.model)
 
 
-@given(WISHES, DECLARED, INDEXES, BEHIND)
+@given(WISHES, DECLARED, INDEXES, LOADS)
 def test_what_was_planned_and_done_leaves_nothing_to_do(
     wishes: dict[str, Wish],
     declared: dict[str, Declared],
     index: Index,
-    behind: frozenset[str],
+    loads: dict[str, str],
 ) -> None:
     should = wanted(wishes, declared)
-    planned = list(actions(should, index, behind))
-    for action in planned:
+    for action in list(actions(should, index, loads)):
         index = done(index, action)
-        behind -= {action.model}
-    assert not list(actions(should, index, behind))
+        loads = {**loads, action.model: action.load_id}
+    assert not list(actions(should, index, loads))
     for model, wish in should.items():
-        assert index.busy(model) or index.ready(model) == wish.loaded
+        load = loads.get(model, "")
+        if not index.busy(model) and not is_under_way(load):
+            assert index.ready(model) == wish.loaded
+            assert not wish.loaded or wish.load_id in ("", load)
 
 
-@given(WISHES, DECLARED, INDEXES, BEHIND)
+@given(WISHES, DECLARED, INDEXES, LOADS)
 def test_only_what_is_wished_is_done_and_nothing_to_a_busy_model(
     wishes: dict[str, Wish],
     declared: dict[str, Declared],
     index: Index,
-    behind: frozenset[str],
+    loads: dict[str, str],
 ) -> None:
     should = wanted(wishes, declared)
-    planned = list(actions(should, index, behind))
+    planned = list(actions(should, index, loads))
     assert len({action.model for action in planned}) == len(planned)
     for action in planned:
         assert action.model in wishes or action.model in declared
         assert should[action.model].loaded == action.load
         assert not index.busy(action.model)
+        assert not is_under_way(loads.get(action.model, ""))
         if not action.load:
             assert action.model not in declared
             assert wishes[action.model].loaded is False
             assert index.ready(action.model)
         else:
-            assert not index.ready(action.model) or action.model in behind
+            assert not index.ready(action.model) or is_behind(
+                should[action.model], loads.get(action.model, "")
+            )
 
 
 def test_a_declared_model_is_wanted_whatever_the_api_was_asked() -> None:
-    declared = {"a": Declared("a", (), {"x": 1})}
-    assert wanted({}, declared)["a"] == Wish(True, {"config": {"x": 1}})
-    assert wanted({"a": Wish(False)}, declared)["a"] == Wish(True, {"config": {"x": 1}})
+    a = Declared("a", (), {"x": 1})
+    declared = {"a": a}
+    assert wanted({}, declared)["a"] == Wish(True, {"config": {"x": 1}}, 0, a.digest)
+    assert wanted({"a": Wish(False, {}, 6)}, declared)["a"] == wanted({}, declared)["a"]
+    assert wanted({"a": Wish(True, {}, 6)}, declared)["a"] == Wish(
+        True, {"config": {"x": 1}}, 6, a.digest
+    )
     kept = Wish(True, {"config": {"x": 2}}, 7)
     assert wanted({"a": kept}, declared)["a"] == kept
 
 
-def test_a_model_whose_last_load_did_not_arrive_is_loaded_though_an_older_one_is_ready() -> None:
-    wishes, index = {"m": Wish(True, {"config": "{}"})}, versions_of(v1=READY)
-    assert not list(actions(wishes, index))
-    assert list(actions(wishes, index, {"m"})) == [Action("m", True, {"config": "{}"})]
-    assert not list(actions({"m": Wish(False)}, Index({}), {"m"}))
+def test_a_model_whose_last_load_was_not_confirmed_is_loaded_though_an_older_one_is_ready() -> None:
+    parameters = {"config": "{}"}
+    wishes, index = {"m": Wish(True, parameters, 2)}, versions_of(v1=READY)
+    assert not list(actions(wishes, index, {"m": "2"}))
+    for load in ({}, {"m": "1"}, {"m": "2/digest"}):
+        assert list(actions(wishes, index, load)) == [Action("m", True, parameters, "2")]
+    assert not list(actions(wishes, index, {"m": new_token("another")}))
+    assert not list(actions({"m": Wish(False, {}, 3)}, Index({}), {"m": "2"}))
+
+
+def test_a_declared_model_is_loaded_again_when_its_config_changes() -> None:
+    index = versions_of(v1=READY)
+    declared = {"m": Declared("m", (), {"max_batch_size": 1})}
+    (first,) = actions(wanted({}, declared), index, {})
+    confirmed = {"m": first.load_id}
+    assert not list(actions(wanted({}, declared), index, confirmed))
+    changed = {"m": Declared("m", (), {"max_batch_size": 2})}
+    (again,) = actions(wanted({}, changed), index, confirmed)
+    assert again.parameters == {"config": {"max_batch_size": 2}}
+    assert not list(actions(wanted({}, {"m": Declared("m")}), index, {}))
 
 
 @given(st.integers(0, 5000))

@@ -77,7 +77,7 @@ class TestSharedState(SharedStateContract):
     ],
 )
 def test_what_is_no_address_of_a_state_is_refused_without_telling_it(url: str) -> None:
-    with pytest.raises(BadState, match="GATEWAY_STATE is none of memory:, file:") as refused:
+    with pytest.raises(BadState, match="GATEWAY_STATE is none of memory:, none:, file:") as refused:
         store(url)
     told = "".join(traceback.format_exception(refused.value))
     assert not any(secret in told for secret in ("hunter2", "ter2@", ":hun#"))

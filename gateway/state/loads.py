@@ -1,0 +1,84 @@
+"""What each replica has loaded of each model, as far as the gateways know, and which loads are under way."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+# By replica and model: the id of the last load that the replica confirmed, or the token of one under way.
+Loads = Mapping[str, Mapping[str, str]]
+
+UNDER_WAY: Final = "?"
+
+
+def loads_of(document: Any) -> Loads:
+    """Return the table that a document holds; an empty one if it is none, for what is unknown is loaded
+    again."""
+    if not isinstance(document, dict):
+        return {}
+    return {
+        replica: {model: load for model, load in models.items() if isinstance(load, str)}
+        for replica, models in document.items()
+        if isinstance(models, dict)
+    }
+
+
+def new_token(owner: str) -> str:
+    """Return what stands for a load while it is under way; `owner` is the process that does it."""
+    return f"{UNDER_WAY}{owner}:{secrets.token_hex(8)}"
+
+
+def is_under_way(load: str) -> bool:
+    return load.startswith(UNDER_WAY)
+
+
+def owner_of(token: str) -> str:
+    return token[len(UNDER_WAY) :].partition(":")[0]
+
+
+def begin(
+    loads: Loads, replica: str, model: str, token: str
+) -> tuple[dict[str, dict[str, str]], str]:
+    """Return the table with a load under way, and what was confirmed before; empty if that is unknown."""
+    before = loads.get(replica, {}).get(model, "")
+    return with_load(loads, replica, model, token), "" if is_under_way(before) else before
+
+
+def end(
+    loads: Loads, replica: str, model: str, token: str, left: str
+) -> tuple[dict[str, dict[str, str]], bool]:
+    """Return the table with what a load left on the replica, and whether that is known: if another load
+    began meanwhile, nobody can say which of them came last."""
+    known = loads.get(replica, {}).get(model) == token
+    return with_load(loads, replica, model, left if known else ""), known
+
+
+def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, dict[str, str]]:
+    models = {name: kept for name, kept in loads.get(replica, {}).items() if name != model}
+    if load:
+        models[model] = load
+    table = {name: dict(kept) for name, kept in loads.items() if name != replica}
+    return {**table, replica: models} if models else table
+
+
+def without_owners(loads: Loads, alive: frozenset[str]) -> dict[str, dict[str, str]]:
+    """Return the table without the loads of processes that are gone: what they left is unknown."""
+    return {
+        replica: {
+            model: load
+            for model, load in models.items()
+            if not is_under_way(load) or owner_of(load) in alive
+        }
+        for replica, models in loads.items()
+    }
+
+
+def owners(loads: Loads) -> frozenset[str]:
+    """Return the processes that have loads under way."""
+    return frozenset(
+        owner_of(load)
+        for models in loads.values()
+        for load in models.values()
+        if is_under_way(load)
+    )
