@@ -397,8 +397,8 @@ async def test_a_load_that_a_replica_missed_is_made_good(tmp_path: Path, by: str
                 fakes[2].requests.clear()
                 await fakes[2].start()
                 await wait_until_async(lambda: fakes[2].requests["load"])
-                for repository in (leader, another):
-                    await wait_until_async(lambda: not repository.behind("m"))
+                await wait_until_async(lambda: not leader.behind("m"))
+                await wait_until_async(lambda: not another.behind("m"))
         loads = [fake.requests["load"] for fake in fakes]
         assert loads == [2, 2, 1]
 
@@ -431,16 +431,18 @@ async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_
 async def test_a_replica_that_restarts_gets_the_config_that_was_loaded(tmp_path: Path) -> None:
     """Triton loads its models at its start, and knows nothing of other parameters."""
     state = f"file://{tmp_path}/state.json"
-    async with simulated_replicas(2) as fakes, over(fakes) as first, over(fakes) as second:
-        async with (
-            managing(first, state=state) as leader,
-            managing(second, state=state) as another,
-        ):
-            await another.load("m", {"unload_dependents": True})  # any parameter
-            await restart([first, second], fakes[1])
-            await wait_until_async(lambda: fakes[1].requests["load"])
-            await wait_until_async(lambda: not leader.behind("m"))
-            assert fakes[0].requests["load"] == 1
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as first,
+        over(fakes) as second,
+        managing(first, state=state) as leader,
+        managing(second, state=state) as another,
+    ):
+        await another.load("m", {"unload_dependents": True})  # any parameter
+        await restart([first, second], fakes[1])
+        await wait_until_async(lambda: fakes[1].requests["load"])
+        await wait_until_async(lambda: not leader.behind("m"))
+        assert fakes[0].requests["load"] == 1
 
 
 @on_uvloop
@@ -464,32 +466,38 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
 
 @on_uvloop
 async def test_gateways_that_share_no_state_refuse_changes() -> None:
-    async with simulated_replicas(2) as fakes, over(fakes) as pool:
-        async with managing(pool, state="none:") as repository:
-            before = [fake.requests["load"] for fake in fakes]
-            for change in (repository.load("m", {}), repository.unload("m", False)):
-                with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
-                    await change
-                assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
-            assert [fake.requests["load"] for fake in fakes] == before
-            assert all(fake.models["m"] and not fake.requests["unload"] for fake in fakes)
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as pool,
+        managing(pool, state="none:") as repository,
+    ):
+        before = [fake.requests["load"] for fake in fakes]
+        for change in (repository.load("m", {}), repository.unload("m", False)):
+            with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
+                await change
+            assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
+        assert [fake.requests["load"] for fake in fakes] == before
+        assert all(fake.models["m"] and not fake.requests["unload"] for fake in fakes)
 
 
 @on_uvloop
 async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.json"
-    async with simulated_replicas(2) as fakes, over(fakes) as pool:
-        async with managing(pool, state=state) as repository:
-            await repository.load("m", {})
-            for fake in fakes:
-                del fake.models["m"]
-            await wait_until_async(lambda: "m" in repository.errors)
-            report = (await repository.unload("m", False)).document()
-            assert report["state"] == "UNAVAILABLE"
-            assert len(report["replicas"]) == 2
-            assert repository.wishes == {}
-            with pytest.raises(UnknownModel):
-                await repository.unload("m", False)
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as pool,
+        managing(pool, state=state) as repository,
+    ):
+        await repository.load("m", {})
+        for fake in fakes:
+            del fake.models["m"]
+        await wait_until_async(lambda: "m" in repository.errors)
+        report = (await repository.unload("m", False)).document()
+        assert report["state"] == "UNAVAILABLE"
+        assert len(report["replicas"]) == 2
+        assert repository.wishes == {}
+        with pytest.raises(UnknownModel):
+            await repository.unload("m", False)
 
 
 @with_skips
