@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
@@ -20,6 +20,7 @@ from gateway.errors import (
     DeadlinePassed,
     GatewayError,
     ModelNotReady,
+    SequenceNotRunning,
     Unavailable,
     UnknownModel,
 )
@@ -52,6 +53,7 @@ PROBE_REFUSALS: Final = {
 }
 MAX_CANDIDATE_LISTS: Final = 10_000
 USUAL_WEIGHT: Final = 0.05
+MOST_GUESSES: Final = 3  # where a sequence runs that another gateway started
 FIRST_TRY_S: Final = 1.0  # for what may be asked twice, while there is another to ask
 T = TypeVar("T")
 Start = Callable[[Replica, Headers], Awaitable[T]]
@@ -59,6 +61,15 @@ Start = Callable[[Replica, Headers], Awaitable[T]]
 NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
 ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
 OUTCOMES: Final = dict(zip(ON_THE_WIRE, ("refused", "bad_answer", "deadline"), strict=True))
+
+
+@dataclass
+class Tries:
+    """The replicas that one request was sent to in vain."""
+
+    is_guess: bool = False  # it is unknown where its sequence runs
+    failed: Replica | None = None
+    refused: list[Replica] = field(default_factory=list)  # the sequence does not run there
 
 
 class NoReplica(Unavailable):
@@ -263,18 +274,36 @@ class Pool:
             raise NoReplica
         return candidates
 
-    def _chosen(self, asked: Asked, but: Replica | None) -> Replica:
+    def _chosen(self, asked: Asked, tries: Tries) -> Replica:
         """As `choose`; for a step of a sequence the replica that has its state, or will have it. Raises
         `SequenceNotRunning` when it is lost."""
         model, version, step = asked.model, asked.version, asked.sequence
         if step is None:
-            return self.choose(model, version, but)
+            return self.choose(model, version, tries.failed)
         holding = (
             replica
             for replica in self.replicas.values()
             if self.state(replica) is not State.DOWN and replica.index.ready(model, version)
         )
-        return self._sequences.choose(model, step, self._among(model, version, but), holding)
+        candidates = [
+            replica
+            for replica in self._among(model, version, tries.failed)
+            if replica not in tries.refused
+        ]
+        return self._sequences.choose(model, step, candidates, holding)
+
+    def _is_guessed(self, asked: Asked) -> bool:
+        """Whether it is unknown where a sequence runs: another gateway started it."""
+        step = asked.sequence
+        return step is not None and not self._sequences.knows(asked.model, step)
+
+    def _may_run_elsewhere(self, asked: Asked, refused: Sequence[Replica]) -> bool:
+        """Whether a sequence whose replica was guessed may run on another one than those that `refused`."""
+        left = set(self._among(asked.model, asked.version, None)).difference(refused)
+        if asked.sequence is None or len(refused) >= MOST_GUESSES or not left:
+            return False
+        self._sequences.forget(asked.model, asked.sequence)
+        return True
 
     def _look_up(self, model: str, version: str) -> tuple[Replica, ...]:
         """Those on which it is ready, the healthy before the others; where it is nowhere ready, Triton
@@ -318,15 +347,15 @@ class Pool:
         Asks a second replica when the first cannot have run it; what is `repeatable` also where it may
         have, or where the first is silent for `FIRST_TRY_S`. Raises what the failure means.
         """
-        tried: Replica | None = None
+        tries = Tries(self._is_guessed(asked))
         left_s = asked.timeout_s
         notes = current.get()
         while True:
             candidates = self._candidates.get(asked[:2], ())
-            alone = len(candidates) == 1 and tried is None and asked.sequence is None
-            replica = candidates[0] if alone else self._chosen(asked, tried)
+            alone = len(candidates) == 1 and tries.failed is None and asked.sequence is None
+            replica = candidates[0] if alone else self._chosen(asked, tries)
             try_s = left_s
-            if repeatable and not alone and not tried:
+            if repeatable and not alone and not tries.failed:
                 try_s = min(left_s, FIRST_TRY_S)
             began = perf_counter()  # the loop's own time stands still for a millisecond
             try:
@@ -356,20 +385,18 @@ class Pool:
                 self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
                 self._failed(replica, error, began)
             left_s -= perf_counter() - began
-            may = self._may_retry(error, replica, asked, body, repeatable=repeatable)
-            if tried or left_s <= 0 or not may:
+            if left_s <= 0 or not self._may_try_again(
+                tries, error, replica, asked, body, repeatable=repeatable
+            ):
                 raise error
-            log.warning("asking another replica than %s: %s", replica.name, error.detail)
-            self.metrics.retries.labels(replica.name).inc()
-            tried = replica
 
     async def begin(self, asked: Asked, headers: Headers, start: Start[T]) -> T:
         """What `start` begins on a replica, over another wire than HTTP; on a second one, when the first
         cannot have run it. It is given the headers that go with it. Raises what it raises."""
-        tried: Replica | None = None
+        tries = Tries(self._is_guessed(asked))
         notes = current.get()
         while True:
-            replica = self._chosen(asked, tried)
+            replica = self._chosen(asked, tries)
             began = perf_counter()
             try:
                 with traced(notes, replica, headers) as carried:
@@ -382,19 +409,17 @@ class Pool:
                 self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
                 if not isinstance(exc, NoGrpc):  # which says nothing of its HTTP
                     self._failed(replica, error, began)
-            except (ModelNotReady, UnknownModel) as exc:
+            except (ModelNotReady, UnknownModel, SequenceNotRunning) as exc:
                 error = exc
                 self._attempted(replica, began, "answered", notes)
-                self._contradicted(replica, asked)
+                if not isinstance(exc, SequenceNotRunning):
+                    self._contradicted(replica, asked)
             else:
                 took_s = self._attempted(replica, began, "answered", notes)
                 self._succeeded(replica, asked, began, took_s)
                 return begun
-            if tried or not self._may_retry(error, replica, asked, b""):
+            if not self._may_try_again(tries, error, replica, asked, b""):
                 raise error
-            log.warning("asking another replica than %s: %s", replica.name, error.detail)
-            self.metrics.retries.labels(replica.name).inc()
-            tried = replica
 
     async def ask(self, asked: Asked, method: bytes, path: str, body: bytes = b"") -> Any:
         """A JSON answer of Triton's. Raises `BadUpstream` for one that is not."""
@@ -407,6 +432,27 @@ class Pool:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as exc:
             raise BadUpstream("the replica answered what is not JSON") from exc
+
+    def _may_try_again(
+        self,
+        tries: Tries,
+        error: GatewayError,
+        replica: Replica,
+        asked: Asked,
+        body: Body,
+        *,
+        repeatable: bool = False,
+    ) -> bool:
+        """Whether another replica is asked after this one failed; notes that it did."""
+        if tries.is_guess and isinstance(error, SequenceNotRunning) and isinstance(body, bytes):
+            tries.refused.append(replica)
+            return self._may_run_elsewhere(asked, tries.refused)
+        if tries.failed or not self._may_retry(error, replica, asked, body, repeatable=repeatable):
+            return False
+        log.warning("asking another replica than %s: %s", replica.name, error.detail)
+        self.metrics.retries.labels(replica.name).inc()
+        tries.failed = replica
+        return True
 
     def _may_retry(
         self,

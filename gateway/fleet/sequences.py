@@ -3,7 +3,9 @@
 Where a sequence starts follows from its name alone, by rendezvous hashing (D. Thaler and C. Ravishankar,
 Using Name-Based Mappings to Increase Hit Rates, 1998): gateways that see the same replicas choose the same
 one and need not tell each other. A replica that joins would draw a share of the sequences that are running,
-so those of this process are remembered until they end.
+so those of this process are remembered until they end. Of one that another gateway started the replica is
+guessed: where it does not run Triton refuses the step, which has not been executed then, and the next guess
+is the replica that had it before the last one joined.
 """
 
 from __future__ import annotations
@@ -45,11 +47,19 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._running)
 
+    def knows(self, model: str, step: Step) -> bool:
+        """Whether this process knows where the sequence runs, or decides it."""
+        return step.start or (model, step.sequence_id) in self._running
+
+    def forget(self, model: str, step: Step) -> None:
+        """It does not run where it was guessed to."""
+        self._running.pop((model, step.sequence_id), None)
+
     def choose(
         self, model: str, step: Step, candidates: Iterable[Replica], holding: Iterable[Replica]
     ) -> Replica:
-        """Of some candidates, where the sequence starts; of those that may be holding its state, the one
-        that does. Raises `SequenceNotRunning` when that one is not among them."""
+        """Of some candidates, where the sequence starts or may run; of those that may be holding its state,
+        the one that does. Raises `SequenceNotRunning` when that one is not among them."""
         key = model, step.sequence_id
         kept = None if step.start else self._running.get(key)
         if kept is None:

@@ -346,6 +346,14 @@ def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends
     tritons[2].start()
     wait_until(lambda: on_how_many(client) == 3)
     assert {each: ask(client, Step(each)).process for each in ids} == before
+    with gateway_before(
+        *(triton.options.url for triton in tritons), connect_timeout_s="10"
+    ) as other:
+        wait_until(lambda: on_how_many(other) == 3)
+        # It saw none of them start: the new replica would draw a share of them.
+        ways = itertools.cycle(["parameters", "a stream", "passed on, JSON", "passed on, both"])
+        assert {each: ask(other, Step(each), next(ways)).process for each in ids} == before
+        assert ask(other, Step("unheard of"), "headers") == Seen(409, code="SEQUENCE_NOT_RUNNING")
     after = {each: ask(client, Step(f"new {each}", start=True)).process for each in ids}
     (joined,) = set(after.values()) - set(before.values())
 
