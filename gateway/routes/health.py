@@ -63,7 +63,14 @@ READY = (
         }
     }
 )
-V2_READY = refusals() | {200: {"description": "Requests can be served.", "headers": REQUEST_ID}}
+PLAIN = "text/plain"
+V2_READY = refusals() | {
+    200: {
+        "description": "Requests can be served.",
+        "headers": REQUEST_ID,
+        "content": {PLAIN: {"schema": {"type": "string", "maxLength": 0}}},
+    }
+}
 
 
 class NotReady(Unavailable):
@@ -99,7 +106,7 @@ async def readyz(request: Request, services: ServicesForAll) -> Response:
 
 @router.get(
     "/v2/health/ready",
-    operation_id="v2_ready",
+    operation_id="server_ready",
     summary="Can the fleet serve? As Triton answers it",
     responses=V2_READY,
 )
@@ -110,4 +117,4 @@ async def v2_ready(request: Request, services: ServicesForInference) -> Response
     """
     if not services.repository.readiness(draining=request.state.drain.began).ready:
         raise NotReady
-    return Response()
+    return Response(headers={"Content-Type": PLAIN})  # as Triton
