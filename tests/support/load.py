@@ -60,10 +60,18 @@ class Connection:
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         first, *lines = head.strip().split("\r\n")
         fields = dict(line.split(": ", 1) for line in lines)
-        body = await self._reader.readexactly(int(fields["content-length"]))
+        length = fields.get("content-length")
+        body = await (self._chunks() if length is None else self._reader.readexactly(int(length)))
         self._kept = fields.get("connection") != "close"
         self.used_at = time.monotonic()
         return Answer(int(first.split()[1]), fields, body)
+
+    async def _chunks(self) -> bytes:
+        body = b""
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
+            body += (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readuntil(b"\r\n")
+        return body
 
     async def ask(self, wire: bytes) -> Answer:
         self.say(wire)
