@@ -119,8 +119,14 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return key
 
 
-def admit(scope: Scope, right: Right, model: str = "", version: str = "") -> None:
-    """Raises `Forbidden` for what the caller may not do, `UnknownModel` for what it does not see, and for
+def admit(
+    scope: Scope,
+    right: Right,
+    model: str = "",
+    version: str = "",
+    unknown: type[UnknownModel] = UnknownModel,
+) -> None:
+    """Raises `Forbidden` for what the caller may not do, `unknown` for what it does not see, and for
     what is no name of a model or no version: another server on the way could take it for another path."""
     caller: Caller = scope["notes"].caller
     if right not in caller.rights:
@@ -128,9 +134,9 @@ def admit(scope: Scope, right: Right, model: str = "", version: str = "") -> Non
         if why or caller is not ANYBODY:
             raise refusal(caller, right, why)
     if model and not (is_model_name(model) and caller.sees(model)):
-        raise UnknownModel(model, version)
+        raise unknown(model, version)
     if version and normalized_version(version) is None:
-        raise UnknownModel(model, version)
+        raise unknown(model, version)
 
 
 def admit_to_all(scope: Scope, right: Right) -> None:

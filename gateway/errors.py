@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.names import normalized_version
 from gateway.words import listed, quoted
 
 log = logging.getLogger(__name__)
@@ -62,15 +63,28 @@ class NotFound(GatewayError):
 
 
 class UnknownModel(GatewayError):
+    """The sentence begins as Triton's own does: its clients compare the words."""
+
     status, code = 404, "MODEL_NOT_FOUND"
 
     def __init__(self, model: str, version: str = "") -> None:
-        what = (
-            f"version {quoted(version)} of model {quoted(model)}"
-            if version
-            else f"model {quoted(model)}"
-        )
-        super().__init__(f"{what} is not known to Triton; GET /v1/models lists what there is")
+        super().__init__(f"{self.describe(model, version)}; GET /v1/models lists the models")
+
+    def describe(self, model: str, version: str) -> str:
+        which = f" version {normalized_version(version) or quoted(version)}" if version else ""
+        return f"Request for unknown model: {quoted(model)}{which} is not found"
+
+
+class UnknownModelToLoad(UnknownModel):
+    def describe(self, model: str, version: str) -> str:
+        return f"failed to load {quoted(model)}: {super().describe(model, version)}"
+
+
+class UnknownModelToTrace(UnknownModel):
+    """Triton words this one differently when asked for trace settings."""
+
+    def describe(self, model: str, version: str) -> str:
+        return f"Request for unknown model : {quoted(model)[1:-1]}"
 
 
 class NotAcceptable(GatewayError):

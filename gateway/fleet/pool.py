@@ -330,6 +330,16 @@ class Pool:
             for replica in self.replicas.values()
         )
 
+    def _explain_unknown(self, error: GatewayError, asked: Asked) -> GatewayError:
+        """`ModelNotReady` in place of `UnknownModel` for what is in the repository and not loaded: Triton
+        has the same words for both. Any other error as it is."""
+        model, version = asked[:2]
+        if isinstance(error, UnknownModel) and self.knows(model):
+            ready = any(replica.index.ready(model) for replica in self.replicas.values())
+            if not ready or self.knows(model, version):
+                return ModelNotReady(model, version)
+        return error
+
     # And asked.
 
     async def send(
@@ -374,7 +384,7 @@ class Pool:
                     if len(self.replicas) > 1 or asked.sequence is not None:
                         self._succeeded(replica, asked, began, took_s)
                     return answer
-                error = await complained(answer, asked)
+                error = self._explain_unknown(await complained(answer, asked), asked)
                 if isinstance(error, (ModelNotReady, UnknownModel)):
                     self._contradicted(replica, asked)
             except asyncio.CancelledError:  # by the request's deadline, or a client that left
@@ -410,7 +420,7 @@ class Pool:
                 if not isinstance(exc, NoGrpc):  # which says nothing of its HTTP
                     self._failed(replica, error, began)
             except (ModelNotReady, UnknownModel, SequenceNotRunning) as exc:
-                error = exc
+                error = self._explain_unknown(exc, asked)
                 self._attempted(replica, began, "answered", notes)
                 if not isinstance(exc, SequenceNotRunning):
                     self._contradicted(replica, asked)

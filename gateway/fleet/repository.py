@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -27,6 +27,7 @@ from gateway.errors import (
     ModelControlMode,
     StateUnavailable,
     UnknownModel,
+    UnknownModelToLoad,
 )
 from gateway.fleet.calls import UNQUOTED, model_path
 from gateway.fleet.declared import ModelsFile
@@ -50,7 +51,7 @@ from gateway.fleet.replica import Replica
 from gateway.state.loads import Loads, new_token, with_load
 from gateway.state.wishes import Store, Wish
 from gateway.triton import grpc
-from gateway.triton.complaints import Asked, LoadFailed, refusal
+from gateway.triton.complaints import Asked, LoadFailed, refusal, scrubbed
 from gateway.triton.grpc import NoGrpc, Tls
 from gateway.triton.http import MOST_DOCUMENT_BYTES
 from gateway.triton.wire import NotSent
@@ -132,14 +133,21 @@ class Report:
     def error(self) -> GatewayError:
         """What the caller is told when it was not done everywhere."""
         failed = self.failed
-        first = next(iter(failed.values()))
         if self.refused:
-            same = all(type(error) is type(first) for error in failed.values())
-            error = self.by_mode or (first if same else LoadFailed(first.detail))
+            error = self.by_mode or self._refusal(list(failed.values()))
         else:
             error = PartlyDone(self.model, self.load, len(self.outcomes), failed)
         error.report = self.document()
         return error
+
+    def _refusal(self, errors: Sequence[GatewayError]) -> GatewayError:
+        """The one error that stands for those of all replicas."""
+        first = errors[0]
+        if all(type(error) is type(first) for error in errors):
+            return first
+        failures = (error for error in errors if isinstance(error, LoadFailed))
+        verb = "load" if self.load else "unload"
+        return next(failures, None) or LoadFailed(self.model, first.detail, verb)
 
 
 class PartlyDone(BadUpstream):
@@ -285,7 +293,7 @@ class Repository:
         async with self._turn(model):
             # One that a load brings altogether would be in no index: nobody could tell how it is.
             if model not in names((await self.index()).values()):
-                raise UnknownModel(model)
+                raise UnknownModelToLoad(model)
             before = self.wishes.get(model)
             replicas = list(self._pool.replicas.values())
             # Before the wish: another gateway that leads must not take this load for a lack of one.
@@ -474,7 +482,7 @@ class Repository:
             most_bytes=MOST_DOCUMENT_BYTES,
         )
         if reply.status != 200:
-            raise refusal(reply.status, reply.body, action.model)
+            raise refusal(reply.status, reply.body, action.model, verb)
 
     async def _unless_gone(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
         """A load may take minutes; one on a replica that is gone is not waited for."""
@@ -505,7 +513,7 @@ class Repository:
                     and found.state == UNAVAILABLE
                     and found.reason not in ("", UNLOADED)
                 ):
-                    raise LoadFailed(found.reason)
+                    raise LoadFailed(action.model, scrubbed(found.reason))
                 await asyncio.sleep(LOOK_EVERY_S)
         raise DeadlinePassed(self._terms.load_timeout_s)
 

@@ -15,7 +15,13 @@ from gateway.fleet.index import READY, merged
 from gateway.fleet.repository import merged_detail
 from gateway.fleet.uploads import CONFIG, DEPENDENTS, check_parameters
 from gateway.routes.bodies import ManagementError, answers, refusals, whole_body
-from gateway.routes.services import Services, ServicesForFleet, ServicesForManagement, caller_of
+from gateway.routes.services import (
+    Services,
+    ServicesForFleet,
+    ServicesForLoad,
+    ServicesForManagement,
+    caller_of,
+)
 from gateway.tensors.payload import JSON
 from gateway.words import quoted
 
@@ -184,7 +190,7 @@ async def index(request: Request, services: ServicesForFleet, detail: str = "") 
     responses=MANAGED,
     openapi_extra=CHANGE,
 )
-async def load(request: Request, services: ServicesForManagement, model: str) -> Response:
+async def load(request: Request, services: ServicesForLoad, model: str) -> Response:
     """Load a model, or load it again, on every replica."""
     return await changed(request, services, model, load=True)
 

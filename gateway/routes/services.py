@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 from gateway.auth import Access, admit, admit_to_all
 from gateway.context import Notes
 from gateway.decoding.decoders import Decoders
-from gateway.errors import Malformed
+from gateway.errors import Malformed, UnknownModel, UnknownModelToLoad
 from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
 from gateway.fleet.repository import Repository
@@ -69,7 +69,9 @@ async def services(request: Request) -> Services:
     return cast(Services, request.app.state.services)
 
 
-def services_for(right: Right, *, of_all: bool = False) -> Any:
+def services_for(
+    right: Right, *, of_all: bool = False, unknown: type[UnknownModel] = UnknownModel
+) -> Any:
     """A handler gets its services by saying what for: none forgets to ask whether the caller may, and
     sees the model that the path names."""
 
@@ -78,7 +80,7 @@ def services_for(right: Right, *, of_all: bool = False) -> Any:
             admit_to_all(request.scope, right)
         else:
             named = request.path_params
-            admit(request.scope, right, named.get("model", ""), named.get("version", ""))
+            admit(request.scope, right, named.get("model", ""), named.get("version", ""), unknown)
         return cast(Services, request.app.state.services)
 
     return Depends(granted)
@@ -89,6 +91,7 @@ ServicesForInference = Annotated[Services, services_for(Right.infer)]
 ServicesForMetrics = Annotated[Services, services_for(Right.metrics, of_all=True)]
 ServicesForFleet = Annotated[Services, services_for(Right.fleet)]
 ServicesForManagement = Annotated[Services, services_for(Right.manage)]
+ServicesForLoad = Annotated[Services, services_for(Right.manage, unknown=UnknownModelToLoad)]
 
 
 def caller_of(request: Request) -> Caller:

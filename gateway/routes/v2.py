@@ -27,6 +27,7 @@ from gateway.errors import (
     GatewayError,
     NotFound,
     UnknownModel,
+    UnknownModelToTrace,
     render,
 )
 from gateway.keys import Right
@@ -68,6 +69,7 @@ class Rule:
     inference: bool = False  # counts against the limits
     tensors: bool = False  # its body says what shapes they have
     keys: KeyLimits = GENERATE_KEYS  # of its JSON
+    unknown: type[UnknownModel] = UnknownModel  # the error for a model that is not found
 
 
 def rule(path: str, methods: str, **more: Any) -> Rule:
@@ -85,7 +87,12 @@ RULES = (
     rule("/v2", "GET HEAD"),
     rule("/v2/(system|cuda)sharedmemory(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
     rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
-    rule(f"{MODEL}/trace/setting", "GET HEAD POST", right=Right.manage),
+    rule(
+        f"{MODEL}/trace/setting",
+        "GET HEAD POST",
+        right=Right.manage,
+        unknown=UnknownModelToTrace,
+    ),
 )
 
 
@@ -107,7 +114,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         if rule.of_all:
             admit_to_all(scope, rule.right)
         else:
-            admit(scope, rule.right, names["model"], names["version"])
+            admit(scope, rule.right, names["model"], names["version"], rule.unknown)
         answer = await asked(services, scope, receive, rule, names)
         try:
             notes.model, notes.version = names["model"], names["version"]
@@ -159,7 +166,7 @@ async def asked(
         headers = with_management_headers(headers, services.management_headers)
     if rule.inference and not services.gate.enters(model):
         timeout_s = await waited(services.gate, model, timeout_s, notes.key)
-    whom = Asked(model, names["version"], timeout_s, rule.health, step)
+    whom = Asked(model, names["version"], timeout_s, rule.health, step, rule.unknown)
     # Triton answers HEAD with a body, which would be read as the next answer.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     try:

@@ -46,7 +46,8 @@ REGION = re.compile(r"\b/?triton_(?:python_backend_shm_region|gateway)_[\w-]+")
 # What surrounds the reason and helps nobody to mend a request.
 WRAPPING = (
     re.compile(r"^\[request id: [^\]]*\] "),
-    re.compile(r"^load failed for model '[^']*': (?:version \d+ is at UNAVAILABLE state: )?"),
+    re.compile(r"^(?:load failed for model '[^']*': |failed to (?:un)?load '[^']*', )"),
+    re.compile(r"^version \d+ is at UNAVAILABLE state: "),
     re.compile(
         r"^(?:Internal|Invalid argument|Not found|Unknown|Unsupported|Unavailable)(?:: | - )(?:- )?"
     ),
@@ -70,9 +71,12 @@ def scrubbed(text: str) -> str:
 
 
 class LoadFailed(GatewayError):
-    """Triton could not load the model, for a reason that lies in the model."""
+    """Triton could not load or unload the model, for a reason that lies in the model."""
 
     status, code = 422, "LOAD_FAILED"
+
+    def __init__(self, model: str, reason: str, verb: str = "load") -> None:
+        super().__init__(f"failed to {verb} {quoted(model)}: {reason}")
 
 
 class Asked(NamedTuple):
@@ -83,6 +87,7 @@ class Asked(NamedTuple):
     timeout_s: float = 0.0
     health: bool = False
     sequence: Step | None = None
+    unknown: type[UnknownModel] = UnknownModel  # the error for a model that is not found
 
 
 @dataclass(frozen=True)
@@ -106,11 +111,11 @@ RULES = (
     rule(ANY, r"has no available versions", lambda _, asked: ModelNotReady(asked.model, asked.version)),
     rule(ANY, r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository|"
          r"requested model '[^']{0,300}' is not available",
-         lambda _, asked: UnknownModel(asked.model, asked.version)),
+         lambda _, asked: asked.unknown(asked.model, asked.version)),
     rule(ANY, r"is not (at )?ready|not ready for inference|is unloaded",
          lambda _, asked: ModelNotReady(asked.model, asked.version)),
     rule(ANY, r"model version is not available|\bstol\b",
-         lambda _, asked: UnknownModel(asked.model, asked.version)),
+         lambda _, asked: asked.unknown(asked.model, asked.version)),
     rule({400, 500}, r"must specify the START flag", lambda _, asked: SequenceNotRunning(
         asked.model, asked.sequence.sequence_id if asked.sequence else None)),
     rule(ANY, r"Failed to process the request\(s\)", lambda text, asked: ModelFault(
@@ -178,7 +183,7 @@ def complaint(status: int, body: bytes, asked: Asked) -> GatewayError:
     return BadUpstream(f"the replica answered {status}")
 
 
-def refusal(status: int, body: bytes, model: str) -> GatewayError:
+def refusal(status: int, body: bytes, model: str, verb: str) -> GatewayError:
     """Why a load or an unload was refused: by Triton's mode, or by what the model is."""
     log.warning("Triton answered %d: %s", status, body[:LOGGED].decode(errors="replace"))
     text = text_of(body)[:LONGEST]
@@ -187,4 +192,4 @@ def refusal(status: int, body: bytes, model: str) -> GatewayError:
         return ModelControlMode()
     if not shown:
         return BadUpstream(f"the replica answered {status}")
-    return LoadFailed(f"model {quoted(model)}: {shown}")
+    return LoadFailed(model, shown, verb)

@@ -62,7 +62,7 @@ async def load(
 ) -> None:
     """Load a model; returns when Triton has. Raises `NoGrpc`, `DeadlinePassed` or Triton's reason."""
     config, files = uploaded(parameters)
-    async with client(address, Asked(model, timeout_s=timeout_s), tls) as triton:
+    async with client(address, Asked(model, timeout_s=timeout_s), tls, "load") as triton:
         await triton.load_model(
             model, config=config, files=files, client_timeout=timeout_s, headers=metadata
         )
@@ -77,7 +77,7 @@ async def unload(
     metadata: Metadata = None,
 ) -> None:
     """Ask for an unload; Triton answers before it is done. Raises as `load` does."""
-    async with client(address, Asked(model, timeout_s=timeout_s), tls) as triton:
+    async with client(address, Asked(model, timeout_s=timeout_s), tls, "unload") as triton:
         await triton.unload_model(
             model,
             unload_dependents=unload_dependents,
@@ -103,7 +103,7 @@ def uploaded(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes
 
 @asynccontextmanager
 async def client(
-    address: str, asked: Asked, tls: Tls | None
+    address: str, asked: Asked, tls: Tls | None, verb: str
 ) -> AsyncIterator[InferenceServerClient]:
     """A connected client; what goes wrong inside leaves as an error of ours."""
     options = channel_options(MOST_DOCUMENT_BYTES)
@@ -114,7 +114,7 @@ async def client(
     except asyncio.TimeoutError:
         raise NoGrpc(f"nobody answers gRPC at {address}", refused=False) from None
     except InferenceServerException as exc:
-        raise translated(exc, address, asked) from exc
+        raise translated(exc, address, asked, verb) from exc
     finally:
         await triton.close()
 
@@ -139,11 +139,14 @@ def secured(tls: Tls | None) -> dict[str, Any]:
     }
 
 
-def translated(exc: InferenceServerException, address: str, asked: Asked) -> GatewayError:
+def translated(
+    exc: InferenceServerException, address: str, asked: Asked, verb: str
+) -> GatewayError:
     code = str(exc.status()).removeprefix("StatusCode.")
     message = str(exc.message())
     if code == "DEADLINE_EXCEEDED":
         return DeadlinePassed(asked.timeout_s)
     if code == "UNAVAILABLE" and UNREACHABLE.search(message):
         return NoGrpc(f"nobody answers gRPC at {address}")
-    return refusal(STATUSES.get(code, 400), orjson.dumps({"error": message}), asked.model)
+    body = orjson.dumps({"error": message})
+    return refusal(STATUSES.get(code, 400), body, asked.model, verb)

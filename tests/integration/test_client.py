@@ -442,7 +442,7 @@ def test_loading_and_unloading_and_that_it_is_ready(
     assert re.search(rf"^{NUMBERS} +{address} +UNAVAILABLE", unloaded.stdout, re.MULTILINE)
     loaded = gateway.run("load", "nonesuch", NUMBERS, "--json")
     assert loaded.returncode == 1
-    assert "'nonesuch' is not known" in loaded.stderr
+    assert "failed to load 'nonesuch'" in loaded.stderr
     (report,) = json.loads(loaded.stdout)
     assert report == {
         "model": NUMBERS, "state": "READY", "replicas": {address: {"state": "READY"}},

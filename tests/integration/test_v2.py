@@ -223,7 +223,7 @@ INFERENCES: dict[str, dict[str, Any]] = {
 FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown model": ({"model_name": "nobody", "inputs": X_WIDE}, "404", "nobody"),
     "an unknown version": (
-        {"model_name": "wide", "model_version": "9", "inputs": X_WIDE}, "404", "version '9'",
+        {"model_name": "wide", "model_version": "9", "inputs": X_WIDE}, "404", "version 9",
     ),
     "a wrong shape": (
         {"model_name": "pair", "inputs": [tensor("A", A[:, :1]), tensor("B", B)]}, "422", "shape",
@@ -592,10 +592,10 @@ def test_an_error_means_the_same_whichever_way_the_model_was_asked(doors: Doors)
         ("failing/infer", [], one, 500, "MODEL_FAULT", "boom 1.0"),
         ("failing/generate", [], b'{"X": 1}', 500, "MODEL_FAULT", "boom 1.0"),
         ("failing/generate_stream", [], b'{"X": 1}', 500, "MODEL_FAULT", "boom 1.0"),
-        ("pair/versions/9/infer", [], PAIR_JSON, 404, "MODEL_NOT_FOUND", "version '9'"),
-        ("pair/versions/9/generate", [], b"{}", 404, "MODEL_NOT_FOUND", "version '9'"),
-        ("pair/versions/9/config", [], b"", 404, "MODEL_NOT_FOUND", "version '9'"),
-        ("pair/versions/9/stats", [], b"", 404, "MODEL_NOT_FOUND", "version '9'"),
+        ("pair/versions/9/infer", [], PAIR_JSON, 404, "MODEL_NOT_FOUND", "version 9"),
+        ("pair/versions/9/generate", [], b"{}", 404, "MODEL_NOT_FOUND", "version 9"),
+        ("pair/versions/9/config", [], b"", 404, "MODEL_NOT_FOUND", "version 9"),
+        ("pair/versions/9/stats", [], b"", 404, "MODEL_NOT_FOUND", "version 9"),
         ("wide/infer", [(BINARY[0][0], "9999")], b"{}", 400, "MALFORMED_REQUEST", "header size"),
         ("wide/infer", [(BINARY[0][0], "-1")], b"{}", 400, "MALFORMED_REQUEST", "header size"),
     ]

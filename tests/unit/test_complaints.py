@@ -94,6 +94,7 @@ def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
         ("region triton_python_backend_shm_region_1a-2b is gone", "region is gone"),
         ("load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: "
          "TritonModelException: no file" + STACK + ";\n", "no file"),
+        ("failed to load 'x', version 1 is at UNAVAILABLE state: Internal: no file" + STACK, "no file"),
         ("a ratio of 3/4 and a URL http://host/path stay", "a ratio of 3/4 and a URL http://host/path stay"),
     ],
 )  # fmt: skip

@@ -35,6 +35,16 @@ def arithmetic(inputs: Sequence[Array]) -> Sequence[Array]:
     return [inputs[0] + inputs[1], inputs[0] * inputs[1]]
 
 
+def sum_and_difference(inputs: Sequence[Array]) -> Sequence[Array]:
+    """Of numbers, or of texts that are written numbers."""
+    if inputs[0].dtype != object:
+        return [inputs[0] + inputs[1], inputs[0] - inputs[1]]
+    first, second = (each.astype(np.int64) for each in inputs)
+    return [
+        np.char.encode(each.astype(str)).astype(object) for each in (first + second, first - second)
+    ]
+
+
 def scaled(inputs: Sequence[Array | None]) -> Sequence[Array]:
     """x·factor + offset; both may be missing."""
     x, factor, offset = inputs
@@ -87,7 +97,7 @@ BEHAVIOURS: dict[str, Any] = {
     function.__name__: function
     for function in (
         identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
-        length, mean,
+        length, mean, sum_and_difference,
     )
 }  # fmt: skip
 
