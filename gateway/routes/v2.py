@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.auth import admit, admit_to_all
@@ -39,6 +40,7 @@ from gateway.routes.forwarding import Wishes, header_length_error, relayed_heade
 from gateway.routes.inspection import Body, body_of, gathered, in_large_pieces, plain, screened
 from gateway.routes.services import Services
 from gateway.sse import ScrubbedErrors
+from gateway.tensors.payload import JSON
 from gateway.tensors.sequence import Step, from_parameters
 from gateway.triton.complaints import Asked, scrubbed_event
 from gateway.triton.http import Answer
@@ -47,6 +49,7 @@ from gateway.triton.wire import Headers
 
 log = logging.getLogger(__name__)
 
+MEMORY = "/v2/(?:system|cuda)sharedmemory"
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 USUAL_LENGTH = 256
 GATHERED_BYTES = 64 * 1024
@@ -58,13 +61,14 @@ NO_NAMES = {"model": "", "version": "", "path": ""}
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to the paths that match: passed for who has the right, or refused."""
+    """What happens to the paths that match: passed for who has the right, answered here, or refused."""
 
     path: re.Pattern[str]
     methods: frozenset[str]
     right: Right = Right.infer
     of_all: bool = False  # it concerns every model
     refusal: str = ""
+    answer: bytes | None = None  # the gateway's own, in place of Triton's
     health: bool = False
     inference: bool = False  # counts against the limits
     tensors: bool = False  # its body says what shapes they have
@@ -85,7 +89,10 @@ RULES = (
     rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
     rule("/v2/health/live", "GET HEAD", health=True),
     rule("/v2", "GET HEAD"),
-    rule("/v2/(system|cuda)sharedmemory(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
+    # Many clients look, and clean up, before they do anything else. Nothing is ever registered.
+    rule(f"{MEMORY}(/region/[^/]+)?/status", "GET HEAD", answer=b"[]"),
+    rule(f"{MEMORY}(/region/[^/]+)?/unregister", "POST", answer=b""),
+    rule(f"{MEMORY}(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
     rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
     rule(
         f"{MODEL}/trace/setting",
@@ -115,6 +122,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             admit_to_all(scope, rule.right)
         else:
             admit(scope, rule.right, names["model"], names["version"], rule.unknown)
+        if rule.answer is not None:
+            return await send_own(Response(rule.answer, media_type=JSON), scope, receive, send)
         answer = await asked(services, scope, receive, rule, names)
         try:
             notes.model, notes.version = names["model"], names["version"]
@@ -142,13 +151,18 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return status
         if services.pool.knows(names["model"], names["version"]):
             notes.model, notes.version = names["model"], names["version"]
-        response = await render(Request(scope, receive), exc)
-        notes.bytes_out = len(response.body)
-        response.headers["x-request-id"] = scope["request_id"]
-        response.headers["x-content-type-options"] = "nosniff"
-        await response(scope, receive, send)
-        return response.status_code
+        return await send_own(await render(Request(scope, receive), exc), scope, receive, send)
     return status
+
+
+async def send_own(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
+    """Send an answer that is not Triton's, and return its status."""
+    notes: Notes = scope["notes"]
+    notes.bytes_out = len(response.body)
+    response.headers["x-request-id"] = scope["request_id"]
+    response.headers["x-content-type-options"] = "nosniff"
+    await response(scope, receive, send)
+    return response.status_code
 
 
 async def asked(

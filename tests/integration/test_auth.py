@@ -134,8 +134,9 @@ ROWS = (
     Row("GET", "/v2/models/{model}/trace/setting", MANAGEMENT),
     Row("GET", "/v2/logging", MANAGEMENT),
     Row("GET", "/v2/trace/setting", MANAGEMENT),
-    Row("GET", "/v2/systemsharedmemory/status", INFERENCE, 403),
-    Row("GET", "/v2/cudasharedmemory/status", INFERENCE, 403),
+    Row("GET", "/v2/systemsharedmemory/status", INFERENCE),
+    Row("POST", "/v2/cudasharedmemory/unregister", INFERENCE),
+    Row("POST", "/v2/systemsharedmemory/region/any/register", INFERENCE, 403),
     Row("GET", "/v2/nothing", INFERENCE, 404),
 )  # fmt: skip
 # A key of no use for inference is told that there is nothing, or that it is shut, like any other.

@@ -177,6 +177,17 @@ def test_trace_endpoint_test(client: triton_http.InferenceServerClient) -> None:
         assert "Request for unknown model : does-not-exist" in caught.value.message()
 
 
+def test_reuse_infer_objects_client(client: triton_http.InferenceServerClient) -> None:
+    """But for the inferences with shared memory, which is refused through the gateway."""
+    client.unregister_system_shared_memory()
+    client.unregister_cuda_shared_memory()
+    assert client.get_system_shared_memory_status() == []
+    assert client.get_cuda_shared_memory_status() == []
+    for inputs in (tensors(FIRST, SECOND, "INT32"),) * 2:  # the very same objects
+        assert_sum_and_difference(client.infer("simple", inputs, outputs=outputs()))
+    client.unregister_system_shared_memory()
+
+
 @pytest.mark.parametrize("path", ["", "/config", "/versions/1", "/trace/setting", "/stats"])
 def test_a_model_that_is_not_loaded_is_not_called_unknown(gateway: httpx.Client, path: str) -> None:
     answer = gateway.get(f"/v2/models/never_loaded{path}")

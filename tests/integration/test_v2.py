@@ -297,18 +297,30 @@ def test_tritons_own_client_sees_no_difference(doors: Doors, kind: str) -> None:
 
 
 def test_tritons_own_client_is_told_why_shared_memory_is_refused(doors: Doors) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("get_system_shared_memory_status", {}),
-        ("get_cuda_shared_memory_status", {"region_name": "mine"}),
-        ("register_system_shared_memory", {"name": "mine", "key": "/mine", "byte_size": 4}),
-        ("unregister_system_shared_memory", {}),
-        ("unregister_cuda_shared_memory", {"name": "mine"}),
-    ]
     with triton_http.InferenceServerClient(f"127.0.0.1:{doors.gateway}") as client:
-        for name, arguments in calls:
-            with pytest.raises(InferenceServerException, match="shared memory cannot") as caught:
-                getattr(client, name)(**arguments)
-            assert caught.value.status() == "403"
+        with pytest.raises(InferenceServerException, match="shared memory cannot") as caught:
+            client.register_system_shared_memory("mine", "/mine", 4)
+        assert caught.value.status() == "403"
+        with pytest.raises(InferenceServerException, match="shared memory cannot") as caught:
+            client.register_cuda_shared_memory("mine", b"handle", 0, 4)
+        assert caught.value.status() == "403"
+
+
+def test_shared_memory_is_listed_as_empty_and_unregistered_as_by_triton(doors: Doors) -> None:
+    for kind in ("system", "cuda"):
+        base = f"/v2/{kind}sharedmemory"
+        for method, path in (
+            ("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/mine/unregister"),
+        ):  # fmt: skip
+            direct, got = doors.both(method, base + path)
+            assert got.content == direct.content
+            assert got.header("content-length") == direct.header("content-length")
+        region = ask(doors.gateway, "GET", f"{base}/region/mine/status")
+        assert (region.status, region.body) == (200, b"[]")
+        for method, path in (("POST", "/status"), ("GET", "/unregister")):
+            direct, got = doors.both(method, base + path)
+            assert got.status == direct.status
+            assert_error(got, 405, "METHOD_NOT_ALLOWED")
 
 
 # Bytes.
@@ -530,13 +542,27 @@ SPELLINGS = [
 PLAIN = [
     f"/v2/{kind}sharedmemory{rest}"
     for kind in ("system", "cuda")
-    for rest in ("", "/", "/status", "/region/mine/status", "/region/mine/register", "/unregister")
+    for rest in ("", "/", "/region/mine", "/region/mine/register", "/region//status", "/register")
+] + [
+    "http://somewhere/v2/systemsharedmemory/region/mine/register",
+    "/v2/systemsharedmemory/region/mine/register?a=b",
+]
+# What the gateway answers itself.
+OWN = [
+    f"/v2/{kind}sharedmemory{rest}"
+    for kind in ("system", "cuda")
+    for rest in ("/status", "/region/mine/status", "/unregister", "/region/mine/unregister?a=b")
 ] + ["http://somewhere/v2/systemsharedmemory/status", "/v2/systemsharedmemory/status?a=b"]
 
 
-def test_shared_memory_is_refused_however_it_is_spelled(faked: tuple[Fake, int]) -> None:
+def test_shared_memory_never_reaches_triton_however_it_is_spelled(
+    faked: tuple[Fake, int],
+) -> None:
     fake, gateway = faked
     with Wire(gateway) as wire:
+        for target in OWN:
+            method = "POST" if "unregister" in target else "GET"
+            assert wire.ask(method, target, [], b"{}" * (method == "POST")).status == 200
         for target in PLAIN:
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
                 sentence = assert_error(wire.ask(method, target), 403, "FORBIDDEN")
