@@ -66,6 +66,7 @@ ROUTERS = (
     repository.router,
     health.router,
     metrics_page.router,
+    page.root,
     page.router,
 )
 HANDLED = (HTTPException, RequestValidationError, MemoryError, Exception)

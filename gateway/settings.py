@@ -247,7 +247,8 @@ class Settings(BaseSettings):
     )
     page: bool = Field(
         True,
-        description="Whether / shows the page with the fleet, a form for every model and live numbers.",
+        description="Whether / shows browsers the page with the fleet, a form for every model and live "
+        "numbers.",
     )
     otlp_endpoint: str = Field(
         "",

@@ -334,11 +334,14 @@ class Pool:
         """`ModelNotReady` in place of `UnknownModel` for what is in the repository and not loaded: Triton
         has the same words for both. Any other error as it is."""
         model, version = asked[:2]
-        if isinstance(error, UnknownModel) and self.knows(model):
-            ready = any(replica.index.ready(model) for replica in self.replicas.values())
-            if not ready or self.knows(model, version):
-                return ModelNotReady(model, version)
-        return error
+        if not isinstance(error, UnknownModel) or not self.knows(model):
+            return error
+        is_unloaded = not self.is_ready(model) or self.knows(model, version)
+        return ModelNotReady(model, version) if is_unloaded else error
+
+    def is_ready(self, model: str, version: str = "") -> bool:
+        """Whether at least one replica can serve it."""
+        return any(replica.index.ready(model, version) for replica in self.replicas.values())
 
     # And asked.
 

@@ -99,6 +99,7 @@ DESCRIBED = {
     "type": "object",
     "properties": {
         "name": TEXT,
+        "ready": {"type": "boolean", "description": "At least one replica can serve it."},
         "versions": {"type": "array", "items": TEXT},
         "platform": TEXT,
         "max_batch_size": {"type": "integer", "minimum": 0},
@@ -109,7 +110,8 @@ DESCRIBED = {
         "python": {"type": "string", "description": "The same in Python."},
     },
     "required": [
-        "name", "versions", "platform", "max_batch_size", "decoupled", "inputs", "outputs", "curl", "python",
+        "name", "ready", "versions", "platform", "max_batch_size", "decoupled", "inputs", "outputs",
+        "curl", "python",
     ],
 }  # fmt: skip
 DOCUMENT = {
@@ -248,7 +250,7 @@ async def model(
     notes.model, notes.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
     return {
-        **described(signature),
+        **described(signature, ready=services.pool.is_ready(signature.model, signature.version)),
         "curl": examples.curl(signature, base_url),
         "python": examples.python(signature, base_url),
     }
@@ -272,9 +274,10 @@ async def openapi(services: ServicesForInference, model: str, version: str = "")
     return schema.openapi(signature, keyed=services.access.keyed)
 
 
-def described(signature: Signature) -> dict[str, Any]:
+def described(signature: Signature, *, ready: bool) -> dict[str, Any]:
     return {
         "name": signature.model,
+        "ready": ready,
         "versions": list(signature.versions),
         "platform": signature.platform,
         "max_batch_size": signature.max_batch_size,

@@ -1,4 +1,4 @@
-"""`/`: the fleet, a form for every model and live numbers, in a browser.
+"""`/`: for a browser the fleet, a form for every model and live numbers; for programs, that it is alive.
 
 The files of `gateway/static/` are public; what the page shows comes from the API, with the key that its
 user typed.
@@ -14,9 +14,13 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from gateway.errors import NotFound
+from gateway.routes.services import ServicesForAll
+from gateway.tensors.outputs import preferences
+from gateway.tensors.payload import JSON
 from gateway.words import quoted
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False)  # the page's files
+root = APIRouter(include_in_schema=False)
 
 TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -63,11 +67,20 @@ def assets(folder: Path) -> dict[str, Asset]:
 
 
 ASSETS: Final = assets(Path(__file__).parents[1] / "static")
+HTML: Final = "text/html"
+ALIVE: Final = b'{"status":"alive"}'
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
-async def page(request: Request) -> Response:
-    return answered(request, ASSETS["index.html"])
+@root.api_route("/", methods=["GET", "HEAD"])
+async def index(request: Request, services: ServicesForAll) -> Response:
+    """Return the page if it is switched on and `Accept` names HTML, as a browser's does; otherwise what
+    KServe answers here."""
+    if services.settings.page and HTML in preferences(request.headers.get("accept", "")):
+        response = answered(request, ASSETS["index.html"])
+    else:
+        response = Response(ALIVE, headers={"Cache-Control": CACHED}, media_type=JSON)
+    response.headers["Vary"] = "Accept"
+    return response
 
 
 @router.api_route("/static/{name:path}", methods=["GET", "HEAD"])

@@ -53,6 +53,7 @@ def test_the_python_of_a_model_works_as_pasted(zoo: Zoo, desk: Path, model: str)
 def test_a_signature_in_readable_form(zoo: Zoo) -> None:
     description = zoo.client.get(zoo.path("optional", "")).json()
     assert description["name"] == zoo.names.model("optional")
+    assert description["ready"] is True
     assert description["versions"] == ["1"]
     assert description["max_batch_size"] == 8
     assert description["inputs"] == [
@@ -63,7 +64,7 @@ def test_a_signature_in_readable_form(zoo: Zoo) -> None:
     image = zoo.client.get(zoo.path("nchw", "")).json()["inputs"][0]["image"]
     assert image == {"mode": "RGB", "layout": "NCHW", "height": 6, "width": 4}
     assert_error(zoo.client.get("/v1/models/nobody"), 404, "MODEL_NOT_FOUND", "nobody")
-    assert zoo.client.get(zoo.path("pair", "/versions/1")).status_code == 200
+    assert zoo.client.get(zoo.path("pair", "/versions/1")).json()["ready"] is True
 
 
 def test_the_api_description_of_a_model_has_its_own_schema(zoo: Zoo) -> None:

@@ -50,9 +50,11 @@ TYPED: tuple[tuple[str, list[int], str], ...] = (
 
 # What is served.
 
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
 
 def test_the_page_and_all_that_it_names_are_served_by_the_gateway(demo: httpx.Client) -> None:
-    page = demo.get("/")
+    page = demo.get("/", headers=BROWSER)
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
@@ -67,20 +69,23 @@ def test_the_page_and_all_that_it_names_are_served_by_the_gateway(demo: httpx.Cl
 
 @pytest.mark.parametrize("path", ["/", "/static/page.css"])
 def test_what_a_browser_has_is_not_sent_again(demo: httpx.Client, path: str) -> None:
-    first = demo.get(path)
+    first = demo.get(path, headers=BROWSER)
     assert first.headers["cache-control"] == "no-cache"
-    again = demo.get(path, headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
+    again = demo.get(
+        path, headers={**BROWSER, "If-None-Match": f'"other", W/{first.headers["etag"]}'}
+    )
     assert again.status_code == 304
     assert not again.content
     assert again.headers["etag"] == first.headers["etag"]
-    assert demo.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
-    head = demo.head(path)
+    other = demo.get(path, headers={**BROWSER, "If-None-Match": '"other"'})
+    assert other.status_code == 200
+    head = demo.head(path, headers=BROWSER)
     assert head.status_code == 200
     assert head.headers["content-length"] == first.headers["content-length"]
 
 
 def test_nothing_inline_runs_and_nothing_foreign_is_loaded(demo: httpx.Client) -> None:
-    headers = demo.get("/").headers
+    headers = demo.get("/", headers=BROWSER).headers
     policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
@@ -99,9 +104,22 @@ def test_only_the_pages_own_files_are_served(demo: httpx.Client, name: str) -> N
     assert answer.json()["code"] == "NOT_FOUND"
 
 
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html;q=0, */*", "text/*"])
+def test_a_program_is_told_that_the_server_is_alive(demo: httpx.Client, accept: str) -> None:
+    answer = demo.get("/", headers={"Accept": accept})
+    assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+    assert answer.headers["content-type"] == "application/json"
+    page = demo.get("/", headers=BROWSER)
+    assert answer.headers["vary"] == page.headers["vary"] == "Accept"
+    not_modified = demo.get("/", headers={"Accept": accept, "If-None-Match": page.headers["etag"]})
+    assert not_modified.json() == {"status": "alive"}
+
+
 def test_it_can_be_switched_off() -> None:
     with gateway_before("http://127.0.0.1:1", page="false") as client:
-        assert client.get("/").status_code == 404
+        for headers in ({}, BROWSER):
+            answer = client.get("/", headers=headers)
+            assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
         assert client.get("/static/main.js").status_code == 404
         assert client.get("/livez").status_code == 200
 
