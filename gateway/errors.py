@@ -33,6 +33,7 @@ class GatewayError(HTTPException):
     code: ClassVar[str] = "INTERNAL"
     retry_after_s: ClassVar[int | None] = None
     report: Mapping[str, Any] | None = None  # management tells what came of it on each replica
+    is_event: bool = False  # Triton answered it as the first event of a stream
 
     def __init__(self, sentence: str, *, headers: dict[str, str] | None = None) -> None:
         headers = headers or {}
@@ -334,7 +335,7 @@ async def render(request: Request, exc: Exception) -> Response:
         status, code = 500, "INTERNAL"
         sentence = "the gateway failed; its log has the reason under this request id"
     headers = getattr(exc, "headers", None)
-    report = getattr(exc, "report", None)
-    return Response(
-        body_of(sentence, code, request_id, report), status, headers, "application/json"
-    )
+    body = body_of(sentence, code, request_id, getattr(exc, "report", None))
+    if getattr(exc, "is_event", False):
+        return Response(b"data: %b\n\n" % body, status, headers, "text/event-stream")
+    return Response(body, status, headers, "application/json")

@@ -27,4 +27,6 @@ async def complained(answer: Answer, asked: Asked) -> GatewayError:
             body += chunk
     finally:
         answer.close()
-    return complaint(answer.status, bytes(body), asked)
+    error = complaint(answer.status, bytes(body), asked)
+    error.is_event = answer.is_event_stream
+    return error

@@ -499,6 +499,28 @@ def test_an_error_after_events_tells_nothing_of_the_inside(doors: Doors) -> None
     assert_tells_nothing_of_the_inside(bad["error"])
 
 
+def test_a_stream_whose_first_answer_is_an_error_stays_a_stream(doors: Doors) -> None:
+    """As Triton's own: an error's status, and the error as an event."""
+    direct, got = doors.both("POST", "/v2/models/failing/generate_stream", [], b'{"X": 1}')
+    assert direct.body.startswith(b'data: {"error":')
+    assert direct.body.endswith(b"\n\n")
+    assert got.header("content-type") == direct.header("content-type")
+    assert (direct.status, got.status) == (400, 500)  # a model's fault is no fault of the request
+    event = json.loads(got.body.removeprefix(b"data: "))
+    assert got.body == b"data: %b\n\n" % body_of(event["error"], event["code"], event["request_id"])
+    assert event["code"] == "MODEL_FAULT"
+    assert event["request_id"] == got.header("x-request-id")
+    assert "boom 1.0" in event["error"]
+    assert_tells_nothing_of_the_inside(event["error"])
+    # What is refused before there is a stream is JSON in Triton, too.
+    for target, body in (
+        ("/v2/models/nobody/generate_stream", b"{}"),
+        ("/v2/models/failing/generate_stream", b'{"Z": 1}'),
+    ):
+        direct, got = doors.both("POST", target, [], body)
+        assert got.header("content-type") == direct.header("content-type") == "application/json"
+
+
 def test_who_leaves_a_stream_closes_its_request_to_triton(doors: Doors) -> None:
     with gateway_before(doors.url) as client:
         process = process_listening_at(port_of(client))
@@ -617,7 +639,6 @@ def test_an_error_means_the_same_whichever_way_the_model_was_asked(doors: Doors)
     table: list[tuple[str, Headers, bytes, int, str, str]] = [
         ("failing/infer", [], one, 500, "MODEL_FAULT", "boom 1.0"),
         ("failing/generate", [], b'{"X": 1}', 500, "MODEL_FAULT", "boom 1.0"),
-        ("failing/generate_stream", [], b'{"X": 1}', 500, "MODEL_FAULT", "boom 1.0"),
         ("pair/versions/9/infer", [], PAIR_JSON, 404, "MODEL_NOT_FOUND", "version 9"),
         ("pair/versions/9/generate", [], b"{}", 404, "MODEL_NOT_FOUND", "version 9"),
         ("pair/versions/9/config", [], b"", 404, "MODEL_NOT_FOUND", "version 9"),
