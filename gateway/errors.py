@@ -173,6 +173,18 @@ class UnsupportedBody(GatewayError):
         super().__init__(sentence)
 
 
+class UnsupportedEncoding(GatewayError):
+    """The body is compressed in a way that is not taken (RFC 9110, section 15.5.16)."""
+
+    status, code = UnsupportedBody.status, UnsupportedBody.code
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(
+            f"Content-Encoding {quoted(encoding)} is not supported; send gzip, deflate or identity",
+            headers={"Accept-Encoding": "gzip, deflate"},
+        )
+
+
 class DoesNotFit(GatewayError):
     """Well-formed, but not what the model's metadata asks for."""
 

@@ -14,7 +14,7 @@ from fastapi import Request
 from pydantic import BaseModel, Field
 
 from gateway.decoding.decoders import Decoders
-from gateway.errors import BodyTooLarge, Malformed, UnsupportedBody
+from gateway.errors import BodyTooLarge, Malformed, UnsupportedEncoding
 from gateway.memory import Charge
 from gateway.tensors import schema
 from gateway.tensors.media_type import media_type
@@ -106,7 +106,7 @@ async def body_of(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     if declared.isdigit() and int(declared) > max_bytes:
         raise BodyTooLarge(max_bytes)
     if encoding not in ("identity", "", *WINDOWS):
-        raise UnsupportedBody(f"Content-Encoding {encoding}", ("gzip", "deflate", "identity"))
+        raise UnsupportedEncoding(encoding)
     chunks: AsyncIterator[bytes] = request.stream()
     if encoding in WINDOWS:
         chunks = inflated(chunks, WINDOWS[encoding])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from gateway.errors import Malformed, UnsupportedBody
+from gateway.errors import Malformed, UnsupportedEncoding
 from gateway.routes.bodies import WINDOWS
 from gateway.tensors.sequence import Step, from_headers
 from gateway.triton.wire import Headers
@@ -68,7 +68,7 @@ class Wishes(NamedTuple):
 
 
 def sent_on(headers: Headers) -> tuple[Headers, Wishes]:
-    """The headers for Triton, and what they say. Raises `Malformed` or `UnsupportedBody`."""
+    """The headers for Triton, and what they say. Raises `Malformed` or `UnsupportedEncoding`."""
     kept: Headers = []
     special: Headers = NOTHING
     length: int | None = None
@@ -124,13 +124,13 @@ def wishes_in(special: Headers, length: int | None) -> Wishes:
 
 
 def described_by(headers: Headers) -> tuple[str, int | None]:
-    """How the body is compressed, and how much of it is JSON. Raises `Malformed` or `UnsupportedBody`."""
+    """How the body is compressed, and how much of it is JSON. Raises `Malformed` or `UnsupportedEncoding`."""
     found = dict(headers)
     if len(found) < len(headers):
         raise Malformed(f"the request has more than one {headers[-1][0].decode().title()}")
     encoding = found.get(b"content-encoding", b"").decode("latin-1").strip().lower()
     if encoding not in ("", "identity", *WINDOWS):
-        raise UnsupportedBody(f"Content-Encoding {encoding}", ("gzip", "deflate", "identity"))
+        raise UnsupportedEncoding(encoding)
     json_bytes = found.get(b"inference-header-content-length")
     if json_bytes is None:
         return encoding, None

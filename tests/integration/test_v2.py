@@ -671,6 +671,28 @@ def test_a_body_over_the_limit_is_413_whether_its_length_is_told_or_not(limited:
             assert "1000000 bytes" in assert_error(got, 413, "TOO_LARGE")
 
 
+TAKING_BODIES = [
+    "/v2/models/pair/infer", "/v2/models/pair/versions/1/infer", "/v2/models/pair/generate",
+    "/v2/models/ticking/generate_stream", "/v2/logging", "/v2/trace/setting",
+    "/v2/models/pair/trace/setting", "/v2/repository/index", "/v2/repository/models/pair/load",
+    "/v2/repository/models/pair/unload",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, br"])
+def test_a_body_that_is_compressed_as_triton_does_not_know_is_415(
+    doors: Doors, encoding: str
+) -> None:
+    with Wire(doors.gateway) as wire:
+        for target in TAKING_BODIES:
+            for body in (PAIR_JSON, SLICES):
+                got = wire.ask("POST", target, [("Content-Encoding", encoding)], body)
+                sentence = assert_error(got, 415, "UNSUPPORTED_BODY")
+                assert f"Content-Encoding '{encoding}'" in sentence
+                assert got.header("accept-encoding") == "gzip, deflate"
+        assert wire.ask("GET", "/v2/models/pair/ready").status == 200  # nothing was unloaded
+
+
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,
     "deflate": zlib.compress,
