@@ -36,11 +36,13 @@ JOIN_UNDER_BYTES: Final = 64 * 1024
 ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 Pairs = list[tuple[bytes, bytes]]
 NOT_HTTP: Final = "this is not an HTTP/1.1 request"
+TWO_LENGTHS: Final = ("Content-Length", "Transfer-Encoding")  # RFC 9112, section 6.1
 HEAD_END: Final = b"\r\n\r\n"
 # Of the fields that say how a request is read there is one at most.
 # What changes how a request is read; its length is httptools' business, which is strict about it.
 NOTED: Final = frozenset((b"host", b"transfer-encoding", b"expect"))
 FRAMING: Final = frozenset((b"content-length", b"transfer-encoding"))
+PERSISTENT: Final = ("1.1", "1.0")  # the latter where the client asks for it
 HOST: Final = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\da-fA-Fv.:]+\])(?::\d*)?[ \t]*", re.ASCII)
 WHOLE_BYTES: Final = 2048  # a read as small as this is parsed at once, pipelined or not
 LEAST_PIECE_BYTES: Final = 64
@@ -50,6 +52,13 @@ RESERVED_S: Final = 1.0
 LINGER_S: Final = 1.0
 NOT_TAKEN: Final = "answer_not_taken"
 AT_ONCE: Final = pack("ii", 1, 0)  # for SO_LINGER: on, and for no time
+
+
+def describe(exc: Exception) -> str:
+    """Return the sentence for an error of the parser."""
+    if all(name in str(exc) for name in TWO_LENGTHS):
+        return f"{NOT_HTTP}: it has both {' and '.join(TWO_LENGTHS)}"
+    return NOT_HTTP
 
 
 class Protocol(asyncio.Protocol):
@@ -288,7 +297,7 @@ class Protocol(asyncio.Protocol):
         url = httptools.parse_url(self._url)
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")
-        keep_alive = version == "1.1" and parser.should_keep_alive()
+        keep_alive = version in PERSISTENT and parser.should_keep_alive()
         if self._reserved:
             if raw_path not in HEALTH_PATHS:
                 raise TooManyConnections
@@ -483,8 +492,8 @@ class Protocol(asyncio.Protocol):
     # How a request is read.
 
     def _fail(self, exc: Exception) -> None:
-        told = exc.__context__  # what a callback raised
-        self.refuse(told if isinstance(told, GatewayError) else Malformed(NOT_HTTP))
+        raised = exc.__context__  # by a callback
+        self.refuse(raised if isinstance(raised, GatewayError) else Malformed(describe(exc)))
 
     def _feed_in_pieces(self, data: bytes) -> None:
         """Few headers in each, so that hardly more requests are begun than may wait."""

@@ -171,30 +171,41 @@ class Exchange:
         self.status = status
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         count = 1
-        close = not self.keep_alive
+        says_close = False
         for name, value in headers:
             if name == b"content-length":
                 self._left = int(value)
             elif name == b"connection" and b"close" in value.lower():
-                close, self.keep_alive = False, False
+                says_close, self.keep_alive = True, False
             lines += (name, b": ", value, b"\r\n")
             count += 1
-        if close:
-            lines.append(b"connection: close\r\n")
-            count += 1
-        if self._scope["method"] == "HEAD" or status in WITHOUT_BODY:
-            self._left = -1
-        elif self._left is None:
-            self._chunked = self._scope["http_version"] == "1.1"
-            if self._chunked:
-                lines.append(b"transfer-encoding: chunked\r\n")
-                count += 1
-            else:
-                self.keep_alive = False
+        added = self._frame(status, says_close=says_close)
+        lines += added
+        count += len(added)
         lines.append(b"\r\n")
         self._head = head = b"".join(lines)
         if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
             self._cut("a header of the answer holds a line's end")
+
+    def _frame(self, status: int, *, says_close: bool) -> list[bytes]:
+        """Choose how the body's end is told, and whether the connection stays; return the header lines
+        that say so beside the application's own."""
+        version = self._scope["http_version"]
+        if self._scope["method"] == "HEAD" or status in WITHOUT_BODY:
+            self._left = -1
+        elif self._left is None:
+            self._chunked = version == "1.1"
+            self.keep_alive = (
+                self.keep_alive and self._chunked
+            )  # or the connection's end is the body's
+        added = []
+        if not self.keep_alive and not says_close:
+            added.append(b"connection: close\r\n")
+        elif self.keep_alive and version == "1.0":
+            added.append(b"connection: keep-alive\r\n")
+        if self._chunked:
+            added.append(b"transfer-encoding: chunked\r\n")
+        return added
 
     def _send_body(self, body: bytes, more: bool) -> None:
         if self.complete or not self.started:

@@ -182,7 +182,6 @@ TELLINGS = {
     "HTTP/1.0 that would stay": Telling(
         b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
         Asked(version="1.0", headers=((b"connection", b"keep-alive"),)),
-        stays=False,
     ),
     "an upgrade that the connection is not asked for": Telling(
         b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n",
@@ -474,6 +473,7 @@ def test_a_method_is_passed_as_it_is(stage: Stage, method: str) -> None:
 # Answers on the wire.
 
 OLD_GET = b"GET / HTTP/1.0\r\n\r\n"
+OLD_GET_THAT_STAYS = b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n"  # as `ab -k` sends it
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -504,6 +504,21 @@ ANSWERS = {
         GET,
         [start((b"x-a", b"b"), (b"x-a", b"\xe9"), (b"x-empty", b""), length(0)), last()],
         OK + b"x-a: b\r\nx-a: \xe9\r\nx-empty: \r\ncontent-length: 0\r\n\r\n",
+    ),
+    "HTTP/1.0 that stays": (
+        OLD_GET_THAT_STAYS,
+        [start(length(5)), last(b"hello")],
+        OK + b"content-length: 5\r\nconnection: keep-alive\r\n\r\nhello",
+    ),
+    "HTTP/1.0 that stays, HEAD": (
+        OLD_GET_THAT_STAYS.replace(b"GET", b"HEAD"),
+        [start(length(5)), last()],
+        OK + b"content-length: 5\r\nconnection: keep-alive\r\n\r\n",
+    ),
+    "HTTP/1.0 that stays, 304": (
+        OLD_GET_THAT_STAYS,
+        [start(status=304), last()],
+        b"HTTP/1.1 304 Not Modified\r\nconnection: keep-alive\r\n\r\n",
     ),
     "HEAD": (HEAD, [start(length(5)), last(b"hello")], OK + b"content-length: 5\r\n\r\n"),
     "HEAD, knowing that it is": (
@@ -553,8 +568,8 @@ LAST_ANSWERS = {
         [start(), part(b"he"), part(), last(b"llo")],
         OK + b"connection: close\r\n\r\nhello",
     ),
-    "HTTP/1.0 that would stay": (
-        b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+    "HTTP/1.0 that would stay, without a length": (
+        OLD_GET_THAT_STAYS,
         [start(), last(b"hello")],
         OK + b"connection: close\r\n\r\nhello",
     ),
@@ -562,6 +577,11 @@ LAST_ANSWERS = {
         b"HEAD / HTTP/1.0\r\n\r\n",
         [start(length(5)), last()],
         OK + b"content-length: 5\r\nconnection: close\r\n\r\n",
+    ),
+    "HTTP/1.0 that would stay, and the application closes": (
+        OLD_GET_THAT_STAYS,
+        [start((b"connection", b"close"), length(5)), last(b"hello")],
+        OK + b"connection: close\r\ncontent-length: 5\r\n\r\nhello",
     ),
     "the client closes": (
         b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
@@ -1133,6 +1153,14 @@ def test_garbage_behind_good_requests_ends_the_connection_after_their_answers(
             assert answer.status == 200
             assert answer.header(b"connection") == (b"close" if number == good else b"")
         assert client.rest() == b""
+
+
+@pytest.mark.parametrize("name", ["a length and chunks", "chunks and a length"])
+def test_a_length_beside_chunks_is_named(stage: Stage, name: str) -> None:
+    with stage.client() as client:
+        client.say(GARBAGE[name])
+        expected = f"{NOT_HTTP}: it has both Content-Length and Transfer-Encoding"
+        assert client.answer().error == expected
 
 
 BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (
