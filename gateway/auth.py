@@ -6,6 +6,8 @@ A request is looked at once, before anything else; what it may do is asked where
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -23,6 +25,7 @@ from gateway.words import quoted
 
 LOOK_EVERY_S: Final = 0.5
 BEARER: Final = b"bearer"
+BASIC: Final = b"basic"
 # Asked by what watches and what draws pages, neither of which has a key.
 OPEN: Final = frozenset(
     ("/", "/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
@@ -41,6 +44,7 @@ OF_A_PROXY: Final = re.compile(
 )
 # What a browser says of the gateway's own page, and of an address that a person typed.
 OWN_PAGE: Final = frozenset((b"same-origin", b"none"))
+OF_BROWSERS: Final = frozenset((b"origin", b"sec-fetch-site"))
 OF_A_PAGE: Final = "a web page of another origin sent it"
 NEEDED: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
 
@@ -98,12 +102,18 @@ def is_open(path: str) -> bool:
     return path in OPEN or path.startswith(OPEN_BELOW)
 
 
-def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key that comes with a request. Raises `Unauthenticated` for none, and for two that differ."""
+def presented(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The key that comes with a request. Raises `Unauthenticated` for none, and for two that differ.
+
+    Basic credentials count where there is no other key: they may be a proxy's.
+    """
     key: bytes | None = None
+    basic: list[bytes] = []
     for name, value in headers:
         if name == b"authorization":
             scheme, _, shown = value.partition(b" ")
+            if scheme.lower() == BASIC:
+                basic.append(shown)
             if scheme.lower() != BEARER:
                 continue  # somebody else's business
         elif name == b"x-api-key":
@@ -114,9 +124,25 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         if key is not None and shown != key:
             raise Unauthenticated("the request has two different keys")
         key = shown
+    if key is None and len(basic) == 1 and not is_from_browser(headers):
+        key = read_password(basic[0])
     if not key:
         raise Unauthenticated("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY")
     return key
+
+
+def read_password(credentials: bytes) -> bytes:
+    """Return the password of Basic credentials (RFC 7617); empty for what are none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether a browser sent it: Basic credentials that it knows go with the requests of every
+    page, as cookies do."""
+    return any(name in OF_BROWSERS for name, _ in headers)
 
 
 def admit(

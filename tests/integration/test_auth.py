@@ -16,9 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+import tritonclient.http as triton_http
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tritonclient.http.auth import BasicAuth
+from tritonclient.utils import InferenceServerException
 
 from gateway.app import ROUTERS, create_app
 from gateway.auth import OPEN, OPEN_BELOW
@@ -243,6 +246,34 @@ def test_a_key_comes_in_either_header(client: httpx.Client) -> None:
     assert ask(port_of(client), "GET", "/v1/models", spaced).status == 200
 
 
+def basic(password: str, user: str = "anybody") -> str:
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+
+
+def test_the_password_of_basic_credentials_is_a_key(client: httpx.Client) -> None:
+    """As tritonclient's plugin sends it; the user's name plays no part."""
+    with triton_http.InferenceServerClient(f"127.0.0.1:{port_of(client)}") as triton:
+        triton.register_plugin(BasicAuth("anybody", INFER))
+        assert triton.get_model_metadata("text_core")["name"] == "text_core"
+        triton.unregister_plugin()
+        triton.register_plugin(BasicAuth(INFER, "anything"))
+        with pytest.raises(InferenceServerException, match="the key is not known"):
+            triton.get_model_metadata("text_core")
+    for shown in (basic(INFER, ""), basic(INFER).replace("Basic ", "basic  ")):
+        headers = {"Authorization": shown}
+        assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
+def test_basic_credentials_of_a_browser_are_no_key(client: httpx.Client, header: str) -> None:
+    """A browser would send them for the page of another origin as well."""
+    value = "https://evil.example" if header == "Origin" else "cross-site"
+    headers = {"Authorization": basic(ADMIN), header: value}
+    refused = client.post("/v2/repository/index", headers=headers)
+    assert_refused(refused, 401, "UNAUTHENTICATED")
+    assert client.get("/v1/models", headers=bearer(INFER) | {header: value}).status_code == 200
+
+
 def test_what_is_no_key_of_anybodys_is_401(client: httpx.Client) -> None:
     port = port_of(client)
     bad: list[list[tuple[str, str]]] = [
@@ -260,6 +291,11 @@ def test_what_is_no_key_of_anybodys_is_401(client: httpx.Client) -> None:
         [("Authorization", "Bearer ")],
         [("Authorization", INFER)],
         [("Authorization", f"Basic {INFER}")],
+        [("Authorization", basic(INFER + "x"))],
+        [("Authorization", basic(f"{INFER}:"))],
+        [("Authorization", basic(INFER).rstrip("=")[:-1])],
+        [("Authorization", basic(INFER)), ("Authorization", basic(ADMIN))],
+        [("Authorization", basic(INFER)), ("X-API-Key", "")],
         [("Authorization", f"Bearer {INFER} {INFER}")],
         [("Proxy-Authorization", f"Bearer {INFER}")],
         [("X_API_Key", INFER)],
@@ -722,6 +758,7 @@ def test_without_keys_administration_is_for_who_is_here_and_speaks_for_nobody_el
 TRICKS: list[list[tuple[str, str]]] = [
     [("X-API-Key", INFER)],
     [("Authorization", f"Bearer {INFER}")],
+    [("Authorization", basic(INFER)), ("Connection", "authorization")],
     [("X-API-Key", INFER), ("Connection", "x-api-key")],
     [("X-API-Key", INFER), ("Connection", "keep-alive, X-API-Key")],
     [("Authorization", f"Bearer {INFER}"), ("Connection", "authorization")],
@@ -753,6 +790,7 @@ def test_no_key_reaches_triton_or_a_log_line_or_a_metric(tmp_path: Path) -> None
         assert len(seen) >= 4 * len(TRICKS)
         for request in seen:
             assert b"secret" not in request
+            assert basic(INFER).encode().lower() not in request
             assert b"x-api-key" not in request
             assert b"authorization" not in request
         page = client.get("/metrics", headers=bearer(METRICS)).text

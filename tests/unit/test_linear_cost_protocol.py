@@ -212,6 +212,10 @@ PARSERS = (
     Parser("… against other patterns", globs, of("abc")),
     Parser("a version", names.normalized_version, of("0")),
     Parser("a key", lambda value: auth.presented([(b"authorization", value)]), of(b" ", b"Bearer")),
+    Parser(
+        "… as a password", lambda value: auth.presented([(b"authorization", value)]),
+        of(b"OjpB", b"Basic "),
+    ),
     Parser("an origin", lambda text: auth.is_loopback(auth.host_of(text)), of(":", "http://[")),
     Parser("… of dots", lambda text: auth.is_loopback(auth.host_of(text)), of("1.", "http://")),
     Parser("… of names", auth.host_of, of("@[", "http://")),
