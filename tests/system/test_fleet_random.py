@@ -343,6 +343,7 @@ def run(folder: Path, seed: int, steps: int) -> None:
     )
 
 
+@pytest.mark.timeout(3600)
 def test_a_fleet_of_two_gateways_comes_to_rest_whatever_happens(tmp_path: Path) -> None:
     """Takes long: a few random disturbances, and each time the fleet comes to rest."""
     run(tmp_path, int(SEED or 1), int(STEPS or 5))
