@@ -32,10 +32,11 @@ from gateway.context import Notes
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 DECODE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 CLIENT_LEFT: Final = 499
-CLASSES: Final = {
-    status: str(CLIENT_LEFT) if status == CLIENT_LEFT else f"{status // 100}xx"
+# The labels `status`, a class, and `code`, the exact status of a failure.
+STATUS_LABELS: Final = {
+    status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
-}
+} | {CLIENT_LEFT: (str(CLIENT_LEFT), "")}
 SHED: Final = ("queue_full", "rate", "memory")  # the reasons
 REFUSED: Final = (
     "malformed_request",
@@ -70,7 +71,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.views = CollectorRegistry()
         self.in_flight = {PASSED: 0, FRAMED: 0}
-        self._pending: dict[tuple[str, str, str, str], Pending] = {}
+        self._pending: dict[tuple[str, str, str, tuple[str, str]], Pending] = {}
         self._dropped_lines = 0
         self.attempts_seen: Counts[tuple[str, str]] = Counts()
 
@@ -83,7 +84,7 @@ class Metrics:
         self.duration = histogram(
             "gateway_request_duration_seconds",
             "Time from a request's arrival to its answer's end.",
-            (*kind, "status"),
+            (*kind, "status", "code"),
             buckets=BUCKETS,
         )
         self.upstream = counter(
@@ -183,7 +184,7 @@ class Metrics:
     # On the way of every request: plain numbers.
 
     def observe(self, notes: Notes, status: int, duration_s: float) -> None:
-        key = (notes.route, notes.model, notes.version, CLASSES[status])
+        key = (notes.route, notes.model, notes.version, STATUS_LABELS[status])
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = Pending()
@@ -203,8 +204,8 @@ class Metrics:
     def flush(self) -> None:
         """Pass on what was counted since the last time."""
         waiting, self._pending = self._pending, {}
-        for (route, model, number, status), pending in waiting.items():
-            histogram = self.duration.labels(route, model, number, status)
+        for (route, model, number, (status, code)), pending in waiting.items():
+            histogram = self.duration.labels(route, model, number, status, code)
             for bucket, count in zip(histogram._buckets, pending.counts, strict=True):
                 bucket.inc(count)
             histogram._sum.inc(pending.seconds)

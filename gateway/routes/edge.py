@@ -77,7 +77,6 @@ class Edge:
             if caller.requests_per_second is not None and scope["path"] not in UNCOUNTED:
                 await services.rates.count(caller.name, caller.requests_per_second)
             if way is PASSED:
-                notes.route = PASSED
                 status = await pass_through(services, scope, receive, send)
             else:
                 status = await self._framed(scope, receive, send, notes)

@@ -56,7 +56,7 @@ GATHERED_BYTES = 64 * 1024
 NAMES_A_SEQUENCE = b'"sequence_id"'
 MOST_STEP_BYTES = 128 * 1024  # of the JSON that is parsed to find it
 OF_THE_FLEET = frozenset((b"/v2/models", b"/v2/health/ready"))
-NO_NAMES = {"model": "", "version": "", "path": ""}
+NO_NAMES = {"model": "", "version": "", "path": "", "route": ""}
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
     notes: Notes = scope["notes"]
     try:
         rule, names = look_up(scope["raw_path"].decode("latin-1"), scope["method"])
+        notes.route = names["route"]
         if rule.of_all:
             admit_to_all(scope, rule.right)
         else:
@@ -259,11 +260,12 @@ def found(path: str, method: str) -> tuple[Rule, dict[str, str]]:
 
 
 def names_in(match: re.Match[str]) -> dict[str, str]:
-    """Model and version as they stand in the path, and the path with the version as Triton writes it.
+    """Return model and version as they stand in the path, the path with the version as Triton writes it, and
+    the route: the path with placeholders for model and version.
 
     Raises `UnknownModel`.
     """
-    names = NO_NAMES | match.groupdict("")
+    names = NO_NAMES | match.groupdict("") | {"route": route_template(match)}
     if not names["version"]:
         return names
     version = normalized_version(names["version"])
@@ -273,6 +275,17 @@ def names_in(match: re.Match[str]) -> dict[str, str]:
         start, end = match.span("version")
         names["path"] = f"{match.string[:start]}{version}{match.string[end:]}"
     return names | {"version": version}
+
+
+def route_template(match: re.Match[str]) -> str:
+    """Return the path with `{model}` and `{version}` for what the client chose. The rest of a path that a
+    rule lets through is fixed by the rule, so that there are few of these: they become label values."""
+    route = match.string
+    for name in ("version", "model"):  # from the right, so that the spans stay valid
+        if match.groupdict().get(name) is not None:
+            start, end = match.span(name)
+            route = f"{route[:start]}{{{name}}}{route[end:]}"
+    return route
 
 
 usual = lru_cache(1024)(found)

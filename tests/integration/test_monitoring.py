@@ -26,6 +26,7 @@ RULE_TESTS = ("rules_test.yml", "alerts_test.yml")
 # What enumerations of labels may say.
 VALUES = {
     ("gateway_request_duration_seconds", "status"): {"2xx", "3xx", "4xx", "5xx", "499"},
+    ("gateway_request_duration_seconds", "code"): {"500", "502", "503", "504"},
     ("gateway_upstream_attempts", "outcome"): {"answered", "refused", "bad_answer", "deadline"},
     ("gateway_replica_state", "state"): {"up", "ejected", "slow", "down"},
     ("gateway_replica_models", "state"): {"READY", "UNAVAILABLE", "LOADING", "UNLOADING"},

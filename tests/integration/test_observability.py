@@ -79,16 +79,41 @@ def test_a_request_is_counted_once_with_its_bytes_and_its_time(client: httpx.Cli
 
 
 def test_what_passes_through_is_counted_by_model_version_and_status(client: httpx.Client) -> None:
-    def counted(**labels: str) -> float:
-        return total(client, "gateway_request_duration_seconds_count", route="/v2", **labels)
+    def counted(route: str, status: str, model: str = "", version: str = "") -> float:
+        kind = {"route": route, "model": model, "version": version, "status": status}
+        return total(client, "gateway_request_duration_seconds_count", **kind)
 
+    assert not counted("/v2", "2xx")
     for _ in range(3):
         assert client.get("/v2/models/core").status_code == 200
-        assert client.get("/v2/models/core/versions/1").status_code == 200
+        assert client.get("/v2/models/core/versions/01").status_code == 200
         assert client.post("/v2/models/core/infer", content=b"{").status_code == 400
-    assert counted(model="core", version="", status="2xx") == 3
-    assert counted(model="core", version="1", status="2xx") == 3
-    assert counted(model="core", version="", status="4xx") == 3
+        assert client.get("/v2/health/ready").status_code == 200
+        assert client.get("/v2/models/stats").status_code == 200
+        assert client.get("/v2").status_code == 200
+    assert counted("/v2/models/{model}", "2xx", "core") == 3
+    assert counted("/v2/models/{model}/versions/{version}", "2xx", "core", "1") == 3
+    assert counted("/v2/models/{model}/infer", "4xx", "core") == 3
+    assert counted("/v2/health/ready", "2xx") == 3
+    assert counted("/v2/models/stats", "2xx") == 3
+    assert counted("/v2", "2xx") == 3
+
+
+def test_failures_are_told_apart_by_their_status(client: httpx.Client) -> None:
+    def failed(code: str) -> float:
+        route = "/v2/models/{model}/infer"
+        kind = {"route": route, "status": "5xx", "code": code}
+        return total(client, "gateway_request_duration_seconds_count", **kind)
+
+    text = "The ship left the harbour at dawn. " * 40
+    tensor = {"name": "TEXT", "shape": [32, 1], "datatype": "BYTES", "data": [text] * 32}
+    brief = {"X-Request-Timeout": "0.001"}
+    before = failed("504")
+    answer = client.post("/v2/models/text_ensemble/infer", json={"inputs": [tensor]}, headers=brief)
+    assert answer.status_code == 504
+    assert failed("504") == before + 1
+    assert not failed("")
+    assert not total(client, "gateway_request_duration_seconds_count", status="2xx", code="504")
 
 
 def test_unknown_names_add_no_series(client: httpx.Client) -> None:
@@ -100,6 +125,9 @@ def test_unknown_names_add_no_series(client: httpx.Client) -> None:
         client.post(f"/v1/models/nobody{number}/infer", content=b"x", headers=TEXT)
         client.get(f"/v2/models/core/versions/{number + 2}")
         client.get(f"/nowhere/{number}")
+        client.get(f"/v2/nowhere/{number}")
+        client.get(f"/v2/systemsharedmemory/region/nobody{number}/status")
+        client.delete(f"/v2/models/nobody{number}/infer")
 
     strange(0)
     strange(1)

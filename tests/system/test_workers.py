@@ -39,7 +39,7 @@ def requests(url: str) -> float:
         for line in get(f"{url}/metrics").text.splitlines()
         if line.startswith("gateway_request_duration_seconds_count")
     ]
-    return sum(float(line.split()[-1]) for line in samples if 'route="/v2"' in line)
+    return sum(float(line.split()[-1]) for line in samples if 'route="/v2/health/live"' in line)
 
 
 def test_the_metrics_of_the_workers_add_up(pair: tuple[Command, str]) -> None:
