@@ -17,6 +17,7 @@ from typing import Final
 
 from starlette.types import Scope
 
+from gateway.context import ManagementCall
 from gateway.errors import Forbidden, Unauthenticated, UnknownModel
 from gateway.keys import Caller, KeysFile, Right, Role
 from gateway.names import is_model_name, normalized_version
@@ -37,6 +38,7 @@ ANYBODY: Final = Caller("", rights=KEYLESS)
 NO_ADMINISTRATOR: Final = Caller("", rights=KEYLESS)
 NOBODY: Final = Caller("", models=())
 ROOT: Final = 0
+READING: Final = ("GET", "HEAD")
 # What proxies and content networks say of the client they ask for.
 OF_A_PROXY: Final = re.compile(
     rb"forwarded|via|cdn-loop|x-(?:forwarded|original|envoy|appengine|azure)-.*|x-amzn-trace-id|"
@@ -154,7 +156,10 @@ def admit(
 ) -> None:
     """Raises `Forbidden` for what the caller may not do, `unknown` for what it does not see, and for
     what is no name of a model or no version: another server on the way could take it for another path."""
-    caller: Caller = scope["notes"].caller
+    notes = scope["notes"]
+    caller: Caller = notes.caller
+    if right is Right.manage and scope["method"] not in READING:
+        notes.managed = ManagementCall(model)
     if right not in caller.rights:
         why = why_not_local(scope) if caller is ANYBODY else ""
         if why or caller is not ANYBODY:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gateway.keys import Caller
     from gateway.memory import Charge
     from gateway.tracing import Trace
+
+
+@dataclass
+class ManagementCall:
+    """An administrative call, for the audit log: what it names, whether or not it exists."""
+
+    model: str = ""
+    parameters: tuple[str, ...] = ()  # the names of those that the body holds
+    operation: str = ""  # that goes on after the answer
 
 
 class Notes:
@@ -21,6 +31,7 @@ class Notes:
         "caller",
         "charge",
         "key",
+        "managed",
         "model",
         "replica",
         "request_id",
@@ -45,6 +56,7 @@ class Notes:
         self.bytes_in = 0  # of the request's body
         self.bytes_out = 0
         self.key = ""  # the name of the caller's key
+        self.managed: ManagementCall | None = None
         self.trace: Trace | None = None
         self.charge: Charge | None = None  # the memory that the request holds
 

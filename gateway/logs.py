@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import orjson
 
+from gateway import audit
 from gateway.context import current
 from gateway.linewriter import LineWriter, missing
 from gateway.settings import LogFormat, Settings
@@ -99,6 +100,7 @@ def configure(settings: Settings) -> LineWriter:
         logger.handlers.clear()
         logger.propagate = True
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
+    audit.log.setLevel(audit.LEVEL)
     return handler.writer
 
 

@@ -13,12 +13,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 from urllib.parse import quote
 
 import anyio
 import orjson
 
+from gateway import audit
 from gateway.errors import (
     BadUpstream,
     Conflict,
@@ -99,6 +101,10 @@ class Report:
     load: bool
     replicas: int
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def action(self) -> str:
+        return "load" if self.load else "unload"
 
     @property
     def failed(self) -> dict[str, GatewayError]:
@@ -241,12 +247,13 @@ class Repository:
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> Report:
         """Load it on every replica. Raises what the report means when that is not everywhere."""
-        return await self._whole(self._load(model, parameters, Report(model, True, 0)))
+        report = Report(model, True, 0)
+        return await self._whole(report, self._load(model, parameters, report))
 
     async def unload(self, model: str, unload_dependents: bool, sees: Sees = everything) -> Report:
         """Unload it from every replica. Raises as `load` does, and names no model that is not seen."""
         report = Report(model, False, 0)
-        return await self._whole(self._unload(model, unload_dependents, report, sees))
+        return await self._whole(report, self._unload(model, unload_dependents, report, sees))
 
     async def begin(
         self, model: str, load: bool, parameters: Mapping[str, Any], sees: Sees = everything
@@ -276,6 +283,7 @@ class Repository:
             if len(report.outcomes) > told:
                 told = len(report.outcomes)
                 await self._store.record(operation, progress(operation, report, "running"))
+        audit.log_result(report.action, report.model, task, operation)
         error = task.exception()
         if error is None:
             document = progress(operation, report, "succeeded")
@@ -285,9 +293,14 @@ class Repository:
             raise error
         await self._store.record(operation, document)
 
-    async def _whole(self, work: Coroutine[Any, Any, Report]) -> Report:
+    async def _whole(self, report: Report, work: Coroutine[Any, Any, Report]) -> Report:
         """A caller who leaves does not leave a model loaded on half of the fleet."""
-        return await asyncio.shield(self._spawn(work))
+        task = self._spawn(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(audit.log_result, report.action, report.model))
+            raise
 
     async def _load(self, model: str, parameters: Mapping[str, Any], report: Report) -> Report:
         async with self._turn(model):
@@ -680,8 +693,7 @@ def progress(
     operation: str, report: Report, state: str, error: GatewayError | None = None
 ) -> dict[str, Any]:
     """What `GET /v1/operations/{id}` answers."""
-    action = "load" if report.load else "unload"
-    document = {"id": operation, "action": action, **report.document(), "operation": state}
+    document = {"id": operation, "action": report.action, **report.document(), "operation": state}
     if error is not None:
         document |= {"error": error.detail, "code": error.code}
     return document

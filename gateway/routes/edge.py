@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway import audit
 from gateway.context import Notes, current
 from gateway.errors import Forbidden, GatewayError, Unauthenticated, render
 from gateway.metrics import CLIENT_LEFT, FRAMED, PASSED
@@ -90,8 +91,7 @@ class Edge:
             in_flight[way] -= 1
             duration_s = perf_counter() - began
             services.metrics.observe(notes, status, duration_s)
-            if log.isEnabledFor(logging.INFO):
-                tell(scope, notes, status, duration_s)
+            tell(scope, notes, status, duration_s)
             if notes.trace is not None:
                 end_trace(notes.trace, scope, notes, status)
 
@@ -141,8 +141,16 @@ async def refused(scope: Scope, receive: Receive, send: Send, exc: GatewayError)
     return response.status_code
 
 
+def client_of(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else ""
+
+
 def tell(scope: Scope, notes: Notes, status: int, duration_s: float) -> None:
-    """The request's line in the log."""
+    """Write the request's line in the log, and that of an administrative call in the audit log."""
+    if notes.managed is not None:
+        audit.log_call(notes, scope["method"], scope["path"], client_of(scope), status)
+    if not log.isEnabledFor(logging.INFO):
+        return
     log.info(
         "%s %s %d",
         scope["method"],
@@ -160,7 +168,7 @@ def tell(scope: Scope, notes: Notes, status: int, duration_s: float) -> None:
             "bytes_out": notes.bytes_out,
             "key": notes.key,
             "trace_id": notes.trace.trace_id if notes.trace is not None else "",
-            "client": scope["client"][0] if scope.get("client") else "",
+            "client": client_of(scope),
         },
     )
 

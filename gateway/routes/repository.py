@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from gateway.context import Notes
 from gateway.errors import Forbidden, Malformed, NotFound
 from gateway.fleet.index import READY, merged
 from gateway.fleet.repository import merged_detail
@@ -228,6 +229,11 @@ async def changed(request: Request, services: Services, model: str, *, load: boo
     limit = services.settings.max_body_bytes if uploads else MAX_BYTES
     document = document_of(await read_body(request, services, limit))
     parameters: dict[str, Any] = document.get("parameters", {})
+    notes: Notes = request.scope["notes"]
+    if services.pool.knows(model):
+        notes.model = model
+    if notes.managed is not None:
+        notes.managed.parameters = tuple(parameters)
     check_parameters(parameters, uploads=uploads)
     if parameters.get(DEPENDENTS) and not caller.sees_all:
         raise Forbidden(
@@ -235,6 +241,8 @@ async def changed(request: Request, services: Services, model: str, *, load: boo
         )
     if ASYNC in request.headers.get("prefer", "").lower():
         begun = await services.repository.begin(model, load, parameters, caller.sees)
+        if notes.managed is not None:
+            notes.managed.operation = begun
         headers = {"Location": f"/v1/operations/{begun}", "Preference-Applied": ASYNC}
         body = orjson.dumps({"id": begun, "model": model, "operation": "running"})
         return Response(body, 202, headers, JSON)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
+from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
@@ -231,6 +234,137 @@ def test_tritons_reason_is_in_the_log_in_full_under_the_request_id(
     assert "Triton answered" in str(reason["message"])
     assert "in ensemble 'ensemble'" in str(reason["message"])
     assert "in ensemble" not in refused.text
+
+
+def test_the_access_line_of_a_load_names_the_model(fresh: tuple[httpx.Client, Command]) -> None:
+    client, command = fresh
+    for model, named in (("text_core", "text_core"), ("nobody", "")):
+        headers = {"X-Request-ID": f"load-{model}"}
+        client.post(f"/v2/repository/models/{model}/load", headers=headers)
+        line = logged(command, headers["X-Request-ID"])[-1]
+        assert (line["route"], line["model"]) == ("/v2/repository/models/{model}/load", named)
+
+
+@pytest.fixture(scope="module")
+def audited(
+    demo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, Command]]:
+    """A gateway with keys that logs nothing but errors."""
+    keys = written(tmp_path_factory.mktemp("audit") / "keys.yaml", ENTRIES)
+    settings = {"keys_file": str(keys), "log_format": "json", "log_level": "error"}
+    with gateway(demo_triton.options.url, **settings) as pair:
+        yield pair
+
+
+def audit_lines(command: Command, request_id: str, count: int = 1) -> list[dict[str, Any]]:
+    """All lines of a request, which has so many."""
+    wait_until(lambda: sum(request_id in line for line in list(command.lines)) >= count)
+    lines = [json.loads(line) for line in list(command.lines) if request_id in line]
+    assert len(lines) == count
+    assert {(line["logger"], line["level"]) for line in lines} == {("gateway.audit", "info")}
+    return lines
+
+
+LOAD = "/v2/repository/models/{}/load"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "told"),
+    [
+        (LOAD.format("text_core"), {}, ADMIN, 200, ("text_core", "admin", "succeeded", [])),
+        (LOAD.format("text_core"), {}, INFER, 403, ("text_core", "infer", "denied", [])),
+        (LOAD.format("core"), {}, TEXTS_ADMIN, 404, ("core", "texts-admin", "failed", [])),
+        (LOAD.format("nobody"), {}, ADMIN, 404, ("nobody", "admin", "failed", [])),
+        (
+            LOAD.format("core"),
+            {"parameters": {"config": "{}", "file:1/model.py": "code"}},
+            ADMIN,
+            403,
+            ("core", "admin", "denied", ["config", "file:1/model.py"]),
+        ),
+        (
+            "/v2/repository/models/text_core/unload",
+            {},
+            ADMIN,
+            409,
+            ("text_core", "admin", "failed", []),
+        ),
+        ("/v2/logging", {}, ADMIN, 200, ("", "admin", "succeeded", [])),
+        ("/v2/trace/setting", {}, INFER, 403, ("", "infer", "denied", [])),
+        ("/v2/models/core/trace/setting", {}, ADMIN, 200, ("core", "admin", "succeeded", [])),
+    ],
+)
+def test_an_administrative_call_is_in_the_audit_log_at_every_level(
+    audited: tuple[httpx.Client, Command],
+    path: str,
+    body: dict[str, Any],
+    key: str,
+    status: int,
+    told: tuple[str, str, str, list[str]],
+) -> None:
+    client, command = audited
+    name = f"audit-{path}-{key}-{len(body)}."
+    headers = {"X-Request-ID": name, **bearer(key)}
+    assert client.post(path, json=body, headers=headers).status_code == status
+    (line,) = audit_lines(command, name)
+    assert (line["model"], line["key"], line["outcome"], line["parameters"]) == told
+    assert line["status"] == status
+    assert line["client"] == "127.0.0.1"
+    assert "code" not in line["message"]
+
+
+def test_what_goes_on_after_its_answer_has_its_result_in_the_audit_log(
+    audited: tuple[httpx.Client, Command],
+) -> None:
+    client, command = audited
+    for model, outcome, code in (
+        ("text_core", "succeeded", None),
+        ("nobody", "failed", "MODEL_NOT_FOUND"),
+    ):
+        headers = {"X-Request-ID": f"later-{model}.", "Prefer": "respond-async", **bearer(ADMIN)}
+        answer = client.post(LOAD.format(model), headers=headers)
+        assert answer.status_code == 202
+        accepted, ended = sorted(
+            audit_lines(command, f"later-{model}.", 2), key=lambda line: "status" not in line
+        )
+        assert accepted["outcome"] == "accepted"
+        assert accepted["operation"] == ended["operation"] == answer.json()["id"]
+        assert (ended["model"], ended["key"], ended["outcome"]) == (model, "admin", outcome)
+        assert ended.get("code") == code
+
+
+def test_a_load_whose_client_disconnects_has_its_result_in_the_audit_log(
+    audited: tuple[httpx.Client, Command],
+) -> None:
+    client, command = audited
+    address = client.base_url.host, client.base_url.port or 80
+    for (
+        number
+    ) in itertools.count():  # until the answer was not quicker than the end of the connection
+        name = f"disconnects-{number}."
+        head = f"POST {LOAD.format('text_core')} HTTP/1.1\r\nHost: x\r\nX-Request-ID: {name}\r\n"
+        with socket.create_connection(address, TIMEOUT_S) as connection:
+            connection.sendall(f"{head}X-API-Key: {ADMIN}\r\nContent-Length: 0\r\n\r\n".encode())
+        wait_until(lambda name=name: name in command.output)  # type: ignore[misc]
+        if "client disconnected" in command.output:
+            break
+    left, ended = audit_lines(command, name, 2)
+    assert (left["status"], left["model"]) == (499, "text_core")
+    assert (ended["outcome"], ended["model"], ended["key"]) == ("succeeded", "text_core", "admin")
+
+
+def test_what_changes_nothing_is_not_in_the_audit_log(
+    audited: tuple[httpx.Client, Command],
+) -> None:
+    client, command = audited
+    headers = {"X-Request-ID": "reading-1", **bearer(ADMIN)}
+    for path in ("/v2/logging", "/v2/trace/setting", "/v1/models", "/v1/replicas"):
+        assert client.get(path, headers=headers).status_code == 200
+    assert client.post("/v2/repository/index", headers=headers).status_code == 200
+    last = {"X-Request-ID": "reading-2", **bearer(ADMIN)}
+    assert client.post("/v2/logging", json={}, headers=last).status_code == 200
+    audit_lines(command, "reading-2")
+    assert not [line for line in command.lines if "reading-1" in line]
 
 
 def test_nothing_that_a_client_writes_ends_a_line(
