@@ -21,10 +21,14 @@ PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_i
 
 
 class WithRequestId(logging.Filter):
+    """Adds the request's id to a record, and those of its trace where there is one."""
+
     def filter(self, record: logging.LogRecord) -> bool:
+        notes = current.get()
         if not getattr(record, "request_id", ""):
-            notes = current.get()
             record.request_id = notes.request_id if notes is not None else ""
+        if notes is not None and notes.trace is not None:
+            record.trace_id, record.span_id = notes.trace.trace_id, notes.trace.span_id
         return True
 
 

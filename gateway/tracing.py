@@ -22,6 +22,10 @@ TRACEPARENT: Final = b"traceparent"
 TRACESTATE: Final = b"tracestate"
 TRACE_CONTEXT: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
 FAULT: Final = 500
+CLIENT_ERROR: Final = 400  # an error for whoever asked, and so for a client's span
+# What is asked every few seconds by what watches: no trace is made of it.
+PROBES: Final = frozenset(("/livez", "/readyz", "/metrics"))
+PROBES_BELOW: Final = "/v2/health/"
 FLUSH_S: Final = 2.0
 Headers = list[tuple[bytes, bytes]]
 
@@ -32,6 +36,10 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
         if name == b"x-request-id" and SANE.fullmatch(value):
             return value.decode()
     return f"{random.getrandbits(128):032x}"
+
+
+def is_probe(path: str) -> bool:
+    return path in PROBES or path.startswith(PROBES_BELOW)
 
 
 class BadTracing(Failure):
@@ -93,9 +101,14 @@ class Trace:
     def trace_id(self) -> str:
         return f"{self._span.get_span_context().trace_id:032x}"
 
+    @property
+    def span_id(self) -> str:
+        """Of the server's span."""
+        return f"{self._span.get_span_context().span_id:016x}"
+
     @contextmanager
     def step(self, name: str, *, client: bool = False, **attributes: str | int) -> Iterator[Step]:
-        """A step of the work; what it raises is noted."""
+        """A step of the work; what it raises is noted. `__` in an attribute's name is a dot."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
 
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
@@ -105,6 +118,7 @@ class Trace:
         try:
             yield Step(span)
         except BaseException as exc:
+            span.set_attribute("error.type", type(exc).__qualname__)
             span.set_status(Status(StatusCode.ERROR, type(exc).__name__))
             raise
         finally:
@@ -117,6 +131,7 @@ class Trace:
         self._span.set_attribute("http.response.status_code", status)
         self._span.set_attributes({key: value for key, value in attributes.items() if value != ""})
         if status >= FAULT:
+            self._span.set_attribute("error.type", str(status))
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
 
@@ -129,6 +144,15 @@ class Step:
 
     def note(self, name: str, value: str | int) -> None:
         self._span.set_attribute(name, value)
+
+    def answered(self, status: int) -> None:
+        """Set the status of a replica's answer; from 400 on it is an error of this step."""
+        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
+
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= CLIENT_ERROR:
+            self._span.set_attribute("error.type", str(status))
+            self._span.set_status(Status(StatusCode.ERROR))
 
     def carried(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
         """The headers for whoever is asked: with this span as the parent, in place of the caller's."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Final, TypeVar
@@ -30,6 +30,7 @@ from gateway.fleet.index import index_of
 from gateway.fleet.replica import Address, Replica, Source, Wire
 from gateway.fleet.sequences import Sequences
 from gateway.metrics import Metrics
+from gateway.tracing import Step, Trace
 from gateway.triton.answers import complained, whole
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import NoGrpc
@@ -375,13 +376,13 @@ class Pool:
                 if notes is None or notes.trace is None:
                     answer = await replica.http.send(method, target, headers, body, timeout_s=try_s)
                 else:
-                    with notes.trace.step(
-                        "triton", client=True, server__address=replica.name
+                    with attempt_span(
+                        notes.trace, replica, replica.address.port, method.decode()
                     ) as step:
                         answer = await replica.http.send(
                             method, target, step.carried(headers), body, timeout_s=try_s
                         )
-                        step.note("http.response.status_code", answer.status)
+                        step.answered(answer.status)
                 took_s = self._attempted(replica, began, "answered", notes)
                 if answer.status < 400:
                     if len(self.replicas) > 1 or asked.sequence is not None:
@@ -555,8 +556,23 @@ def traced(notes: Notes | None, replica: Replica, headers: Headers) -> Iterator[
     if notes is None or notes.trace is None:
         yield headers
         return
-    with notes.trace.step("triton", client=True, server__address=replica.name) as step:
+    # ModelInfer and ModelStreamInfer are POSTs of HTTP/2.
+    with attempt_span(notes.trace, replica, replica.address.grpc_port, "POST") as step:
         yield step.carried(headers)
+
+
+def attempt_span(
+    trace: Trace, replica: Replica, port: int, method: str
+) -> AbstractContextManager[Step]:
+    """Return the client's span of an attempt on a replica."""
+    return trace.step(
+        "triton",
+        client=True,
+        http__request__method=method,
+        server__address=replica.address.host,
+        server__port=port,
+        triton__replica=replica.name,
+    )
 
 
 async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:

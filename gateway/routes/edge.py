@@ -18,7 +18,7 @@ from gateway.rates import UNCOUNTED, TooFast
 from gateway.routes.forwarding import NO_GUESSING
 from gateway.routes.services import Services
 from gateway.routes.v2 import is_passed, pass_through
-from gateway.tracing import Trace, request_id_of
+from gateway.tracing import Trace, is_probe, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Edge:
         current.set(notes)
         scope["request_id"] = notes.request_id
         scope["notes"] = notes
-        if services.tracer is not None:
+        if services.tracer is not None and not is_probe(scope["path"]):
             notes.trace = services.tracer.begin(scope["method"], scope["headers"])
         way = PASSED if is_passed(scope["raw_path"]) else FRAMED
         in_flight = services.metrics.in_flight
@@ -175,6 +175,7 @@ def tell(scope: Scope, notes: Notes, status: int, duration_s: float) -> None:
 
 def end_trace(trace: Trace, scope: Scope, notes: Notes, status: int) -> None:
     """By the semantic conventions of OpenTelemetry for HTTP; no path of a client's making is a name."""
+    host, port = scope.get("server") or ("", "")
     trace.end(
         f"{scope['method']} {notes.route}".rstrip(),
         status,
@@ -182,6 +183,10 @@ def end_trace(trace: Trace, scope: Scope, notes: Notes, status: int) -> None:
             "http.request.method": scope["method"],
             "http.route": notes.route,
             "url.path": scope["path"],
+            "url.scheme": scope["scheme"],
+            "server.address": host,
+            "server.port": port or "",
+            "client.address": client_of(scope),
             "triton.model": notes.model,
             "triton.version": notes.version,
             "triton.replica": notes.replica,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from gateway.triton.embedded import EmbeddedTriton
 from tests.support.fake_triton import Fake, fake_triton
-from tests.support.servers import ROOT, gateway
+from tests.support.servers import ROOT, Command, gateway
 from tests.support.trace_collector import Collector, collecting
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -32,12 +34,21 @@ def prompt_export() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def traced(demo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Collector]]:
+def traced_and_logged(
+    demo_triton: EmbeddedTriton,
+) -> Iterator[tuple[httpx.Client, Collector, Command]]:
     with (
         collecting() as collector,
         gateway(demo_triton.options.url, otlp_endpoint=collector.url, log_format="json") as pair,
     ):
-        yield pair[0], collector
+        yield pair[0], collector, pair[1]
+
+
+@pytest.fixture
+def traced(
+    traced_and_logged: tuple[httpx.Client, Collector, Command],
+) -> tuple[httpx.Client, Collector]:
+    return traced_and_logged[:2]
 
 
 def attributes(span: Span) -> dict[str, str | int]:
@@ -69,7 +80,9 @@ def test_a_request_is_a_span_of_the_callers_trace_with_its_steps_below(
     assert triton.end_time_unix_nano <= server.end_time_unix_nano
 
 
-def test_what_goes_over_grpc_is_a_step_as_well(traced: tuple[httpx.Client, Collector]) -> None:
+def test_what_goes_over_grpc_is_a_step_as_well(
+    traced: tuple[httpx.Client, Collector], demo_triton: EmbeddedTriton
+) -> None:
     client, collector = traced
     trace = "11" * 16
     answer = client.post(
@@ -85,7 +98,9 @@ def test_what_goes_over_grpc_is_a_step_as_well(traced: tuple[httpx.Client, Colle
     wait_until(lambda: len(collector.of(trace)) >= 2)
     spans = collector.of(trace)
     assert spans["triton"].parent_span_id == spans["POST /v1/models/{model}/infer"].span_id
-    assert attributes(spans["triton"])["server.address"]
+    told = attributes(spans["triton"])
+    assert told["server.address"] == "127.0.0.1"
+    assert told["server.port"] == demo_triton.options.grpc_port
 
 
 def test_a_request_without_a_trace_begins_one_and_failures_are_marked(
@@ -96,13 +111,91 @@ def test_a_request_without_a_trace_begins_one_and_failures_are_marked(
     assert client.get("/v2/models/nobody").status_code == 404
 
     def found() -> list[Span]:
-        return [span for span in collector.spans[before:] if span.name == "GET /v2"]
+        name = "GET /v2/models/{model}"
+        return [span for span in collector.spans[before:] if span.name == name]
 
     wait_until(found)
     (server,) = found()
     assert not server.parent_span_id
+    assert attributes(server)["http.route"] == "/v2/models/{model}"
     assert "nobody" in str(attributes(server)["url.path"])
     assert "triton.model" not in attributes(server)
+
+
+def test_spans_have_the_attributes_of_the_semantic_conventions(
+    traced: tuple[httpx.Client, Collector], demo_triton: EmbeddedTriton
+) -> None:
+    client, collector = traced
+    trace = "22" * 16
+    tensor = {"name": "image", "shape": [1, 1], "datatype": "BYTES", "data": ["no image"]}
+    answer = client.post(
+        "/v2/models/ensemble/versions/1/infer",
+        json={"inputs": [tensor]},
+        headers={"traceparent": f"00-{trace}-{PARENT}-01"},
+    )
+    assert answer.is_error
+    route = "/v2/models/{model}/versions/{version}/infer"
+    wait_until(lambda: len(collector.of(trace)) >= 2)
+    spans = collector.of(trace)
+    server, triton = attributes(spans[f"POST {route}"]), attributes(spans["triton"])
+    assert (server["http.route"], server["http.request.method"]) == (route, "POST")
+    assert (server["server.address"], server["server.port"]) == ("127.0.0.1", client.base_url.port)
+    assert (server["url.scheme"], server["client.address"]) == ("http", "127.0.0.1")
+    assert triton["http.request.method"] == "POST"
+    options = demo_triton.options
+    assert (triton["server.address"], triton["server.port"]) == ("127.0.0.1", options.http_port)
+    assert triton["triton.replica"] == options.address
+    assert triton["error.type"] == str(triton["http.response.status_code"])
+    assert spans["triton"].status.code == 2  # ERROR
+    assert ("error.type" in server) == (answer.status_code >= 500)
+
+
+def test_a_failure_has_its_type(traced: tuple[httpx.Client, Collector]) -> None:
+    client, collector = traced
+    trace = "33" * 16
+    text = "The ship left the harbour at dawn. " * 40
+    answer = client.post(
+        "/v1/models/text_ensemble/infer",
+        json={"inputs": [text] * 32},
+        headers={"X-Request-Timeout": "0.001", "traceparent": f"00-{trace}-{PARENT}-01"},
+    )
+    assert answer.status_code == 504
+    name = "POST /v1/models/{model}/infer"
+    wait_until(lambda: name in collector.of(trace))
+    assert attributes(collector.of(trace)[name])["error.type"] == "504"
+
+
+@pytest.mark.parametrize(
+    "path", ["/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"]
+)
+def test_probes_are_not_traced(traced: tuple[httpx.Client, Collector], path: str) -> None:
+    client, collector = traced
+    probe, after = secrets.token_hex(16), secrets.token_hex(16)
+    for trace, asked in ((probe, path), (after, "/v2")):
+        headers = {"traceparent": f"00-{trace}-{PARENT}-01"}
+        assert client.get(asked, headers=headers).status_code == 200
+    wait_until(lambda: "GET /v2" in collector.of(after))  # spans are sent in their order
+    assert not collector.of(probe)
+
+
+def test_a_warning_in_the_log_has_the_ids_of_its_trace(
+    traced_and_logged: tuple[httpx.Client, Collector, Command],
+) -> None:
+    client, collector, command = traced_and_logged
+    trace = "44" * 16
+    headers = {
+        "Content-Type": "image/png",
+        "X-Request-ID": "traced-1.",
+        "traceparent": f"00-{trace}-{PARENT}-01",
+    }
+    client.post("/v1/models/ensemble/infer", content=b"no image", headers=headers)
+    wait_until(lambda: sum("traced-1." in line for line in list(command.lines)) >= 2)
+    lines = [json.loads(line) for line in list(command.lines) if "traced-1." in line]
+    assert {line["level"] for line in lines} == {"warning", "info"}
+    name = "POST /v1/models/{model}/infer"
+    wait_until(lambda: name in collector.of(trace))
+    span = collector.of(trace)[name].span_id.hex()
+    assert {(line["trace_id"], line["span_id"]) for line in lines} == {(trace, span)}
 
 
 def test_triton_is_handed_the_trace_with_the_attempt_as_its_parent() -> None:
