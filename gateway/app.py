@@ -32,7 +32,7 @@ from gateway.fleet.models import Models
 from gateway.fleet.pool import Pool
 from gateway.fleet.replica import Source, Wire, source
 from gateway.fleet.repository import Repository, Terms
-from gateway.fleet.view import FleetView
+from gateway.fleet.view import FleetView, SourcesView, WatchedFile
 from gateway.keys import KeysFile
 from gateway.limits import Gate
 from gateway.memory import MemoryBudget, default_budget
@@ -192,6 +192,16 @@ def parts_of(settings: Settings) -> Parts:
     )
 
 
+def watched_files(parts: Parts) -> dict[str, WatchedFile]:
+    """Return the files of the settings that are read again when they change, by what they hold."""
+    files: dict[str, WatchedFile] = {}
+    if parts.keys is not None:
+        files["keys"] = parts.keys
+    if parts.file.path is not None:
+        files["models"] = parts.file
+    return files
+
+
 @asynccontextmanager
 async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
     """All that works while the application runs; what is opened last is closed first."""
@@ -211,6 +221,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
         repository = Repository(pool, models, parts.kept, parts.file, parts.terms)
         await stack.enter_async_context(repository)
         metrics.views.register(FleetView(pool, repository))
+        metrics.views.register(SourcesView(parts.kept, watched_files(parts)))
         decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
         gate = Gate(

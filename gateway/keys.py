@@ -188,6 +188,7 @@ class KeysFile:
     """The file, read again when it changes. A broken one leaves the last good one in force."""
 
     path: Path
+    is_valid: bool = True  # whether the keys in force are those of the file
     _keys: Mapping[bytes, Caller] = field(default_factory=dict, repr=False)
     _seen: tuple[int, ...] = ()
 
@@ -205,8 +206,10 @@ class KeysFile:
         try:
             self._keys = read(self.path)
         except BadKeysFile as exc:
+            self.is_valid = False
             log.error("the keys stay as they were: %s", exc)
         else:
+            self.is_valid = True
             log.warning("the keys file changed: %d keys are in force", len(self._keys))
 
     def owner(self, key: bytes) -> Caller | None:

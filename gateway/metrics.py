@@ -24,7 +24,7 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway.context import Notes
@@ -47,6 +47,9 @@ REFUSED: Final = (
     "answer_not_taken",
 )
 PASSED, FRAMED = "/v2", "/v1"  # through the gateway, or made here
+
+
+REPLACED: Final = "replaced-worker-"  # how a file for each begins
 
 
 class Pending:
@@ -224,11 +227,25 @@ class Metrics:
         For a thread: with many models it takes a while. `flush` before it, on the event loop.
         """
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        yield CounterMetricFamily(
+            "gateway_workers_replaced",
+            "Worker processes (serve --workers) that ended by themselves or hung, and were replaced.",
+            value=count_replaced_workers(Path(folder)) if folder else 0,
+        )
         if not folder:
             yield from self.registry.collect()
             return
         forget_the_dead(Path(folder))
         yield from MultiProcessCollector(None, folder).collect()  # type: ignore[no-untyped-call]
+
+
+def record_replaced_worker(folder: Path) -> None:
+    """Called by the supervisor of the workers, which has no metrics of its own: they share the folder."""
+    (folder / f"{REPLACED}{count_replaced_workers(folder)}").touch()
+
+
+def count_replaced_workers(folder: Path) -> int:
+    return sum(1 for _ in folder.glob(f"{REPLACED}*"))
 
 
 def forget_the_dead(folder: Path) -> None:

@@ -25,6 +25,7 @@ from uvicorn.supervisors import Multiprocess
 
 from gateway.exits import CLOSING_S, KERNEL_S
 from gateway.memory import MIN_BUDGET_BYTES, default_budget
+from gateway.metrics import record_replaced_worker
 from gateway.protocol.connection import Protocol
 from gateway.protocol.limits import Crowd, Limits
 from gateway.settings import Settings, load_certificate
@@ -135,6 +136,22 @@ class Workers(Multiprocess):
     """
 
     limit_s: float = math.inf  # for the workers' end
+    metrics_folder: Path | None = None
+
+    def keep_subprocess_alive(self) -> None:
+        """Replace workers that ended or hang, and log and count them."""
+        before = list(self.processes)
+        super().keep_subprocess_alive()
+        for gone, new in zip(before, self.processes, strict=True):
+            if new is not gone:
+                log.error(
+                    "the worker %s ended unexpectedly (%s): the worker %s replaces it",
+                    gone.pid,
+                    end_of_process(gone.exitcode),
+                    new.pid,
+                )
+                if self.metrics_folder is not None:
+                    record_replaced_worker(self.metrics_folder)
 
     def terminate_all(self) -> None:
         super().terminate_all()
@@ -149,6 +166,11 @@ class Workers(Multiprocess):
                 log.error("the worker %d did not end in time: it is killed", process.pid)
                 process.kill()
             process.join()
+
+
+def end_of_process(exitcode: int | None) -> str:
+    """Return how a process ended, in words."""
+    return f"signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"status {exitcode}"
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -244,5 +266,6 @@ def run_workers(
         )  # who comes before the first worker is up has to wait, no more
         on_ready()
         supervisor = Workers(config, sockets=[listening])
+        supervisor.metrics_folder = Path(folder)
         supervisor.limit_s = settings.drain_s + settings.shutdown_s + CLOSING_S + 2 * KERNEL_S
         supervisor.run()

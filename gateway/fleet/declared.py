@@ -98,6 +98,7 @@ class ModelsFile:
 
     path: Path | None
     models: Mapping[str, Declared] = field(default_factory=dict)
+    is_valid: bool = True  # whether `models` is what the file says now
     _seen: tuple[int, ...] = ()
 
     def open(self) -> None:
@@ -113,6 +114,7 @@ class ModelsFile:
         try:
             self._read()
         except (OSError, UnicodeDecodeError, BadModelsFile) as exc:
+            self.is_valid = False
             log.error("the models file %s stays as it was: %s", self.path, exc)
         return self.models != before
 
@@ -124,3 +126,6 @@ class ModelsFile:
             return  # a broken one is complained of once
         self._seen = seen
         self.models = declared_in(self.path.read_text())
+        if not self.is_valid:
+            log.warning("the models file %s is in force again", self.path)
+        self.is_valid = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -12,6 +13,7 @@ from gateway.fleet.health import State
 from gateway.fleet.index import RANKS
 from gateway.fleet.pool import Pool
 from gateway.fleet.repository import Repository
+from gateway.state.wishes import Store
 
 
 class FleetView(Collector):
@@ -83,3 +85,32 @@ class FleetView(Collector):
         for name in sorted(self._repository.declared):
             declared.add_metric([name], 1)
         yield from (count, declared, skew, behind)
+
+
+class WatchedFile(Protocol):
+    """A file that is read again when it changes; a broken one leaves the last good one in force."""
+
+    @property
+    def is_valid(self) -> bool: ...
+
+
+class SourcesView(Collector):
+    """Whether this process can use its state, and whether the files it was given are in force."""
+
+    def __init__(self, store: Store, files: Mapping[str, WatchedFile]) -> None:
+        self._store = store
+        self._files = files
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        state = GaugeMetricFamily(
+            "gateway_state_up", "1 if the state (GATEWAY_STATE) can be read and written."
+        )
+        state.add_metric([], float(self._store.is_available))
+        valid = GaugeMetricFamily(
+            "gateway_file_valid",
+            "1 if the file (keys, models) is in force, 0 while it is rejected and the last good one stays.",
+            labels=["file"],
+        )
+        for name, file in self._files.items():
+            valid.add_metric([name], float(file.is_valid))
+        yield from (state, valid)

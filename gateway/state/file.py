@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, unquote
 
 import orjson
 
+from gateway.errors import StateUnavailable
 from gateway.state.loads import Loads, begin, end, loads_of, new_token, owners, without_owners
 from gateway.state.wishes import (
     KEPT,
@@ -105,6 +106,9 @@ class File:
             ) from None
 
     async def wishes(self) -> Mapping[str, Wish]:
+        if KEPT in self._trouble:  # until somebody changes a model, nothing else would end it
+            with suppress(StateUnavailable):
+                await self._do(KEPT, self._try_to_write)
         return await self._do(READ, lambda: self._read().models)
 
     async def wish(self, model: str, wish: Wish | None) -> int:
@@ -162,6 +166,10 @@ class File:
     def windows(self) -> None:
         return None
 
+    @property
+    def is_available(self) -> bool:
+        return not self._trouble
+
     async def close(self) -> None:
         with suppress(asyncio.TimeoutError):  # of a disk that hangs
             await asyncio.wait_for(self._in_thread(self._let_go), LOCK_TIMEOUT_S)
@@ -185,6 +193,8 @@ class File:
         try:
             stamp = stamp_of(self._path.stat())
         except FileNotFoundError:
+            if not self._path.parent.is_dir():
+                raise  # a folder that is away is not a state without models
             self._forget()
             return Wishes()
         if self._seen is None or self._seen.stamp != stamp:
@@ -229,6 +239,12 @@ class File:
             path.unlink(missing_ok=True)
             os.close(descriptor)
         return descriptor is None
+
+    def _try_to_write(self) -> None:
+        probe = self._path.with_name(f"{self._path.name}.probe")
+        with locked(self._lock):
+            put(probe, b"")
+            probe.unlink()
 
     def _lead(self) -> bool:
         if self._leading is not None and not is_at(self._leadership, self._leading):

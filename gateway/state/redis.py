@@ -322,6 +322,10 @@ class Redis:
     def windows(self) -> RedisWindows:
         return self._windows
 
+    @property
+    def is_available(self) -> bool:
+        return not self._trouble
+
     async def close(self) -> None:
         """Another leads at once, and not only when the lease has lapsed."""
         if self._leading or self._has_loaded:

@@ -106,6 +106,10 @@ class Memory:
     def windows(self) -> None:
         return None
 
+    @property
+    def is_available(self) -> bool:
+        return True
+
     async def close(self) -> None:
         pass
 

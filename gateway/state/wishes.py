@@ -88,6 +88,10 @@ class Store(Protocol):
     def windows(self) -> Windows | None:
         """Where the requests to every process that shares this state are counted, if it can be there."""
 
+    @property
+    def is_available(self) -> bool:
+        """Whether the state could be read and kept when that was last tried."""
+
     async def close(self) -> None: ...
 
 
@@ -168,6 +172,12 @@ class Trouble:
     def __init__(self, place: str) -> None:
         self._place = place
         self._reasons: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._reasons)
+
+    def __contains__(self, action: str) -> bool:
+        return action in self._reasons
 
     def begins(self, action: str, reason: str) -> StateUnavailable:
         if self._reasons.get(action) != reason:

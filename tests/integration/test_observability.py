@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 
 from gateway.triton.embedded import EmbeddedTriton
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
+from tests.support.redis_server import redis_server
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
@@ -365,6 +367,67 @@ def test_what_changes_nothing_is_not_in_the_audit_log(
     assert client.post("/v2/logging", json={}, headers=last).status_code == 200
     audit_lines(command, "reading-2")
     assert not [line for line in command.lines if "reading-1" in line]
+
+
+def test_a_file_that_is_rejected_is_seen_until_a_good_one_is_there(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    keys, models = tmp_path / "keys.yaml", tmp_path / "models.yaml"
+    good = {"keys": written(keys, ENTRIES).read_text(), "models": "models: [core]\n"}
+    models.write_text(good["models"])
+    files = {"keys": keys, "models": models}
+    settings = {"keys_file": str(keys), "models_file": str(models)}
+    with gateway(demo_triton.options.url, **settings) as (client, command):
+        client.headers.update(bearer(ADMIN))
+
+        def is_valid(name: str) -> bool:
+            return bool(total(client, "gateway_file_valid", file=name))
+
+        assert is_valid("keys")
+        assert is_valid("models")
+        for name, sentence in (
+            ("keys", "the keys stay as they were"),
+            ("models", f"the models file {models} stays as it was"),
+        ):
+            files[name].write_text(f"{name}: 1\n")
+            wait_until(lambda name=name: not is_valid(name))  # type: ignore[misc]
+            assert "error" in command.wait_for(sentence)
+            assert client.get("/v1/models/core").status_code == 200  # as before
+            files[name].write_text(good[name])
+            wait_until(lambda name=name: is_valid(name))  # type: ignore[misc]
+
+
+def test_a_state_file_that_is_away_is_seen_until_it_is_back(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    folder, away = tmp_path / "state", tmp_path / "away"
+    with gateway(demo_triton.options.url, state=f"file://{folder}/state.json") as (client, command):
+        assert total(client, "gateway_state_up") == 1
+        folder.rename(away)
+        wait_until(lambda: total(client, "gateway_state_up") == 0)
+        command.wait_for("cannot be read: no such file or directory")
+        refused = client.post("/v2/repository/models/text_core/load")
+        assert (refused.status_code, refused.json()["code"]) == (503, "STATE_UNAVAILABLE")
+        command.wait_for("cannot be kept")
+        away.rename(folder)
+        # Nobody has to load a model for that.
+        wait_until(lambda: total(client, "gateway_state_up") == 1)
+
+
+def test_a_redis_that_is_away_is_seen_until_it_is_back(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    with (
+        redis_server(tmp_path) as server,
+        gateway(demo_triton.options.url, state=server.url()) as (client, command),
+    ):
+        wait_until(lambda: total(client, "gateway_state_up") == 1)
+        server.kill()
+        wait_until(lambda: total(client, "gateway_state_up") == 0)
+        command.wait_for("cannot be read")
+        server.start()
+        wait_until(lambda: total(client, "gateway_state_up") == 1)
+        command.wait_for("can be read again")
 
 
 def test_nothing_that_a_client_writes_ends_a_line(
