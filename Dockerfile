@@ -103,7 +103,8 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \
   CMD ["python3", "-I", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/v2/health/live', timeout=4)"]
 # The gateway says what is loaded; a model that cannot be is reported, and the others serve.
 CMD ["tritonserver", "--model-repository=/opt/triton_repo", "--model-control-mode=explicit", \
-     "--load-model=ensemble", "--load-model=text_ensemble", "--exit-on-error=false"]
+     "--load-model=ensemble", "--load-model=text_ensemble", "--exit-on-error=false", \
+     "--strict-readiness=false"]
 # Last in every image: they change with every commit, and what stands above them does not.
 ARG VERSION REVISION
 LABEL org.opencontainers.image.title="triton-gateway-triton" \

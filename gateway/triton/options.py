@@ -181,6 +181,8 @@ class Options:
             *poll,
             *(f"--load-model={model}" for model in self.load),
             f"--exit-on-error={str(self.exit_on_error).lower()}",
+            # Else Triton is not ready during every load, and after one that failed until it ends.
+            "--strict-readiness=false",
             "--model-config-name=embedded",
             f"--backend-directory={files.backends}",
             f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix}",

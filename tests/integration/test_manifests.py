@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
@@ -22,6 +23,7 @@ from deploy.monitoring import prometheusrule
 from gateway.fleet.declared import declared_in
 from gateway.keys import read
 from gateway.settings import Settings
+from gateway.triton.embedded import EmbeddedTriton
 from tests.support.manifests import (
     K8S,
     VARIANTS,
@@ -34,6 +36,7 @@ from tests.support.manifests import (
     tool,
 )
 from tests.support.servers import ROOT
+from tests.support.wait import TIMEOUT_S
 
 KUBERNETES = ("1.33", "1.35", "1.37")
 CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
@@ -178,6 +181,14 @@ def test_a_disruption_budget_lets_a_node_be_drained(made: Manifests) -> None:
         replicas = least.get(workload["metadata"]["name"], workload["spec"].get("replicas"))
         allowed = budget["spec"].get("maxUnavailable", 0)
         assert allowed or budget["spec"]["minAvailable"] < replicas
+
+
+def test_a_triton_that_is_not_ready_is_not_evicted_beside_another(made: Manifests) -> None:
+    budget = made.get("PodDisruptionBudget", TRITON)["spec"]
+    assert (budget["maxUnavailable"], budget["unhealthyPodEvictionPolicy"]) == (
+        1,
+        "IfHealthyBudget",
+    )
 
 
 def test_every_named_port_exists(made: Manifests) -> None:
@@ -474,6 +485,23 @@ def test_the_models_of_the_models_file_are_there_and_loaded_at_the_start(made: M
         assert (ROOT / "triton_repo" / name / "config.pbtxt").is_file()
     words = " ".join(made.pod(TRITON)["containers"][0]["args"])
     assert re.findall(r"--load(?:-model)?[= ](\S+)", words) == list(declared)
+
+
+def test_a_triton_is_ready_with_the_models_of_its_start_whatever_else_loads(
+    made: Manifests, demo_triton: EmbeddedTriton
+) -> None:
+    (container,) = made.pod(TRITON)["containers"]
+    args = container["args"]  # those of `triton-gateway triton` are tested with it
+    assert "--strict-readiness=false" in args or args[0] == "triton"
+    words = container["readinessProbe"]["exec"]["command"]
+    declared = declared_in(made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"])
+    assert words[-len(declared) :] == list(declared)
+    assert words[0] == "python3"
+    port = str(demo_triton.options.http_port)
+    probe = [sys.executable, *(word.replace("8000", port) for word in words[1:])]
+    for probed, is_ready in ((probe, True), ([*probe, "nobody"], False)):
+        run = subprocess.run(probed, capture_output=True, check=False, timeout=TIMEOUT_S)
+        assert (run.returncode == 0) == is_ready
 
 
 def test_models_and_keys_can_change_while_a_gateway_runs(made: Manifests) -> None:

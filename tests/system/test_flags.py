@@ -39,6 +39,8 @@ def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
         up.wait_for("Triton goes on without bad")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
         assert up.get("/readyz").status_code == 200
+        ready = httpx.get(f"http://{up.triton}/v2/health/ready", timeout=TIMEOUT_S)
+        assert ready.status_code == 200  # Triton itself, with a model that failed
         server = httpx.get(f"http://{up.triton}/v2", timeout=TIMEOUT_S).json()
         assert server["name"] == "frieda"
         command = up.server().cmdline()

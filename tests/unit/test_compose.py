@@ -54,6 +54,8 @@ def test_a_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None
     assert profiles == {"embedded": ["cpu"], "triton": ["gpu"]}
     assert SERVICES["gateway"]["environment"]["GATEWAY_TRITON_URLS"] == "dns+http://triton:8000"
     assert SERVICES["embedded"]["networks"]["back"]["aliases"] == ["triton"]
+    assert "--strict-readiness=false" in SERVICES["triton"]["command"]
+    assert '"--strict-readiness=false"' in stage("triton")
     words = " ".join(SERVICES["triton"]["command"])
     declared = declared_in((ROOT / "k8s/base/models.yaml").read_text())
     assert re.findall(r"--load-model=(\S+)", words) == list(declared)
