@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +31,7 @@ from tests.support.manifests import (
     VARIANTS,
     Manifests,
     Resource,
+    build,
     containers,
     ports,
     quantity,
@@ -332,6 +335,39 @@ def test_every_pod_is_behind_a_policy_of_both_directions(made: Manifests) -> Non
         assert directions == {"Ingress", "Egress"}
 
 
+def test_whoever_looks_up_names_reaches_dns_wherever_it_is(made: Manifests) -> None:
+    """NodeLocal DNSCache is no pod that a selector could select."""
+    looking = {GATEWAY: True, TRITON: made.variant == "s3 and ingress"}
+    for name, looks_up in looking.items():
+        (workload,) = (each for each in made.workloads if each["metadata"]["name"] == name)
+        anywhere = {
+            (port["port"], port.get("protocol", "TCP"))
+            for policy in made.kind("NetworkPolicy")
+            if workload in made.selected(policy["spec"]["podSelector"]["matchLabels"])
+            for rule in policy["spec"].get("egress", [])
+            if "to" not in rule
+            for port in rule["ports"]
+        }
+        assert ({(53, "UDP"), (53, "TCP")} <= anywhere) == looks_up
+
+
+def test_one_component_opens_the_way_to_what_is_not_ours() -> None:
+    made = Manifests.of("s3 and ingress")
+    policy = made.get("NetworkPolicy", "triton-gateway-egress")["spec"]
+    assert [
+        each["metadata"]["name"] for each in made.selected(policy["podSelector"]["matchLabels"])
+    ]
+    assert policy["policyTypes"] == ["Egress"]
+    found = {rule["ports"][0]["port"]: rule["to"] for rule in policy["egress"]}
+    assert found.keys() == {6379, 4318}  # Redis, OTLP over HTTP
+    (redis,), (collector,) = found[6379], found[4318]
+    example = ipaddress.ip_network(
+        "192.0.2.0/24"
+    )  # RFC 5737: nobody's, until somebody writes theirs
+    assert ipaddress.ip_network(redis["ipBlock"]["cidr"]) == example
+    assert "namespaceSelector" in collector
+
+
 def test_administration_and_metrics_are_not_shown_to_the_outside(made: Manifests) -> None:
     for ingress in made.kind("Ingress"):
         for rule in ingress["spec"]["rules"]:
@@ -537,6 +573,45 @@ def test_triton_is_scaled_by_what_waits_in_each_pod(prod: Manifests, tmp_path: P
             yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]})
         )
         subprocess.run(["promtool", "check", "rules", tmp_path / "queries.yml"], check=True)
+
+
+def test_triton_is_not_scaled_in_because_nobody_can_measure(prod: Manifests) -> None:
+    (scaling,) = prod.kind("ScaledObject")
+    spec = scaling["spec"]
+    assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
+    assert spec["fallback"]["replicas"] >= spec["minReplicaCount"]
+    for trigger in spec["triggers"]:
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+        assert trigger.get("metricType", "AverageValue") == "AverageValue"  # what a fallback is for
+
+
+def test_the_operator_of_kube_prometheus_stack_finds_what_is_for_it(made: Manifests) -> None:
+    label = "kube-prometheus-stack"
+    for resource in made.kind("PodMonitor", "ServiceMonitor", "PrometheusRule"):
+        assert resource["metadata"]["labels"]["release"] == label
+    others = [each for each in made.resources if each["kind"] not in CUSTOM]
+    assert not [each for each in others if "release" in each["metadata"].get("labels", {})]
+
+
+def test_the_patches_that_the_overlay_suggests_can_be_taken(tmp_path: Path) -> None:
+    overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
+    document = yaml.safe_load(overlay)
+    suggested = re.sub(r"^# ?", "", overlay[overlay.index("# patches:") :], flags=re.MULTILINE)
+    base = os.path.relpath(K8S, tmp_path.resolve())
+    document["resources"] = [f"{base}/base"]
+    document["components"] = [
+        each.replace("../..", base) for each in [*document["components"], "../../components/egress"]
+    ]
+    document |= yaml.safe_load(suggested)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(document))
+    made = [*yaml.safe_load_all(build(tmp_path.resolve()))]
+    (monitor,) = (each for each in made if each["kind"] == "PodMonitor")
+    (rule,) = (each for each in made if each["kind"] == "PrometheusRule")
+    assert {each["metadata"]["labels"]["release"] for each in (monitor, rule)} == {"monitoring"}
+    (triton,) = (
+        each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == TRITON
+    )
+    assert triton["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
 def test_prometheus_gives_the_job_the_name_that_the_alerts_ask_for(prod: Manifests) -> None:

@@ -26,7 +26,7 @@ VARIANTS = {
     "dev": (),
     "prod": (),
     "base": (),
-    "s3 and ingress": ("s3-repository", "ingress"),
+    "s3 and ingress": ("s3-repository", "ingress", "egress"),
     "redis and keda": ("redis-state", "keda"),
     "everything on a CPU": ("cpu-only", "redis-state", "monitoring", "keda", "gateway-api"),
 }
