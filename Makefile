@@ -122,9 +122,10 @@ $(RESNET50)/.ready: requirements/resnet50.txt
 	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
 	@touch $@
 
-# What k8s/ takes from elsewhere in a form of its own; a test compares.
+# What k8s/ takes from elsewhere in a form of its own; a test compares. RUNBOOKS=https://… is where docs/ is
+# read by whoever an alert wakes up.
 manifests: $(VENV)/.dev
-	@$(BIN)/python deploy/monitoring/prometheusrule.py > k8s/components/monitoring/rules.yaml
+	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
 
 # Schemas of custom resources, locked by hash; without them the test of those is skipped.
 crds:

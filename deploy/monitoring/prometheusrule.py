@@ -1,7 +1,11 @@
-"""The rules as the Prometheus operator takes them; `make manifests` puts them into k8s/components."""
+"""The rules as the Prometheus operator takes them; `make manifests` puts them into k8s/components.
+
+With the address of docs/ as an argument, it first writes that into the alerts' `runbook_url`.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,8 @@ import yaml
 
 FOLDER = Path(__file__).parent
 FILES = ("rules.yml", "alerts.yml")
+WITH_RUNBOOKS = ("alerts.yml", "alerts_test.yml")
+RUNBOOK = re.compile(r"(?<=runbook_url: )\S+(?=/monitoring\.md#)")
 
 
 class Dumper(yaml.SafeDumper):
@@ -44,5 +50,14 @@ def text() -> str:
     )
 
 
+def replace_runbooks(alerts: str, base_url: str) -> str:
+    """Return the text of the alerts with runbooks below this address."""
+    return RUNBOOK.sub(base_url.rstrip("/"), alerts)
+
+
 if __name__ == "__main__":
+    for address in sys.argv[1:]:
+        for name in WITH_RUNBOOKS:
+            path = FOLDER / name
+            path.write_text(replace_runbooks(path.read_text(), address))
     sys.stdout.write(text())

@@ -26,7 +26,7 @@ from gateway.errors import (
 )
 from gateway.fleet.balance import less_loaded
 from gateway.fleet.health import Budget, State, may_eject
-from gateway.fleet.index import index_of
+from gateway.fleet.index import NOTHING, Index, index_of
 from gateway.fleet.replica import Address, Replica, Source, Wire
 from gateway.fleet.sequences import Sequences
 from gateway.metrics import Metrics
@@ -193,6 +193,10 @@ class Pool:
 
     def state(self, replica: Replica) -> State:
         return replica.health.state(self._loop.time())
+
+    def known_index(self, replica: Replica) -> Index:
+        """Return what the replica has; of one that is `DOWN` nothing is known, whatever it had."""
+        return NOTHING if self.state(replica) is State.DOWN else replica.index
 
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)
@@ -383,7 +387,7 @@ class Pool:
                             method, target, step.carried(headers), body, timeout_s=try_s
                         )
                         step.answered(answer.status)
-                took_s = self._attempted(replica, began, "answered", notes)
+                took_s = self._attempted(replica, began, "answered", notes, own=repeatable)
                 if answer.status < 400:
                     if len(self.replicas) > 1 or asked.sequence is not None:
                         self._succeeded(replica, asked, began, took_s)
@@ -392,11 +396,12 @@ class Pool:
                 if isinstance(error, (ModelNotReady, UnknownModel)):
                     self._contradicted(replica, asked)
             except asyncio.CancelledError:  # by the request's deadline, or a client that left
-                self._attempted(replica, began, "given_up", notes)
+                self._attempted(replica, began, "given_up", notes, own=repeatable)
                 raise
             except ON_THE_WIRE as exc:
                 error = exc
-                self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
+                outcome = OUTCOMES.get(type(exc), "bad_answer")
+                self._attempted(replica, began, outcome, notes, own=repeatable)
                 self._failed(replica, error, began)
             left_s -= perf_counter() - began
             if left_s <= 0 or not self._may_try_again(
@@ -495,14 +500,21 @@ class Pool:
         return others and self._budget.spend()
 
     def _attempted(
-        self, replica: Replica, began: float, outcome: str, notes: Notes | None
+        self,
+        replica: Replica,
+        began: float,
+        outcome: str,
+        notes: Notes | None,
+        *,
+        own: bool = False,
     ) -> float:
-        """Note how long it took, in seconds."""
+        """Note how long it took, in seconds. What the gateway reads for itself (`own`) is no attempt of the
+        request that it is read for."""
         took_s = perf_counter() - began
         self.metrics.attempts_seen[replica.name, outcome] += 1
         if notes is not None:
             notes.replica = replica.name
-            notes.attempts += 1
+            notes.attempts += not own
             notes.upstream_s += took_s
         return took_s
 

@@ -45,7 +45,8 @@ class FleetView(Collector):
             for each in State:
                 state.add_metric([address, each.name.lower()], float(each is found))
             outstanding.add_metric([address], replica.outstanding)
-            states = Counter(replica.index.state(name).state for name in replica.index.models)
+            index = self._pool.known_index(replica)
+            states = Counter(index.state(name).state for name in index.models)
             for name in RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
             usable = found <= State.EJECTED

@@ -62,7 +62,7 @@ REPLICA = {
         "models": {
             "type": "object",
             "additionalProperties": TEXT,
-            "description": "The state of each model, by name.",
+            "description": "The state of each model, by name; of a replica that is DOWN nothing is known.",
         },
         "ejected_for_s": {"type": "number", "description": "Seconds that it is left alone yet."},
         "reason": TEXT,
@@ -199,15 +199,14 @@ async def replicas(request: Request, services: ServicesForFleet) -> dict[str, An
 
 def replica_described(pool: Pool, replica: Replica, caller: Caller) -> dict[str, Any]:
     state = pool.state(replica)
+    index = pool.known_index(replica)
     told: dict[str, Any] = {
         "address": str(replica.address),
         "state": state.name,
         "outstanding": replica.outstanding,
         "slowness": round(replica.pace.slowness, 2),
         "models": {
-            name: replica.index.state(name).state
-            for name in sorted(replica.index.models)
-            if caller.sees(name)
+            name: index.state(name).state for name in sorted(index.models) if caller.sees(name)
         },
     }
     if state is State.EJECTED:

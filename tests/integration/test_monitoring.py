@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from deploy.monitoring import prometheusrule
 from gateway.triton.embedded import EmbeddedTriton
 from tests.support.servers import ROOT
 from tests.support.wait import TIMEOUT_S
@@ -249,11 +250,24 @@ def test_nothing_is_recorded_twice() -> None:
 def test_an_alert_says_what_is_wrong_in_a_sentence_and_where_help_is(name: str) -> None:
     alert = ALERTS[name]
     assert alert["labels"]["severity"] in ("critical", "warning")
-    assert alert["annotations"].keys() == {"summary", "description", "runbook"}
+    assert alert["annotations"].keys() == {"summary", "description", "runbook", "runbook_url"}
     for sentence in (alert["annotations"]["summary"], alert["annotations"]["description"]):
         assert sentence.endswith(".")
         assert ". " not in sentence
     assert alert["annotations"]["runbook"] == f"docs/monitoring.md#{name.lower()}"
+    placeholder = "https://docs.example.com/triton-gateway"
+    assert alert["annotations"]["runbook_url"] == f"{placeholder}/monitoring.md#{name.lower()}"
+
+
+def test_runbooks_can_be_where_one_reads_them() -> None:
+    text = (FOLDER / "alerts.yml").read_text()
+    replaced = yaml.safe_load(prometheusrule.replace_runbooks(text, "https://git.local/docs/"))
+    urls = {
+        rule["alert"]: rule["annotations"]["runbook_url"]
+        for group in replaced["groups"]
+        for rule in group["rules"]
+    }
+    assert urls == {name: f"https://git.local/docs/monitoring.md#{name.lower()}" for name in ALERTS}
 
 
 def test_every_alert_has_its_paragraph_and_there_is_no_other() -> None:

@@ -238,6 +238,21 @@ def test_tritons_reason_is_in_the_log_in_full_under_the_request_id(
     assert "in ensemble" not in refused.text
 
 
+def test_what_the_gateway_reads_for_itself_is_no_attempt_of_a_request(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    # After a load what was known of the model is read again.
+    assert client.post("/v2/repository/models/text_ensemble/load").status_code == 200
+    headers = {"X-Request-ID": "attempts-1.", **TEXT}
+    sent = "gateway_upstream_attempts_total"
+    before = total(client, sent)
+    client.post("/v1/models/text_ensemble/infer", content=b"hello", headers=headers)
+    assert total(client, sent) == before + 3  # metadata, config, inference
+    (line,) = logged(command, "attempts-1.")
+    assert line["attempts"] == 1
+
+
 def test_the_access_line_of_a_load_names_the_model(fresh: tuple[httpx.Client, Command]) -> None:
     client, command = fresh
     for model, named in (("text_core", "text_core"), ("nobody", "")):

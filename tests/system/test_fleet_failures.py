@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -165,6 +166,12 @@ def test_without_its_only_triton_it_refuses_and_serves_again_when_that_is_back(o
     assert one.client.get("/readyz").status_code == 503
     assert one.client.get("/livez").status_code == 200
     assert one.load("echo").status_code == 503
+    (down,) = one.client.get("/v1/replicas").json()["replicas"]
+    assert (down["state"], down["models"]) == ("DOWN", {})
+    page = one.client.get("/metrics").text
+    counts = re.findall(r"^gateway_replica_models\{.*\} (\S+)$", page, re.MULTILINE)
+    assert counts
+    assert {*counts} == {"0.0"}
     triton.start()
     triton.wait()
     back = wait_until(lambda: one.infer().status_code == 200)
