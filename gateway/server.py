@@ -137,9 +137,10 @@ class Workers(Multiprocess):
 
     limit_s: float = math.inf  # for the workers' end
     metrics_folder: Path | None = None
+    on_ready: Callable[[], None] | None = None  # called once, when the first worker serves
 
     def keep_subprocess_alive(self) -> None:
-        """Replace workers that ended or hang, and log and count them."""
+        """Replace workers that ended or hang, and log and count them; called twice a second."""
         before = list(self.processes)
         super().keep_subprocess_alive()
         for gone, new in zip(before, self.processes, strict=True):
@@ -152,6 +153,9 @@ class Workers(Multiprocess):
                 )
                 if self.metrics_folder is not None:
                     record_replaced_worker(self.metrics_folder)
+        if self.on_ready is not None and any(process.is_ready() for process in self.processes):
+            self.on_ready()
+            self.on_ready = None
 
     def terminate_all(self) -> None:
         super().terminate_all()
@@ -264,8 +268,8 @@ def run_workers(
         listening.listen(
             config.backlog
         )  # who comes before the first worker is up has to wait, no more
-        on_ready()
         supervisor = Workers(config, sockets=[listening])
         supervisor.metrics_folder = Path(folder)
+        supervisor.on_ready = on_ready
         supervisor.limit_s = settings.drain_s + settings.shutdown_s + CLOSING_S + 2 * KERNEL_S
         supervisor.run()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from tests.support.keys import ENTRIES, written
 from tests.support.servers import Command, Triton, free_ports, workers
 from tests.support.up import has_ended
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -23,9 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, st
         environment = {"GATEWAY_TRITON_URLS": triton.options.url}
         with Command(*arguments, environment=environment) as command:
             command.wait_for("serving")
-            url = f"http://127.0.0.1:{port}"
-            get(f"{url}/livez")  # it listens before a worker is up
-            yield command, url
+            yield command, f"http://127.0.0.1:{port}"
 
 
 def get(url: str) -> httpx.Response:
@@ -71,6 +72,24 @@ def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command,
     assert f"the worker {killed.pid} " in line
     assert "(signal 9)" in line
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
+
+
+def test_it_serves_when_a_worker_does_and_not_before(tmp_path: Path) -> None:
+    """The keys file is a pipe, so that whoever reads it waits for the test."""
+    (port,) = free_ports(1)
+    keys, good = tmp_path / "keys.yaml", written(tmp_path / "good.yaml", ENTRIES)
+    os.mkfifo(keys)
+    environment = {"GATEWAY_KEYS_FILE": str(keys), "GATEWAY_TRITON_URLS": "127.0.0.1:9"}
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as command:
+        keys.write_text(good.read_text())  # for the process that starts the workers
+        wait_until(lambda: len(workers(command)) == 2)
+        with keys.open("w") as pipe:
+            assert "serving" not in command.output
+            good.replace(keys)  # for whoever comes later
+            pipe.write(keys.read_text())
+        command.wait_for("serving")
+        assert get(f"http://127.0.0.1:{port}/livez").status_code == 200
 
 
 def ended(worker: psutil.Process) -> bool:
