@@ -132,6 +132,13 @@ def test_simple_http_aio_infer_client(address: str) -> None:
     asyncio.run(calls())
 
 
+def test_simple_http_async_infer_client(address: str) -> None:
+    with triton_http.InferenceServerClient(address, concurrency=2) as client:
+        begun = [client.async_infer(**request(outputs=outputs())) for _ in range(2)]
+        for result in begun:
+            assert_sum_and_difference(result.get_result())
+
+
 def test_simple_http_string_infer_client(client: triton_http.InferenceServerClient) -> None:
     first, second = (np.char.encode(each.astype(str)).astype(object) for each in (FIRST, SECOND))
     result = client.infer("simple_string", tensors(first, second, "BYTES"), outputs=outputs())
