@@ -196,19 +196,42 @@ def described(signature: Signature) -> str:
 
 def stacked(parts: Sequence[Part], tensor: Tensor, batching: bool) -> np.ndarray:
     """A batch of the parts, each of which is one item, with the dimensions that Triton wants."""
-    values = [one_array(part, tensor) for part in parts]
-    shapes = {value.shape for value in values}
+    array = stack([part.value for part in parts], parts, tensor)
+    wanted = (-1, *tensor.shape) if batching else tensor.shape
+    if array.ndim == 1 and all(size in (1, -1) for size in wanted[1:]):
+        array = array.reshape(-1, *(1 for _ in wanted[1:]))
+    if not agrees(array.shape, wanted):
+        raise misfit(tensor, f"a batch of {len(parts)}, each {item_text(array.shape[1:])}")
+    return array
+
+
+def stack(values: list[Any], parts: Sequence[Part], tensor: Tensor) -> np.ndarray:
+    """The values as one array. Lists of numbers are converted together: thousands of short ones would each
+    take as long as a long one."""
+    if all(type(value) is list and not encoded_images(value) for value in values):
+        check_shapes(list_shapes(values, tensor), tensor)
+        return from_nested(values, tensor)
+    arrays = [one_array(part, tensor) for part in parts]
+    check_shapes({array.shape for array in arrays}, tensor)
+    return np.stack(arrays)
+
+
+def list_shapes(values: Sequence[list[Any]], tensor: Tensor) -> set[tuple[int, ...]]:
+    """The shapes of lists; no more than two of them where their lengths differ."""
+    lengths = list(map(len, values))
+    other = next((at for at, length in enumerate(lengths) if length != lengths[0]), 0)
+    rows = [values[0], values[other]] if other else values
+    if not other and list not in map(type, chain.from_iterable(rows)):
+        rows = values[:1]
+    return {flattened(row, tensor)[1] for row in rows}
+
+
+def check_shapes(shapes: set[tuple[int, ...]], tensor: Tensor) -> None:
+    """Raises `DoesNotFit` for more than one."""
     if len(shapes) > 1:
         raise misfit(
             tensor, f"values of the different shapes {listed(map(shape_text, sorted(shapes)))}"
         )
-    wanted = (-1, *tensor.shape) if batching else tensor.shape
-    array = np.stack(values)
-    if array.ndim == 1 and all(size in (1, -1) for size in wanted[1:]):
-        array = array.reshape(-1, *(1 for _ in wanted[1:]))
-    if not agrees(array.shape, wanted):
-        raise misfit(tensor, f"a batch of {len(values)}, each {item_text(values[0].shape)}")
-    return array
 
 
 def one_array(part: Part, tensor: Tensor) -> np.ndarray:

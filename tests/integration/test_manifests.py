@@ -436,6 +436,17 @@ def test_every_setting_is_one_of_the_gateways(made: Manifests) -> None:
     }
 
 
+def test_several_gateways_share_their_state_or_take_no_changes(made: Manifests) -> None:
+    """Each with a memory of its own, they would undo each other's loads without end."""
+    (container,) = made.pod(GATEWAY)["containers"]
+    given = {each["name"]: each.get("value") for each in container.get("env") or []}
+    state = given.get("GATEWAY_STATE") or made.settings()["GATEWAY_STATE"]
+    replicas = made.get("Deployment", GATEWAY)["spec"].get("replicas")
+    assert (
+        state == "none:" or state.startswith("redis://") or (state == "memory:" and replicas == 1)
+    )
+
+
 def test_the_gateway_looks_for_triton_where_it_is(made: Manifests) -> None:
     service = made.get("Service", TRITON)
     assert service["spec"]["publishNotReadyAddresses"] is True
