@@ -294,6 +294,38 @@ OURSELVES = (
         },
     ),
     Row(
+        "a gateway, Redis or a Triton is killed or paused while models are loaded and unloaded",
+        "within 15 s every Triton serves what was asked for last, every gateway says so, and nothing "
+        "changes back and forth; the other models are served",
+        {
+            "system/test_fleet_random": [
+                "a_fleet_of_two_gateways_comes_to_rest_whatever_happens",
+                "a_fleet_of_two_gateways_comes_to_rest_two_hundred_times",
+            ]
+        },
+    ),
+    Row(
+        "a gateway ends in the midst of a load, or a Triton misses one",
+        "the gateway that leads finishes it, also after a restart; an older version that is ready there "
+        "does not count",
+        {
+            "integration/test_fleet_simulation": [
+                "a_load_that_a_replica_missed_is_made_good",
+                "a_load_that_a_gateway_did_not_finish_is_finished_by_the_next",
+                "gateways_that_load_at_once_come_to_rest",
+            ]
+        },
+    ),
+    Row(
+        "a misspelt or slow model is added to the models file",
+        "every gateway stays ready, and says that it is pending",
+        {
+            "integration/test_fleet_simulation": [
+                "what_is_declared_while_the_gateway_runs_counts_once_it_was_ready"
+            ]
+        },
+    ),
+    Row(
         "the clock is set back or forward by an hour, here or in Redis",
         "no key is locked out, and each has its requests per second as before",
         {
