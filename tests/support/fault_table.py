@@ -783,8 +783,8 @@ ATTACKS = (
     ),
     Row(
         "shared memory of the machine, however it is spelled",
-        "403; it never reaches Triton",
-        {"integration/test_v2": ["shared_memory_is_refused_however_it_is_spelled"]},
+        "403, or the answer of a Triton that has none registered; it never reaches Triton",
+        {"integration/test_v2": ["shared_memory_never_reaches_triton_however_it_is_spelled"]},
     ),
     Row(
         "`X-Forwarded-For` against the rate limits",
