@@ -75,7 +75,10 @@ def model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
     why = [word for word in ("declared", "last_error") if word in model]
     told = [model["last_error"] if word == "last_error" else word for word in why]
     if "wished" in model:
-        told.insert(0, f"{model['wished']} by the API")
+        missing = model["wished"] == "loaded" and not model["ready"]
+        told.insert(0, f"{'to be ' * missing}{model['wished']} by the API")
+    if "behind" in model:
+        told.append(f"an older load on {', '.join(model['behind'])}")
     replicas = counted(model.get("replicas", {}).values())
     return (model["name"], "yes" if model["ready"] else "no", versions, replicas, "; ".join(told))
 

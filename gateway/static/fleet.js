@@ -84,17 +84,22 @@ function head(addresses) {
 
 function modelCells(model, addresses) {
   const versions = model.versions.map(({ version, state: at }) => (version ? `${version} ${at ?? ""}` : at ?? ""));
+  const missing = model.wished === "loaded" && !model.ready;
   const reasons = model.versions.map((version) => version.reason).filter((why) => why && why !== "unloaded");
   return [
     model.name,
-    { text: versions.join(", ") || "not loaded", class: model.ready ? "state good" : "state quiet" },
+    {
+      text: (versions.join(", ") || "not loaded") + (missing ? ", to be loaded" : ""),
+      class: model.ready ? "state good" : "state quiet",
+    },
     ...addresses.map((address) => state(model.replicas?.[address] ?? "–")),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
-    changes(model.name, model.ready),
+    changes(model.name, model.ready, missing),
   ];
 }
 
-function changes(model, ready) {
+/** A model that is missing can be unloaded as well: then it is no longer to be loaded. */
+function changes(model, ready, missing) {
   if (!buttons.has(model)) {
     const make = (action) =>
       el("button", {
@@ -110,7 +115,7 @@ function changes(model, ready) {
   const [load, unload, trial, doing] = buttons.get(model).children;
   const action = busy.get(model);
   load.disabled = Boolean(action);
-  unload.disabled = Boolean(action) || !ready;
+  unload.disabled = Boolean(action) || !(ready || missing);
   trial.hidden = !ready;
   say(load, ready ? "Reload" : "Load");
   load.setAttribute("aria-label", `${load.textContent} ${model}`);

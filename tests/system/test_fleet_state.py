@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.fleet import BODY, QUICK, repository
+from tests.support.fleet import BODY, QUICK, Quick, repository
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.servers import ROOT, Triton, gateway
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 
 def test_declared_models_are_loaded_awaited_and_protected(tmp_path: Path) -> None:
@@ -67,6 +69,27 @@ def test_what_was_loaded_survives_the_gateway_and_triton(tmp_path: Path) -> None
         with gateway(triton.options.url, state=state, **QUICK) as (client, _):
             wait_until(lambda: client.post("/v1/models/other/infer", json=BODY).is_success)
             wait_until(lambda: client.post("/v1/models/echo/infer", json=BODY).status_code == 503)
+        shutil.rmtree(triton.repository / "other")
+        triton.kill()
+        triton.start()
+        triton.wait()
+        told: Quick = {**QUICK, "log_level": "info"}
+        with gateway(triton.options.url, state=state, **told) as (client, command):
+            command.wait_for(
+                "the state that was kept: to be loaded: 'other'; to be unloaded: 'echo'"
+            )
+            listed = {model["name"]: model for model in client.get("/v1/models").json()["models"]}
+            assert (listed["other"]["wished"], listed["other"]["ready"]) == ("loaded", False)
+            table = subprocess.run(
+                [sys.executable, "-m", "gateway", "models", "--url", str(client.base_url)],
+                capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+            )  # fmt: skip
+            assert re.search("^other +no .*to be loaded by the API", table.stdout, re.MULTILINE)
+            unloaded = client.post("/v2/repository/models/other/unload")
+            assert (unloaded.status_code, unloaded.json()["state"]) == (200, "UNAVAILABLE")
+            listed = {model["name"]: model for model in client.get("/v1/models").json()["models"]}
+            assert "other" not in listed
+            assert client.post("/v2/repository/models/other/unload").status_code == 404
 
 
 @pytest.fixture
