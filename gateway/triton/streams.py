@@ -9,22 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 import grpc
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed
-from gateway.triton.channel import Channel, decode, metadata, told, translated
+from gateway.triton.channel import Channel, decode, grace_s, keep, metadata, told, translated
 from gateway.triton.complaints import Asked, complaint
 from gateway.triton.infer import Answer, misfit
 from gateway.triton.wire import Headers
 
 # The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
 # ending one that way: the words have to do.
-
-GRACE_S: Final = 0.1
-LEAVING: set[asyncio.Task[None]] = set()  # nobody else holds them
 
 
 class Stream:
@@ -80,15 +77,12 @@ class Stream:
     def close(self) -> None:
         if self._open:
             self._open = False
-            leaving = asyncio.create_task(self._leave())
-            LEAVING.add(leaving)
-            leaving.add_done_callback(LEAVING.discard)
+            keep(self._leave())
 
     async def _leave(self) -> None:
-        """Cancel it, unless it ends by itself right now: tritonserver 2.51 can die of a stream that is
-        cancelled in the very moment it completes."""
+        """Cancel it, unless it ends by itself soon."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + GRACE_S
+        due = loop.time() + grace_s()
         try:
             with suppress(grpc.RpcError, InferenceServerException):
                 while not self._ended and (arrived := await self._arrived(due - loop.time())):

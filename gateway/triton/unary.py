@@ -1,7 +1,6 @@
 """An inference over gRPC that is answered once, so that whoever leaves stops it in Triton.
 
-Triton's HTTP does not notice that a client is gone. A call may be cancelled at any moment, also in that of
-its completion, which tritonserver 2.51 does not survive of a stream.
+Triton's HTTP does not notice that a client is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,17 @@ from typing import Any, Final, TypeVar
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from gateway.triton.channel import Channel, decode, metadata, prepare, translated
+from gateway.errors import DeadlinePassed
+from gateway.triton.channel import (
+    MOST_GRACE_S,
+    Channel,
+    decode,
+    grace_s,
+    keep,
+    metadata,
+    prepare,
+    translated,
+)
 from gateway.triton.complaints import Asked
 from gateway.triton.grpc import CONNECT_TIMEOUT_S, NoGrpc
 from gateway.triton.infer import Answer, Inference, misfit
@@ -29,15 +38,22 @@ async def infer(channel: Channel, asked: Asked, inference: Inference, headers: H
     Raises `NoGrpc` when it cannot have been sent, and what Triton's refusal means.
     """
     called = await prepare(inference)
-    ended = False
     triton = channel.take()
+    calling = None
     try:
         if channel.is_new:
             await reached(triton)
             channel.found()
-        calling = triton.infer(**called, client_timeout=asked.timeout_s, headers=metadata(headers))
-        result = await apart(calling)
-        ended = True
+        # The deadline is kept here: gRPC would cancel the call in Triton in its own moment.
+        timeout_s = asked.timeout_s + 2 * MOST_GRACE_S
+        calling = asyncio.create_task(
+            triton.infer(**called, client_timeout=timeout_s, headers=metadata(headers))
+        )
+        calling.add_done_callback(seen)
+        await asyncio.wait({calling}, timeout=asked.timeout_s)
+        if not calling.done():
+            raise DeadlinePassed(asked.timeout_s)
+        result = calling.result()
     except InferenceServerException as exc:
         status = str(exc.status())
         if status == NEVER_SENT:
@@ -45,8 +61,23 @@ async def infer(channel: Channel, asked: Asked, inference: Inference, headers: H
         code, limit = status.removeprefix("StatusCode."), channel.max_answer_bytes
         raise translated(code, str(exc.message()), asked, limit) from exc
     finally:
-        channel.give(ended=ended)
+        if calling is None:
+            channel.give(ended=False)
+        elif calling.done():
+            channel.give(ended=not calling.cancelled() and calling.exception() is None)
+        else:
+            keep(leave(calling, channel))
     return await decode(result)
+
+
+async def leave(calling: asyncio.Task[Any], channel: Channel) -> None:
+    """Cancel a call that nobody waits for any more, unless it ends by itself soon."""
+    try:
+        await asyncio.wait({calling}, timeout=grace_s())
+    finally:
+        ended = calling.done()
+        calling.cancel()
+        channel.give(ended=ended)
 
 
 async def reached(triton: InferenceServerClient) -> None:

@@ -849,6 +849,15 @@ ATTACKS = (
         },
     ),
     Row(
+        "callers of a model that can be cancelled leave at any moment, fifty thousand times",
+        "what is short ends by itself, the rest is cancelled 0.1 to 0.6 s later; Triton goes on",
+        {
+            "integration/test_cancellation": [
+                "tritonserver_outlives_fifty_thousand_that_leave_at_any_moment"
+            ]
+        },
+    ),
+    Row(
         "large uploads that never end",
         "429 when they hold `GATEWAY_MAX_BYTES_IN_FLIGHT`; small requests are served",
         {"faults/test_stalls": ["uploads_that_fill_the_budget_leave_small_requests_alone"]},
