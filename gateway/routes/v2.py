@@ -50,6 +50,7 @@ from gateway.triton.wire import Headers
 log = logging.getLogger(__name__)
 
 MEMORY = "/v2/(?:system|cuda)sharedmemory"
+REGION = "(?:/region/(?P<region>[^/]+))?"
 MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 USUAL_LENGTH = 256
 GATHERED_BYTES = 64 * 1024
@@ -90,8 +91,8 @@ RULES = (
     rule("/v2/health/live", "GET HEAD", health=True),
     rule("/v2", "GET HEAD"),
     # Many clients look, and clean up, before they do anything else. Nothing is ever registered.
-    rule(f"{MEMORY}(/region/[^/]+)?/status", "GET HEAD", answer=b"[]"),
-    rule(f"{MEMORY}(/region/[^/]+)?/unregister", "POST", answer=b""),
+    rule(f"{MEMORY}{REGION}/status", "GET HEAD", answer=b"[]"),
+    rule(f"{MEMORY}{REGION}/unregister", "POST", answer=b""),
     rule(f"{MEMORY}(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
     rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
     rule(
@@ -278,13 +279,14 @@ def names_in(match: re.Match[str]) -> dict[str, str]:
 
 
 def route_template(match: re.Match[str]) -> str:
-    """Return the path with `{model}` and `{version}` for what the client chose. The rest of a path that a
-    rule lets through is fixed by the rule, so that there are few of these: they become label values."""
+    """Return the path with `{model}`, `{version}` or `{region}` for what the client chose. The rest of a
+    path that a rule lets through is fixed by the rule, so that there are few of these: they become label
+    values."""
     route = match.string
-    for name in ("version", "model"):  # from the right, so that the spans stay valid
-        if match.groupdict().get(name) is not None:
-            start, end = match.span(name)
-            route = f"{route[:start]}{{{name}}}{route[end:]}"
+    chosen = [name for name, value in match.groupdict().items() if value is not None]
+    for name in sorted(chosen, key=match.start, reverse=True):  # so that the spans stay valid
+        start, end = match.span(name)
+        route = f"{route[:start]}{{{name}}}{route[end:]}"
     return route
 
 
