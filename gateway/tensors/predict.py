@@ -36,6 +36,8 @@ def rows_or_columns(body: bytes, limits: Limits) -> tuple[list[Any] | None, Any]
 
 def from_rows(instances: list[Any]) -> Payload:
     """Every input's values over the instances, as a batch. Raises `DoesNotFit`."""
+    if dict not in map(type, instances):
+        return Payload({"": [Part(instance, JSON) for instance in instances]}, stacked=True)
     rows = [instance if isinstance(instance, dict) else {"": instance} for instance in instances]
     names = rows[0].keys()
     different = next((row for row in rows if row.keys() != names), None)
