@@ -468,16 +468,19 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
 async def test_gateways_that_share_no_state_refuse_changes() -> None:
     async with (
         simulated_replicas(2) as fakes,
-        over(fakes) as pool,
-        managing(pool, state="none:") as repository,
+        over(fakes) as first,
+        over(fakes) as second,
+        managing(first, state="none:") as one,
+        managing(second, state="none:") as other,
     ):
-        before = [fake.requests["load"] for fake in fakes]
-        for change in (repository.load("m", {}), repository.unload("m", False)):
-            with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
-                await change
-            assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
-        assert [fake.requests["load"] for fake in fakes] == before
-        assert all(fake.models["m"] and not fake.requests["unload"] for fake in fakes)
+        for repository in (one, other):
+            for change in (repository.load("m", {}), repository.unload("m", False)):
+                with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
+                    await change
+                assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
+        looks = fakes[0].requests["index"]
+        await wait_until_async(lambda: fakes[0].requests["index"] > looks + 3 * 2 * TICK_S / POLL_S)
+        assert not any(fake.requests["load"] or fake.requests["unload"] for fake in fakes)
 
 
 @on_uvloop

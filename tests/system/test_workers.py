@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.fleet import write_echo
 from tests.support.keys import ENTRIES, written
 from tests.support.servers import Command, Triton, free_ports, workers
 from tests.support.up import has_ended
@@ -18,10 +19,12 @@ from tests.support.wait import TIMEOUT_S, wait_until
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]]:
-    """Before a Triton without a model."""
+    """Before a Triton with a model that is not loaded."""
     (port,) = free_ports(1)
     arguments = ("serve", "--port", str(port), "--workers", "2")
-    with Triton(tmp_path_factory.mktemp("models")) as triton:
+    models = tmp_path_factory.mktemp("models")
+    write_echo(models, "echo")
+    with Triton(models) as triton:
         triton.wait()
         environment = {"GATEWAY_TRITON_URLS": triton.options.url}
         with Command(*arguments, environment=environment) as command:
@@ -53,6 +56,25 @@ def test_the_metrics_of_the_workers_add_up(pair: tuple[Command, str]) -> None:
     page = get(f"{url}/metrics").text
     kinds = [line for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(kinds) == len(set(kinds))
+
+
+def test_what_one_worker_loads_the_others_know(pair: tuple[Command, str]) -> None:
+    """Though nothing is kept on a disk: GATEWAY_STATE is memory: here."""
+    _, url = pair
+
+    def told() -> list[tuple[str, bool]]:
+        """By a connection each, so that both workers are asked."""
+        answers = [get(f"{url}/v1/models").json()["models"][0] for _ in range(20)]
+        return [(model.get("wished", ""), "behind" in model) for model in answers]
+
+    def change(verb: str) -> int:
+        url_of_call = f"{url}/v2/repository/models/echo/{verb}"
+        return httpx.post(url_of_call, timeout=TIMEOUT_S).status_code
+
+    assert change("load") == 200
+    wait_until(lambda: told() == [("loaded", False)] * 20)
+    assert change("unload") == 200
+    wait_until(lambda: told() == [("unloaded", False)] * 20)
 
 
 def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, str]) -> None:
