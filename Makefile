@@ -1,4 +1,4 @@
-# The commands: run, test, check, fmt; `make lock` resolves the dependencies again.
+# `make help` lists the commands. A target with a `##` comment is listed there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,24 +14,27 @@ LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-hea
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
-.PHONY: run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
+.PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
 .PHONY: bench bench-peers resnet50 manifests crds lock clean models examples
 
-run: $(VENV)/.gateway models
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/.gateway models ## Start an embedded Triton with two demonstration models, and the gateway; ARGS="--port 9000"
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
-test: $(VENV)/.dev models examples
+test: $(VENV)/.dev models examples ## Run every test but the longest; ARGS="-k name" selects
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not containers" $(ARGS)
 
 # The tests that start no process, for the inner loop.
-test-unit: $(VENV)/.dev models
+test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long" tests/unit $(ARGS)
 
 # What failed in the last run, once more; a test that passes now is reported as flaky.
-rerun-failed: $(VENV)/.dev
+rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones
 	@$(BIN)/python -m tests.rerun_failed $(ARGS)
 
-coverage:
+coverage: ## Run the tests and report the least covered modules
 	@rm -f .coverage .coverage.*
 	@$(MAKE) test COVERAGE=1
 	@$(MAKE) coverage-report
@@ -44,48 +47,48 @@ coverage-report: $(VENV)/.dev
 	@$(BIN)/python -m coverage report --format=total > /dev/null
 
 # One after the other: most of them measure.
-faults: $(VENV)/.dev models
+faults: $(VENV)/.dev models ## Provoke every fault of docs/faults.md and print what was measured
 	@$(BIN)/python -m tests.faults $(ARGS)
 
 # Hostile requests at full speed beside good traffic, for an hour; MINUTES=5 for less.
-soak: $(VENV)/.dev models
+soak: $(VENV)/.dev models ## Send hostile and good requests for an hour; MINUTES=5 for less
 	@MINUTES=$(or $(MINUTES),60) $(BIN)/python -m tests.soak
 
 # Mutated bytes for everything that reads a client's or a replica's, for ten minutes; MINUTES=1 for less.
-fuzz: $(VENV)/.dev
+fuzz: $(VENV)/.dev ## Mutate bytes for every parser for ten minutes; MINUTES=1 for less
 	@MINUTES=$(or $(MINUTES),10) $(BIN)/python -m tests.fuzz
 
 # The images, built and run without a registry and a cluster; what is missing for it is said.
-containers: $(VENV)/.dev
+containers: $(VENV)/.dev ## Build and run the images without a registry
 	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
 
 # The page in a real Chromium, also part of `make test`. PAGE_PICTURE=FILE keeps a screenshot.
-page: $(VENV)/.dev models
+page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/system/test_page.py $(ARGS)
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev ## Check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-fmt: $(VENV)/.dev
+fmt: $(VENV)/.dev ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev ## Measure beside nginx and a plain FastAPI application
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-bench-peers: $(PEERS)/.ready
+bench-peers: $(PEERS)/.ready ## Install KServe, so that `make bench` compares with it
 	@echo "make bench now includes KServe's transformer"
 
 # A model repository in resnet50_repo/; ARGS="--weights none" for one without a download.
-resnet50: $(RESNET50)/.ready
+resnet50: $(RESNET50)/.ready ## Export ResNet-50 as a model repository in resnet50_repo/
 	@$(RESNET50)/bin/python -m models.export_resnet50 --output resnet50_repo $(ARGS)
 
-models: $(VENV)/.gateway
+models: $(VENV)/.gateway ## Build the demonstration models
 	@$(BIN)/python -m models.sentences
 
-examples: $(OWN_ENV)/.ready
+examples: $(OWN_ENV)/.ready ## Build the environment of the example model that brings its own
 
 # Hash-locked installs; the stamp is renewed when a lock changes.
 $(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
@@ -124,14 +127,14 @@ $(RESNET50)/.ready: requirements/resnet50.txt
 
 # What k8s/ takes from elsewhere in a form of its own; a test compares. RUNBOOKS=https://… is where docs/ is
 # read by whoever an alert wakes up.
-manifests: $(VENV)/.dev
+manifests: $(VENV)/.dev ## Generate k8s/components/monitoring from deploy/monitoring
 	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
 
 # Schemas of custom resources, locked by hash; without them the test of those is skipped.
-crds:
+crds: ## Install the schemas of custom resources
 	@npm ci --prefix tests/crds --ignore-scripts --no-audit --no-fund
 
-lock:
+lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) pyproject.toml -o requirements/gateway.txt
 	$(LOCK) pyproject.toml --extra redis --extra otel -c requirements/gateway.txt -o requirements/image.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
@@ -142,5 +145,5 @@ lock:
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
-clean:
+clean: ## Remove the environments and caches
 	rm -rf $(VENV) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache

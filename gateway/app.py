@@ -12,7 +12,6 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -23,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from gateway import errors, logs
+from gateway import __version__, errors, logs
 from gateway.auth import OPEN, Access
 from gateway.decoding.decoders import Decoders
 from gateway.draining import Drain
@@ -57,7 +56,6 @@ GIVES_WAY_S = 0.0005
 PREFLIGHT_S = 600
 # What a page of another origin may read of an answer's head.
 EXPOSED = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
-OWN_VERSION = version("triton-gateway")
 LAGS = 20  # ten seconds: a scrape every ten sees the worst
 
 ROUTERS = (
@@ -180,7 +178,7 @@ def parts_of(settings: Settings) -> Parts:
         keys.open()
     tracer = None
     if settings.otlp_endpoint:
-        tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=OWN_VERSION)
+        tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
     return Parts(
         sources,
         wire,
@@ -278,7 +276,7 @@ def create_app(settings: Settings) -> ASGIApp:
                 }
             edge.services = None
 
-    app = Framework(title="triton-gateway", version=OWN_VERSION, lifespan=lifespan)
+    app = Framework(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.keyed = parts.keys is not None
     edge = Edge(app)
     for router in ROUTERS:

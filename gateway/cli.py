@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from gateway import __version__
 from gateway.client import commands
 from gateway.flags import TritonFlags, with_triton_flags
 from gateway.keys import Role, create, read, revoke
@@ -69,9 +70,7 @@ KeysPath = Annotated[
 
 def tell_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"triton-gateway {version('triton-gateway')}")
+        typer.echo(f"triton-gateway {__version__}")
         raise typer.Exit
 
 

@@ -12,7 +12,6 @@ from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -27,6 +26,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from gateway import __version__
 from gateway.context import Notes
 
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -158,7 +158,7 @@ class Metrics:
             "How late the event loop came to what was due, at worst in the last seconds.",
         )
         build = worst("gateway_build_info", "1, with the gateway's version.", ("version",))
-        build.labels(version("triton-gateway")).set(1)
+        build.labels(__version__).set(1)
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:

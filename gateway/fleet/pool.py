@@ -143,8 +143,9 @@ class Pool:
     async def _find(self, source: Source) -> None:
         """What the name stands for now; the last good answer stays when there is none."""
         try:
-            hosts = list(await asyncio.wait_for(self._resolve(source.address.host), self._dns_s))
-        except (OSError, UnicodeError, asyncio.TimeoutError) as exc:
+            with anyio.fail_after(self._dns_s):
+                hosts = list(await self._resolve(source.address.host))
+        except (OSError, UnicodeError) as exc:
             log.warning(
                 "the name %s cannot be looked up: %s", source.address.host, exc or "timeout"
             )

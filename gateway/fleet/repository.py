@@ -499,7 +499,7 @@ class Repository:
 
     async def _unless_gone(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
         """A load may take minutes; one on a replica that is gone is not waited for."""
-        task = asyncio.create_task(work)
+        task = self._spawn(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=LOOK_EVERY_S)

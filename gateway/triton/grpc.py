@@ -5,7 +5,6 @@ A channel per call: an open one would be waited for by a Triton that stops, and 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import logging
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import orjson
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
@@ -109,9 +109,10 @@ async def client(
     options = channel_options(MOST_DOCUMENT_BYTES)
     triton = InferenceServerClient(address, channel_args=options, **secured(tls))
     try:
-        await asyncio.wait_for(triton.is_server_live(), CONNECT_TIMEOUT_S)
+        with anyio.fail_after(CONNECT_TIMEOUT_S):
+            await triton.is_server_live()
         yield triton
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise NoGrpc(f"nobody answers gRPC at {address}", refused=False) from None
     except InferenceServerException as exc:
         raise translated(exc, address, asked, verb) from exc

@@ -15,6 +15,8 @@ from functools import partial
 from time import perf_counter
 from typing import Final
 
+import anyio
+
 from gateway.errors import AnswerTooLarge, DeadlinePassed
 from gateway.sse import EVENT_STREAM
 from gateway.triton.wire import Connection, Headers, NotSent
@@ -245,20 +247,18 @@ class Upstream:
         if timeout_s <= 0:
             raise DeadlinePassed(0)
         try:
-            _, connection = await asyncio.wait_for(
-                self._loop.create_connection(
+            with anyio.fail_after(min(self._connect_timeout_s, timeout_s)):
+                _, connection = await self._loop.create_connection(
                     lambda: Connection(self._loop),
                     self._host,
                     self._port,
                     ssl=self._tls,
                     server_hostname=self._server_name if self._tls else None,
-                ),
-                min(self._connect_timeout_s, timeout_s),
-            )
-        except (OSError, UnicodeError, asyncio.TimeoutError) as exc:
-            if timeout_s < self._connect_timeout_s and isinstance(exc, asyncio.TimeoutError):
+                )
+        except (OSError, UnicodeError) as exc:
+            if timeout_s < self._connect_timeout_s and isinstance(exc, TimeoutError):
                 raise DeadlinePassed(round(timeout_s, 3)) from exc
-            refused = not isinstance(exc, asyncio.TimeoutError)
+            refused = not isinstance(exc, TimeoutError)
             raise NotSent(
                 f"the replica {self._authority} cannot be reached", refused=refused
             ) from exc

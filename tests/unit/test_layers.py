@@ -74,7 +74,7 @@ def imports(path: Path) -> Iterator[str]:
     for node in executed(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gateway"):
             if node.module == "gateway":
-                yield from (f"gateway.{alias.name}" for alias in node.names)
+                yield from (f"gateway.{a.name}" for a in node.names if a.name != "__version__")
             else:
                 yield node.module
         elif isinstance(node, ast.Import):
