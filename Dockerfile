@@ -82,8 +82,8 @@ RUN TRITON_GATEWAY_CACHE=/tmp/cache tools/bin/python -m models.sentences \
 FROM tools AS server
 ENV TRITON_GATEWAY_CACHE=/opt/triton-gateway/cache
 COPY requirements/models.txt requirements/tritonserver.txt requirements/
-COPY gateway/triton/installation.py gateway/triton/
-RUN python3 -c 'from gateway.triton.installation import install; install(print)' \
+COPY gateway/embedded/installation.py gateway/embedded/
+RUN python3 -c 'from gateway.embedded.installation import install_triton; install_triton(print)' \
  && rm -rf /opt/triton-gateway/cache/models-*/lib/python3*/site-packages/pip* \
            /opt/triton-gateway/cache/models-*/lib/python3*/site-packages/setuptools* \
  && chmod -R a+rX /opt/triton-gateway/cache

@@ -27,7 +27,7 @@ from tritonclient.http import InferenceServerClient, InferInput
 
 from benchmarks import fleet, hot_path, servers, streams
 from benchmarks.load import Measured, Request, measure
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import triton_on_free_ports
 from tests.support.tools import of_models
 
@@ -137,7 +137,7 @@ def pass_through(
     nginx_url, nginx = stack.enter_context(servers.nginx(address))
     array = np.random.default_rng(0).random((1, 256), np.float32)
     request, path = v2_infer("small", array, "FP32"), "/v2/models/small/infer"
-    server = psutil.Process(triton.guard_pid)
+    server = psutil.Process(triton.reaper_pid)
     targets = [
         Target("direct", f"http://{address}{path}", server, request),
         Target("nginx", f"{nginx_url}{path}", nginx, request),

@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from gateway.fleet.index import index_of
-from gateway.fleet.plan import actions
-from gateway.fleet.pool import Pool
-from gateway.fleet.replica import Address, Source, Wire
-from gateway.state.wishes import Wish
+from gateway.fleet.index import parse_index
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.reconcile_plan import plan_actions
+from gateway.fleet.replica import ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
+from gateway.state.desired import DesiredModel
 from tests.support.simulated_replicas import SimulatedTriton
 
 SMALL, LARGE, MODELS = 10, 100, 200
@@ -43,14 +43,14 @@ def serve(count: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def replicas(count: int) -> Iterator[list[Address]]:
+def replicas(count: int) -> Iterator[list[ReplicaAddress]]:
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     process = spawning.Process(target=serve, args=(count, theirs), daemon=True)
     process.start()
     theirs.close()
     with ours:
-        yield [Address("127.0.0.1", port) for port in ours.recv()]
+        yield [ReplicaAddress("127.0.0.1", port) for port in ours.recv()]
     process.join()
 
 
@@ -64,22 +64,24 @@ def cpu_us(work: Callable[[], object]) -> float:
     return min(spent) * 1e6
 
 
-async def parts(addresses: Sequence[Address]) -> Mapping[str, float]:
+async def parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, float]:
     """Microseconds of one choice, of one look and of one plan."""
-    sources = [Source(address) for address in addresses]
-    async with Pool(sources, Wire(10.0), poll_s=NEVER_S) as pool:
-        await pool.refresh()
-        chosen = cpu_us(lambda: [pool.choose(name) for _ in range(10) for name in NAMES])
-        anew = cpu_us(lambda: [pool._look_up(name, "") for name in NAMES])
+    sources = [ReplicaSource(address) for address in addresses]
+    async with ReplicaPool(
+        sources, ReplicaConnectionOptions(10.0), probe_interval_s=NEVER_S
+    ) as pool:
+        await pool.probe_all()
+        chosen = cpu_us(lambda: [pool.choose_replica(name) for _ in range(10) for name in NAMES])
+        anew = cpu_us(lambda: [pool._update_candidates(name, "") for name in NAMES])
         looks = []
         for _ in range(LOOKS):
             began = time.process_time()
-            await pool.refresh()
+            await pool.probe_all()
             looks.append(time.process_time() - began)
-    wishes = {name: Wish(True) for name in NAMES}
+    wishes = {name: DesiredModel(True) for name in NAMES}
     said = [{"name": name, "version": "1", "state": "READY"} for name in NAMES]
-    indexes = [index_of(said) for _ in addresses]
-    planned = cpu_us(lambda: [list(actions(wishes, index, {})) for index in indexes])
+    indexes = [parse_index(said) for _ in addresses]
+    planned = cpu_us(lambda: [list(plan_actions(wishes, index, {})) for index in indexes])
     return {
         "choosing a replica": chosen / (10 * MODELS),
         "choosing one for the first time since a change": anew / MODELS,

@@ -11,13 +11,13 @@ from pathlib import Path
 import yaml
 from starlette.types import Scope
 
-from gateway.auth import Access, admit
-from gateway.context import Notes, current
+from gateway.admission import AdmissionQueue
+from gateway.auth import Authenticator, authorize
 from gateway.keys import KeysFile, Right
-from gateway.limits import Gate
 from gateway.metrics import Metrics
-from gateway.rates import UNCOUNTED, Rates
-from gateway.tracing import request_id_of
+from gateway.rate_limit import UNLIMITED_PATHS, RateLimiter
+from gateway.request_info import RequestInfo, current_request_info
+from gateway.tracing import choose_request_id
 
 KEY, MODEL = "tgw_benchmark", "small"
 TIMES, REPEAT = 20_000, 7
@@ -28,7 +28,7 @@ def keys_file(folder: Path, **more: object) -> KeysFile:
     path = folder / f"{len(more)}.yaml"
     path.write_text(yaml.safe_dump({"keys": [{**entry, "roles": ["infer"], "models": ["sm*"]}]}))
     file = KeysFile(path)
-    file.open()
+    file.load()
     return file
 
 
@@ -36,15 +36,15 @@ def parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {KEY}".encode())]
     scope: Scope = {"path": f"/v2/models/{MODEL}/infer", "headers": headers, "type": "http"}
     metrics = Metrics()
-    gate = Gate(2048, 1024, 512, metrics)
-    access = Access(keys_file(folder))
-    rates = Rates(metrics)
-    notes = scope["notes"] = Notes("0" * 32)
+    gate = AdmissionQueue(2048, 1024, 512, metrics)
+    access = Authenticator(keys_file(folder))
+    rates = RateLimiter(metrics)
+    notes = scope["notes"] = RequestInfo("0" * 32)
     notes.route, notes.model = "/v2", MODEL
 
     def accounts() -> None:
-        made = Notes(request_id_of(headers))
-        current.set(made)
+        made = RequestInfo(choose_request_id(headers))
+        current_request_info.set(made)
         metrics.in_flight["/v2"] += 1
         made.route, made.model = "/v2", MODEL
         metrics.in_flight["/v2"] -= 1
@@ -55,15 +55,15 @@ def parts(folder: Path) -> Mapping[str, Callable[[], object]]:
         metrics.flush()
 
     def keys_and_limits() -> None:
-        caller = notes.caller = access.caller(scope)
-        if caller.requests_per_second is not None and scope["path"] not in UNCOUNTED:
+        caller = notes.caller = access.authenticate(scope)
+        if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
             raise AssertionError
-        admit(scope, Right.infer, MODEL)
-        gate.enters(MODEL)
-        gate.leave(MODEL)
+        authorize(scope, Right.infer, MODEL)
+        gate.try_acquire(MODEL)
+        gate.release(MODEL)
 
     def rate() -> None:
-        step = rates.count("bench", 1_000_000)
+        step = rates.count_request("bench", 1_000_000)
         try:
             step.send(None)
         except StopIteration:

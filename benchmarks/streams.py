@@ -13,7 +13,7 @@ import numpy as np
 import tritonclient.grpc as triton_grpc
 
 from benchmarks import servers
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 
 ROUNDS = 100
 BODY = {"inputs": {"COUNT": [1], "SECONDS": [0.0]}}

@@ -23,40 +23,40 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway import __version__, errors, logs
-from gateway.auth import OPEN, Access
-from gateway.decoding.decoders import Decoders
+from gateway.admission import AdmissionQueue
+from gateway.auth import PUBLIC_PATHS, Authenticator
+from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
-from gateway.fleet.declared import ModelsFile
-from gateway.fleet.models import Models
-from gateway.fleet.pool import Pool
-from gateway.fleet.replica import Source, Wire, source
-from gateway.fleet.repository import Repository, Terms
-from gateway.fleet.view import FleetView, SourcesView, WatchedFile
+from gateway.fleet.collector import FleetCollector, StateCollector, WatchedFile
+from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import ReplicaConnectionOptions, ReplicaSource, parse_replica_url
+from gateway.fleet.repository import ManagementOptions, Repository
+from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
-from gateway.limits import Gate
-from gateway.memory import MemoryBudget, default_budget
+from gateway.memory import MemoryBudget, default_budget_bytes
 from gateway.metrics import Metrics
-from gateway.rates import Rates
-from gateway.routes import health, infer, models, page, repository
+from gateway.rate_limit import RateLimiter
+from gateway.routes import health, infer, models, repository, ui
 from gateway.routes import metrics as metrics_page
-from gateway.routes.edge import Edge
-from gateway.routes.services import Services
+from gateway.routes.dependencies import Services
+from gateway.routes.middleware import GatewayMiddleware
 from gateway.settings import Settings
-from gateway.state.store import store
-from gateway.state.wishes import BadState, Store
+from gateway.state.desired import BadState, StateStore
+from gateway.state.store import open_state_store
 from gateway.tensors import schema
 from gateway.tracing import Tracer
-from gateway.triton.grpc import Tls
-from gateway.triton.restricted import parse_restricted_api
+from gateway.triton.grpc.management import GrpcTlsFiles
+from gateway.triton.restricted_api import parse_restricted_api
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.5
-GIVES_WAY_S = 0.0005
-PREFLIGHT_S = 600
+METRICS_INTERVAL_S = 0.5
+THREAD_SWITCH_INTERVAL_S = 0.0005
+PREFLIGHT_MAX_AGE_S = 600
 # What a page of another origin may read of an answer's head.
-EXPOSED = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
-LAGS = 20  # ten seconds: a scrape every ten sees the worst
+EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
+LAG_SAMPLES = 20  # ten seconds: a scrape every ten sees the worst
 
 ROUTERS = (
     infer.router,
@@ -64,13 +64,13 @@ ROUTERS = (
     repository.router,
     health.router,
     metrics_page.router,
-    page.root,
-    page.router,
+    ui.root_router,
+    ui.router,
 )
-HANDLED = (HTTPException, RequestValidationError, MemoryError, Exception)
+HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
 
-def spare_the_collector() -> None:
+def tune_garbage_collector() -> None:
     """What is alive now stays: looking at it again and again would take 30 ms each time.
 
     And collecting every 700 new objects is every few requests, whose objects have no cycles.
@@ -80,23 +80,23 @@ def spare_the_collector() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
-def spare_the_loop() -> None:
+def shorten_switch_interval() -> None:
     """A thread that computes in Python gives way to the event loop after so long, and not after 5 ms."""
-    sys.setswitchinterval(GIVES_WAY_S)
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
 
 
-async def tick(metrics: Metrics, gate: Gate, memory: MemoryBudget) -> None:
+async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: MemoryBudget) -> None:
     """See how late the event loop is; and pass on what was counted, for another worker's page."""
     loop = asyncio.get_running_loop()
-    lags: deque[float] = deque(maxlen=LAGS)
+    lags: deque[float] = deque(maxlen=LAG_SAMPLES)
     while True:
-        due = loop.time() + TICK_S
-        await asyncio.sleep(TICK_S)
+        due = loop.time() + METRICS_INTERVAL_S
+        await asyncio.sleep(METRICS_INTERVAL_S)
         lags.append(max(loop.time() - due, 0.0))
         metrics.loop_lag.set(max(lags))
-        metrics.waiting.set(gate.waiting)
-        metrics.memory.set(memory.used_bytes)
-        metrics.note_dropped_lines(logs.dropped_lines())
+        metrics.waiting.set(admission.waiting)
+        metrics.request_memory.set(memory.used_bytes)
+        metrics.update_dropped_lines(logs.count_dropped_lines())
         metrics.flush()
 
 
@@ -107,7 +107,9 @@ def app_from_environment() -> ASGIApp:
     return create_app(settings)
 
 
-def tls_context(settings: Settings, sources: Sequence[Source]) -> ssl.SSLContext | None:
+def create_tls_context(
+    settings: Settings, sources: Sequence[ReplicaSource]
+) -> ssl.SSLContext | None:
     """How `https://` replicas are trusted, and how the gateway shows itself to them."""
     if not any(source.address.tls for source in sources):
         return None
@@ -117,128 +119,136 @@ def tls_context(settings: Settings, sources: Sequence[Source]) -> ssl.SSLContext
     return context
 
 
-def kept_by(settings: Settings) -> Store:
+def open_configured_store(settings: Settings) -> StateStore:
     """Where it is kept what the API loaded. Raises `BadState`."""
     if settings.state:
-        return store(settings.state)
+        return open_state_store(settings.state)
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     # A file for this fleet: what was loaded on another one does not concern it.
     fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
     try:
-        return store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
+        return open_state_store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
     except BadState as exc:
         log.warning("what is loaded by the API will be forgotten at the next start: %s", exc)
-        return store("memory:")
+        return open_state_store("memory:")
 
 
-class Framework(FastAPI):
+class GatewayFastAPI(FastAPI):
     """Its document says how a key is sent."""
 
-    keyed = False
+    requires_key = False
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
         document.setdefault("components", {})["securitySchemes"] = schema.SECURITY_SCHEMES
-        if self.keyed:
+        if self.requires_key:
             document["security"] = schema.SECURITY
-            for path in OPEN & document["paths"].keys():
+            for path in PUBLIC_PATHS & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []
         return document
 
 
-class Parts(NamedTuple):
+class AppComponents(NamedTuple):
     """What the settings name, read and found usable, before anything runs."""
 
-    sources: Sequence[Source]
-    wire: Wire
-    terms: Terms
-    file: ModelsFile
-    keys: KeysFile | None
-    kept: Store
+    sources: Sequence[ReplicaSource]
+    connection_options: ReplicaConnectionOptions
+    management_options: ManagementOptions
+    models_file: ModelsFile
+    keys_file: KeysFile | None
+    store: StateStore
     tracer: Tracer | None
 
 
-def parts_of(settings: Settings) -> Parts:
+def build_components(settings: Settings) -> AppComponents:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
-    sources = [source(url) for url in settings.triton_urls]
-    tls = Tls(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
+    sources = [parse_replica_url(url) for url in settings.triton_urls]
+    tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
     secret = settings.triton_restricted_api
-    wire = Wire(
+    wire = ReplicaConnectionOptions(
         settings.connect_timeout_s,
-        tls_context(settings, sources),
+        create_tls_context(settings, sources),
         tls,
         None if secret is None else parse_restricted_api(secret.get_secret_value()),
-        max_answer_bytes=settings.max_answer_bytes,
+        max_response_bytes=settings.max_answer_bytes,
     )
     file = ModelsFile(settings.models_file)
-    file.open()
+    file.load()
     keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None
     if keys is not None:
-        keys.open()
+        keys.load()
     tracer = None
     if settings.otlp_endpoint:
         tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
-    return Parts(
+    return AppComponents(
         sources,
         wire,
-        Terms(settings.load_timeout_s, tls, settings.allow_model_upload, settings.ready_quorum),
+        ManagementOptions(
+            settings.load_timeout_s, tls, settings.allow_model_upload, settings.ready_quorum
+        ),
         file,
         keys,
-        kept_by(settings),
+        open_configured_store(settings),
         tracer,
     )
 
 
-def watched_files(parts: Parts) -> dict[str, WatchedFile]:
+def list_watched_files(components: AppComponents) -> dict[str, WatchedFile]:
     """Return the files of the settings that are read again when they change, by what they hold."""
     files: dict[str, WatchedFile] = {}
-    if parts.keys is not None:
-        files["keys"] = parts.keys
-    if parts.file.path is not None:
-        files["models"] = parts.file
+    if components.keys_file is not None:
+        files["keys"] = components.keys_file
+    if components.models_file.path is not None:
+        files["models"] = components.models_file
     return files
 
 
 @asynccontextmanager
-async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
+async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """All that works while the application runs; what is opened last is closed first."""
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is ended by its own signal when this is over
         metrics = Metrics()
-        pool = Pool(
-            parts.sources,
-            parts.wire,
+        pool = ReplicaPool(
+            components.sources,
+            components.connection_options,
             metrics=metrics,
-            poll_s=settings.poll_interval_s,
-            dns_s=settings.dns_interval_s,
+            probe_interval_s=settings.poll_interval_s,
+            dns_interval_s=settings.dns_interval_s,
         )
         await stack.enter_async_context(pool)
-        models = Models(pool, settings.cancellable_models)
+        models = ModelService(pool, settings.cancellable_models)
         stack.callback(models.close)
-        repository = Repository(pool, models, parts.kept, parts.file, parts.terms)
+        repository = Repository(
+            pool, models, components.store, components.models_file, components.management_options
+        )
         await stack.enter_async_context(repository)
-        metrics.views.register(FleetView(pool, repository))
-        metrics.views.register(SourcesView(parts.kept, watched_files(parts)))
-        decoders = Decoders(settings.decode_threads, settings.max_pixels_in_flight, metrics)
+        metrics.collector_registry.register(FleetCollector(pool, repository))
+        metrics.collector_registry.register(
+            StateCollector(components.store, list_watched_files(components))
+        )
+        decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
-        gate = Gate(
+        gate = AdmissionQueue(
             settings.max_inflight,
             settings.max_model_inflight or max(settings.max_inflight // 2, 1),
             settings.max_queue,
             metrics,
         )
-        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget(), metrics)
+        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics)
         stack.callback(metrics.flush)
-        stack.callback(asyncio.create_task(tick(metrics, gate, memory)).cancel)
-        access = Access(parts.keys, settings.allowed_hosts, local_admin=settings.local_admin)
-        stack.callback(asyncio.create_task(access.watch()).cancel)
-        rates = Rates(metrics, parts.kept.windows())
-        if parts.tracer is not None:
-            stack.callback(parts.tracer.close)
-        restricted = parts.wire.restricted_api
-        spare_the_collector()
-        spare_the_loop()
+        stack.callback(asyncio.create_task(update_metrics(metrics, gate, memory)).cancel)
+        access = Authenticator(
+            components.keys_file, settings.allowed_hosts, local_admin=settings.local_admin
+        )
+        stack.callback(asyncio.create_task(access.watch_keys_file()).cancel)
+        rates = RateLimiter(metrics, components.store.rate_windows())
+        if components.tracer is not None:
+            stack.callback(components.tracer.close)
+        restricted = components.connection_options.restricted_api
+        tune_garbage_collector()
+        shorten_switch_interval()
         yield Services(
             settings,
             pool,
@@ -250,7 +260,7 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[Services]:
             metrics,
             access,
             rates,
-            parts.tracer,
+            components.tracer,
             [] if restricted is None else restricted.headers,
         )
 
@@ -261,11 +271,11 @@ def create_app(settings: Settings) -> ASGIApp:
     Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing` for settings that
     cannot be used.
     """
-    parts = parts_of(settings)
+    parts = build_components(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with running(settings, parts) as services:
+        async with run_services(settings, parts) as services:
             edge.services = app.state.services = services
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 # For the server: what it counts, and whether it is to close connections.
@@ -276,14 +286,14 @@ def create_app(settings: Settings) -> ASGIApp:
                 }
             edge.services = None
 
-    app = Framework(title="triton-gateway", version=__version__, lifespan=lifespan)
-    app.keyed = parts.keys is not None
-    edge = Edge(app)
+    app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
+    app.requires_key = parts.keys_file is not None
+    edge = GatewayMiddleware(app)
     for router in ROUTERS:
-        if router is not page.router or settings.page:
+        if router is not ui.router or settings.page:
             app.include_router(router)
-    for exception in HANDLED:
-        app.add_exception_handler(exception, errors.render)
+    for exception in HANDLED_EXCEPTIONS:
+        app.add_exception_handler(exception, errors.render_error)
     if not settings.cors_origins:
         return edge
     return CORSMiddleware(
@@ -291,6 +301,6 @@ def create_app(settings: Settings) -> ASGIApp:
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),  # those that are asked for; a key comes in one, and never in a cookie
-        expose_headers=EXPOSED,
-        max_age=PREFLIGHT_S,
+        expose_headers=EXPOSED_HEADERS,
+        max_age=PREFLIGHT_MAX_AGE_S,
     )

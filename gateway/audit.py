@@ -10,44 +10,44 @@ import asyncio
 import logging
 from typing import Any, Final
 
-from gateway.context import Notes, current
 from gateway.errors import GatewayError
+from gateway.request_info import RequestInfo, current_request_info
 
 log = logging.getLogger(__name__)
 
-LEVEL: Final = logging.INFO
-ACCEPTED: Final = 202
-CLIENT_LEFT: Final = 499
-DENIED: Final = (401, 403)
+AUDIT_LEVEL: Final = logging.INFO
+ACCEPTED_STATUS: Final = 202
+DISCONNECTED_STATUS: Final = 499
+DENIED_STATUSES: Final = (401, 403)
 
 
-def outcome_of(status: int) -> str:
+def describe_outcome(status: int) -> str:
     """Return what an answer with this status says of the call."""
     if status < 300:
-        return "accepted" if status == ACCEPTED else "succeeded"
-    if status == CLIENT_LEFT:
+        return "accepted" if status == ACCEPTED_STATUS else "succeeded"
+    if status == DISCONNECTED_STATUS:
         return "client disconnected"
-    return "denied" if status in DENIED else "failed"
+    return "denied" if status in DENIED_STATUSES else "failed"
 
 
-def log_call(notes: Notes, method: str, path: str, client: str, status: int) -> None:
+def log_call(info: RequestInfo, method: str, path: str, client: str, status: int) -> None:
     """Log the end of an administrative call, as its caller experienced it."""
-    call = notes.managed
+    call = info.management_call
     if call is None:
         return
-    outcome = outcome_of(status)
+    outcome = describe_outcome(status)
     log.log(
-        LEVEL,
+        AUDIT_LEVEL,
         "%s %s: %s",
         method,
         path,
         outcome,
         extra={
-            "route": notes.route,
+            "route": info.route,
             "model": call.model,
             "parameters": call.parameters,
             "operation": call.operation,
-            "key": notes.key,
+            "key": info.key,
             "client": client,
             "status": status,
             "outcome": outcome,
@@ -57,7 +57,7 @@ def log_call(notes: Notes, method: str, path: str, client: str, status: int) -> 
 
 def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str = "") -> None:
     """Log how a load or an unload ended that its caller did not wait for: `task` is done."""
-    notes = current.get()
+    notes = current_request_info.get()
     error = None if task.cancelled() else task.exception()
     outcome = "cancelled" if task.cancelled() else "succeeded" if error is None else "failed"
     extra = {
@@ -68,4 +68,4 @@ def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str 
     }
     if isinstance(error, GatewayError):
         extra |= {"code": error.code, "reason": error.detail}
-    log.log(LEVEL, "%s of model %s: %s", action, model, outcome, extra=extra)
+    log.log(AUDIT_LEVEL, "%s of model %s: %s", action, model, outcome, extra=extra)

@@ -17,94 +17,98 @@ from typing import Final
 
 from starlette.types import Scope
 
-from gateway.context import ManagementCall
 from gateway.errors import Forbidden, Unauthenticated, UnknownModel
 from gateway.keys import Caller, KeysFile, Right, Role
-from gateway.names import is_model_name, normalized_version
-from gateway.peers import knows_peers, plain, user_of_peer
-from gateway.words import quoted
+from gateway.messages import quote_text
+from gateway.names import is_model_name, normalize_version
+from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
+from gateway.request_info import ManagementCall
 
-LOOK_EVERY_S: Final = 0.5
+KEYS_FILE_POLL_S: Final = 0.5
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 # Asked by what watches and what draws pages, neither of which has a key.
-OPEN: Final = frozenset(
+PUBLIC_PATHS: Final = frozenset(
     ("/", "/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 )
-OPEN_BELOW: Final = "/static/"
-KEYLESS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
-ANYBODY: Final = Caller("", rights=KEYLESS)
+PUBLIC_PATH_PREFIX: Final = "/static/"
+ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
+ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)
 # The same, where nobody administers without a key.
-NO_ADMINISTRATOR: Final = Caller("", rights=KEYLESS)
-NOBODY: Final = Caller("", models=())
-ROOT: Final = 0
-READING: Final = ("GET", "HEAD")
+ANONYMOUS_NON_ADMIN: Final = Caller("", rights=ANONYMOUS_RIGHTS)
+UNAUTHENTICATED: Final = Caller("", models=())
+ROOT_UID: Final = 0
+READ_METHODS: Final = ("GET", "HEAD")
 # What proxies and content networks say of the client they ask for.
-OF_A_PROXY: Final = re.compile(
+PROXY_HEADER: Final = re.compile(
     rb"forwarded|via|cdn-loop|x-(?:forwarded|original|envoy|appengine|azure)-.*|x-amzn-trace-id|"
     rb"x-(?:real|remote|originating)-ip|x-remote-addr|.*client-?ip|.*-connecting-ip"
 )
 # What a browser says of the gateway's own page, and of an address that a person typed.
-OWN_PAGE: Final = frozenset((b"same-origin", b"none"))
-OF_BROWSERS: Final = frozenset((b"origin", b"sec-fetch-site"))
-OF_A_PAGE: Final = "a web page of another origin sent it"
-NEEDED: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
+SAME_SITE_VALUES: Final = frozenset((b"same-origin", b"none"))
+BROWSER_HEADERS: Final = frozenset((b"origin", b"sec-fetch-site"))
+CROSS_ORIGIN_REASON: Final = "a web page of another origin sent it"
+REQUIRED_ROLES: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
 
 
-class Access:
+class Authenticator:
     """Tells who calls, by the keys file there is, or is not."""
 
     def __init__(
-        self, file: KeysFile | None, hosts: Sequence[str] = (), *, local_admin: bool = True
+        self,
+        keys_file: KeysFile | None,
+        allowed_hosts: Sequence[str] = (),
+        *,
+        local_admin: bool = True,
     ) -> None:
-        self._file = file
-        self._hosts = tuple(hosts)
-        self._keyless = ANYBODY if local_admin else NO_ADMINISTRATOR
+        self._keys_file = keys_file
+        self._allowed_hosts = tuple(allowed_hosts)
+        self._anonymous = ANONYMOUS if local_admin else ANONYMOUS_NON_ADMIN
 
     @property
-    def keyed(self) -> bool:
+    def requires_key(self) -> bool:
         """Whether keys are asked for at all."""
-        return self._file is not None
+        return self._keys_file is not None
 
-    def caller(self, scope: Scope) -> Caller:
+    def authenticate(self, scope: Scope) -> Caller:
         """Raises `Unauthenticated`, or `Forbidden` for a host that is not the gateway's."""
-        if self._hosts:
+        if self._allowed_hosts:
             self._check_host(scope["headers"])
-        file = self._file
+        file = self._keys_file
         if file is None:
-            return self._keyless
+            return self._anonymous
         try:
-            key = presented(scope["headers"])
-            if (found := file.owner(key)) is None:
+            key = extract_key(scope["headers"])
+            if (found := file.find_caller(key)) is None:
                 raise Unauthenticated("the key is not known")
         except Unauthenticated:
-            if is_open(scope["path"]):
-                return NOBODY
+            if is_public_path(scope["path"]):
+                return UNAUTHENTICATED
             raise
         return found
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """A page whose name was made to stand for this machine (DNS rebinding) sends its own name."""
         for name, value in headers:
-            if name == b"host" and not is_allowed(value, self._hosts):
-                host = quoted(host_of(value.decode("latin-1")))
+            if name == b"host" and not is_allowed_host(value, self._allowed_hosts):
+                host = quote_text(parse_host(value.decode("latin-1")))
                 raise Forbidden(
                     f"the gateway does not serve the host {host}; add it to GATEWAY_ALLOWED_HOSTS if it is "
                     "one of the gateway's own names"
                 )
 
-    async def watch(self) -> None:
+    async def watch_keys_file(self) -> None:
         """Look for another keys file, for ever."""
-        while self._file is not None:
-            await asyncio.sleep(LOOK_EVERY_S)
-            self._file.look()
+        while self._keys_file is not None:
+            await asyncio.sleep(KEYS_FILE_POLL_S)
+            self._keys_file.reload_if_changed()
 
 
-def is_open(path: str) -> bool:
-    return path in OPEN or path.startswith(OPEN_BELOW)
+def is_public_path(path: str) -> bool:
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIX)
 
 
-def presented(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """The key that comes with a request. Raises `Unauthenticated` for none, and for two that differ.
 
     Basic credentials count where there is no other key: they may be a proxy's.
@@ -144,61 +148,63 @@ def read_password(credentials: bytes) -> bytes:
 def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Return whether a browser sent it: Basic credentials that it knows go with the requests of every
     page, as cookies do."""
-    return any(name in OF_BROWSERS for name, _ in headers)
+    return any(name in BROWSER_HEADERS for name, _ in headers)
 
 
-def admit(
+def authorize(
     scope: Scope,
     right: Right,
     model: str = "",
     version: str = "",
-    unknown: type[UnknownModel] = UnknownModel,
+    unknown_model_error: type[UnknownModel] = UnknownModel,
 ) -> None:
     """Raises `Forbidden` for what the caller may not do, `unknown` for what it does not see, and for
     what is no name of a model or no version: another server on the way could take it for another path."""
-    notes = scope["notes"]
+    notes = scope["request_info"]
     caller: Caller = notes.caller
-    if right is Right.manage and scope["method"] not in READING:
-        notes.managed = ManagementCall(model)
+    if right is Right.manage and scope["method"] not in READ_METHODS:
+        notes.management_call = ManagementCall(model)
     if right not in caller.rights:
-        why = why_not_local(scope) if caller is ANYBODY else ""
-        if why or caller is not ANYBODY:
-            raise refusal(caller, right, why)
-    if model and not (is_model_name(model) and caller.sees(model)):
-        raise unknown(model, version)
-    if version and normalized_version(version) is None:
-        raise unknown(model, version)
+        why = explain_remote_origin(scope) if caller is ANONYMOUS else ""
+        if why or caller is not ANONYMOUS:
+            raise create_forbidden_error(caller, right, why)
+    if model and not (is_model_name(model) and caller.can_see(model)):
+        raise unknown_model_error(model, version)
+    if version and normalize_version(version) is None:
+        raise unknown_model_error(model, version)
 
 
-def admit_to_all(scope: Scope, right: Right) -> None:
+def authorize_all_models(scope: Scope, right: Right) -> None:
     """For what speaks of every model, or acts on it. Raises `Forbidden`."""
-    admit(scope, right)
-    caller: Caller = scope["notes"].caller
-    if not caller.sees_all:
-        raise Forbidden(f"this concerns every model, and the key {quoted(caller.name)} is for some")
+    authorize(scope, right)
+    caller: Caller = scope["request_info"].caller
+    if not caller.can_see_all:
+        raise Forbidden(
+            f"this concerns every model, and the key {quote_text(caller.name)} is for some"
+        )
 
 
-def refusal(caller: Caller, right: Right, why: str = "") -> Forbidden:
+def create_forbidden_error(caller: Caller, right: Right, reason: str = "") -> Forbidden:
     """What a caller without the right is told; `why` its request is not a local one."""
-    if caller is ANYBODY:
+    if caller is ANONYMOUS:
         return Forbidden(
             "without a key, administration is allowed only to the gateway's own user on the same machine; "
-            f"this request is refused because {why}; use an admin key (GATEWAY_KEYS_FILE)"
+            f"this request is refused because {reason}; use an admin key (GATEWAY_KEYS_FILE)"
         )
-    if caller is NO_ADMINISTRATOR:
+    if caller is ANONYMOUS_NON_ADMIN:
         return Forbidden(
             "administration is switched off: GATEWAY_LOCAL_ADMIN is false, and there is no keys file"
         )
-    role = NEEDED.get(right, Role.admin.value)
+    role = REQUIRED_ROLES.get(right, Role.admin.value)
     return Forbidden(
-        f"the key {quoted(caller.name)} does not have the role {role}, which this needs"
+        f"the key {quote_text(caller.name)} does not have the role {role}, which this needs"
     )
 
 
 # Without keys.
 
 
-def why_not_local(scope: Scope) -> str:
+def explain_remote_origin(scope: Scope) -> str:
     """Why a request is not that of a program of this user on this machine; empty if it is.
 
     Administration is code that runs: a request that a proxy sends for somebody else, a web page, or
@@ -209,14 +215,14 @@ def why_not_local(scope: Scope) -> str:
         return "it comes from another address"
     if scope["http_version"] == "1.0":  # as nginx asks, if it is not told otherwise
         return "it uses HTTP/1.0, as a proxy does"
-    if why := why_for_another(scope["headers"]):
+    if why := explain_foreign_headers(scope["headers"]):
         return why
-    if knows_peers() and user_of_peer(client, server) not in (os.geteuid(), ROOT):
+    if can_identify_peers() and find_peer_uid(client, server) not in (os.geteuid(), ROOT_UID):
         return "a program of another user sent it"
     return ""
 
 
-def why_for_another(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Why a request's headers are those of a proxy or of a web page; empty if they are not."""
     origin = host = ""
     for name, value in headers:
@@ -224,16 +230,20 @@ def why_for_another(headers: Iterable[tuple[bytes, bytes]]) -> str:
             host = value.decode("latin-1").lower()
         elif name == b"origin":
             origin = value.decode("latin-1").lower()
-        elif name == b"sec-fetch-site" and value not in OWN_PAGE:
-            return OF_A_PAGE
-        elif OF_A_PROXY.fullmatch(name):
+        elif name == b"sec-fetch-site" and value not in SAME_SITE_VALUES:
+            return CROSS_ORIGIN_REASON
+        elif PROXY_HEADER.fullmatch(name):
             return f"a proxy passed it on (its header {name.decode('latin-1')})"
-    if not is_loopback(host_of(host)):
-        return f"it is for the host {quoted(host)} and not for localhost"
-    return OF_A_PAGE if origin and origin not in (f"http://{host}", f"https://{host}") else ""
+    if not is_loopback(parse_host(host)):
+        return f"it is for the host {quote_text(host)} and not for localhost"
+    return (
+        CROSS_ORIGIN_REASON
+        if origin and origin not in (f"http://{host}", f"https://{host}")
+        else ""
+    )
 
 
-def host_of(authority: str) -> str:
+def parse_host(authority: str) -> str:
     """The host of a `Host` header, in lower case and without its port."""
     host = authority.lower()
     if host.startswith("["):
@@ -248,13 +258,13 @@ def is_loopback(host: str) -> bool:
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
-        return plain(host).is_loopback
+        return parse_ip_address(host).is_loopback
     except ValueError:
         return False
 
 
 @lru_cache(256)
-def is_allowed(authority: bytes, allowed: tuple[str, ...]) -> bool:
+def is_allowed_host(authority: bytes, patterns: tuple[str, ...]) -> bool:
     """Whether a `Host` header names one of the hosts `allowed`, or this machine."""
-    host = host_of(authority.decode("latin-1"))
-    return is_loopback(host) or any(fnmatchcase(host, pattern) for pattern in allowed)
+    host = parse_host(authority.decode("latin-1"))
+    return is_loopback(host) or any(fnmatchcase(host, pattern) for pattern in patterns)

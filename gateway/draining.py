@@ -10,12 +10,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from gateway.exits import CLOSING_S, ExitDeadline
+from gateway.process_exit import CLOSE_TIMEOUT_S, ExitDeadline
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[int, FrameType | None], Any]
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+SignalHandler = Callable[[int, FrameType | None], Any]
+DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Drain:
@@ -27,23 +27,23 @@ class Drain:
     ended when that time is over is ended (`ExitDeadline`).
     """
 
-    def __init__(self, seconds: float, shutdown_s: float) -> None:
-        self.began = False
-        self._seconds = seconds
+    def __init__(self, drain_s: float, shutdown_s: float) -> None:
+        self.is_draining = False
+        self._drain_s = drain_s
         self._shutdown_s = shutdown_s
         self._loop = asyncio.get_running_loop()
-        self._before: dict[int, Handler] = {}
-        self._deadline: ExitDeadline | None = None
+        self._previous_handlers: dict[int, SignalHandler] = {}
+        self._exit_deadline: ExitDeadline | None = None
 
     def __enter__(self) -> Drain:
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in DRAIN_SIGNALS}
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and callable(before[signal.SIGTERM]):
-            self._deadline = ExitDeadline()
+            self._exit_deadline = ExitDeadline()
             for number, handler in before.items():
                 if callable(handler):
-                    self._before[number] = handler
-                    signal.signal(number, self._signalled)
+                    self._previous_handlers[number] = handler
+                    signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -52,32 +52,34 @@ class Drain:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        if self._deadline is not None:
-            self._deadline.release()
+        if self._exit_deadline is not None:
+            self._exit_deadline.release()
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        if self.began:
-            self._limit(0)
-            self._before[number](number, frame)
-            self._before[signal.SIGINT](signal.SIGINT, frame)  # to uvicorn: do not wait for anybody
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_draining:
+            self._limit_exit(0)
+            self._previous_handlers[number](number, frame)
+            self._previous_handlers[signal.SIGINT](
+                signal.SIGINT, frame
+            )  # to uvicorn: do not wait for anybody
             return
-        self.began = True
-        drain_s = self._seconds if number == signal.SIGTERM else 0.0
-        self._limit(drain_s + self._shutdown_s)
+        self.is_draining = True
+        drain_s = self._drain_s if number == signal.SIGTERM else 0.0
+        self._limit_exit(drain_s + self._shutdown_s)
         if not drain_s:
-            self._before[number](number, frame)
+            self._previous_handlers[number](number, frame)
             return
         log.warning("asked to end: not ready any more, and gone in %g s", drain_s)
-        self._loop.call_soon_threadsafe(self._end_later)
+        self._loop.call_soon_threadsafe(self._schedule_server_stop)
 
-    def _limit(self, seconds: float) -> None:
-        if self._deadline is not None:
-            self._deadline.within(seconds + CLOSING_S)
+    def _limit_exit(self, limit_s: float) -> None:
+        if self._exit_deadline is not None:
+            self._exit_deadline.set_timeout(limit_s + CLOSE_TIMEOUT_S)
 
-    def _end_later(self) -> None:
-        self._loop.call_later(self._seconds, self._end)
+    def _schedule_server_stop(self) -> None:
+        self._loop.call_later(self._drain_s, self._stop_server)
 
-    def _end(self) -> None:
-        self._before[signal.SIGTERM](signal.SIGTERM, None)
+    def _stop_server(self) -> None:
+        self._previous_handlers[signal.SIGTERM](signal.SIGTERM, None)

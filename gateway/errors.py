@@ -16,14 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.names import normalized_version
-from gateway.words import listed, quoted
+from gateway.messages import join_names, quote_text
+from gateway.names import normalize_version
 
 log = logging.getLogger(__name__)
 
 
 # What curl -d says of a body when it is told nothing else.
-CURL_DEFAULT = "application/x-www-form-urlencoded"
+CURL_DEFAULT_TYPE = "application/x-www-form-urlencoded"
 
 
 class GatewayError(HTTPException):
@@ -35,14 +35,14 @@ class GatewayError(HTTPException):
     report: Mapping[str, Any] | None = None  # management tells what came of it on each replica
     is_event: bool = False  # Triton answered it as the first event of a stream
 
-    def __init__(self, sentence: str, *, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, detail: str, *, headers: dict[str, str] | None = None) -> None:
         headers = headers or {}
         if self.retry_after_s is not None:
             headers.setdefault("Retry-After", str(self.retry_after_s))
-        super().__init__(self.status, sentence, headers)
+        super().__init__(self.status, detail, headers)
 
 
-class Malformed(GatewayError):
+class MalformedRequest(GatewayError):
     status, code = 400, "MALFORMED_REQUEST"
 
 
@@ -51,8 +51,8 @@ class Unauthenticated(GatewayError):
 
     status, code = 401, "UNAUTHENTICATED"
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, headers={"WWW-Authenticate": "Bearer"})
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
 
 
 class Forbidden(GatewayError):
@@ -72,20 +72,20 @@ class UnknownModel(GatewayError):
         super().__init__(f"{self.describe(model, version)}; GET /v1/models lists the models")
 
     def describe(self, model: str, version: str) -> str:
-        which = f" version {normalized_version(version) or quoted(version)}" if version else ""
-        return f"Request for unknown model: {quoted(model)}{which} is not found"
+        which = f" version {normalize_version(version) or quote_text(version)}" if version else ""
+        return f"Request for unknown model: {quote_text(model)}{which} is not found"
 
 
 class UnknownModelToLoad(UnknownModel):
     def describe(self, model: str, version: str) -> str:
-        return f"failed to load {quoted(model)}: {super().describe(model, version)}"
+        return f"failed to load {quote_text(model)}: {super().describe(model, version)}"
 
 
 class UnknownModelToTrace(UnknownModel):
     """Triton words this one differently when asked for trace settings."""
 
     def describe(self, model: str, version: str) -> str:
-        return f"Request for unknown model : {quoted(model)[1:-1]}"
+        return f"Request for unknown model : {quote_text(model)[1:-1]}"
 
 
 class NotAcceptable(GatewayError):
@@ -93,18 +93,20 @@ class NotAcceptable(GatewayError):
 
     def __init__(self, accept: str, offered: Iterable[str]) -> None:
         super().__init__(
-            f"this answer cannot be given as {quoted(accept)}; it can be had as {listed(offered)}"
+            f"this answer cannot be given as {quote_text(accept)}; it can be had as {join_names(offered)}"
         )
 
 
-class Unrepresentable(NotAcceptable):
+class UnrepresentableResponse(NotAcceptable):
     """The form can be had in general, but not of this answer."""
 
-    def __init__(self, what: str, offered: Iterable[str]) -> None:
-        GatewayError.__init__(self, f"the answer is {what}; it can be had as {listed(offered)}")
+    def __init__(self, description: str, offered: Iterable[str]) -> None:
+        GatewayError.__init__(
+            self, f"the answer is {description}; it can be had as {join_names(offered)}"
+        )
 
 
-class TooSlow(GatewayError):
+class RequestTooSlow(GatewayError):
     """The client sends its request too slowly."""
 
     status, code = 408, "REQUEST_TOO_SLOW"
@@ -117,7 +119,7 @@ class Conflict(GatewayError):
     status, code = 409, "CONFLICT"
 
 
-class ModelControlMode(Conflict):
+class ModelControlModeConflict(Conflict):
     """Triton's words are the same for both of its modes that take no calls."""
 
     code = "MODEL_CONTROL_MODE"
@@ -138,11 +140,16 @@ class SequenceNotRunning(GatewayError):
         self,
         model: str,
         sequence_id: int | str | None,
-        why: str = "it was not started, has ended or was idle for too long",
+        reason: str = "it was not started, has ended or was idle for too long",
     ) -> None:
-        which = "this sequence" if sequence_id is None else f"sequence {shown_id(sequence_id)}"
+        which = (
+            "this sequence"
+            if sequence_id is None
+            else f"sequence {format_sequence_id(sequence_id)}"
+        )
         super().__init__(
-            f"{which} of model {quoted(model)} is not running: {why}; begin it again with sequence_start"
+            f"{which} of model {quote_text(model)} is not running: {reason}; begin it again with "
+            "sequence_start"
         )
 
 
@@ -165,10 +172,14 @@ class UrlTooLong(GatewayError):
 class UnsupportedBody(GatewayError):
     status, code = 415, "UNSUPPORTED_BODY"
 
-    def __init__(self, content_type: str, taken: Iterable[str]) -> None:
-        what = f"a body of type {quoted(content_type)}" if content_type else "a body without a type"
-        sentence = f"{what} is not taken here; send {listed(taken)}"
-        if content_type == CURL_DEFAULT:
+    def __init__(self, content_type: str, supported: Iterable[str]) -> None:
+        what = (
+            f"a body of type {quote_text(content_type)}"
+            if content_type
+            else "a body without a type"
+        )
+        sentence = f"{what} is not taken here; send {join_names(supported)}"
+        if content_type == CURL_DEFAULT_TYPE:
             sentence += " (curl -d needs a -H 'Content-Type: …' beside it)"
         super().__init__(sentence)
 
@@ -180,18 +191,18 @@ class UnsupportedEncoding(GatewayError):
 
     def __init__(self, encoding: str) -> None:
         super().__init__(
-            f"Content-Encoding {quoted(encoding)} is not supported; send gzip, deflate or identity",
+            f"Content-Encoding {quote_text(encoding)} is not supported; send gzip, deflate or identity",
             headers={"Accept-Encoding": "gzip, deflate"},
         )
 
 
-class DoesNotFit(GatewayError):
+class InputMismatch(GatewayError):
     """Well-formed, but not what the model's metadata asks for."""
 
     status, code = 422, "DOES_NOT_FIT_MODEL"
 
 
-class BadImage(DoesNotFit):
+class BadImage(InputMismatch):
     code = "BAD_IMAGE"
 
 
@@ -224,7 +235,7 @@ class BadUpstream(GatewayError):
     status, code = 502, "BAD_UPSTREAM"
 
 
-class AnswerTooLarge(GatewayError):
+class UpstreamResponseTooLarge(GatewayError):
     """An answer of a replica that would be held as a whole. It says nothing of the replica's health."""
 
     status, code = 502, "BAD_UPSTREAM"
@@ -261,9 +272,9 @@ class ModelNotReady(GatewayError):
 
     def __init__(self, model: str, version: str = "") -> None:
         what = (
-            f"version {quoted(version)} of model {quoted(model)}"
+            f"version {quote_text(version)} of model {quote_text(model)}"
             if version
-            else f"model {quoted(model)}"
+            else f"model {quote_text(model)}"
         )
         super().__init__(f"{what} is not ready; load it, or try again when it has loaded")
 
@@ -287,7 +298,7 @@ class DeadlinePassed(GatewayError):
 
 
 # What the framework raises itself, by status; the sentence is ours, for its own is a bare phrase.
-FRAMEWORK = {
+FRAMEWORK_ERRORS = {
     400: ("MALFORMED_REQUEST", "the request is malformed"),
     404: ("NOT_FOUND", "there is nothing at this path; GET /docs shows the API"),
     405: ("METHOD_NOT_ALLOWED", "this path does not take this method; see the Allow header"),
@@ -295,20 +306,18 @@ FRAMEWORK = {
 }
 
 
-def shown_id(sequence_id: int | str) -> str:
-    return quoted(sequence_id) if isinstance(sequence_id, str) else str(sequence_id)
+def format_sequence_id(sequence_id: int | str) -> str:
+    return quote_text(sequence_id) if isinstance(sequence_id, str) else str(sequence_id)
 
 
-def body_of(
-    sentence: str, code: str, request_id: str, report: Mapping[str, Any] | None = None
+def serialize_error(
+    detail: str, code: str, request_id: str, report: Mapping[str, Any] | None = None
 ) -> bytes:
     """The body of every error: exactly these keys, `error` a string, as Triton's clients read it.
 
     Those of model management have their report as well.
     """
-    return orjson.dumps(
-        {"error": sentence, "code": code, "request_id": request_id, **(report or {})}
-    )
+    return orjson.dumps({"error": detail, "code": code, "request_id": request_id, **(report or {})})
 
 
 def release_frames(exc: BaseException) -> None:
@@ -323,7 +332,7 @@ def release_frames(exc: BaseException) -> None:
         error = error.__context__
 
 
-async def render(request: Request, exc: Exception) -> Response:
+async def render_error(request: Request, exc: Exception) -> Response:
     """The one handler. What is not of the family is a fault of ours: logged in full, told in brief."""
     # Whoever gets here has it already; the family is for those too who do without FastAPI.
     from fastapi.exceptions import RequestValidationError  # noqa: PLC0415
@@ -337,17 +346,17 @@ async def render(request: Request, exc: Exception) -> Response:
         release_frames(exc)
     elif isinstance(exc, HTTPException):
         status = exc.status_code
-        code, sentence = FRAMEWORK.get(status, (f"HTTP_{status}", str(exc.detail)))
+        code, sentence = FRAMEWORK_ERRORS.get(status, (f"HTTP_{status}", str(exc.detail)))
     elif isinstance(exc, RequestValidationError):
-        status, code = Malformed.status, Malformed.code
+        status, code = MalformedRequest.status, MalformedRequest.code
         where, told = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
-        sentence = f"the {where[0]} parameter {quoted(str(where[-1]))} cannot be taken: {told}"
+        sentence = f"the {where[0]} parameter {quote_text(str(where[-1]))} cannot be taken: {told}"
     else:
         log.error("a fault in the gateway", exc_info=exc, extra={"request_id": request_id})
         status, code = 500, "INTERNAL"
         sentence = "the gateway failed; its log has the reason under this request id"
     headers = getattr(exc, "headers", None)
-    body = body_of(sentence, code, request_id, getattr(exc, "report", None))
+    body = serialize_error(sentence, code, request_id, getattr(exc, "report", None))
     if getattr(exc, "is_event", False):
         return Response(b"data: %b\n\n" % body, status, headers, "text/event-stream")
     return Response(body, status, headers, "application/json")

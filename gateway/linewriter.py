@@ -11,17 +11,17 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final
 
-from gateway.words import printable
+from gateway.messages import escape_unprintable
 
-MOST_BYTES: Final = 4 << 20  # that wait to be written
-BATCH_BYTES: Final = 64 << 10
+MAX_QUEUED_BYTES: Final = 4 << 20  # that wait to be written
+WRITE_BATCH_BYTES: Final = 64 << 10
 # Lines that come this soon after the first are written together: waking a thread for each would cost more
 # than all else that a line costs.
-LINGER_S: Final = 0.005
-LOOK_EVERY_S: Final = 0.005
+BATCH_DELAY_S: Final = 0.005
+FLUSH_POLL_S: Final = 0.005
 
 
-def missing(count: int) -> str:
+def format_dropped_notice(count: int) -> str:
     """The line that stands where others were dropped."""
     return f"{count} lines of the log were dropped here: standard error was not read in time"
 
@@ -37,83 +37,85 @@ class LineWriter:
         self,
         descriptor: int,
         *,
-        most_bytes: int = MOST_BYTES,
-        notice: Callable[[int], str] = missing,
+        max_bytes: int = MAX_QUEUED_BYTES,
+        format_notice: Callable[[int], str] = format_dropped_notice,
     ) -> None:
-        self.dropped = 0
+        self.dropped_count = 0
         self._descriptor = descriptor
-        self._most_bytes = most_bytes
-        self._notice = notice
+        self._max_bytes = max_bytes
+        self._format_notice = format_notice
         self._lines: deque[str] = deque()
-        self._size = 0
-        self._untold = 0  # dropped since the last notice
-        self._idle = True
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._queued_size = 0
+        self._unreported_count = 0  # dropped since the last notice
+        self._is_idle = True
+        self._wakeup: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.RLock()  # a signal's handler may come in the midst of it
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
-    def say(self, sentence: str) -> None:
+    def write_message(self, message: str) -> None:
         """A line for a person."""
-        self.put(f"{printable(sentence)}\n")
+        self.enqueue(f"{escape_unprintable(message)}\n")
 
-    def put(self, text: str) -> None:
+    def enqueue(self, text: str) -> None:
         """Whole lines, each with its end; all of them are written, or none."""
         with self._lock:
-            if self._size and self._size + len(text) > self._most_bytes:
-                self.dropped += 1
-                self._untold += 1
+            if self._queued_size and self._queued_size + len(text) > self._max_bytes:
+                self.dropped_count += 1
+                self._unreported_count += 1
                 return
-            if self._untold:
-                self._tell()
+            if self._unreported_count:
+                self._append_notice()
             self._append(text)
-            wake, self._idle = self._idle, False
+            wake, self._is_idle = self._is_idle, False
         if wake:
-            self._bell.put(None)
+            self._wakeup.put(None)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written, but no longer than this; whether it is."""
         deadline = time.monotonic() + timeout_s
-        while not self._idle:
+        while not self._is_idle:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(FLUSH_POLL_S)
         return True
 
-    def _tell(self) -> None:
-        count, self._untold = self._untold, 0
-        self._append(f"{self._notice(count)}\n")
+    def _append_notice(self) -> None:
+        count, self._unreported_count = self._unreported_count, 0
+        self._append(f"{self._format_notice(count)}\n")
 
     def _append(self, text: str) -> None:
         self._lines.append(text)
-        self._size += len(text)
+        self._queued_size += len(text)
 
     def _run(self) -> None:
         while True:
-            self._bell.get()
-            time.sleep(LINGER_S)
-            while lines := self._next():
+            self._wakeup.get()
+            time.sleep(BATCH_DELAY_S)
+            while lines := self._take_batch():
                 try:
-                    write_all(self._descriptor, "".join(lines).encode("utf-8", "backslashreplace"))
+                    write_fully(
+                        self._descriptor, "".join(lines).encode("utf-8", "backslashreplace")
+                    )
                 except OSError:  # nobody reads any more, or the disk is full
                     with self._lock:
-                        self.dropped += len(lines)
+                        self.dropped_count += len(lines)
 
-    def _next(self) -> list[str]:
+    def _take_batch(self) -> list[str]:
         """What is to be written next; nothing, and the thread idle, when there is nothing."""
         pieces: list[str] = []
         with self._lock:
-            if not self._lines and self._untold:
-                self._tell()
+            if not self._lines and self._unreported_count:
+                self._append_notice()
             size = 0
-            while self._lines and size < BATCH_BYTES:
+            while self._lines and size < WRITE_BATCH_BYTES:
                 pieces.append(self._lines.popleft())
                 size += len(pieces[-1])
-            self._size -= size
-            self._idle = not pieces
+            self._queued_size -= size
+            self._is_idle = not pieces
         return pieces
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_fully(descriptor: int, data: bytes) -> None:
     """Raises `OSError`; waits for a descriptor that somebody has made non-blocking."""
     view = memoryview(data)
     while view:

@@ -16,11 +16,11 @@ CGROUP_LIMITS: Final = (
 )
 MIN_BUDGET_BYTES: Final = 64 << 20
 # What large requests hold together leaves a quarter of the budget to small ones.
-SMALL_BYTES: Final = 1 << 20
-LARGE_SHARE: Final = 0.75
+SMALL_REQUEST_BYTES: Final = 1 << 20
+LARGE_REQUEST_SHARE: Final = 0.75
 
 
-def memory_limit() -> int:
+def memory_limit_bytes() -> int:
     """Return the memory that this process may take, in bytes: its control group's limit or all there is."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP_LIMITS:
@@ -29,12 +29,12 @@ def memory_limit() -> int:
     return total
 
 
-def default_budget() -> int:
+def default_budget_bytes() -> int:
     """Return a quarter of the memory limit: the rest is for what requests do not hold."""
-    return max(memory_limit() // 4, MIN_BUDGET_BYTES)
+    return max(memory_limit_bytes() // 4, MIN_BUDGET_BYTES)
 
 
-class OutOfBudget(Overloaded):
+class MemoryBudgetExceeded(Overloaded):
     """The requests that are being served hold as much memory as they may."""
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class MemoryBudget:
 
     def __init__(self, total_bytes: int, metrics: Metrics) -> None:
         self._total_bytes = total_bytes
-        self._large_bytes = int(total_bytes * LARGE_SHARE)
+        self._large_bytes = int(total_bytes * LARGE_REQUEST_SHARE)
         self._metrics = metrics
         self.used_bytes = 0
 
-    def take(self, held_bytes: int, more_bytes: int) -> None:
+    def reserve(self, held_bytes: int, more_bytes: int) -> None:
         """Take more for a request that holds some already. Raises `OutOfBudget` or `TooLarge`."""
         wanted = held_bytes + more_bytes
-        limit = self._total_bytes if wanted <= SMALL_BYTES else self._large_bytes
+        limit = self._total_bytes if wanted <= SMALL_REQUEST_BYTES else self._large_bytes
         if wanted > limit:
             raise TooLarge(
                 f"the request needs {wanted} bytes of memory; "
@@ -63,14 +63,14 @@ class MemoryBudget:
             )
         if self.used_bytes + more_bytes > limit:
             self._metrics.shed.labels("memory").inc()
-            raise OutOfBudget
+            raise MemoryBudgetExceeded
         self.used_bytes += more_bytes
 
-    def give_back(self, held_bytes: int) -> None:
+    def release(self, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
 
 
-class Charge:
+class MemoryCharge:
     """What one request holds of the budget, from its first byte until its answer's last."""
 
     __slots__ = ("_budget", "held_bytes")
@@ -79,11 +79,11 @@ class Charge:
         self._budget = budget
         self.held_bytes = 0
 
-    def add(self, count: int) -> None:
+    def add(self, more_bytes: int) -> None:
         """Raises `OutOfBudget` or `TooLarge`."""
-        self._budget.take(self.held_bytes, count)
-        self.held_bytes += count
+        self._budget.reserve(self.held_bytes, more_bytes)
+        self.held_bytes += more_bytes
 
     def release(self) -> None:
-        self._budget.give_back(self.held_bytes)
+        self._budget.release(self.held_bytes)
         self.held_bytes = 0

@@ -27,18 +27,33 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway import __version__
-from gateway.context import Notes
+from gateway.request_info import RequestInfo
 
-BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+DURATION_BUCKETS: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+)
 DECODE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-CLIENT_LEFT: Final = 499
+CLIENT_CLOSED_REQUEST: Final = 499
 # The labels `status`, a class, and `code`, the exact status of a failure.
 STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
-} | {CLIENT_LEFT: (str(CLIENT_LEFT), "")}
-SHED: Final = ("queue_full", "rate", "memory")  # the reasons
-REFUSED: Final = (
+} | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
+SHED_REASONS: Final = ("queue_full", "rate", "memory")  # the reasons
+REFUSAL_REASONS: Final = (
     "malformed_request",
     "request_too_slow",
     "url_too_long",
@@ -46,19 +61,19 @@ REFUSED: Final = (
     "too_many_connections",
     "answer_not_taken",
 )
-PASSED, FRAMED = "/v2", "/v1"  # through the gateway, or made here
+V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # through the gateway, or made here
 
 
-REPLACED: Final = "replaced-worker-"  # how a file for each begins
+REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # how a file for each begins
 
 
-class Pending:
+class PendingCounts:
     """What was counted of one kind of request, and not passed on yet."""
 
-    __slots__ = ("bytes_in", "bytes_out", "counts", "seconds", "upstream_s")
+    __slots__ = ("bucket_counts", "bytes_in", "bytes_out", "seconds", "upstream_s")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
+        self.bucket_counts = [0] * (len(DURATION_BUCKETS) + 1)
         self.seconds = 0.0
         self.upstream_s = 0.0
         self.bytes_in = 0
@@ -72,11 +87,11 @@ class Metrics:
         # Else every counter has a second series beside it, which nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.views = CollectorRegistry()
-        self.in_flight = {PASSED: 0, FRAMED: 0}
-        self._pending: dict[tuple[str, str, str, tuple[str, str]], Pending] = {}
+        self.collector_registry = CollectorRegistry()
+        self.in_flight = {V2_ROUTE: 0, V1_ROUTE: 0}
+        self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
         self._dropped_lines = 0
-        self.attempts_seen: Counts[tuple[str, str]] = Counts()
+        self.pending_attempts: Counts[tuple[str, str]] = Counts()
 
         histogram = partial(Histogram, registry=self.registry)
         counter = partial(Counter, registry=self.registry)
@@ -88,9 +103,9 @@ class Metrics:
             "gateway_request_duration_seconds",
             "Time from a request's arrival to its answer's end.",
             (*kind, "status", "code"),
-            buckets=BUCKETS,
+            buckets=DURATION_BUCKETS,
         )
-        self.upstream = counter(
+        self.upstream_seconds = counter(
             "gateway_request_upstream_seconds_total",
             "Time that requests waited for Triton; the rest of their duration is the gateway's own.",
             kind,
@@ -103,11 +118,11 @@ class Metrics:
             ("route",),
         )
         self.waiting = level("gateway_requests_waiting", "Inferences that wait for a place.")
-        self.memory = level(
+        self.request_memory = level(
             "gateway_request_memory_bytes",
             "Memory that the bodies and answers of requests hold, of GATEWAY_MAX_BYTES_IN_FLIGHT.",
         )
-        self.decode = histogram(
+        self.decode_duration = histogram(
             "gateway_image_decode_seconds",
             "Time in a thread that turns images or large arrays into tensors.",
             buckets=DECODE_BUCKETS,
@@ -145,7 +160,7 @@ class Metrics:
         self.refusals = counter(
             "gateway_requests_refused_total",
             "Requests that were not looked at, and clients that were cut off, by why: "
-            f"{', '.join(REFUSED)}.",
+            f"{', '.join(REFUSAL_REASONS)}.",
             ("reason",),
         )
         self.connections = level("gateway_connections", "Clients' connections that are open.")
@@ -159,23 +174,23 @@ class Metrics:
         )
         build = worst("gateway_build_info", "1, with the gateway's version.", ("version",))
         build.labels(__version__).set(1)
-        self._begin_at_zero()
+        self._initialize_series()
 
-    def _begin_at_zero(self) -> None:
+    def _initialize_series(self) -> None:
         """What there is from the start: the first of them is an increase."""
-        for reason in SHED:
+        for reason in SHED_REASONS:
             self.shed.labels(reason)
-        for reason in REFUSED:
+        for reason in REFUSAL_REASONS:
             self.refusals.labels(reason)
         for labels in product(("load", "unload"), ("api", "reconciler"), ("done", "failed")):
             self.model_actions.labels(*labels)
 
-    def expect_replica(self, replica: str) -> None:
+    def add_replica(self, replica: str) -> None:
         """What never happened to it yet is 0 from now on, so that its first time is an increase."""
         self.retries.labels(replica)
         self.ejections.labels(replica)
 
-    def forget_replica(self, replica: str) -> None:
+    def remove_replica(self, replica: str) -> None:
         """Else a fleet whose addresses come and go would add series for ever.
 
         Those of several workers stay: prometheus_client cannot take them out of its files.
@@ -186,20 +201,20 @@ class Metrics:
 
     # On the way of every request: plain numbers.
 
-    def observe(self, notes: Notes, status: int, duration_s: float) -> None:
-        key = (notes.route, notes.model, notes.version, STATUS_LABELS[status])
+    def observe(self, info: RequestInfo, status: int, duration_s: float) -> None:
+        key = (info.route, info.model, info.version, STATUS_LABELS[status])
         pending = self._pending.get(key)
         if pending is None:
-            pending = self._pending[key] = Pending()
-        pending.counts[bisect_left(BUCKETS, duration_s)] += 1
+            pending = self._pending[key] = PendingCounts()
+        pending.bucket_counts[bisect_left(DURATION_BUCKETS, duration_s)] += 1
         pending.seconds += duration_s
-        pending.upstream_s += notes.upstream_s
-        pending.bytes_in += notes.bytes_in
-        pending.bytes_out += notes.bytes_out
+        pending.upstream_s += info.upstream_s
+        pending.bytes_in += info.bytes_in
+        pending.bytes_out += info.bytes_out
 
     # From time to time.
 
-    def note_dropped_lines(self, total: int) -> None:
+    def update_dropped_lines(self, total: int) -> None:
         """How many there were since the start of this process."""
         self.dropped_lines.inc(total - self._dropped_lines)
         self._dropped_lines = total
@@ -209,13 +224,13 @@ class Metrics:
         waiting, self._pending = self._pending, {}
         for (route, model, number, (status, code)), pending in waiting.items():
             histogram = self.duration.labels(route, model, number, status, code)
-            for bucket, count in zip(histogram._buckets, pending.counts, strict=True):
+            for bucket, count in zip(histogram._buckets, pending.bucket_counts, strict=True):
                 bucket.inc(count)
             histogram._sum.inc(pending.seconds)
-            self.upstream.labels(route, model, number).inc(pending.upstream_s)
+            self.upstream_seconds.labels(route, model, number).inc(pending.upstream_s)
             self.bytes_in.labels(route, model, number).inc(pending.bytes_in)
             self.bytes_out.labels(route, model, number).inc(pending.bytes_out)
-        attempts, self.attempts_seen = self.attempts_seen, Counts()
+        attempts, self.pending_attempts = self.pending_attempts, Counts()
         for labels, count in attempts.items():
             self.attempts.labels(*labels).inc(count)
         for route, count in self.in_flight.items():
@@ -235,20 +250,20 @@ class Metrics:
         if not folder:
             yield from self.registry.collect()
             return
-        forget_the_dead(Path(folder))
+        remove_dead_worker_files(Path(folder))
         yield from MultiProcessCollector(None, folder).collect()  # type: ignore[no-untyped-call]
 
 
 def record_replaced_worker(folder: Path) -> None:
     """Called by the supervisor of the workers, which has no metrics of its own: they share the folder."""
-    (folder / f"{REPLACED}{count_replaced_workers(folder)}").touch()
+    (folder / f"{REPLACED_WORKER_PREFIX}{count_replaced_workers(folder)}").touch()
 
 
 def count_replaced_workers(folder: Path) -> int:
-    return sum(1 for _ in folder.glob(f"{REPLACED}*"))
+    return sum(1 for _ in folder.glob(f"{REPLACED_WORKER_PREFIX}*"))
 
 
-def forget_the_dead(folder: Path) -> None:
+def remove_dead_worker_files(folder: Path) -> None:
     """A worker that is gone has no connections and no requests; what it counted stays counted."""
     for file in folder.glob("gauge_live*_*.db"):
         pid = file.stem.rpartition("_")[2]

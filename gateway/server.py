@@ -23,20 +23,22 @@ import uvloop
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
-from gateway.exits import CLOSING_S, KERNEL_S
-from gateway.memory import MIN_BUDGET_BYTES, default_budget
+from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
 from gateway.metrics import record_replaced_worker
-from gateway.protocol.connection import Protocol
-from gateway.protocol.limits import Crowd, Limits
+from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S
+from gateway.protocol.connection import HttpProtocol
+from gateway.protocol.limits import ClientRegistry, ProtocolLimits
 from gateway.settings import Settings, load_certificate
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S: Final = 10.0  # of TLS; until it is over, a connection is none that is counted
+TLS_HANDSHAKE_TIMEOUT_S: Final = (
+    10.0  # of TLS; until it is over, a connection is none that is counted
+)
 # The system would take megabytes of an answer for a client that reads none of them: nobody could tell how
 # slow it is, and each costs that much memory.
-MOST_UNSENT_BYTES: Final = 256 * 1024
-OWN_FILES: Final = 64  # descriptors that are no client's and no replica's
+MAX_UNSENT_BYTES: Final = 256 * 1024
+RESERVED_DESCRIPTORS: Final = 64  # descriptors that are no client's and no replica's
 
 
 class Loop(uvloop.Loop):
@@ -46,58 +48,58 @@ class Loop(uvloop.Loop):
         self, *args: Any, **kwargs: Any
     ) -> asyncio.AbstractServer:
         if kwargs.get("ssl") is not None:
-            kwargs["ssl_handshake_timeout"] = HANDSHAKE_S
+            kwargs["ssl_handshake_timeout"] = TLS_HANDSHAKE_TIMEOUT_S
         return await super().create_server(*args, **kwargs)
 
 
-class Certificate:
+class ServerCertificate:
     """What the gateway shows its clients; read again when its files change.
 
     A worker process gets a copy, before it has made its context.
     """
 
-    def __init__(self, certificate: Path, key: Path | None) -> None:
-        self._certificate = certificate
-        self._key = key
+    def __init__(self, cert_file: Path, key_file: Path | None) -> None:
+        self._cert_file = cert_file
+        self._key_file = key_file
         self._context: ssl.SSLContext | None = None
-        self._seen: list[tuple[int, int, int]] = []
+        self._stamps: list[tuple[int, int, int]] = []
 
-    def context(self, *_: Any) -> ssl.SSLContext:
+    def create_context(self, *_: Any) -> ssl.SSLContext:
         """Raises OSError or ssl.SSLError."""
-        self._seen = self._look()
-        self._context = self._read()
+        self._stamps = self._read_stamps()
+        self._context = self._load_context()
         return self._context
 
     async def refresh(self) -> None:
         """Connections that there are go on with the one they know."""
-        seen = self._look()
-        if self._context is None or seen == self._seen:
+        seen = self._read_stamps()
+        if self._context is None or seen == self._stamps:
             return
-        self._seen = seen
+        self._stamps = seen
         try:
-            self._read()  # a pair that does not fit would leave half of it in the context
-            load_certificate(self._context, self._certificate, self._key)
+            self._load_context()  # a pair that does not fit would leave half of it in the context
+            load_certificate(self._context, self._cert_file, self._key_file)
         except (OSError, ssl.SSLError) as exc:
             log.warning("the new certificate cannot be used, the old one stays: %s", exc)
         else:
             log.info("the certificate was read again")
 
-    def _read(self) -> ssl.SSLContext:
+    def _load_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        load_certificate(context, self._certificate, self._key)
+        load_certificate(context, self._cert_file, self._key_file)
         return context
 
-    def _look(self) -> list[tuple[int, int, int]]:
+    def _read_stamps(self) -> list[tuple[int, int, int]]:
         try:
-            found = [path.stat() for path in (self._certificate, self._key) if path is not None]
+            found = [path.stat() for path in (self._cert_file, self._key_file) if path is not None]
         except OSError:
             return []  # it is being replaced
         return [(each.st_mtime_ns, each.st_size, each.st_ino) for each in found]
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn's server, which tells when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
@@ -118,24 +120,24 @@ class Server(uvicorn.Server):
         if self.started:
             for server in self.servers:
                 for listening in server.sockets:
-                    keep_little_unsent(listening.fileno())
+                    limit_unsent_bytes(listening.fileno())
             self._on_ready()
 
 
-def keep_little_unsent(listening: int) -> None:
+def limit_unsent_bytes(descriptor: int) -> None:
     """For the connections that this socket accepts from now on (tcp(7): they inherit it)."""
-    with socket.socket(fileno=os.dup(listening)) as own:  # uvloop's cannot be set
+    with socket.socket(fileno=os.dup(descriptor)) as own:  # uvloop's cannot be set
         if own.family != socket.AF_UNIX:
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT_BYTES)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
-class Workers(Multiprocess):
+class WorkerSupervisor(Multiprocess):
     """uvicorn's supervisor, which lets go of the port when it ends: else who comes then waits in vain.
 
     A worker that does not even end when its time is over is killed.
     """
 
-    limit_s: float = math.inf  # for the workers' end
+    stop_timeout_s: float = math.inf  # for the workers' end
     metrics_folder: Path | None = None
     on_ready: Callable[[], None] | None = None  # called once, when the first worker serves
 
@@ -148,7 +150,7 @@ class Workers(Multiprocess):
                 log.error(
                     "the worker %s ended unexpectedly (%s): the worker %s replaces it",
                     gone.pid,
-                    end_of_process(gone.exitcode),
+                    describe_process_exit(gone.exitcode),
                     new.pid,
                 )
                 if self.metrics_folder is not None:
@@ -163,7 +165,7 @@ class Workers(Multiprocess):
             listening.close()
 
     def join_all(self) -> None:
-        deadline = time.monotonic() + self.limit_s
+        deadline = time.monotonic() + self.stop_timeout_s
         for process in self.processes:
             process.process.join(max(deadline - time.monotonic(), 0))
             if process.process.is_alive():
@@ -172,54 +174,59 @@ class Workers(Multiprocess):
             process.join()
 
 
-def end_of_process(exitcode: int | None) -> str:
+def describe_process_exit(exitcode: int | None) -> str:
     """Return how a process ended, in words."""
     return f"signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"status {exitcode}"
 
 
-def limits_of(settings: Settings) -> Limits:
-    return Limits(
-        header_bytes=settings.max_header_bytes,
-        header_fields=settings.max_header_fields,
-        url_bytes=settings.max_url_bytes,
-        body_bytes=settings.max_body_bytes,
-        pipelined=settings.max_pipelined,
+def create_protocol_limits(settings: Settings) -> ProtocolLimits:
+    return ProtocolLimits(
+        max_header_bytes=settings.max_header_bytes,
+        max_header_fields=settings.max_header_fields,
+        max_url_bytes=settings.max_url_bytes,
+        max_body_bytes=settings.max_body_bytes,
+        max_pipelined=settings.max_pipelined,
         header_timeout_s=settings.header_timeout_s,
         body_stall_s=settings.body_stall_s,
         write_timeout_s=settings.write_timeout_s,
-        least_bytes_per_s=settings.min_bytes_per_s,
-        connections=connections_of(settings.max_connections),
-        connections_per_client=settings.max_connections_per_client,
+        min_bytes_per_s=settings.min_bytes_per_s,
+        max_connections=fit_max_connections(settings.max_connections),
+        max_connections_per_client=settings.max_connections_per_client,
     )
 
 
-def connections_of(wanted: int) -> int:
+def fit_max_connections(max_connections: int) -> int:
     """As many as there are descriptors for, each with one to a replica.
 
     An accept that fails for want of one tells the client nothing, and a replica could not be reached.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * wanted + OWN_FILES
+    needed = 2 * max_connections + RESERVED_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return max_connections
     most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most == needed:
-        return wanted
-    fitting = max((most - OWN_FILES) // 2, 1)
+        return max_connections
+    fitting = max((most - RESERVED_DESCRIPTORS) // 2, 1)
     log.warning(
-        "%d open files are allowed: %d connections are taken and not %d", most, fitting, wanted
+        "%d open files are allowed: %d connections are taken and not %d",
+        most,
+        fitting,
+        max_connections,
     )
     return fitting
 
 
-def config_of(
+def create_uvicorn_config(
     app: ASGIApp | str, settings: Settings, host: str, port: int, workers: int = 1
 ) -> uvicorn.Config:
     certificate = None
     if settings.tls_cert_file is not None:
-        certificate = Certificate(settings.tls_cert_file, settings.tls_key_file)
-    protocol = partial(Protocol, limits=limits_of(settings), crowd=Crowd())
+        certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
+    protocol = partial(
+        HttpProtocol, limits=create_protocol_limits(settings), clients=ClientRegistry()
+    )
     return uvicorn.Config(
         app,
         factory=isinstance(app, str),
@@ -227,8 +234,8 @@ def config_of(
         port=port,
         workers=workers,
         loop="gateway.server:Loop",
-        http=cast("type[Protocol]", protocol),
-        ssl_context_factory=None if certificate is None else certificate.context,
+        http=cast("type[HttpProtocol]", protocol),
+        ssl_context_factory=None if certificate is None else certificate.create_context,
         callback_notify=None if certificate is None else certificate.refresh,
         timeout_notify=0,
         ws="none",
@@ -244,11 +251,11 @@ def config_of(
     )
 
 
-def server(
+def create_server(
     app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
-) -> Server:
+) -> GatewayServer:
     """One process. The settings are those that the app was made with."""
-    return Server(config_of(app, settings, host, port), on_ready)
+    return GatewayServer(create_uvicorn_config(app, settings, host, port), on_ready)
 
 
 def run_workers(
@@ -261,15 +268,19 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         if not settings.max_bytes_in_flight:  # they share the memory
-            share = default_budget() // workers
+            share = default_budget_bytes() // workers
             os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
-        config = config_of("gateway.app:app_from_environment", settings, host, port, workers)
+        config = create_uvicorn_config(
+            "gateway.app:app_from_environment", settings, host, port, workers
+        )
         listening = config.bind_socket()
         listening.listen(
             config.backlog
         )  # who comes before the first worker is up has to wait, no more
-        supervisor = Workers(config, sockets=[listening])
+        supervisor = WorkerSupervisor(config, sockets=[listening])
         supervisor.metrics_folder = Path(folder)
         supervisor.on_ready = on_ready
-        supervisor.limit_s = settings.drain_s + settings.shutdown_s + CLOSING_S + 2 * KERNEL_S
+        supervisor.stop_timeout_s = (
+            settings.drain_s + settings.shutdown_s + CLOSE_TIMEOUT_S + 2 * KERNEL_KILL_GRACE_S
+        )
         supervisor.run()

@@ -14,24 +14,24 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from gateway.words import Failure
+from gateway.messages import CommandError
 
-PREFIX: Final = "GATEWAY_"
+ENV_PREFIX: Final = "GATEWAY_"
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
 # The key is a header's name, and part of a name in gRPC metadata, which has no capitals.
 RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
-LONGEST_S: Final = 86400.0
+MAX_SETTING_S: Final = 86400.0
 # What Kubernetes puts into every pod beside a Service whose name begins with "gateway".
-OF_A_SERVICE: Final = re.compile(
+KUBERNETES_VARIABLE: Final = re.compile(
     r"GATEWAY_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 # A name and a password in an address; more than them rather than a part of one.
 CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
 
 # 0 is for what may also not wait at all. No infinity: it has no place in a timer.
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
-AnySeconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SETTING_S)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=MAX_SETTING_S)]
 
 
 class LogFormat(str, Enum):
@@ -54,7 +54,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
 class Settings(BaseSettings):
     """The gateway's settings; `docs/settings.md` shows them, and a test compares the two."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
 
     triton_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         ("http://127.0.0.1:8000",),
@@ -62,10 +62,10 @@ class Settings(BaseSettings):
         "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002. "
         "dns+http://NAME:8000 stands for every address of a name, looked up again and again.",
     )
-    poll_interval_s: Seconds = Field(
+    poll_interval_s: PositiveSeconds = Field(
         0.5, le=60, description="How often every replica is looked at."
     )
-    dns_interval_s: Seconds = Field(
+    dns_interval_s: PositiveSeconds = Field(
         5.0, description="How often the names of dns+http:// are looked up."
     )
     models_file: Path | None = Field(
@@ -89,7 +89,7 @@ class Settings(BaseSettings):
         "as globs separated by commas: llm-*,detector. They are asked over gRPC, which costs more than HTTP. "
         "A model's config can say so itself: gateway.cancellable is true.",
     )
-    load_timeout_s: Seconds = Field(300.0, description="How long a model's load may take.")
+    load_timeout_s: PositiveSeconds = Field(300.0, description="How long a model's load may take.")
     triton_ca_file: Path | None = Field(
         None, description="The authority that signed the certificates of https:// replicas."
     )
@@ -169,21 +169,21 @@ class Settings(BaseSettings):
     max_queue: int = Field(
         512, ge=0, description="Inferences that may wait for a place; the next one is 429 at once."
     )
-    max_request_timeout_s: Seconds = Field(
+    max_request_timeout_s: PositiveSeconds = Field(
         300.0, description="The most that a client may ask for with X-Request-Timeout."
     )
-    request_timeout_s: Seconds = Field(
+    request_timeout_s: PositiveSeconds = Field(
         30.0,
         validate_default=True,
         description="How long a request may take when the client does not say.",
     )
-    connect_timeout_s: Seconds = Field(
+    connect_timeout_s: PositiveSeconds = Field(
         0.5, description="How long connecting to a replica may take."
     )
     keep_alive_s: int = Field(
         75,
         gt=0,
-        le=int(LONGEST_S),
+        le=int(MAX_SETTING_S),
         description="How long a client's connection may be idle, in seconds.",
     )
     max_header_bytes: int = Field(
@@ -199,15 +199,15 @@ class Settings(BaseSettings):
         description="How many requests of one connection may wait for the answer of the one before; "
         "what follows is read later.",
     )
-    header_timeout_s: Seconds = Field(
+    header_timeout_s: PositiveSeconds = Field(
         10.0,
         description="How long a request's header may take, and a new connection until its first one.",
     )
-    body_stall_s: Seconds = Field(
+    body_stall_s: PositiveSeconds = Field(
         10.0,
         description="How far a request's body may fall behind GATEWAY_MIN_BYTES_PER_S before it is given up.",
     )
-    write_timeout_s: Seconds = Field(
+    write_timeout_s: PositiveSeconds = Field(
         30.0,
         description="How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in taking its answer before "
         "it is cut off.",
@@ -236,11 +236,11 @@ class Settings(BaseSettings):
         validate_default=True,
         description="The key of that certificate (PEM); empty when it is in the same file.",
     )
-    drain_s: AnySeconds = Field(
+    drain_s: NonNegativeSeconds = Field(
         10.0,
         description="How long serve goes on after SIGTERM, saying at /readyz that it is not ready.",
     )
-    shutdown_s: Seconds = Field(
+    shutdown_s: PositiveSeconds = Field(
         30.0,
         description="How long running requests may then take before they are cut. Five seconds later the "
         "process is ended, whatever it is doing.",
@@ -262,7 +262,7 @@ class Settings(BaseSettings):
 
     @field_validator("request_timeout_s")
     @classmethod
-    def allowed(cls, value: float, info: ValidationInfo) -> float:
+    def check_request_timeout(cls, value: float, info: ValidationInfo) -> float:
         most: float = info.data.get("max_request_timeout_s", value)
         if value > most and value == cls.model_fields["request_timeout_s"].default:
             return most  # nobody wanted it to be more
@@ -272,17 +272,19 @@ class Settings(BaseSettings):
 
     @field_validator("tls_cert_file")
     @classmethod
-    def certificate(cls, value: Path | None) -> Path | None:
+    def check_certificate(cls, value: Path | None) -> Path | None:
         if value is not None:
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
             except OSError as exc:
-                raise ValueError(f"no certificate can be read there: {reason(exc)}") from exc
+                raise ValueError(
+                    f"no certificate can be read there: {describe_os_error(exc)}"
+                ) from exc
         return value
 
     @field_validator("tls_key_file")
     @classmethod
-    def fitting(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+    def check_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         """The certificate and its key belong together, and can be read now."""
         certificate = info.data.get("tls_cert_file")
         if certificate is None:
@@ -293,14 +295,14 @@ class Settings(BaseSettings):
                 load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
             except OSError as exc:
                 fits = f"no key that fits {certificate} can be read"
-                raise ValueError(f"{fits} there: {reason(exc)}") from exc
+                raise ValueError(f"{fits} there: {describe_os_error(exc)}") from exc
         return value
 
     @field_validator(
         "triton_urls", "cors_origins", "cancellable_models", "allowed_hosts", mode="before"
     )
     @classmethod
-    def separated(cls, value: Any) -> Any:
+    def split_list(cls, value: Any) -> Any:
         """`a,b`: pydantic-settings itself would read a tuple as JSON."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -308,7 +310,7 @@ class Settings(BaseSettings):
 
     @field_validator("triton_urls")
     @classmethod
-    def replicas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def check_replicas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """What is wrong with an address itself is said where it is read."""
         if not value:
             raise ValueError("the gateway needs a Triton to stand before")
@@ -320,7 +322,7 @@ class Settings(BaseSettings):
 
     @field_validator("triton_restricted_api", mode="before")
     @classmethod
-    def restricted_api(cls, value: Any) -> Any:
+    def check_restricted_api(cls, value: Any) -> Any:
         if value == "":
             return None
         if isinstance(value, str) and not RESTRICTED_API.fullmatch(value):
@@ -332,7 +334,7 @@ class Settings(BaseSettings):
 
     @field_validator("cors_origins")
     @classmethod
-    def origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """As browsers send them: nothing else would ever be equal (RFC 6454, section 6.2)."""
         for origin in value:
             if origin != "*" and not ORIGIN.fullmatch(origin):
@@ -343,7 +345,7 @@ class Settings(BaseSettings):
 
     @field_validator("allowed_hosts")
     @classmethod
-    def hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """Names as `Host` has them, in lower case and without a port."""
         names = tuple(name.lower().strip("[]") for name in value)
         for name in names:
@@ -355,7 +357,7 @@ class Settings(BaseSettings):
 
     @field_validator("otlp_endpoint")
     @classmethod
-    def endpoint(cls, value: str) -> str:
+    def check_endpoint(cls, value: str) -> str:
         try:
             parts = urlsplit(value)
             whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -367,46 +369,48 @@ class Settings(BaseSettings):
 
 
 # Settings whose values are never shown.
-SECRETS: Final = frozenset(
+SECRET_SETTINGS: Final = frozenset(
     name for name, field in Settings.model_fields.items() if "SecretStr" in str(field.annotation)
 )
 
 
-def reason(exc: OSError) -> str:
+def describe_os_error(exc: OSError) -> str:
     """In words, without the numbers of the library that failed."""
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return exc.reason.replace("_", " ").lower()
     return (exc.strerror or str(exc)).lower()
 
 
-def read_settings(**known: Any) -> Settings:
+def read_settings(**overrides: Any) -> Settings:
     """Those of the environment. Raises `Failure`."""
     try:
-        return Settings(**known)
+        return Settings(**overrides)
     except ValidationError as exc:
         wrong = exc.errors()[0]
-        name = PREFIX + "_".join(map(str, wrong["loc"])).upper()
+        name = ENV_PREFIX + "_".join(map(str, wrong["loc"])).upper()
         why = wrong.get("ctx", {}).get("error", wrong["msg"])  # ours without pydantic's own words
-        if wrong["loc"][0] in SECRETS:
-            raise Failure(f"{name} cannot be used: {why}") from None
-        raise Failure(f"{name} cannot be {shown(wrong['input'])}: {why}") from None
+        if wrong["loc"][0] in SECRET_SETTINGS:
+            raise CommandError(f"{name} cannot be used: {why}") from None
+        raise CommandError(f"{name} cannot be {format_setting(wrong['input'])}: {why}") from None
 
 
-def shown(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """A value as it was written, but for a password in it."""
     written = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
     return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
 
 
-def unknown(names: Iterable[str]) -> list[str]:
+def describe_unknown_settings(names: Iterable[str]) -> list[str]:
     """A sentence for each variable of the environment that looks like a setting and is none."""
     known = [name.upper() for name in Settings.model_fields]
-    found = sorted({name.upper() for name in names if name.upper().startswith(PREFIX)})
+    found = sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)})
     told = []
     for name in found:
-        if (rest := name.removeprefix(PREFIX)) not in known and not OF_A_SERVICE.fullmatch(name):
+        if (
+            rest := name.removeprefix(ENV_PREFIX)
+        ) not in known and not KUBERNETES_VARIABLE.fullmatch(name):
             near = get_close_matches(rest, known, 1)
             told.append(
-                f"{name} is no setting" + (f"; is {PREFIX}{near[0]} meant?" if near else "")
+                f"{name} is no setting" + (f"; is {ENV_PREFIX}{near[0]} meant?" if near else "")
             )
     return told

@@ -12,37 +12,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from gateway.words import Failure
+from gateway.messages import CommandError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-SANE: Final = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+VALID_REQUEST_ID: Final = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 TRACEPARENT: Final = b"traceparent"
 TRACESTATE: Final = b"tracestate"
-TRACE_CONTEXT: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
-FAULT: Final = 500
-CLIENT_ERROR: Final = 400  # an error for whoever asked, and so for a client's span
+TRACE_CONTEXT_HEADERS: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
+SERVER_ERROR_STATUS: Final = 500
+CLIENT_ERROR_STATUS: Final = 400  # an error for whoever asked, and so for a client's span
 # What is asked every few seconds by what watches: no trace is made of it.
-PROBES: Final = frozenset(("/livez", "/readyz", "/metrics"))
-PROBES_BELOW: Final = "/v2/health/"
-FLUSH_S: Final = 2.0
-Headers = list[tuple[bytes, bytes]]
+PROBE_PATHS: Final = frozenset(("/livez", "/readyz", "/metrics"))
+PROBE_PATH_PREFIX: Final = "/v2/health/"
+TRACE_FLUSH_TIMEOUT_S: Final = 2.0
+TraceHeaders = list[tuple[bytes, bytes]]
 
 
-def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The caller's `X-Request-ID`, or 32 hexadecimal digits."""
     for name, value in headers:
-        if name == b"x-request-id" and SANE.fullmatch(value):
+        if name == b"x-request-id" and VALID_REQUEST_ID.fullmatch(value):
             return value.decode()
     return f"{random.getrandbits(128):032x}"
 
 
 def is_probe(path: str) -> bool:
-    return path in PROBES or path.startswith(PROBES_BELOW)
+    return path in PROBE_PATHS or path.startswith(PROBE_PATH_PREFIX)
 
 
-class BadTracing(Failure):
+class BadTracing(CommandError):
     """Traces are wanted and cannot be had, in a sentence."""
 
 
@@ -67,7 +67,7 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("triton-gateway", version)
 
-    def begin(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
+    def start_trace(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
         """A server span; its parent is the caller's, if it sent one (W3C Trace Context)."""
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
@@ -77,7 +77,7 @@ class Tracer:
         carried = {
             name.decode(): value.decode("latin-1")
             for name, value in headers
-            if name in TRACE_CONTEXT
+            if name in TRACE_CONTEXT_HEADERS
         }
         parent = TraceContextTextMapPropagator().extract(carried)
         return Trace(self._tracer, self._tracer.start_span(method, parent, kind=SpanKind.SERVER))
@@ -87,7 +87,7 @@ class Tracer:
         # In a thread: none of the limits that OpenTelemetry takes here holds while it waits for an endpoint.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
-        ending.join(FLUSH_S)
+        ending.join(TRACE_FLUSH_TIMEOUT_S)
 
 
 class Trace:
@@ -95,28 +95,30 @@ class Trace:
 
     def __init__(self, tracer: Any, span: Span) -> None:
         self._tracer = tracer
-        self._span = span
+        self._server_span = span
 
     @property
     def trace_id(self) -> str:
-        return f"{self._span.get_span_context().trace_id:032x}"
+        return f"{self._server_span.get_span_context().trace_id:032x}"
 
     @property
     def span_id(self) -> str:
         """Of the server's span."""
-        return f"{self._span.get_span_context().span_id:016x}"
+        return f"{self._server_span.get_span_context().span_id:016x}"
 
     @contextmanager
-    def step(self, name: str, *, client: bool = False, **attributes: str | int) -> Iterator[Step]:
+    def start_span(
+        self, name: str, *, client: bool = False, **attributes: str | int
+    ) -> Iterator[ChildSpan]:
         """A step of the work; what it raises is noted. `__` in an attribute's name is a dot."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
 
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
-        context = set_span_in_context(self._span)
+        context = set_span_in_context(self._server_span)
         told = {key.replace("__", "."): value for key, value in attributes.items()}
         span = self._tracer.start_span(name, context, kind=kind, attributes=told)
         try:
-            yield Step(span)
+            yield ChildSpan(span)
         except BaseException as exc:
             span.set_attribute("error.type", type(exc).__qualname__)
             span.set_status(Status(StatusCode.ERROR, type(exc).__name__))
@@ -127,34 +129,36 @@ class Trace:
     def end(self, name: str, status: int, attributes: dict[str, str | int]) -> None:
         from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
 
-        self._span.update_name(name)
-        self._span.set_attribute("http.response.status_code", status)
-        self._span.set_attributes({key: value for key, value in attributes.items() if value != ""})
-        if status >= FAULT:
-            self._span.set_attribute("error.type", str(status))
-            self._span.set_status(Status(StatusCode.ERROR))
-        self._span.end()
+        self._server_span.update_name(name)
+        self._server_span.set_attribute("http.response.status_code", status)
+        self._server_span.set_attributes(
+            {key: value for key, value in attributes.items() if value != ""}
+        )
+        if status >= SERVER_ERROR_STATUS:
+            self._server_span.set_attribute("error.type", str(status))
+            self._server_span.set_status(Status(StatusCode.ERROR))
+        self._server_span.end()
 
 
-class Step:
+class ChildSpan:
     """A span that is being worked on."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
 
-    def note(self, name: str, value: str | int) -> None:
+    def set_attribute(self, name: str, value: str | int) -> None:
         self._span.set_attribute(name, value)
 
-    def answered(self, status: int) -> None:
+    def set_response_status(self, status: int) -> None:
         """Set the status of a replica's answer; from 400 on it is an error of this step."""
         from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
 
         self._span.set_attribute("http.response.status_code", status)
-        if status >= CLIENT_ERROR:
+        if status >= CLIENT_ERROR_STATUS:
             self._span.set_attribute("error.type", str(status))
             self._span.set_status(Status(StatusCode.ERROR))
 
-    def carried(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    def inject_context(self, headers: Sequence[tuple[bytes, bytes]]) -> TraceHeaders:
         """The headers for whoever is asked: with this span as the parent, in place of the caller's."""
         context = self._span.get_span_context()
         parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 

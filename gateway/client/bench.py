@@ -12,17 +12,17 @@ from typing import Any, Final
 
 import uvloop
 
-from gateway.client.errors import ClientError, Misused
-from gateway.client.inputs import Body
+from gateway.client.errors import ClientError, UsageError
+from gateway.client.infer_client import InferClient, NoResponse, extract_failure
+from gateway.client.inputs import InputBody
 from gateway.client.target import Target
-from gateway.client.wire import NoAnswer, Wire, failure_of
 
-PERCENTILES: Final = (50, 90, 95, 99)
-WARM_UP: Final = 3  # requests before anything is measured
+LATENCY_PERCENTILES: Final = (50, 90, 95, 99)
+WARM_UP_REQUESTS: Final = 3  # requests before anything is measured
 
 
 @dataclass(frozen=True)
-class Level:
+class BenchResult:
     """What one number of requests at a time came to. Latencies are of the requests that succeeded."""
 
     concurrency: int
@@ -38,44 +38,44 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Benchmark:
     """What is asked, and how."""
 
     target: Target
     model: str
     version: str
-    body: Body
-    seconds: float
+    body: InputBody
+    duration_s: float
     timeout_s: float
-    streams: bool = False
+    is_decoupled: bool = False
 
-    def levels(self, concurrencies: Sequence[int]) -> list[Level]:
+    def measure(self, concurrencies: Sequence[int]) -> list[BenchResult]:
         """Raises `ClientError` when not even one request succeeds."""
-        return uvloop.run(self._levels(concurrencies))
+        return uvloop.run(self._measure_all(concurrencies))
 
-    async def _levels(self, concurrencies: Sequence[int]) -> list[Level]:
-        wire = Wire(
+    async def _measure_all(self, concurrencies: Sequence[int]) -> list[BenchResult]:
+        wire = InferClient(
             self.target,
             self.model,
             self.version,
             timeout_s=self.timeout_s,
             retries=0,
-            streams=self.streams,
+            is_decoupled=self.is_decoupled,
         )
         try:
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP_REQUESTS):
                 reply = await wire.infer(self.body.content_type, self.body.data)
-                if failure := failure_of(reply):
+                if failure := extract_failure(reply):
                     raise ClientError(failure[0])
-            return [await self._level(wire, concurrency) for concurrency in concurrencies]
+            return [await self._measure_level(wire, concurrency) for concurrency in concurrencies]
         finally:
             wire.close()
 
-    async def _level(self, wire: Wire, concurrency: int) -> Level:
+    async def _measure_level(self, client: InferClient, concurrency: int) -> BenchResult:
         took: list[float] = []
         failed = 0
         began = time.perf_counter()
-        until = began + self.seconds
+        until = began + self.duration_s
 
         async def one_after_the_other() -> None:
             """Once at least, however short the time is."""
@@ -83,9 +83,9 @@ class Bench:
             while True:
                 sent = time.perf_counter()
                 try:
-                    reply = await wire.infer(self.body.content_type, self.body.data)
-                    succeeded = failure_of(reply) is None
-                except NoAnswer:
+                    reply = await client.infer(self.body.content_type, self.body.data)
+                    succeeded = extract_failure(reply) is None
+                except NoResponse:
                     succeeded = False
                 now = time.perf_counter()
                 if succeeded:
@@ -96,73 +96,81 @@ class Bench:
                     return
 
         await asyncio.gather(*(one_after_the_other() for _ in range(concurrency)))
-        return level(concurrency, sorted(took), failed, time.perf_counter() - began)
+        return summarize_level(concurrency, sorted(took), failed, time.perf_counter() - began)
 
 
-def level(concurrency: int, took: Sequence[float], failed: int, seconds: float) -> Level:
+def summarize_level(
+    concurrency: int, latencies_s: Sequence[float], failed: int, duration_s: float
+) -> BenchResult:
     """`took` is sorted."""
-    p50, p90, p95, p99 = (round(1000 * percentile(took, percent), 3) for percent in PERCENTILES)
-    return Level(
+    p50, p90, p95, p99 = (
+        round(1000 * percentile(latencies_s, percent), 3) for percent in LATENCY_PERCENTILES
+    )
+    return BenchResult(
         concurrency,
-        len(took),
+        len(latencies_s),
         failed,
-        round(seconds, 3),
-        round(len(took) / seconds, 1),
+        round(duration_s, 3),
+        round(len(latencies_s) / duration_s, 1),
         p50,
         p90,
         p95,
         p99,
-        round(1000 * took[-1], 3) if took else math.nan,
+        round(1000 * latencies_s[-1], 3) if latencies_s else math.nan,
     )
 
 
-def percentile(took: Sequence[float], percent: int) -> float:
+def percentile(sorted_values: Sequence[float], percent: int) -> float:
     """The smallest value that so many per cent do not exceed."""
-    return took[math.ceil(len(took) * percent / 100) - 1] if took else math.nan
+    return (
+        sorted_values[math.ceil(len(sorted_values) * percent / 100) - 1]
+        if sorted_values
+        else math.nan
+    )
 
 
-def example_of(described: dict[str, Any]) -> Body:
+def build_bench_body(model: dict[str, Any]) -> InputBody:
     """The request that the gateway shows for this model. Raises `Misused` where that needs a file."""
-    words = shlex.split(described["curl"])
+    words = shlex.split(model["curl"])
     if words[0] != "curl" or "-d" not in words:
-        raise Misused(
-            f"{described['name']} takes a file, or many values: name a file that holds a request"
+        raise UsageError(
+            f"{model['name']} takes a file, or many values: name a file that holds a request"
         )
     content_type = words[words.index("-H") + 1].partition(": ")[2]
-    return Body(content_type, words[words.index("-d") + 1].encode())
+    return InputBody(content_type, words[words.index("-d") + 1].encode())
 
 
-COLUMNS: Final = (
+BENCH_COLUMNS: Final = (
     "AT A TIME", "PER SECOND", "P50 MS", "P90 MS", "P95 MS", "P99 MS", "MAX MS", "FAILED",
 )  # fmt: skip
 
 
-def row(found: Level) -> tuple[str, ...]:
-    latencies = (found.p50_ms, found.p90_ms, found.p95_ms, found.p99_ms, found.max_ms)
+def format_bench_row(result: BenchResult) -> tuple[str, ...]:
+    latencies = (result.p50_ms, result.p90_ms, result.p95_ms, result.p99_ms, result.max_ms)
     return (
-        str(found.concurrency),
-        f"{found.per_second:.0f}",
+        str(result.concurrency),
+        f"{result.per_second:.0f}",
         *(f"{value:.1f}" for value in latencies),
-        str(found.failed),
+        str(result.failed),
     )
 
 
-def plot(levels: Sequence[Level], width: int = 40) -> str:
+def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:
     """Throughput and latency, a bar each, against how many at a time."""
-    label = max(len(str(found.concurrency)) for found in levels)
+    label = max(len(str(found.concurrency)) for found in results)
     charts = (("requests per second", "per_second", "{:.0f}"), ("p95, ms", "p95_ms", "{:.1f}"))
     lines = []
     for title, name, form in charts:
-        values: list[float] = [asdict(found)[name] for found in levels]
+        values: list[float] = [asdict(found)[name] for found in results]
         most = max((value for value in values if not math.isnan(value)), default=0)
         lines.append(f"\n{title}")
-        for found, value in zip(levels, values, strict=True):
+        for found, value in zip(results, values, strict=True):
             length = 0 if not most or math.isnan(value) else value / most * width
-            lines.append(f"{found.concurrency:>{label}} {bar(length)} {form.format(value)}")
+            lines.append(f"{found.concurrency:>{label}} {format_bar(length)} {form.format(value)}")
     return "\n".join(lines)
 
 
-def bar(length: float) -> str:
+def format_bar(length: float) -> str:
     """In eighths of a character."""
     whole, eighths = divmod(round(length * 8), 8)
     return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()

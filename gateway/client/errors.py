@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from gateway.words import Failure
+from gateway.messages import CommandError
 
 
-class ClientError(Failure):
+class ClientError(CommandError):
     """The gateway refused, or something failed."""
 
 
-class Misused(ClientError):
+class UsageError(ClientError):
     """The command line asks for what cannot be."""
 
     status = 2
 
 
-class Unreachable(ClientError):
+class GatewayUnreachable(ClientError):
     """Nobody answers there, or what answers is no gateway."""
 
     status = 3
 
 
-class NotAllowed(ClientError):
+class AccessDenied(ClientError):
     """No key, a wrong one, or one that may not do this."""
 
     status = 4
 
 
-def refusal(http_status: int, sentence: str) -> ClientError:
-    return (NotAllowed if http_status in (401, 403) else ClientError)(sentence)
+def make_client_error(http_status: int, message: str) -> ClientError:
+    return (AccessDenied if http_status in (401, 403) else ClientError)(message)

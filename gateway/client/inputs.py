@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.client.errors import Misused
-from gateway.client.pipes import CHUNK_BYTES, in_thread, read_some
+from gateway.client.errors import UsageError
+from gateway.client.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
 
-STDIN: Final = "-"
-TEXT: Final = "text/plain; charset=utf-8"
-OCTETS: Final = "application/octet-stream"
-SUFFIXES: Final = {
+STDIN_ARGUMENT: Final = "-"
+PLAIN_TEXT_TYPE: Final = "text/plain; charset=utf-8"
+OCTET_STREAM_TYPE: Final = "application/octet-stream"
+TYPES_BY_SUFFIX: Final = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
     ".png": "image/png",
@@ -28,11 +28,11 @@ SUFFIXES: Final = {
     ".json": "application/json",
     ".npy": "application/x-npy",
     ".npz": "application/x-npz",
-    ".txt": TEXT,
-    ".text": TEXT,
-    ".md": TEXT,
+    ".txt": PLAIN_TEXT_TYPE,
+    ".text": PLAIN_TEXT_TYPE,
+    ".md": PLAIN_TEXT_TYPE,
 }
-MAGIC: Final = {
+TYPES_BY_MAGIC: Final = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
     b"RIFF": "image/webp",
@@ -42,7 +42,7 @@ MAGIC: Final = {
 
 
 @dataclass(frozen=True)
-class Body:
+class InputBody:
     content_type: str
     data: bytes
 
@@ -54,21 +54,21 @@ class Input:
     name: str
     source: str | bytes  # a path, or the text itself
 
-    def read(self) -> Body:
+    def read(self) -> InputBody:
         """Raises `OSError`."""
         if isinstance(self.source, bytes):
-            return Body(TEXT, self.source)
-        data = content_of(self.source)
-        return Body(content_type_of(self.source, data), data)
+            return InputBody(PLAIN_TEXT_TYPE, self.source)
+        data = read_input_file(self.source)
+        return InputBody(guess_content_type(self.source, data), data)
 
-    async def body(self) -> Body:
+    async def read_async(self) -> InputBody:
         """Like `read`, but the loop goes on however long the other end of a pipe takes."""
-        if isinstance(self.source, bytes) or not is_special(self.source):
+        if isinstance(self.source, bytes) or not is_special_file(self.source):
             return self.read()
-        return await in_thread(self.read)
+        return await run_in_daemon_thread(self.read)
 
 
-def content_of(path: str) -> bytes:
+def read_input_file(path: str) -> bytes:
     """With half of the system calls that `open` makes, which are most of what reading a small file costs."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -77,35 +77,38 @@ def content_of(path: str) -> bytes:
         if len(data) == expected > 0:
             return data
         chunks = [data]
-        while chunk := os.read(descriptor, CHUNK_BYTES):
+        while chunk := os.read(descriptor, PIPE_READ_BYTES):
             chunks.append(chunk)
         return b"".join(chunks)
     finally:
         os.close(descriptor)
 
 
-def content_type_of(path: str, data: bytes) -> str:
+def guess_content_type(path: str, data: bytes) -> str:
     """By the suffix, else by the first bytes."""
-    known = SUFFIXES.get(os.path.splitext(path)[1].lower())  # noqa: PTH122
-    return known or next((kind for magic, kind in MAGIC.items() if data.startswith(magic)), OCTETS)
+    known = TYPES_BY_SUFFIX.get(os.path.splitext(path)[1].lower())  # noqa: PTH122
+    return known or next(
+        (kind for magic, kind in TYPES_BY_MAGIC.items() if data.startswith(magic)),
+        OCTET_STREAM_TYPE,
+    )
 
 
-def shown(path: str) -> str:
+def format_path(path: str) -> str:
     """A path as it stands in JSON, whatever bytes its name has."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputSource:
     """All that the command line names, in its order. `total` is None when nobody knows yet."""
 
     texts: Sequence[str]
     paths: Sequence[str]  # files, and STDIN
-    lines: bool = False  # each line of a file is a text
+    split_lines: bool = False  # each line of a file is a text
 
     @property
     def total(self) -> int | None:
-        if STDIN in self.paths or (self.lines and self.paths):
+        if STDIN_ARGUMENT in self.paths or (self.split_lines and self.paths):
             return None
         return len(self.texts) + len(self.paths)
 
@@ -113,77 +116,77 @@ class Inputs:
         for number, text in enumerate(self.texts, 1):
             yield Input(f"text:{number}", text.encode("utf-8", "surrogateescape"))
         for path in self.paths:
-            if path == STDIN:
-                async for found in lines_of_stdin():
+            if path == STDIN_ARGUMENT:
+                async for found in read_stdin_lines():
                     yield found
-            elif self.lines and is_special(path):
-                async for found in lines_of_pipe(path):
+            elif self.split_lines and is_special_file(path):
+                async for found in read_pipe_lines(path):
                     yield found
-            elif self.lines:
-                for found in lines_of(path):
+            elif self.split_lines:
+                for found in read_file_lines(path):
                     yield found
             else:
-                yield Input(shown(path), path)
+                yield Input(format_path(path), path)
 
 
-def lines_of(path: str) -> Iterator[Input]:
+def read_file_lines(path: str) -> Iterator[Input]:
     """Raises `Misused` of a file that cannot be read: how many texts would be missing is not known."""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
-                yield Input(f"{shown(path)}:{number}", without_end(line))
+                yield Input(f"{format_path(path)}:{number}", strip_line_end(line))
     except OSError as exc:
-        raise Misused(f"{shown(path)} cannot be read: {exc.strerror}") from None
+        raise UsageError(f"{format_path(path)} cannot be read: {exc.strerror}") from None
 
 
-async def lines_of_stdin() -> AsyncIterator[Input]:
+async def read_stdin_lines() -> AsyncIterator[Input]:
     """As they come."""
-    async for found in lines_from(0, STDIN, "standard input"):
+    async for found in read_descriptor_lines(0, STDIN_ARGUMENT, "standard input"):
         yield found
 
 
-async def lines_of_pipe(path: str) -> AsyncIterator[Input]:
+async def read_pipe_lines(path: str) -> AsyncIterator[Input]:
     """As they come. To open it waits for the other end."""
     try:
-        descriptor = await in_thread(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        descriptor = await run_in_daemon_thread(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as exc:
-        raise Misused(f"{shown(path)} cannot be read: {exc.strerror}") from None
+        raise UsageError(f"{format_path(path)} cannot be read: {exc.strerror}") from None
     try:
-        async for found in lines_from(descriptor, shown(path), shown(path)):
+        async for found in read_descriptor_lines(descriptor, format_path(path), format_path(path)):
             yield found
     finally:
         os.close(descriptor)
 
 
-async def lines_from(descriptor: int, name: str, called: str) -> AsyncIterator[Input]:
+async def read_descriptor_lines(descriptor: int, name: str, label: str) -> AsyncIterator[Input]:
     number, rest = 0, b""
-    while data := await some_of(descriptor, called):
+    while data := await read_descriptor_chunk(descriptor, label):
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
             number += 1
-            yield Input(f"{name}:{number}", without_end(line))
+            yield Input(f"{name}:{number}", strip_line_end(line))
     if rest:
-        yield Input(f"{name}:{number + 1}", without_end(rest))
+        yield Input(f"{name}:{number + 1}", strip_line_end(rest))
 
 
-async def some_of(descriptor: int, called: str) -> bytes:
+async def read_descriptor_chunk(descriptor: int, label: str) -> bytes:
     try:
-        return await read_some(descriptor)
+        return await read_available(descriptor)
     except OSError as exc:
-        raise Misused(f"{called} cannot be read: {exc.strerror}") from None
+        raise UsageError(f"{label} cannot be read: {exc.strerror}") from None
 
 
-def without_end(line: bytes) -> bytes:
+def strip_line_end(line: bytes) -> bytes:
     return line.rstrip(b"\n").removesuffix(b"\r")
 
 
-def found(arguments: Sequence[str], but: Path | None = None) -> list[str]:
+def find_input_files(arguments: Sequence[str], exclude: Path | None = None) -> list[str]:
     """The files that these arguments name, a folder's in the order of their names; never the file `but`.
 
     Raises `Misused` for what names nothing.
     """
-    left_out = but.resolve() if but is not None else None
-    paths = [path for argument in arguments for path in named_by(argument)]
+    left_out = exclude.resolve() if exclude is not None else None
+    paths = [path for argument in arguments for path in expand_argument(argument)]
     if left_out is None:
         return paths
     return [
@@ -193,21 +196,25 @@ def found(arguments: Sequence[str], but: Path | None = None) -> list[str]:
     ]
 
 
-def named_by(argument: str) -> list[str]:
-    if argument == STDIN:
-        return [STDIN]
+def expand_argument(argument: str) -> list[str]:
+    if argument == STDIN_ARGUMENT:
+        return [STDIN_ARGUMENT]
     if Path(argument).is_dir():
-        return list(below(argument))
+        return list(walk_files(argument))
     if Path(argument).exists():
         return [argument]
     matching = glob.glob(argument, recursive=True)  # noqa: PTH207 - it may be absolute
-    files = sorted(path for path in matching if not Path(path).is_dir() and not is_special(path))
+    files = sorted(
+        path for path in matching if not Path(path).is_dir() and not is_special_file(path)
+    )
     if not files:
-        raise Misused(f"{shown(argument)} is no file, no folder and no pattern that matches any")
+        raise UsageError(
+            f"{format_path(argument)} is no file, no folder and no pattern that matches any"
+        )
     return files
 
 
-def is_special(path: str) -> bool:
+def is_special_file(path: str) -> bool:
     """A pipe, a socket or a device: reading it may never end, so it must be named itself."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
@@ -216,10 +223,10 @@ def is_special(path: str) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def below(folder: str) -> Iterator[str]:
+def walk_files(folder: str) -> Iterator[str]:
     """Every file in the folder and its folders; what is hidden stays so."""
     for at, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = sorted(name for name in files if not name.startswith("."))
         paths = (os.path.join(at, name) for name in names)  # noqa: PTH118
-        yield from (path for path in paths if not is_special(path))
+        yield from (path for path in paths if not is_special_file(path))

@@ -17,45 +17,45 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-CHUNK_BYTES: Final = 256 * 1024
+PIPE_READ_BYTES: Final = 256 * 1024
 # What a pipe that says it takes something takes at once.
-PIPE_BYTES: Final = select.PIPE_BUF
+ATOMIC_WRITE_BYTES: Final = select.PIPE_BUF
 
 
-async def read_some(descriptor: int) -> bytes:
+async def read_available(descriptor: int) -> bytes:
     """What has come; empty at the end."""
-    if is_file(descriptor) or is_ready(descriptor, select.POLLIN):
-        return os.read(descriptor, CHUNK_BYTES)
-    return await in_thread(lambda: os.read(descriptor, CHUNK_BYTES))
+    if is_regular_file(descriptor) or is_descriptor_ready(descriptor, select.POLLIN):
+        return os.read(descriptor, PIPE_READ_BYTES)
+    return await run_in_daemon_thread(lambda: os.read(descriptor, PIPE_READ_BYTES))
 
 
-async def write_all(descriptor: int, data: bytes) -> None:
+async def write_descriptor(descriptor: int, data: bytes) -> None:
     """Raises `OSError`, a `BrokenPipeError` when nobody reads any more."""
-    at_once = len(data) <= PIPE_BYTES and is_ready(descriptor, select.POLLOUT)
-    if is_file(descriptor) or at_once:
-        write(descriptor, data)
+    at_once = len(data) <= ATOMIC_WRITE_BYTES and is_descriptor_ready(descriptor, select.POLLOUT)
+    if is_regular_file(descriptor) or at_once:
+        write_blocking(descriptor, data)
     else:
-        await in_thread(lambda: write(descriptor, data))
+        await run_in_daemon_thread(lambda: write_blocking(descriptor, data))
 
 
-def write(descriptor: int, data: bytes) -> None:
+def write_blocking(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
-def is_ready(descriptor: int, event: int) -> bool:
+def is_descriptor_ready(descriptor: int, event: int) -> bool:
     """By poll: select knows no descriptor above 1023."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(0))
 
 
-def is_file(descriptor: int) -> bool:
+def is_regular_file(descriptor: int) -> bool:
     return stat.S_ISREG(os.fstat(descriptor).st_mode)
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     """Like `asyncio.to_thread`, but the interpreter does not wait for its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -70,7 +70,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            outcome: T | OSError = work()
+            outcome: T | OSError = function()
         except OSError as exc:
             outcome = exc
         with suppress(RuntimeError):  # the loop is gone, and so is whoever asked

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
-REFRESH_S: Final = 0.25
+REFRESH_INTERVAL_S: Final = 0.25
 
 
-class Progress:
+class ProgressBar:
     """Shows what `seen` says: how many are done, and how many of them failed. Inside a running loop."""
 
-    def __init__(self, seen: Callable[[], tuple[int, int]], total: int | None) -> None:
-        self._seen = seen
+    def __init__(self, get_counts: Callable[[], tuple[int, int]], total: int | None) -> None:
+        self._get_counts = get_counts
         self._total = total
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Progress:
+    async def __aenter__(self) -> ProgressBar:
         if sys.stderr.isatty():
-            self._task = asyncio.create_task(self._show())
+            self._task = asyncio.create_task(self._refresh_bar())
         return self
 
     async def __aexit__(
@@ -34,7 +34,7 @@ class Progress:
             self._task.cancel()
             await asyncio.wait({self._task})  # the bar is gone before anything is said
 
-    async def _show(self) -> None:
+    async def _refresh_bar(self) -> None:
         from rich import progress
         from rich.console import Console
 
@@ -52,8 +52,8 @@ class Progress:
         with bar:
             task = bar.add_task("", total=self._total, rate="", failed="")
             while True:
-                done, failed = self._seen()
+                done, failed = self._get_counts()
                 bar.update(task, completed=done, failed=f"{failed} failed" if failed else "")
                 bar.update(task, rate=f"{bar.tasks[0].speed or 0:.0f}/s")
                 bar.refresh()
-                await asyncio.sleep(REFRESH_S)
+                await asyncio.sleep(REFRESH_INTERVAL_S)

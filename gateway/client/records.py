@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from gateway.client.errors import Misused
-from gateway.words import printable, printable_json
+from gateway.client.errors import UsageError
+from gateway.messages import escape_unprintable, escape_unprintable_json
 
 DELETE = b"\x7f"
 
@@ -30,33 +30,33 @@ class Record:
     code: str = ""
 
 
-class Format(str, Enum):
+class OutputFormat(str, Enum):
     jsonl = "jsonl"
     csv = "csv"
 
 
 @dataclass(frozen=True)
-class Row:
+class StoredRecord:
     """A record in a file."""
 
     raw: str
     name: str
-    succeeded: bool
+    is_success: bool
 
 
-class Writer(Protocol):
+class RecordWriter(Protocol):
     header: bytes
 
-    def line(self, record: Record) -> bytes: ...
+    def encode_record(self, record: Record) -> bytes: ...
 
-    def rows(self, lines: Iterable[str]) -> Iterator[Row]:
+    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
         """The whole records of a file; one that was cut off is none. Raises `Misused`."""
 
 
-class JsonLines:
+class JsonLinesWriter:
     header = b""
 
-    def line(self, record: Record) -> bytes:
+    def encode_record(self, record: Record) -> bytes:
         told: dict[str, Any] = {"input": record.name}
         if record.outputs is not None:
             told["outputs"] = record.outputs
@@ -65,93 +65,97 @@ class JsonLines:
         raw = orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
         if raw.isascii() and DELETE not in raw:
             return raw  # orjson escapes the other ones
-        return printable_json(raw.decode()).encode()
+        return escape_unprintable_json(raw.decode()).encode()
 
-    def rows(self, lines: Iterable[str]) -> Iterator[Row]:
+    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
         for raw in lines:
             try:
                 told = orjson.loads(raw)
             except orjson.JSONDecodeError:
                 if raw.endswith("\n"):
-                    raise Misused("it holds a line that is no JSON") from None
+                    raise UsageError("it holds a line that is no JSON") from None
                 return
             if not isinstance(told, dict) or not isinstance(told.get("input"), str):
-                raise Misused("it holds a line that is no record of ours")
+                raise UsageError("it holds a line that is no record of ours")
             if raw.endswith("\n"):
-                yield Row(raw, told["input"], "outputs" in told)
+                yield StoredRecord(raw, told["input"], "outputs" in told)
 
 
-class Csv:
+class CsvWriter:
     """A column per output. What is not one value is JSON. A terminal is spoken to by nobody's output."""
 
     def __init__(self, outputs: Sequence[str], *, to_terminal: bool = False) -> None:
         self._outputs = outputs
         self._to_terminal = to_terminal
         self._columns = ["input", *outputs, "error"]
-        self.header = row_of(self._columns)
+        self.header = encode_csv_row(self._columns)
 
-    def line(self, record: Record) -> bytes:
+    def encode_record(self, record: Record) -> bytes:
         outputs = record.outputs or {}
-        cells = [cell_of(outputs[name]) if name in outputs else "" for name in self._outputs]
+        cells = [
+            format_csv_cell(outputs[name]) if name in outputs else "" for name in self._outputs
+        ]
         row = [record.name, *cells, record.error]
-        return row_of(map(printable, row) if self._to_terminal else row)
+        return encode_csv_row(map(escape_unprintable, row) if self._to_terminal else row)
 
-    def rows(self, lines: Iterable[str]) -> Iterator[Row]:
+    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
         raw: list[str] = []
 
-        def noted() -> Iterator[str]:
+        def record_lines() -> Iterator[str]:
             for line in lines:
                 raw.append(line)
                 yield line
 
-        for number, cells in enumerate(csv.reader(noted())):
+        for number, cells in enumerate(csv.reader(record_lines())):
             whole, raw[:] = "".join(raw), []
             if number == 0 and cells != self._columns:
-                raise Misused(f"its columns are not {', '.join(self._columns)}")
+                raise UsageError(f"its columns are not {', '.join(self._columns)}")
             if number and len(cells) == len(self._columns) and whole.endswith("\n"):
-                yield Row(whole, cells[0], not cells[-1])
+                yield StoredRecord(whole, cells[0], not cells[-1])
 
 
-def row_of(cells: Iterable[str]) -> bytes:
+def encode_csv_row(cells: Iterable[str]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode("utf-8", "replace")
 
 
-def cell_of(value: Any) -> str:
+def format_csv_cell(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def writer(format_: Format, outputs: Sequence[str], *, to_terminal: bool = False) -> Writer:
-    if format_ is Format.csv:
-        return Csv(outputs, to_terminal=to_terminal)
-    return JsonLines()
+def create_record_writer(
+    format_: OutputFormat, outputs: Sequence[str], *, to_terminal: bool = False
+) -> RecordWriter:
+    if format_ is OutputFormat.csv:
+        return CsvWriter(outputs, to_terminal=to_terminal)
+    return JsonLinesWriter()
 
 
-def resumed(path: Path, form: Writer) -> Counter[str]:
+def resume_output(path: Path, writer: RecordWriter) -> Counter[str]:
     """The inputs that the file answers already. What failed, or was cut off, leaves it, to be asked again.
 
     The file is either as it was or as it should be, whenever this is interrupted. Raises `Misused`.
     """
     done: Counter[str] = Counter()
-    kept_bytes = len(form.header)
+    kept_bytes = len(writer.header)
     kept = path.with_name(f".{path.name}.resumed")
     try:
         with path.open(newline="", encoding="utf-8") as file, kept.open("wb") as copy:
-            copy.write(form.header)
-            for row in form.rows(file):
-                if row.succeeded:
+            copy.write(writer.header)
+            for row in writer.read_records(file):
+                if row.is_success:
                     done[row.name] += 1
                     kept_bytes += copy.write(row.raw.encode())
         if kept_bytes != path.stat().st_size:
             kept.chmod(path.stat().st_mode)
             os.replace(kept, path.resolve())  # noqa: PTH105
     except UnicodeDecodeError:
-        raise Misused(f"{path} cannot be gone on with: it is not UTF-8") from None
-    except (Misused, csv.Error) as exc:
-        raise Misused(f"{path} cannot be gone on with: {exc}") from None
+        raise UsageError(f"{path} cannot be gone on with: it is not UTF-8") from None
+    except (UsageError, csv.Error) as exc:
+        raise UsageError(f"{path} cannot be gone on with: {exc}") from None
     except OSError as exc:
-        raise Misused(f"{path} cannot be gone on with: {exc.strerror}") from None
+        raise UsageError(f"{path} cannot be gone on with: {exc.strerror}") from None
     finally:
         kept.unlink(missing_ok=True)
     return done

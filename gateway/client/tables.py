@@ -13,11 +13,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gateway.words import printable, printable_json
+from gateway.messages import escape_unprintable, escape_unprintable_json
 
 # Of what is piped into a file or a program nothing is cut.
-WIDE = 1000
-COLOURS = {
+NON_TERMINAL_WIDTH = 1000
+STATE_COLOURS = {
     "READY": "green",
     "HEALTHY": "green",
     "UP": "green",
@@ -30,44 +30,44 @@ COLOURS = {
 }
 
 
-def console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+def create_console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=NON_TERMINAL_WIDTH)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def build_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     made = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(printable(cell), COLOURS.get(cell, "")) for cell in row))
+        made.add_row(*(Text(escape_unprintable(cell), STATE_COLOURS.get(cell, "")) for cell in row))
     return made
 
 
-def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    draw(table(columns, rows))
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    print_renderable(build_table(columns, rows))
 
 
-def draw(picture: RenderableType) -> None:
+def print_renderable(renderable: RenderableType) -> None:
     """On standard output; without blanks at the ends of lines where it is no terminal."""
-    made = console()
+    made = create_console()
     if made.is_terminal:
-        made.print(picture)
+        made.print(renderable)
         return
     with made.capture() as captured:
-        made.print(picture)
+        made.print(renderable)
     for line in captured.get().splitlines():
         sys.stdout.write(f"{line.rstrip()}\n")
 
 
-def show_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode()
-    sys.stdout.buffer.write(printable_json(text).encode())
+    sys.stdout.buffer.write(escape_unprintable_json(text).encode())
 
 
-MODELS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "WHY")
+MODEL_COLUMNS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "WHY")
 
 
-def model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
+def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
     versions = ", ".join(
         f"{version.get('version', '')} {version.get('state', '')}".strip()
         for version in model["versions"]
@@ -79,14 +79,14 @@ def model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
         told.insert(0, f"{'to be ' * missing}{model['wished']} by the API")
     if "behind" in model:
         told.append(f"an older load on {', '.join(model['behind'])}")
-    replicas = counted(model.get("replicas", {}).values())
+    replicas = format_state_counts(model.get("replicas", {}).values())
     return (model["name"], "yes" if model["ready"] else "no", versions, replicas, "; ".join(told))
 
 
-REPLICAS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "WHY")
+REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "WHY")
 
 
-def replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
+def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
     why = replica.get("reason", "")
     if "ejected_for_s" in replica:
         why = f"left alone for {replica['ejected_for_s']:g} s; {why}"
@@ -95,15 +95,15 @@ def replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         replica["state"],
         str(replica["outstanding"]),
         f"{replica['slowness']:g}",
-        counted(replica["models"].values()),
+        format_state_counts(replica["models"].values()),
         why,
     )
 
 
-REPORT = ("MODEL", "REPLICA", "STATE", "WHY")
+REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "WHY")
 
 
-def report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def format_report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Of a load or an unload: a line for each replica."""
     return [
         (report["model"], address, found["state"], found.get("reason", ""))
@@ -111,6 +111,6 @@ def report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def counted(states: Iterable[str]) -> str:
+def format_state_counts(states: Iterable[str]) -> str:
     """«3 READY, 1 LOADING»."""
     return ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from gateway.client.errors import Misused
+from gateway.client.errors import UsageError
 
-PORTS = {"http": 80, "https": 443}
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -19,46 +19,48 @@ class Target:
 
     url: str
     key: str = ""
-    ca: Path | None = None
+    ca_file: Path | None = None
 
     @cached_property
-    def parts(self) -> SplitResult:
+    def url_parts(self) -> SplitResult:
         try:
             parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
             port = parts.port
         except ValueError as exc:
-            raise Misused(f"{self.url!r} is no URL of a gateway: {exc}") from None
+            raise UsageError(f"{self.url!r} is no URL of a gateway: {exc}") from None
         if parts.username is not None:
-            raise Misused("the gateway's URL has a user in it; what the gateway takes is a key")
-        if parts.scheme not in PORTS or not parts.hostname or port == 0:
-            raise Misused(f"{self.url!r} is no URL of a gateway, as http://localhost:8080 is one")
+            raise UsageError("the gateway's URL has a user in it; what the gateway takes is a key")
+        if parts.scheme not in DEFAULT_PORTS or not parts.hostname or port == 0:
+            raise UsageError(
+                f"{self.url!r} is no URL of a gateway, as http://localhost:8080 is one"
+            )
         return parts
 
     @property
     def host(self) -> str:
-        return self.parts.hostname or ""
+        return self.url_parts.hostname or ""
 
     @property
     def port(self) -> int:
-        return self.parts.port or PORTS[self.parts.scheme]
+        return self.url_parts.port or DEFAULT_PORTS[self.url_parts.scheme]
 
     @property
-    def base(self) -> str:
-        return f"{self.parts.scheme}://{self.parts.netloc}{self.path}"
+    def base_url(self) -> str:
+        return f"{self.url_parts.scheme}://{self.url_parts.netloc}{self.path_prefix}"
 
     @property
-    def path(self) -> str:
+    def path_prefix(self) -> str:
         """Before every path of the API, where a proxy gives the gateway a folder of its own."""
-        return self.parts.path.rstrip("/")
+        return self.url_parts.path.rstrip("/")
 
     @cached_property
-    def tls(self) -> ssl.SSLContext | None:
-        if self.parts.scheme == "http":
+    def ssl_context(self) -> ssl.SSLContext | None:
+        if self.url_parts.scheme == "http":
             return None
         try:
-            return ssl.create_default_context(cafile=self.ca)
+            return ssl.create_default_context(cafile=self.ca_file)
         except (OSError, ssl.SSLError) as exc:
-            raise Misused(f"the certificates of {self.ca} cannot be read: {exc}") from None
+            raise UsageError(f"the certificates of {self.ca_file} cannot be read: {exc}") from None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -66,5 +68,5 @@ class Target:
         if not self.key:
             return {}
         if not (self.key.isascii() and self.key.isprintable()):
-            raise Misused("the key has characters that no key has")
+            raise UsageError("the key has characters that no key has")
         return {"authorization": f"Bearer {self.key}"}

@@ -18,36 +18,36 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway.client import tables
-from gateway.client.api import Api
-from gateway.client.errors import ClientError, NotAllowed
-from gateway.exposition.families import PAIR, NotExposition, Sample
-from gateway.exposition.reading import lines_of, read
+from gateway.client.api import ApiClient
+from gateway.client.errors import AccessDenied, ClientError
+from gateway.exposition.families import LABEL_PAIR, InvalidExposition, Sample
+from gateway.exposition.parser import parse_families, split_page_lines
 
-REQUESTS: Final = "gateway_request_duration_seconds"
-GAUGES: Final = {
+REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
+GAUGE_TITLES: Final = {
     "gateway_requests_in_flight": "in flight",
     "gateway_requests_waiting": "waiting",
     "gateway_connections": "connections",
 }
-COLUMNS: Final = ("MODEL", "READY", "PER SECOND", "FAILED PER SECOND", "MEAN MS", "P95 MS")
-FIRST_WAIT_S: Final = 0.2
+TRAFFIC_COLUMNS: Final = ("MODEL", "READY", "PER SECOND", "FAILED PER SECOND", "MEAN MS", "P95 MS")
+FIRST_INTERVAL_S: Final = 0.2
 
 
 @dataclass
-class Traffic:
+class ModelTraffic:
     """Of one model, since the gateway began; buckets by their upper bounds in seconds."""
 
     count: float = 0
     failed: float = 0
-    seconds: float = 0
+    total_s: float = 0
     buckets: dict[float, float] = field(default_factory=dict)
 
-    def since(self, before: Traffic) -> Traffic:
-        return Traffic(
-            self.count - before.count,
-            self.failed - before.failed,
-            self.seconds - before.seconds,
-            {bound: count - before.buckets.get(bound, 0) for bound, count in self.buckets.items()},
+    def subtract(self, earlier: ModelTraffic) -> ModelTraffic:
+        return ModelTraffic(
+            self.count - earlier.count,
+            self.failed - earlier.failed,
+            self.total_s - earlier.total_s,
+            {bound: count - earlier.buckets.get(bound, 0) for bound, count in self.buckets.items()},
         )
 
     def p95_s(self) -> float:
@@ -59,99 +59,110 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Look:
+class GatewaySnapshot:
     """What was seen at one time. Without the right to it, there are no replicas and no metrics."""
 
-    at: float
+    taken_at: float
     models: Sequence[Mapping[str, Any]]
     replicas: Sequence[Mapping[str, Any]]
     gauges: Mapping[str, float]
-    traffic: Mapping[str, Traffic]
+    traffic: Mapping[str, ModelTraffic]
 
 
-def look(api: Api) -> Look:
+def take_snapshot(api: ApiClient) -> GatewaySnapshot:
     """Raises `ClientError`."""
     models = api.get("/v1/models")["models"]
     try:
         replicas = api.get("/v1/replicas")["replicas"]
-    except NotAllowed:
+    except AccessDenied:
         replicas = []
     try:
-        families = read(lines_of(api.text("/metrics")))
-    except NotAllowed:
+        families = parse_families(split_page_lines(api.get_text("/metrics")))
+    except AccessDenied:
         families = {}
-    except NotExposition as exc:
+    except InvalidExposition as exc:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
     gauges = {
         title: sum(float(value) for _, _, value in families[name].samples)
-        for name, title in GAUGES.items()
+        for name, title in GAUGE_TITLES.items()
         if name in families
     }
-    requests = families[REQUESTS].samples if REQUESTS in families else []
-    return Look(time.monotonic(), models, replicas, gauges, traffic_of(requests))
+    requests = (
+        families[REQUEST_DURATION_METRIC].samples if REQUEST_DURATION_METRIC in families else []
+    )
+    return GatewaySnapshot(time.monotonic(), models, replicas, gauges, aggregate_traffic(requests))
 
 
-def traffic_of(samples: Sequence[Sample]) -> dict[str, Traffic]:
+def aggregate_traffic(samples: Sequence[Sample]) -> dict[str, ModelTraffic]:
     """By model; what concerns none is left out."""
-    found: dict[str, Traffic] = {}
+    found: dict[str, ModelTraffic] = {}
     for name, written, rest in samples:
-        labels = dict(PAIR.findall(written))
+        labels = dict(LABEL_PAIR.findall(written))
         if not (model := labels.get("model")):
             continue
         value = float(rest.split()[0])
-        traffic = found.setdefault(model, Traffic())
-        if name == f"{REQUESTS}_bucket":
+        traffic = found.setdefault(model, ModelTraffic())
+        if name == f"{REQUEST_DURATION_METRIC}_bucket":
             bound = float(labels["le"])
             traffic.buckets[bound] = traffic.buckets.get(bound, 0) + value
-        elif name == f"{REQUESTS}_sum":
-            traffic.seconds += value
+        elif name == f"{REQUEST_DURATION_METRIC}_sum":
+            traffic.total_s += value
         else:
             traffic.count += value
             traffic.failed += value if labels.get("status") != "2xx" else 0
     return found
 
 
-def picture(now: Look, before: Look) -> RenderableType:
-    took_s = max(now.at - before.at, 1e-9)
+def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> RenderableType:
+    took_s = max(current.taken_at - previous.taken_at, 1e-9)
     rows = []
-    for model in now.models:
+    for model in current.models:
         name = model["name"]
-        traffic = now.traffic.get(name, Traffic()).since(before.traffic.get(name, Traffic()))
-        told = ("", "") if not traffic.count else latencies(traffic)
+        traffic = current.traffic.get(name, ModelTraffic()).subtract(
+            previous.traffic.get(name, ModelTraffic())
+        )
+        told = ("", "") if not traffic.count else format_latencies(traffic)
         rates = f"{traffic.count / took_s:.1f}", f"{traffic.failed / took_s:.1f}"
         if model["ready"] or traffic.count:
             rows.append((name, "yes" if model["ready"] else "no", *rates, *told))
     rows.sort(key=lambda row: (-float(row[2]), row[0]))
-    gauges = ", ".join(f"{value:.0f} {title}" for title, value in now.gauges.items())
+    gauges = ", ".join(f"{value:.0f} {title}" for title, value in current.gauges.items())
     parts: list[RenderableType] = [Text(gauges or "no right to the metrics", "bold")]
-    if now.replicas:
-        parts.append(tables.table(tables.REPLICAS, map(tables.replica_row, now.replicas)))
-    return Group(*parts, Text(), tables.table(COLUMNS, rows))
+    if current.replicas:
+        parts.append(
+            tables.build_table(
+                tables.REPLICA_COLUMNS, map(tables.format_replica_row, current.replicas)
+            )
+        )
+    return Group(*parts, Text(), tables.build_table(TRAFFIC_COLUMNS, rows))
 
 
-def latencies(traffic: Traffic) -> tuple[str, str]:
+def format_latencies(traffic: ModelTraffic) -> tuple[str, str]:
     bound = traffic.p95_s()
     most = f"< {1000 * bound:g}" if bound != float("inf") else "over all bounds"
-    return f"{1000 * traffic.seconds / traffic.count:.1f}", most
+    return f"{1000 * traffic.total_s / traffic.count:.1f}", most
 
 
-def top(api: Api, interval_s: float) -> None:
+def run_top(api: ApiClient, interval_s: float) -> None:
     """In a terminal until q or Ctrl-C; else one picture."""
-    before = look(api)
-    time.sleep(FIRST_WAIT_S)
-    now = look(api)
+    before = take_snapshot(api)
+    time.sleep(FIRST_INTERVAL_S)
+    now = take_snapshot(api)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        tables.draw(picture(now, before))
+        tables.print_renderable(render_snapshot(now, before))
         return
-    with keys(), Live(picture(now, before), screen=True, auto_refresh=False) as live:
+    with (
+        cbreak_terminal(),
+        Live(render_snapshot(now, before), screen=True, auto_refresh=False) as live,
+    ):
         live.refresh()
-        while not pressed(interval_s):
-            before, now = now, look(api)
-            live.update(picture(now, before), refresh=True)
+        while not wait_for_quit(interval_s):
+            before, now = now, take_snapshot(api)
+            live.update(render_snapshot(now, before), refresh=True)
 
 
 @contextmanager
-def keys() -> Iterator[None]:
+def cbreak_terminal() -> Iterator[None]:
     """The terminal gives each key at once."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
@@ -161,9 +172,9 @@ def keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def pressed(within_s: float) -> bool:
+def wait_for_quit(timeout_s: float) -> bool:
     """Whether it shall end: q was pressed in this time, or the terminal is gone."""
-    until = time.monotonic() + within_s
+    until = time.monotonic() + timeout_s
     while (left_s := until - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], left_s)[0]:
             key = os.read(sys.stdin.fileno(), 1)

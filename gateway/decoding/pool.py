@@ -10,7 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from gateway.decoding.worker import HEAD, SIZE, Failed, OutOfMemory, pack, sizes_of, unpack
+from gateway.decoding.worker import (
+    FRAME_COUNT,
+    FRAME_SIZE,
+    WorkerCallError,
+    WorkerOutOfMemory,
+    pack_message,
+    unpack_frame_sizes,
+    unpack_message,
+)
 from gateway.errors import GatewayError, TooLarge
 
 T = TypeVar("T")
@@ -51,20 +59,22 @@ class DecodeProcess:
         """Return what the function returns, or raise what it raises. Raises `WorkerLost`."""
         loop = asyncio.get_running_loop()
         try:
-            for frame in pack((function, arguments, timeout_s)):
+            for frame in pack_message((function, arguments, timeout_s)):
                 await loop.sock_sendall(self._connection, frame)
-            (count,) = HEAD.unpack(await self._receive(HEAD.size))
+            (count,) = FRAME_COUNT.unpack(await self._receive_exactly(FRAME_COUNT.size))
             if count > MAX_FRAMES:
                 raise WorkerLost
-            sizes = sizes_of(await self._receive(count * SIZE.size))
-            succeeded, result = unpack([await self._receive(size) for size in sizes])
+            sizes = unpack_frame_sizes(await self._receive_exactly(count * FRAME_SIZE.size))
+            succeeded, result = unpack_message(
+                [await self._receive_exactly(size) for size in sizes]
+            )
         except OSError:
             raise WorkerLost from None
         if succeeded:
             return result  # type: ignore[no-any-return]
         raise result
 
-    async def _receive(self, size: int) -> bytearray:
+    async def _receive_exactly(self, size: int) -> bytearray:
         loop = asyncio.get_running_loop()
         data = bytearray(size)
         view = memoryview(data)
@@ -85,7 +95,7 @@ class DecodeProcess:
             pass
         return False
 
-    async def end(self) -> None:
+    async def kill(self) -> None:
         """Kill the worker, and return when it is gone."""
         self._connection.close()
         with suppress(ProcessLookupError):
@@ -98,10 +108,10 @@ class DecodePool:
 
     def __init__(self, size: int, max_memory_bytes: int) -> None:
         self._max_memory_bytes = max_memory_bytes
-        self._places = asyncio.Semaphore(size)
+        self._slots = asyncio.Semaphore(size)
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
-        self._ending: set[asyncio.Task[None]] = set()
+        self._kill_tasks: set[asyncio.Task[None]] = set()
 
     async def run(
         self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float
@@ -111,38 +121,38 @@ class DecodePool:
         `function` is a module's, and its arguments and result can be pickled. Raises `TooLarge` when
         it needs more memory than a worker may take, and what the function raises.
         """
-        async with self._places:
-            worker = await self._take()
+        async with self._slots:
+            worker = await self._take_worker()
             try:
                 result = await worker.call(function, arguments, timeout_s)
-            except (WorkerLost, OutOfMemory):
-                self._end(worker)
+            except (WorkerLost, WorkerOutOfMemory):
+                self._kill_in_background(worker)
                 raise TooLarge(
                     "decoding the body takes more memory than one request may use; send less at a time"
                 ) from None
-            except (GatewayError, Failed):
+            except (GatewayError, WorkerCallError):
                 self._idle.append(worker)
                 raise
             except BaseException:
-                self._end(worker)
+                self._kill_in_background(worker)
                 raise
             finally:
                 self._busy.discard(worker)
             self._idle.append(worker)
             return result
 
-    def _end(self, worker: DecodeProcess) -> None:
+    def _kill_in_background(self, worker: DecodeProcess) -> None:
         """Begin to end a worker; nobody waits for it but `close`."""
-        task = asyncio.create_task(worker.end())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        task = asyncio.create_task(worker.kill())
+        self._kill_tasks.add(task)
+        task.add_done_callback(self._kill_tasks.discard)
 
-    async def _take(self) -> DecodeProcess:
+    async def _take_worker(self) -> DecodeProcess:
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive():
                 break
-            self._end(worker)
+            self._kill_in_background(worker)
         else:
             worker = await DecodeProcess.start(self._max_memory_bytes)
         self._busy.add(worker)
@@ -151,6 +161,6 @@ class DecodePool:
     async def close(self) -> None:
         """Kill every worker, and return when all are gone."""
         for worker in [*self._idle, *self._busy]:
-            self._end(worker)
+            self._kill_in_background(worker)
         self._idle.clear()
-        await asyncio.gather(*self._ending)
+        await asyncio.gather(*self._kill_tasks)

@@ -22,12 +22,12 @@ from typing import Any, Final
 from gateway.errors import GatewayError
 
 NICENESS: Final = 5
-GRACE_S: Final = 1.0  # beyond the deadline, at which the gateway kills the process
-HEAD: Final = struct.Struct("<I")
-SIZE: Final = struct.Struct("<Q")
+DEADLINE_GRACE_S: Final = 1.0  # beyond the deadline, at which the gateway kills the process
+FRAME_COUNT: Final = struct.Struct("<I")
+FRAME_SIZE: Final = struct.Struct("<Q")
 
 
-def pack(message: Any) -> list[bytes | memoryview]:
+def pack_message(message: Any) -> list[bytes | memoryview]:
     """Return the frames of a message: a head with the size of each buffer, the pickle, the buffers.
 
     Arrays are not copied into the pickle (PEP 574).
@@ -35,24 +35,24 @@ def pack(message: Any) -> list[bytes | memoryview]:
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     frames: list[bytes | memoryview] = [body, *(buffer.raw() for buffer in buffers)]
-    sizes = b"".join(SIZE.pack(len(frame)) for frame in frames)
-    return [HEAD.pack(len(frames)) + sizes, *frames]
+    sizes = b"".join(FRAME_SIZE.pack(len(frame)) for frame in frames)
+    return [FRAME_COUNT.pack(len(frames)) + sizes, *frames]
 
 
-def unpack(frames: list[bytearray]) -> Any:
+def unpack_message(frames: list[bytearray]) -> Any:
     """Return the message of these frames, whose arrays share the frames' memory."""
     return pickle.loads(frames[0], buffers=frames[1:])  # noqa: S301 - the peer is our own process
 
 
-def sizes_of(data: bytes | bytearray) -> list[int]:
-    return [size for (size,) in SIZE.iter_unpack(data)]
+def unpack_frame_sizes(data: bytes | bytearray) -> list[int]:
+    return [size for (size,) in FRAME_SIZE.iter_unpack(data)]
 
 
-def receive(connection: socket.socket) -> Any:
+def receive_message(connection: socket.socket) -> Any:
     """Return the next message. Raises `EOFError` when the gateway is gone."""
-    (count,) = HEAD.unpack(read_exactly(connection, HEAD.size))
-    sizes = sizes_of(read_exactly(connection, count * SIZE.size))
-    return unpack([read_exactly(connection, size) for size in sizes])
+    (count,) = FRAME_COUNT.unpack(read_exactly(connection, FRAME_COUNT.size))
+    sizes = unpack_frame_sizes(read_exactly(connection, count * FRAME_SIZE.size))
+    return unpack_message([read_exactly(connection, size) for size in sizes])
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytearray:
@@ -66,47 +66,49 @@ def read_exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def send(connection: socket.socket, frames: Iterable[bytes | memoryview]) -> None:
+def send_frames(connection: socket.socket, frames: Iterable[bytes | memoryview]) -> None:
     for frame in frames:
         connection.sendall(frame)
 
 
-class OutOfMemory(Exception):
+class WorkerOutOfMemory(Exception):
     """The call needs more memory than a worker may take."""
 
 
-class Failed(Exception):
+class WorkerCallError(Exception):
     """The call raised what it never should: a fault in the gateway."""
 
 
-def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+def run_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[bool, Any]:
     """Return whether the call succeeded, and its result or its exception."""
     try:
         return True, function(*arguments)
     except GatewayError as exc:
         return False, exc
     except (MemoryError, SystemError):  # which a library raises that did not expect the first
-        return False, OutOfMemory()
+        return False, WorkerOutOfMemory()
     except Exception as exc:  # noqa: BLE001 - the border of the process: the gateway logs it
-        return False, Failed(f"{type(exc).__name__}: {exc}")
+        return False, WorkerCallError(f"{type(exc).__name__}: {exc}")
 
 
-def serve(connection: socket.socket) -> None:
+def serve_calls(connection: socket.socket) -> None:
     """Answer calls until the gateway closes the socket."""
     while True:
         try:
-            function, arguments, timeout_s = receive(connection)
+            function, arguments, timeout_s = receive_message(connection)
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # SIGALRM ends the process
-        frames = pack(call(function, arguments))
+        signal.setitimer(
+            signal.ITIMER_REAL, timeout_s + DEADLINE_GRACE_S
+        )  # SIGALRM ends the process
+        frames = pack_message(run_call(function, arguments))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(connection, frames)
+        send_frames(connection, frames)
         del arguments, frames
         gc.collect()
 
 
-def data_bytes() -> int:
+def data_segment_bytes() -> int:
     """Return the memory that counts against RLIMIT_DATA now (proc(5), statm)."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     return pages * resource.getpagesize()
@@ -120,6 +122,6 @@ def main() -> None:
     gc.disable()
     gc.freeze()
     # Data, and not address space: NumPy's libraries reserve much more than they use.
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + max_memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_segment_bytes() + max_memory_bytes,) * 2)
     with socket.socket(fileno=descriptor) as connection:
-        serve(connection)
+        serve_calls(connection)

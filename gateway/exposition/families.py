@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 # What the samples of a family are called: its name and one of these.
-PARTS: Final = {
+SAMPLE_SUFFIXES: Final = {
     "counter": ("",),
     "gauge": ("",),
     "untyped": ("",),
@@ -18,14 +18,14 @@ PARTS: Final = {
 
 LABEL_NAME: Final = r"([a-zA-Z_][a-zA-Z0-9_]*)"
 LABEL_VALUE: Final = r'"([^"\\]*(?:\\["\\n][^"\\]*)*)"'
-PAIR: Final = re.compile(rf"(?<![a-zA-Z0-9_]){LABEL_NAME}={LABEL_VALUE}")
+LABEL_PAIR: Final = re.compile(rf"(?<![a-zA-Z0-9_]){LABEL_NAME}={LABEL_VALUE}")
 
 
-class NotExposition(ValueError):
+class InvalidExposition(ValueError):
     """A page that Prometheus would not read, in a sentence."""
 
 
-Pair = tuple[str, str]
+LabelPair = tuple[str, str]
 # Name, labels as they are written, and the rest of the line: value, perhaps a time, perhaps « # » and an
 # exemplar. Strings alone, which cost the garbage collector nothing.
 Sample = tuple[str, str, str]
@@ -37,41 +37,45 @@ class Family:
     type: str = "untyped"
     help: str = ""
     unit: str = ""
-    names: set[str] = field(default_factory=set)  # that its samples may have
+    sample_names: set[str] = field(default_factory=set)  # that its samples may have
     samples: list[Sample] = field(default_factory=list)
 
 
 Families = dict[str, Family]
 
 
-def escaped(value: str) -> str:
+def escape_label_value(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def joined(pairs: Iterable[Pair]) -> str:
+def join_labels(pairs: Iterable[LabelPair]) -> str:
     return ",".join([f'{name}="{value}"' for name, value in pairs])
 
 
-def merge(own: Families, pages: Mapping[str, Families]) -> tuple[Families, dict[str, list[str]]]:
+def merge_families(
+    gateway_families: Families, pages: Mapping[str, Families]
+) -> tuple[Families, dict[str, list[str]]]:
     """All families, and by page the names of those that had to be left out of it.
 
     The first page that has a family says what it is. Where a later one gives it another TYPE, or another
     family's samples have its names, two meanings would have one name: what the later page has of it is
     left out. So is what a replica would say in a family of `own`.
     """
-    merged = {name: replace(family) for name, family in own.items()}
-    owners = {name: family for family in merged.values() for name in family.names}
+    merged = {name: replace(family) for name, family in gateway_families.items()}
+    owners = {name: family for family in merged.values() for name in family.sample_names}
     left_out: dict[str, list[str]] = {}
     for page, families in pages.items():
         for family in families.values():
             twin = merged.get(family.name)
-            meant = twin is None or (twin.type == family.type and family.name not in own)
-            if not meant or any(owners.get(name, twin) is not twin for name in family.names):
+            meant = twin is None or (
+                twin.type == family.type and family.name not in gateway_families
+            )
+            if not meant or any(owners.get(name, twin) is not twin for name in family.sample_names):
                 left_out.setdefault(page, []).append(family.name)
                 continue
             if twin is None:
-                twin = merged[family.name] = replace(family, names=set(), samples=[])
+                twin = merged[family.name] = replace(family, sample_names=set(), samples=[])
             twin.samples += family.samples
-            twin.names |= family.names
-            owners.update(dict.fromkeys(family.names, twin))
+            twin.sample_names |= family.sample_names
+            owners.update(dict.fromkeys(family.sample_names, twin))
     return merged, left_out

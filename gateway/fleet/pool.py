@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 import anyio
 import orjson
 
-from gateway.context import Notes, current
 from gateway.errors import (
     BadUpstream,
     DeadlinePassed,
@@ -24,53 +23,58 @@ from gateway.errors import (
     Unavailable,
     UnknownModel,
 )
-from gateway.fleet.balance import less_loaded
-from gateway.fleet.health import Budget, State, may_eject
-from gateway.fleet.index import NOTHING, Index, index_of
-from gateway.fleet.replica import Address, Replica, Source, Wire
-from gateway.fleet.sequences import Sequences
+from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.health import HealthState, RetryBudget, can_eject
+from gateway.fleet.index import EMPTY_INDEX, Index, parse_index
+from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
+from gateway.fleet.sequences import SequenceRouter
 from gateway.metrics import Metrics
-from gateway.tracing import Step, Trace
-from gateway.triton.answers import complained, whole
-from gateway.triton.complaints import Asked
-from gateway.triton.grpc import NoGrpc
-from gateway.triton.http import MOST_DOCUMENT_BYTES, Answer
-from gateway.triton.wire import Headers, NotSent
+from gateway.request_info import RequestInfo, current_request_info
+from gateway.tracing import ChildSpan, Trace
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.http.client import MAX_METADATA_BYTES, UpstreamResponse
+from gateway.triton.http.connection import Headers, RequestNotSent
+from gateway.triton.http.response import read_complete_response, read_error_response
 
 log = logging.getLogger(__name__)
 
-Body = bytes | AsyncIterator[bytes]
-Resolve = Callable[[str], Awaitable[Iterable[str]]]
+UpstreamBody = bytes | AsyncIterator[bytes]
+Resolver = Callable[[str], Awaitable[Iterable[str]]]
 
 PROBE_TIMEOUT_S: Final = 1.0
-LEAST_PAUSE_S: Final = 0.05
-TIMER_S: Final = 0.001  # how exact timers are
-LOOK_FOR_THE_LOST_S: Final = 0.2
-FIRST_LOOK_S: Final = 2.0
-CANCEL_AGAIN_S: Final = 0.2
-INDEX: Final = b"/v2/repository/index"
-PROBE_REFUSALS: Final = {
+MIN_PROBE_PAUSE_S: Final = 0.05
+TIMER_RESOLUTION_S: Final = 0.001  # how exact timers are
+DOWN_PROBE_INTERVAL_S: Final = 0.2
+STARTUP_PROBE_TIMEOUT_S: Final = 2.0
+CANCEL_RETRY_S: Final = 0.2
+INDEX_PATH: Final = b"/v2/repository/index"
+PROBE_STATUS_REASONS: Final = {
     403: "Triton restricts its repository API, and GATEWAY_TRITON_RESTRICTED_API does not open it"
 }
 MAX_CANDIDATE_LISTS: Final = 10_000
-USUAL_WEIGHT: Final = 0.05
-MOST_GUESSES: Final = 3  # where a sequence runs that another gateway started
-FIRST_TRY_S: Final = 1.0  # for what may be asked twice, while there is another to ask
+MEAN_LATENCY_WEIGHT: Final = 0.05
+MAX_SEQUENCE_GUESSES: Final = 3  # where a sequence runs that another gateway started
+FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0  # for what may be asked twice, while there is another to ask
 T = TypeVar("T")
-Start = Callable[[Replica, Headers], Awaitable[T]]
+StartCall = Callable[[Replica, Headers], Awaitable[T]]
 # A replica that says so has not run the request.
-NOT_RUN: Final = (NotSent, ModelNotReady, UnknownModel)
-ON_THE_WIRE: Final = (NotSent, BadUpstream, DeadlinePassed)
-OUTCOMES: Final = dict(zip(ON_THE_WIRE, ("refused", "bad_answer", "deadline"), strict=True))
+NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel)
+TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)
+ATTEMPT_OUTCOMES: Final = dict(
+    zip(TRANSPORT_ERRORS, ("refused", "bad_answer", "deadline"), strict=True)
+)
 
 
 @dataclass
-class Tries:
+class AttemptHistory:
     """The replicas that one request was sent to in vain."""
 
-    is_guess: bool = False  # it is unknown where its sequence runs
-    failed: Replica | None = None
-    refused: list[Replica] = field(default_factory=list)  # the sequence does not run there
+    is_sequence_guessed: bool = False  # it is unknown where its sequence runs
+    failed_replica: Replica | None = None
+    refusing_replicas: list[Replica] = field(
+        default_factory=list
+    )  # the sequence does not run there
 
 
 class NoReplica(Unavailable):
@@ -80,71 +84,73 @@ class NoReplica(Unavailable):
         super().__init__("no Triton can be reached; GET /readyz says what is wrong with each")
 
 
-async def resolve(name: str) -> list[str]:
+async def resolve_host(name: str) -> list[str]:
     """The addresses that a name stands for. Raises `OSError`."""
     found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return sorted({str(entry[4][0]) for entry in found})
 
 
-class Pool:
+class ReplicaPool:
     """All replicas. Use it as a context manager: inside, they are watched."""
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        wire: Wire,
+        sources: Sequence[ReplicaSource],
+        connection_options: ReplicaConnectionOptions,
         *,
         metrics: Metrics | None = None,
-        poll_s: float = 0.5,
-        dns_s: float = 5.0,
-        resolve: Resolve = resolve,
+        probe_interval_s: float = 0.5,
+        dns_interval_s: float = 5.0,
+        resolver: Resolver = resolve_host,
     ) -> None:
-        self.replicas: dict[Address, Replica] = {}
+        self.replicas: dict[ReplicaAddress, Replica] = {}
         self.changes = asyncio.Event()  # set when a replica's state or models are not as before
         self.metrics = metrics or Metrics()
         self._sources = sources
-        self._wire = wire
-        self._poll_s = poll_s
-        self._dns_s = dns_s
-        self._resolve = resolve
+        self._connection_options = connection_options
+        self._probe_interval_s = probe_interval_s
+        self._dns_interval_s = dns_interval_s
+        self._resolver = resolver
         self._loop = asyncio.get_running_loop()
-        self._watches: dict[Address, asyncio.Task[None]] = {}
-        self._found: dict[Source, frozenset[Address]] = {}
-        self._finders: list[asyncio.Task[None]] = []
+        self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
+        self._addresses: dict[ReplicaSource, frozenset[ReplicaAddress]] = {}
+        self._discovery_tasks: list[asyncio.Task[None]] = []
         self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
-        self._usual_s: dict[str, float] = {}
-        self._budget = Budget()
-        self._sequences = Sequences(self._loop.time)
+        self._mean_latency_s: dict[str, float] = {}
+        self._retry_budget = RetryBudget()
+        self._sequences = SequenceRouter(self._loop.time)
 
-    async def __aenter__(self) -> Pool:
+    async def __aenter__(self) -> ReplicaPool:
         for source in self._sources:
-            if not source.by_dns:
-                self._found[source] = frozenset((source.address,))
-        self._replace()
-        named = [source for source in self._sources if source.by_dns]
-        with anyio.move_on_after(FIRST_LOOK_S):
-            await asyncio.gather(*map(self._find, named))
-            await asyncio.gather(*map(self.look, self.replicas.values()))
-        self._finders = [asyncio.create_task(self._keep_finding(source)) for source in named]
+            if not source.is_dns_name:
+                self._addresses[source] = frozenset((source.address,))
+        self._update_replicas()
+        named = [source for source in self._sources if source.is_dns_name]
+        with anyio.move_on_after(STARTUP_PROBE_TIMEOUT_S):
+            await asyncio.gather(*map(self._discover, named))
+            await asyncio.gather(*map(self.probe, self.replicas.values()))
+        self._discovery_tasks = [
+            asyncio.create_task(self._discover_periodically(source)) for source in named
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await ended([*self._finders, *self._watches.values()])
+        await cancel_tasks([*self._discovery_tasks, *self._probe_tasks.values()])
         for replica in self.replicas.values():
             replica.close()
 
     # Who there is.
 
-    async def _keep_finding(self, source: Source) -> None:
+    async def _discover_periodically(self, source: ReplicaSource) -> None:
         while True:
-            await asyncio.sleep(self._dns_s)
-            await self._find(source)
+            await asyncio.sleep(self._dns_interval_s)
+            await self._discover(source)
 
-    async def _find(self, source: Source) -> None:
+    async def _discover(self, source: ReplicaSource) -> None:
         """What the name stands for now; the last good answer stays when there is none."""
         try:
-            with anyio.fail_after(self._dns_s):
-                hosts = list(await self._resolve(source.address.host))
+            with anyio.fail_after(self._dns_interval_s):
+                hosts = list(await self._resolver(source.address.host))
         except (OSError, UnicodeError) as exc:
             log.warning(
                 "the name %s cannot be looked up: %s", source.address.host, exc or "timeout"
@@ -154,181 +160,202 @@ class Pool:
             log.warning("the name %s stands for no address", source.address.host)
             return
         name = source.address.host
-        self._found[source] = frozenset(
-            replace(source.address, host=host, name=name) for host in hosts
+        self._addresses[source] = frozenset(
+            replace(source.address, host=host, server_name=name) for host in hosts
         )
-        self._replace()
+        self._update_replicas()
 
-    def _replace(self) -> None:
-        wanted = {address for found in self._found.values() for address in found}
+    def _update_replicas(self) -> None:
+        wanted = {address for found in self._addresses.values() for address in found}
         for address in self.replicas.keys() - wanted:
             log.warning("the replica %s is gone", address)
-            self._watches.pop(address).cancel()
+            self._probe_tasks.pop(address).cancel()
             gone = self.replicas.pop(address)
             gone.close()
-            self.metrics.forget_replica(gone.name)
+            self.metrics.remove_replica(gone.name)
         for address in sorted(wanted - self.replicas.keys(), key=str):
-            replica = self.replicas[address] = Replica(address, self._wire)
-            self.metrics.expect_replica(replica.name)
-            self._watches[address] = asyncio.create_task(self._watch(replica))
-        self._changed()
+            replica = self.replicas[address] = Replica(address, self._connection_options)
+            self.metrics.add_replica(replica.name)
+            self._probe_tasks[address] = asyncio.create_task(self._probe_periodically(replica))
+        self._notify_change()
 
     # How they are.
 
-    async def _watch(self, replica: Replica) -> None:
+    async def _probe_periodically(self, replica: Replica) -> None:
         while self.replicas.get(replica.address) is replica:  # see `ended`
-            await self.look(replica)
-            await asyncio.sleep(LEAST_PAUSE_S)
+            await self.probe(replica)
+            await asyncio.sleep(MIN_PROBE_PAUSE_S)
             down = (
-                self.state(replica) is State.DOWN
+                self.replica_state(replica) is HealthState.DOWN
             )  # a refusal costs little, and its return counts
-            pause_s = min(self._poll_s, LOOK_FOR_THE_LOST_S) if down else self._poll_s
+            pause_s = (
+                min(self._probe_interval_s, DOWN_PROBE_INTERVAL_S)
+                if down
+                else self._probe_interval_s
+            )
             # A timer: a cancel scope would cost a fifth of all that a look costs.
-            tick = self._loop.call_later(pause_s - LEAST_PAUSE_S, replica.doubted.set)
+            tick = self._loop.call_later(pause_s - MIN_PROBE_PAUSE_S, replica.probe_requested.set)
             try:
-                await replica.doubted.wait()
+                await replica.probe_requested.wait()
             finally:
                 tick.cancel()
-            replica.doubted.clear()
-            replica.pace.tick()
+            replica.probe_requested.clear()
+            replica.latency.decay()
 
-    def state(self, replica: Replica) -> State:
+    def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())
 
     def known_index(self, replica: Replica) -> Index:
         """Return what the replica has; of one that is `DOWN` nothing is known, whatever it had."""
-        return NOTHING if self.state(replica) is State.DOWN else replica.index
+        return EMPTY_INDEX if self.replica_state(replica) is HealthState.DOWN else replica.index
 
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)
 
-    async def refresh(self) -> None:
+    async def probe_all(self) -> None:
         """Look at all of them now."""
-        await asyncio.gather(*map(self.look, list(self.replicas.values())))
+        await asyncio.gather(*map(self.probe, list(self.replicas.values())))
 
-    async def look(self, replica: Replica) -> None:
+    async def probe(self, replica: Replica) -> None:
         """On a fresh connection: a Triton that is stopping answers on old ones as if well."""
         try:
-            reply = await replica.http.ask(
+            reply = await replica.http.request(
                 b"POST",
-                INDEX,
+                INDEX_PATH,
                 headers=replica.management_headers,
                 timeout_s=PROBE_TIMEOUT_S,
                 fresh=True,
-                most_bytes=MOST_DOCUMENT_BYTES,
+                max_bytes=MAX_METADATA_BYTES,
             )
         except GatewayError as exc:
-            self._unwell(replica, exc)
+            self._record_probe_failure(replica, exc)
             return
         try:
             if reply.status != 200:
-                raise ValueError(PROBE_REFUSALS.get(reply.status, f"Triton answers {reply.status}"))
-            changed = reply.body != replica.index_bytes
+                raise ValueError(
+                    PROBE_STATUS_REASONS.get(reply.status, f"Triton answers {reply.status}")
+                )
+            changed = reply.body != replica.raw_index
             if changed:
-                replica.index = index_of(orjson.loads(reply.body))
-                replica.index_bytes = reply.body
+                replica.index = parse_index(orjson.loads(reply.body))
+                replica.raw_index = reply.body
         except ValueError as exc:
-            self._unwell(replica, BadUpstream(str(exc)))
+            self._record_probe_failure(replica, BadUpstream(str(exc)))
             return
         was = replica.health
-        if was.refuses or was.misses:
-            replica.health = was.answered()
-            self._told(replica, was.state(self._loop.time()))
+        if was.is_down or was.missed_probes:
+            replica.health = was.with_probe_answer()
+            self._report_state_change(replica, was.state(self._loop.time()))
             changed = True
         replica.reason = ""
         if changed:
-            self._changed()
+            self._notify_change()
 
-    def _unwell(self, replica: Replica, error: GatewayError) -> None:
+    def _record_probe_failure(self, replica: Replica, error: GatewayError) -> None:
         was = replica.health.state(self._loop.time())
-        refused = isinstance(error, NotSent) and error.refused
-        replica.health = replica.health.refused() if refused else replica.health.missed()
+        refused = isinstance(error, RequestNotSent) and error.is_refused
+        replica.health = (
+            replica.health.with_refusal() if refused else replica.health.with_probe_timeout()
+        )
         replica.reason = error.detail
-        self._told(replica, was)
+        self._report_state_change(replica, was)
 
-    def _told(self, replica: Replica, was: State) -> None:
+    def _report_state_change(self, replica: Replica, previous: HealthState) -> None:
         """Of a change of its state, once."""
         state = replica.health.state(self._loop.time())
-        if state == was:
+        if state == previous:
             return
-        replica.http.keeps = state in (State.UP, State.EJECTED)
-        if not replica.http.keeps:
+        replica.http.keep_alive = state in (HealthState.UP, HealthState.EJECTED)
+        if not replica.http.keep_alive:
             replica.drop_idle()
-            replica.index_bytes = b""  # what comes back may be another
+            replica.raw_index = b""  # what comes back may be another
             log.warning("the replica %s is %s: %s", replica.address, state.name, replica.reason)
         else:
             log.info("the replica %s is %s", replica.address, state.name)
-        self._changed()
+        self._notify_change()
 
-    def _changed(self) -> None:
+    def _notify_change(self) -> None:
         self._candidates.clear()
         self.changes.set()
 
     # Which of them.
 
-    def choose(self, model: str = "", version: str = "", but: Replica | None = None) -> Replica:
+    def choose_replica(
+        self, model: str = "", version: str = "", excluded: Replica | None = None
+    ) -> Replica:
         """The less loaded of two that can serve the model. Raises `NoReplica`."""
-        return less_loaded(self._among(model, version, but))
+        return choose_less_loaded(self._get_candidates(model, version, excluded))
 
-    def _among(self, model: str, version: str, but: Replica | None) -> tuple[Replica, ...]:
+    def _get_candidates(
+        self, model: str, version: str, excluded: Replica | None
+    ) -> tuple[Replica, ...]:
         candidates = self._candidates.get((model, version))
         if candidates is None:
-            candidates = self._look_up(model, version)
-        if but is not None:
-            candidates = tuple(replica for replica in candidates if replica is not but)
+            candidates = self._update_candidates(model, version)
+        if excluded is not None:
+            candidates = tuple(replica for replica in candidates if replica is not excluded)
         if not candidates:
             raise NoReplica
         return candidates
 
-    def _chosen(self, asked: Asked, tries: Tries) -> Replica:
+    def _choose_attempt_replica(self, request: RequestTarget, history: AttemptHistory) -> Replica:
         """As `choose`; for a step of a sequence the replica that has its state, or will have it. Raises
         `SequenceNotRunning` when it is lost."""
-        model, version, step = asked.model, asked.version, asked.sequence
+        model, version, step = request.model, request.version, request.sequence_step
         if step is None:
-            return self.choose(model, version, tries.failed)
+            return self.choose_replica(model, version, history.failed_replica)
         holding = (
             replica
             for replica in self.replicas.values()
-            if self.state(replica) is not State.DOWN and replica.index.ready(model, version)
+            if self.replica_state(replica) is not HealthState.DOWN
+            and replica.index.is_ready(model, version)
         )
         candidates = [
             replica
-            for replica in self._among(model, version, tries.failed)
-            if replica not in tries.refused
+            for replica in self._get_candidates(model, version, history.failed_replica)
+            if replica not in history.refusing_replicas
         ]
-        return self._sequences.choose(model, step, candidates, holding)
+        return self._sequences.choose_replica(model, step, candidates, holding)
 
-    def _is_guessed(self, asked: Asked) -> bool:
+    def _is_sequence_guessed(self, request: RequestTarget) -> bool:
         """Whether it is unknown where a sequence runs: another gateway started it."""
-        step = asked.sequence
-        return step is not None and not self._sequences.knows(asked.model, step)
+        step = request.sequence_step
+        return step is not None and not self._sequences.is_known(request.model, step)
 
-    def _may_run_elsewhere(self, asked: Asked, refused: Sequence[Replica]) -> bool:
+    def _can_run_elsewhere(
+        self, request: RequestTarget, refusing_replicas: Sequence[Replica]
+    ) -> bool:
         """Whether a sequence whose replica was guessed may run on another one than those that `refused`."""
-        left = set(self._among(asked.model, asked.version, None)).difference(refused)
-        if asked.sequence is None or len(refused) >= MOST_GUESSES or not left:
+        left = set(self._get_candidates(request.model, request.version, None)).difference(
+            refusing_replicas
+        )
+        if (
+            request.sequence_step is None
+            or len(refusing_replicas) >= MAX_SEQUENCE_GUESSES
+            or not left
+        ):
             return False
-        self._sequences.forget(asked.model, asked.sequence)
+        self._sequences.forget(request.model, request.sequence_step)
         return True
 
-    def _look_up(self, model: str, version: str) -> tuple[Replica, ...]:
+    def _update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
         """Those on which it is ready, the healthy before the others; where it is nowhere ready, Triton
         itself says why."""
         now = self._loop.time()
         states = {replica: replica.health.state(now) for replica in self.replicas.values()}
-        alive = [replica for replica, state in states.items() if state != State.DOWN]
-        ready = [replica for replica in alive if replica.index.ready(model, version)]
+        alive = [replica for replica, state in states.items() if state != HealthState.DOWN]
+        ready = [replica for replica in alive if replica.index.is_ready(model, version)]
         among = ready if model and ready else alive
-        best = min((states[replica] for replica in among), default=State.DOWN)
-        if best != State.UP:
-            best = State.SLOW  # in need: all that may live
+        best = min((states[replica] for replica in among), default=HealthState.DOWN)
+        if best != HealthState.UP:
+            best = HealthState.SLOW  # in need: all that may live
         found = tuple(replica for replica in among if states[replica] <= best)
         if len(self._candidates) > MAX_CANDIDATE_LISTS:
             self._candidates.clear()
         self._candidates[model, version] = found
         return found
 
-    def knows(self, model: str, version: str = "") -> bool:
+    def has_model(self, model: str, version: str = "") -> bool:
         """Whether a replica has it in its index: a name of a client's making is in none."""
         return any(
             model in replica.index.models
@@ -336,46 +363,50 @@ class Pool:
             for replica in self.replicas.values()
         )
 
-    def _explain_unknown(self, error: GatewayError, asked: Asked) -> GatewayError:
+    def _explain_unknown(self, error: GatewayError, request: RequestTarget) -> GatewayError:
         """`ModelNotReady` in place of `UnknownModel` for what is in the repository and not loaded: Triton
         has the same words for both. Any other error as it is."""
-        model, version = asked[:2]
-        if not isinstance(error, UnknownModel) or not self.knows(model):
+        model, version = request[:2]
+        if not isinstance(error, UnknownModel) or not self.has_model(model):
             return error
-        is_unloaded = not self.is_ready(model) or self.knows(model, version)
+        is_unloaded = not self.is_ready(model) or self.has_model(model, version)
         return ModelNotReady(model, version) if is_unloaded else error
 
     def is_ready(self, model: str, version: str = "") -> bool:
         """Whether at least one replica can serve it."""
-        return any(replica.index.ready(model, version) for replica in self.replicas.values())
+        return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
     # And asked.
 
     async def send(
         self,
-        asked: Asked,
+        request: RequestTarget,
         method: bytes,
         target: bytes,
         headers: Headers,
-        body: Body = b"",
+        body: UpstreamBody = b"",
         *,
-        repeatable: bool = False,
-    ) -> Answer:
+        is_idempotent: bool = False,
+    ) -> UpstreamResponse:
         """Triton's answer to a request of the model `asked.model`, if it is a success.
 
         Asks a second replica when the first cannot have run it; what is `repeatable` also where it may
         have, or where the first is silent for `FIRST_TRY_S`. Raises what the failure means.
         """
-        tries = Tries(self._is_guessed(asked))
-        left_s = asked.timeout_s
-        notes = current.get()
+        tries = AttemptHistory(self._is_sequence_guessed(request))
+        left_s = request.timeout_s
+        notes = current_request_info.get()
         while True:
-            candidates = self._candidates.get(asked[:2], ())
-            alone = len(candidates) == 1 and tries.failed is None and asked.sequence is None
-            replica = candidates[0] if alone else self._chosen(asked, tries)
+            candidates = self._candidates.get(request[:2], ())
+            alone = (
+                len(candidates) == 1
+                and tries.failed_replica is None
+                and request.sequence_step is None
+            )
+            replica = candidates[0] if alone else self._choose_attempt_replica(request, tries)
             try_s = left_s
-            if repeatable and not alone and not tries.failed:
-                try_s = min(left_s, FIRST_TRY_S)
+            if is_idempotent and not alone and not tries.failed_replica:
+                try_s = min(left_s, FIRST_ATTEMPT_TIMEOUT_S)
             began = perf_counter()  # the loop's own time stands still for a millisecond
             try:
                 if notes is None or notes.trace is None:
@@ -385,200 +416,222 @@ class Pool:
                         notes.trace, replica, replica.address.port, method.decode()
                     ) as step:
                         answer = await replica.http.send(
-                            method, target, step.carried(headers), body, timeout_s=try_s
+                            method, target, step.inject_context(headers), body, timeout_s=try_s
                         )
-                        step.answered(answer.status)
-                took_s = self._attempted(replica, began, "answered", notes, own=repeatable)
+                        step.set_response_status(answer.status)
+                took_s = self._record_attempt(
+                    replica, began, "answered", notes, is_internal=is_idempotent
+                )
                 if answer.status < 400:
-                    if len(self.replicas) > 1 or asked.sequence is not None:
-                        self._succeeded(replica, asked, began, took_s)
+                    if len(self.replicas) > 1 or request.sequence_step is not None:
+                        self._record_success(replica, request, began, took_s)
                     return answer
-                error = self._explain_unknown(await complained(answer, asked), asked)
+                error = self._explain_unknown(await read_error_response(answer, request), request)
                 if isinstance(error, (ModelNotReady, UnknownModel)):
-                    self._contradicted(replica, asked)
+                    self._mark_unloaded(replica, request)
             except asyncio.CancelledError:  # by the request's deadline, or a client that left
-                self._attempted(replica, began, "given_up", notes, own=repeatable)
+                self._record_attempt(replica, began, "given_up", notes, is_internal=is_idempotent)
                 raise
-            except ON_THE_WIRE as exc:
+            except TRANSPORT_ERRORS as exc:
                 error = exc
-                outcome = OUTCOMES.get(type(exc), "bad_answer")
-                self._attempted(replica, began, outcome, notes, own=repeatable)
-                self._failed(replica, error, began)
+                outcome = ATTEMPT_OUTCOMES.get(type(exc), "bad_answer")
+                self._record_attempt(replica, began, outcome, notes, is_internal=is_idempotent)
+                self._record_failure(replica, error, began)
             left_s -= perf_counter() - began
-            if left_s <= 0 or not self._may_try_again(
-                tries, error, replica, asked, body, repeatable=repeatable
+            if left_s <= 0 or not self._can_try_again(
+                tries, error, replica, request, body, is_idempotent=is_idempotent
             ):
                 raise error
 
-    async def begin(self, asked: Asked, headers: Headers, start: Start[T]) -> T:
+    async def start_call(self, request: RequestTarget, headers: Headers, start: StartCall[T]) -> T:
         """What `start` begins on a replica, over another wire than HTTP; on a second one, when the first
         cannot have run it. It is given the headers that go with it. Raises what it raises."""
-        tries = Tries(self._is_guessed(asked))
-        notes = current.get()
+        tries = AttemptHistory(self._is_sequence_guessed(request))
+        notes = current_request_info.get()
         while True:
-            replica = self._chosen(asked, tries)
+            replica = self._choose_attempt_replica(request, tries)
             began = perf_counter()
             try:
-                with traced(notes, replica, headers) as carried:
+                with trace_attempt(notes, replica, headers) as carried:
                     begun = await start(replica, carried)
             except asyncio.CancelledError:
-                self._attempted(replica, began, "given_up", notes)
+                self._record_attempt(replica, began, "given_up", notes)
                 raise
-            except ON_THE_WIRE as exc:
+            except TRANSPORT_ERRORS as exc:
                 error: GatewayError = exc
-                self._attempted(replica, began, OUTCOMES.get(type(exc), "bad_answer"), notes)
-                if not isinstance(exc, NoGrpc):  # which says nothing of its HTTP
-                    self._failed(replica, error, began)
+                self._record_attempt(
+                    replica, began, ATTEMPT_OUTCOMES.get(type(exc), "bad_answer"), notes
+                )
+                if not isinstance(exc, GrpcUnreachable):  # which says nothing of its HTTP
+                    self._record_failure(replica, error, began)
             except (ModelNotReady, UnknownModel, SequenceNotRunning) as exc:
-                error = self._explain_unknown(exc, asked)
-                self._attempted(replica, began, "answered", notes)
+                error = self._explain_unknown(exc, request)
+                self._record_attempt(replica, began, "answered", notes)
                 if not isinstance(exc, SequenceNotRunning):
-                    self._contradicted(replica, asked)
+                    self._mark_unloaded(replica, request)
             else:
-                took_s = self._attempted(replica, began, "answered", notes)
-                self._succeeded(replica, asked, began, took_s)
+                took_s = self._record_attempt(replica, began, "answered", notes)
+                self._record_success(replica, request, began, took_s)
                 return begun
-            if not self._may_try_again(tries, error, replica, asked, b""):
+            if not self._can_try_again(tries, error, replica, request, b""):
                 raise error
 
-    async def ask(self, asked: Asked, method: bytes, path: str, body: bytes = b"") -> Any:
+    async def request_json(
+        self, request: RequestTarget, method: bytes, path: str, body: bytes = b""
+    ) -> Any:
         """A JSON answer of Triton's. Raises `BadUpstream` for one that is not."""
         headers = [(b"content-length", b"%d" % len(body))]
         answer = await self.send(
-            asked, method, path.encode(), headers, body, repeatable=method == b"GET"
+            request, method, path.encode(), headers, body, is_idempotent=method == b"GET"
         )
-        text = (await whole(answer, MOST_DOCUMENT_BYTES)).body
+        text = (await read_complete_response(answer, MAX_METADATA_BYTES)).body
         try:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as exc:
             raise BadUpstream("the replica answered what is not JSON") from exc
 
-    def _may_try_again(
+    def _can_try_again(
         self,
-        tries: Tries,
+        history: AttemptHistory,
         error: GatewayError,
         replica: Replica,
-        asked: Asked,
-        body: Body,
+        request: RequestTarget,
+        body: UpstreamBody,
         *,
-        repeatable: bool = False,
+        is_idempotent: bool = False,
     ) -> bool:
         """Whether another replica is asked after this one failed; notes that it did."""
-        if tries.is_guess and isinstance(error, SequenceNotRunning) and isinstance(body, bytes):
-            tries.refused.append(replica)
-            return self._may_run_elsewhere(asked, tries.refused)
-        if tries.failed or not self._may_retry(error, replica, asked, body, repeatable=repeatable):
+        if (
+            history.is_sequence_guessed
+            and isinstance(error, SequenceNotRunning)
+            and isinstance(body, bytes)
+        ):
+            history.refusing_replicas.append(replica)
+            return self._can_run_elsewhere(request, history.refusing_replicas)
+        if history.failed_replica or not self._can_retry(
+            error, replica, request, body, is_idempotent=is_idempotent
+        ):
             return False
         log.warning("asking another replica than %s: %s", replica.name, error.detail)
         self.metrics.retries.labels(replica.name).inc()
-        tries.failed = replica
+        history.failed_replica = replica
         return True
 
-    def _may_retry(
+    def _can_retry(
         self,
         error: GatewayError,
         replica: Replica,
-        asked: Asked,
-        body: Body,
+        request: RequestTarget,
+        body: UpstreamBody,
         *,
-        repeatable: bool = False,
+        is_idempotent: bool = False,
     ) -> bool:
         """Only what cannot have run, or may run twice; of a body that is being streamed nothing is left, and
         a sequence that runs has its state on one replica."""
-        if asked.sequence is not None and not asked.sequence.start:
+        if request.sequence_step is not None and not request.sequence_step.is_start:
             return False
-        if not isinstance(error, (*NOT_RUN, *ON_THE_WIRE) if repeatable else NOT_RUN):
+        if not isinstance(
+            error,
+            (*NOT_EXECUTED_ERRORS, *TRANSPORT_ERRORS) if is_idempotent else NOT_EXECUTED_ERRORS,
+        ):
             return False
-        if isinstance(error, ON_THE_WIRE):
+        if isinstance(error, TRANSPORT_ERRORS):
             others = any(
-                other is not replica for other in self._look_up(asked.model, asked.version)
+                other is not replica
+                for other in self._update_candidates(request.model, request.version)
             )
         else:
             others = isinstance(body, bytes) and any(
-                other is not replica and other.index.ready(asked.model, asked.version)
-                for other in self._look_up(asked.model, asked.version)
+                other is not replica and other.index.is_ready(request.model, request.version)
+                for other in self._update_candidates(request.model, request.version)
             )
-        return others and self._budget.spend()
+        return others and self._retry_budget.try_spend()
 
-    def _attempted(
+    def _record_attempt(
         self,
         replica: Replica,
-        began: float,
+        started_at: float,
         outcome: str,
-        notes: Notes | None,
+        info: RequestInfo | None,
         *,
-        own: bool = False,
+        is_internal: bool = False,
     ) -> float:
         """Note how long it took, in seconds. What the gateway reads for itself (`own`) is no attempt of the
         request that it is read for."""
-        took_s = perf_counter() - began
-        self.metrics.attempts_seen[replica.name, outcome] += 1
-        if notes is not None:
-            notes.replica = replica.name
-            notes.attempts += not own
-            notes.upstream_s += took_s
+        took_s = perf_counter() - started_at
+        self.metrics.pending_attempts[replica.name, outcome] += 1
+        if info is not None:
+            info.replica = replica.name
+            info.attempts += not is_internal
+            info.upstream_s += took_s
         return took_s
 
-    def _succeeded(self, replica: Replica, asked: Asked, began: float, took_s: float) -> None:
-        model = asked.model
-        if asked.sequence is not None:
-            self._sequences.answered(model, asked.sequence)
-        self._budget.earn()
-        if replica.health.failures:
-            replica.health = replica.health.succeeded()
-        if replica.pace.is_warm(model, began, began + took_s):
-            usual_s = self._usual_s.get(model, took_s)
-            replica.pace.learn(took_s, usual_s)
-            self._usual_s[model] = usual_s + USUAL_WEIGHT * (took_s - usual_s)
+    def _record_success(
+        self, replica: Replica, request: RequestTarget, started_at: float, duration_s: float
+    ) -> None:
+        model = request.model
+        if request.sequence_step is not None:
+            self._sequences.finish_step(model, request.sequence_step)
+        self._retry_budget.earn()
+        if replica.health.consecutive_failures:
+            replica.health = replica.health.with_success()
+        if replica.latency.record_response(model, started_at, started_at + duration_s):
+            usual_s = self._mean_latency_s.get(model, duration_s)
+            replica.latency.update(duration_s, usual_s)
+            self._mean_latency_s[model] = usual_s + MEAN_LATENCY_WEIGHT * (duration_s - usual_s)
 
-    def _failed(self, replica: Replica, error: GatewayError, began: float) -> None:
+    def _record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
         """What requests experience. A deadline that passed while others were being answered is the model's,
         and one so short that not even a probe need have been answered says nothing."""
         now = self._loop.time()
         was = replica.health.state(now)
-        telling_s = min(self._poll_s + LEAST_PAUSE_S, PROBE_TIMEOUT_S)
-        answers = perf_counter() - max(replica.http.last_answer, began) < telling_s
+        telling_s = min(self._probe_interval_s + MIN_PROBE_PAUSE_S, PROBE_TIMEOUT_S)
+        answers = perf_counter() - max(replica.http.last_response_at, started_at) < telling_s
         if isinstance(error, DeadlinePassed) and answers:
             return
-        if isinstance(error, NotSent) and error.refused:
-            replica.health = replica.health.refused()
+        if isinstance(error, RequestNotSent) and error.is_refused:
+            replica.health = replica.health.with_refusal()
             replica.reason = error.detail
         ejected = sum(other.health.ejected_until > now for other in self.replicas.values())
-        allowed = may_eject(len(self.replicas), ejected)
-        replica.health = replica.health.failed(now, may_eject=allowed)
-        replica.doubted.set()
-        if replica.health.ejected_until > now and was is not State.EJECTED:
+        allowed = can_eject(len(self.replicas), ejected)
+        replica.health = replica.health.with_failure(now, can_eject=allowed)
+        replica.probe_requested.set()
+        if replica.health.ejected_until > now and was is not HealthState.EJECTED:
             replica.reason = error.detail
             self.metrics.ejections.labels(replica.name).inc()
             # A timer of uvloop's can be a hair early, when the replica would still be left out.
-            self._loop.call_at(replica.health.ejected_until + TIMER_S, self._changed)
-        self._told(replica, was)
+            self._loop.call_at(
+                replica.health.ejected_until + TIMER_RESOLUTION_S, self._notify_change
+            )
+        self._report_state_change(replica, was)
 
-    def _contradicted(self, replica: Replica, asked: Asked) -> None:
+    def _mark_unloaded(self, replica: Replica, request: RequestTarget) -> None:
         """It has not the model that its index promised: it was unloaded behind our back."""
-        if replica.index.ready(asked.model, asked.version):
-            replica.index = replica.index.without(asked.model)
-            replica.index_bytes = b""
-            replica.doubted.set()
-            self._changed()
+        if replica.index.is_ready(request.model, request.version):
+            replica.index = replica.index.with_model_unloaded(request.model)
+            replica.raw_index = b""
+            replica.probe_requested.set()
+            self._notify_change()
 
 
 @contextmanager
-def traced(notes: Notes | None, replica: Replica, headers: Headers) -> Iterator[Headers]:
+def trace_attempt(
+    info: RequestInfo | None, replica: Replica, headers: Headers
+) -> Iterator[Headers]:
     """A span of this attempt, where the request is traced: the parent of what Triton does."""
-    if notes is None or notes.trace is None:
+    if info is None or info.trace is None:
         yield headers
         return
     # ModelInfer and ModelStreamInfer are POSTs of HTTP/2.
-    with attempt_span(notes.trace, replica, replica.address.grpc_port, "POST") as step:
-        yield step.carried(headers)
+    with attempt_span(info.trace, replica, replica.address.grpc_port, "POST") as step:
+        yield step.inject_context(headers)
 
 
 def attempt_span(
     trace: Trace, replica: Replica, port: int, method: str
-) -> AbstractContextManager[Step]:
+) -> AbstractContextManager[ChildSpan]:
     """Return the client's span of an attempt on a replica."""
-    return trace.step(
+    return trace.start_span(
         "triton",
         client=True,
         http__request__method=method,
@@ -588,10 +641,10 @@ def attempt_span(
     )
 
 
-async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel them until they end: before Python 3.12, `asyncio.wait_for` can lose a cancellation."""
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_RETRY_S)

@@ -8,16 +8,16 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from gateway.exposition.layout import Layout
-from gateway.fleet.balance import Pace
+from gateway.exposition.page_cache import PageCache
+from gateway.fleet.balancer import RelativeLatency
 from gateway.fleet.health import Health
-from gateway.fleet.index import NOTHING, Index
-from gateway.triton.channel import Channel
-from gateway.triton.grpc import Tls
-from gateway.triton.http import MOST_ANSWER_BYTES, Upstream
-from gateway.triton.restricted import RestrictedApi
-from gateway.triton.wire import Headers
-from gateway.words import Failure
+from gateway.fleet.index import EMPTY_INDEX, Index
+from gateway.messages import CommandError
+from gateway.triton.grpc.channel import GrpcChannel
+from gateway.triton.grpc.management import GrpcTlsFiles
+from gateway.triton.http.client import MAX_RESPONSE_BYTES, HttpClient
+from gateway.triton.http.connection import Headers
+from gateway.triton.restricted_api import RestrictedApi
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 PORT = re.compile("[0-9]{1,5}")
@@ -25,12 +25,12 @@ SCHEMES = {"http": (False, False), "https": (True, False)}
 SCHEMES |= {f"dns+{scheme}": (tls, True) for scheme, (tls, _) in SCHEMES.items()}
 
 
-class BadAddress(Failure):
+class BadAddress(CommandError):
     """An address of a replica that cannot be one, in a sentence."""
 
 
 @dataclass(frozen=True)
-class Address:
+class ReplicaAddress:
     """`http://host:8000?grpc=8001&metrics=8002`; reports name a replica by `str()` of this."""
 
     host: str
@@ -38,29 +38,29 @@ class Address:
     grpc_port: int = GRPC_PORT
     metrics_port: int = METRICS_PORT
     tls: bool = False
-    name: str = ""  # what its certificate is for, where `host` is what the name stands for
+    server_name: str = ""  # what its certificate is for, where `host` is what the name stands for
 
     def __str__(self) -> str:
-        return joined(self.host, self.port)
+        return join_host_port(self.host, self.port)
 
     @property
-    def grpc(self) -> str:
-        return joined(self.host, self.grpc_port)
+    def grpc_target(self) -> str:
+        return join_host_port(self.host, self.grpc_port)
 
 
 @dataclass(frozen=True)
-class Source:
+class ReplicaSource:
     """An entry of `GATEWAY_TRITON_URLS`: one address, or a name that stands for several."""
 
-    address: Address
-    by_dns: bool = False
+    address: ReplicaAddress
+    is_dns_name: bool = False
 
 
-def joined(host: str, port: int) -> str:
+def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def source(url: str) -> Source:
+def parse_replica_url(url: str) -> ReplicaSource:
     """Read one entry of `GATEWAY_TRITON_URLS`. Raises `BadAddress`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -77,48 +77,52 @@ def source(url: str) -> Source:
         if name not in ports or not PORT.fullmatch(value) or not 0 < int(value) < 65536:
             raise BadAddress(f"{url!r}: after the ? only grpc=PORT and metrics=PORT can stand")
         ports[name] = int(value)
-    return Source(Address(parts.hostname, port, ports["grpc"], ports["metrics"], tls), by_dns)
+    return ReplicaSource(
+        ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls), by_dns
+    )
 
 
 @dataclass(frozen=True)
-class Wire:
+class ReplicaConnectionOptions:
     """How replicas are reached."""
 
     connect_timeout_s: float
     tls: ssl.SSLContext | None = None
-    grpc_tls: Tls | None = None
+    grpc_tls: GrpcTlsFiles | None = None
     restricted_api: RestrictedApi | None = None
-    max_answer_bytes: int = MOST_ANSWER_BYTES
+    max_response_bytes: int = MAX_RESPONSE_BYTES
 
 
 class Replica:
     """One Triton, the connections to it, and what its last probe and the requests said."""
 
-    def __init__(self, address: Address, wire: Wire) -> None:
+    def __init__(self, address: ReplicaAddress, options: ReplicaConnectionOptions) -> None:
         self.address = address
         self.name = str(address)
-        self.restricted_api = wire.restricted_api
+        self.restricted_api = options.restricted_api
         self.health = Health()
-        self.index: Index = NOTHING
-        self.index_bytes = b""
+        self.index: Index = EMPTY_INDEX
+        self.raw_index = b""
         self.reason = "not asked yet"
-        self.pace = Pace()
-        self.page_layout = Layout()  # of its metrics page
-        self.doubted = asyncio.Event()  # look at it now, not at the next tick
-        self.http = Upstream(
+        self.latency = RelativeLatency()
+        self.page_cache = PageCache()  # of its metrics page
+        self.probe_requested = asyncio.Event()  # look at it now, not at the next tick
+        self.http = HttpClient(
             address.host,
             address.port,
-            tls=wire.tls if address.tls else None,
-            server_name=address.name,
-            connect_timeout_s=wire.connect_timeout_s,
-            max_answer_bytes=wire.max_answer_bytes,
+            tls=options.tls if address.tls else None,
+            server_name=address.server_name,
+            connect_timeout_s=options.connect_timeout_s,
+            max_answer_bytes=options.max_response_bytes,
         )
         # Triton's metrics port speaks plain HTTP, whatever stands before the other.
-        self.metrics = Upstream(
-            address.host, address.metrics_port, connect_timeout_s=wire.connect_timeout_s
+        self.metrics = HttpClient(
+            address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
         )
-        self.channel = Channel(
-            address.grpc, wire.grpc_tls if address.tls else None, wire.max_answer_bytes
+        self.channel = GrpcChannel(
+            address.grpc_target,
+            options.grpc_tls if address.tls else None,
+            options.max_response_bytes,
         )
 
     @property
@@ -129,11 +133,11 @@ class Replica:
     @property
     def outstanding(self) -> int:
         """What it has not answered, or not to the end."""
-        return self.http.outstanding + self.channel.users
+        return self.http.outstanding + self.channel.active_calls
 
     @property
-    def slowness(self) -> float:
-        return self.pace.slowness
+    def relative_latency(self) -> float:
+        return self.latency.ratio
 
     def drop_idle(self) -> None:
         """Leave no connection open that a stopping Triton would wait for."""

@@ -16,83 +16,91 @@ from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
 
 from gateway.errors import SequenceNotRunning
-from gateway.tensors.sequence import Step
+from gateway.tensors.sequence import SequenceStep
 
 # Triton itself forgets an idle sequence after a second, unless the model's config says otherwise.
-IDLE_S: Final = 3600.0
-MOST: Final = 65_536
+SEQUENCE_IDLE_S: Final = 3600.0
+MAX_SEQUENCES: Final = 65_536
 
-Key = tuple[str, int | str]
+SequenceKey = tuple[str, int | str]
 
 
-class Named(Protocol):
+class NamedReplica(Protocol):
     @property
     def name(self) -> str: ...
 
 
-Replica = TypeVar("Replica", bound=Named)
+ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)
 
 
-class Sequences:
+class SequenceRouter:
     """Those that run, by model and id, and where; the one that was idle longest is forgotten first."""
 
     def __init__(
-        self, clock: Callable[[], float], *, idle_s: float = IDLE_S, most: int = MOST
+        self,
+        clock: Callable[[], float],
+        *,
+        idle_s: float = SEQUENCE_IDLE_S,
+        max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         self._clock = clock
         self._idle_s = idle_s
-        self._most = most
-        self._running: OrderedDict[Key, tuple[str, float]] = OrderedDict()
+        self._max_sequences = max_sequences
+        self._running: OrderedDict[SequenceKey, tuple[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def knows(self, model: str, step: Step) -> bool:
+    def is_known(self, model: str, step: SequenceStep) -> bool:
         """Whether this process knows where the sequence runs, or decides it."""
-        return step.start or (model, step.sequence_id) in self._running
+        return step.is_start or (model, step.sequence_id) in self._running
 
-    def forget(self, model: str, step: Step) -> None:
+    def forget(self, model: str, step: SequenceStep) -> None:
         """It does not run where it was guessed to."""
         self._running.pop((model, step.sequence_id), None)
 
-    def choose(
-        self, model: str, step: Step, candidates: Iterable[Replica], holding: Iterable[Replica]
-    ) -> Replica:
+    def choose_replica(
+        self,
+        model: str,
+        step: SequenceStep,
+        candidates: Iterable[ReplicaT],
+        holders: Iterable[ReplicaT],
+    ) -> ReplicaT:
         """Of some candidates, where the sequence starts or may run; of those that may be holding its state,
         the one that does. Raises `SequenceNotRunning` when that one is not among them."""
         key = model, step.sequence_id
-        kept = None if step.start else self._running.get(key)
+        kept = None if step.is_start else self._running.get(key)
         if kept is None:
-            chosen = highest(key, candidates)
+            chosen = choose_by_rendezvous(key, candidates)
         else:
-            found = next((replica for replica in holding if replica.name == kept[0]), None)
+            found = next((replica for replica in holders if replica.name == kept[0]), None)
             if found is None:
                 raise SequenceNotRunning(model, step.sequence_id, f"its replica {kept[0]} is gone")
             chosen = found
-        self._keep(key, chosen.name)
+        self._remember(key, chosen.name)
         return chosen
 
-    def answered(self, model: str, step: Step) -> None:
+    def finish_step(self, model: str, step: SequenceStep) -> None:
         """A step has been made; after the last there is nothing to remember."""
-        if step.end:
+        if step.is_end:
             self._running.pop((model, step.sequence_id), None)
 
-    def _keep(self, key: Key, name: str) -> None:
+    def _remember(self, key: SequenceKey, name: str) -> None:
         now = self._clock()
         self._running[key] = name, now
         self._running.move_to_end(key)
-        while len(self._running) > self._most or self._oldest() < now - self._idle_s:
+        while len(self._running) > self._max_sequences or self._oldest_use() < now - self._idle_s:
             self._running.popitem(last=False)
 
-    def _oldest(self) -> float:
+    def _oldest_use(self) -> float:
         return next(iter(self._running.values()))[1]
 
 
-def highest(key: Key, replicas: Iterable[Replica]) -> Replica:
+def choose_by_rendezvous(key: SequenceKey, replicas: Iterable[ReplicaT]) -> ReplicaT:
     """Each replica draws a number for this sequence, always the same; the highest has it."""
     model, sequence_id = key
 
-    def drawn(replica: Replica) -> bytes:
+    def drawn(replica: ReplicaT) -> bytes:
         return blake2b(f"{replica.name}\0{model}\0{sequence_id!r}".encode(), digest_size=8).digest()
 
     return max(replicas, key=drawn)

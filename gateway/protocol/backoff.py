@@ -17,7 +17,7 @@ class RefusedClients:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_running = False
 
-    def turn(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    def enqueue(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
         """Return what the next request of such a client waits for."""
         turn = loop.create_future()
         self._waiting.append(turn)

@@ -15,89 +15,93 @@ from gateway.protocol.backoff import RefusedClients
 
 log = logging.getLogger(__name__)
 
-LEAST_LOOK_S: Final = 0.25
-TOLD_EVERY_S: Final = 1.0
-LOOKS_AT_A_TIME: Final = 4  # each takes up to 0.1 ms
+MIN_CHECK_INTERVAL_S: Final = 0.25
+REJECTION_LOG_INTERVAL_S: Final = 1.0
+CHECKS_PER_PASS: Final = 4  # each takes up to 0.1 ms
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProtocolLimits:
     """What a client may send, in what time, and how many may come; as in `gateway.settings`."""
 
-    header_bytes: int = 64 << 10
-    header_fields: int = 100
-    url_bytes: int = 8 << 10
-    body_bytes: int = 64 << 20
-    pipelined: int = 16
+    max_header_bytes: int = 64 << 10
+    max_header_fields: int = 100
+    max_url_bytes: int = 8 << 10
+    max_body_bytes: int = 64 << 20
+    max_pipelined: int = 16
     header_timeout_s: float = 10.0
     body_stall_s: float = 10.0
     write_timeout_s: float = 30.0
-    least_bytes_per_s: int = 1 << 10
-    connections: int = 4096
-    connections_per_client: int = 1024  # 0: any number
+    min_bytes_per_s: int = 1 << 10
+    max_connections: int = 4096
+    max_connections_per_client: int = 1024  # 0: any number
 
 
-class Credit(NamedTuple):
+class RateCredit(NamedTuple):
     """For how long who must keep up with a rate may still do nothing."""
 
-    left_s: float
-    at: float
+    remaining_s: float
+    updated_at: float
 
-    def after(self, now: float, moved: int, rate: int, most_s: float) -> Credit:
-        return Credit(min(self.left_s - (now - self.at) + moved / rate, most_s), now)
+    def advance(self, now: float, moved_bytes: int, bytes_per_s: int, max_s: float) -> RateCredit:
+        return RateCredit(
+            min(self.remaining_s - (now - self.updated_at) + moved_bytes / bytes_per_s, max_s), now
+        )
 
     @property
-    def next_look(self) -> float:
-        return self.at + max(self.left_s, LEAST_LOOK_S)
+    def next_check_at(self) -> float:
+        return self.updated_at + max(self.remaining_s, MIN_CHECK_INTERVAL_S)
 
 
-class Crowd:
+class ClientRegistry:
     """How many connections each client has to this process, who was sent away, and whose turn it is."""
 
     def __init__(self) -> None:
-        self._of: dict[str, int] = {}
-        self._sent_away = 0
-        self._told_at = -math.inf
-        self._turns: deque[Callable[[], None]] = deque()
-        self.refused = RefusedClients()
+        self._counts: dict[str, int] = {}
+        self._rejected_count = 0
+        self._logged_at = -math.inf
+        self._pending_checks: deque[Callable[[], None]] = deque()
+        self.refused_clients = RefusedClients()
 
-    def enter(self, client: str) -> int:
-        count = self._of[client] = self._of.get(client, 0) + 1
+    def add_connection(self, client: str) -> int:
+        count = self._counts[client] = self._counts.get(client, 0) + 1
         return count
 
-    def leave(self, client: str) -> None:
-        self._of[client] -= 1
-        if not self._of[client]:
-            del self._of[client]
+    def remove_connection(self, client: str) -> None:
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]
 
-    def send_away(self, now: float, whose: dict[str, str]) -> None:
+    def log_rejection(self, now: float, log_fields: dict[str, str]) -> None:
         """Who floods the gateway is not to flood its log."""
-        self._sent_away += 1
-        if now - self._told_at >= TOLD_EVERY_S:
-            log.warning("too many connections: %d sent away", self._sent_away, extra=whose)
-            self._sent_away, self._told_at = 0, now
+        self._rejected_count += 1
+        if now - self._logged_at >= REJECTION_LOG_INTERVAL_S:
+            log.warning(
+                "too many connections: %d sent away", self._rejected_count, extra=log_fields
+            )
+            self._rejected_count, self._logged_at = 0, now
 
-    def look(self, loop: asyncio.AbstractEventLoop, look: Callable[[], None]) -> None:
+    def schedule_check(self, loop: asyncio.AbstractEventLoop, check: Callable[[], None]) -> None:
         """Hundreds that came in the same millisecond are overdue in the same one: nobody is to wait until
         each of them was told."""
-        self._turns.append(look)
-        if len(self._turns) == 1:
-            loop.call_soon(self._take_turns, loop)
+        self._pending_checks.append(check)
+        if len(self._pending_checks) == 1:
+            loop.call_soon(self._run_checks, loop)
 
-    def _take_turns(self, loop: asyncio.AbstractEventLoop) -> None:
-        turns = self._turns
-        for _ in range(min(LOOKS_AT_A_TIME, len(turns))):
+    def _run_checks(self, loop: asyncio.AbstractEventLoop) -> None:
+        turns = self._pending_checks
+        for _ in range(min(CHECKS_PER_PASS, len(turns))):
             loop.call_soon(turns.popleft())
         if turns:
-            loop.call_soon(self._take_turns, loop)
+            loop.call_soon(self._run_checks, loop)
 
 
-def address_of(name: Any) -> tuple[str, int] | None:
+def parse_socket_name(name: Any) -> tuple[str, int] | None:
     """Host and port; a socket file has none."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
-def network_of(host: str) -> str:
+def client_network(host: str) -> str:
     """What a client is counted by: who has an address of IPv6 has 2⁶⁴ of them."""
     if ":" not in host:
         return host

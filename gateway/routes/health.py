@@ -9,19 +9,24 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.errors import Unavailable
 from gateway.keys import Right
-from gateway.routes.bodies import REQUEST_ID, RETRY_AFTER, answers, refusals
-from gateway.routes.services import ServicesForAll, ServicesForInference, caller_of
+from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference, get_caller
+from gateway.routes.request_body import (
+    REQUEST_ID_HEADER,
+    RETRY_AFTER_HEADER,
+    build_error_responses,
+    build_success_response,
+)
 from gateway.tensors import schema
 from gateway.tensors.payload import JSON
 
 router = APIRouter(tags=["health"])
 
-LIVE = {
+LIVENESS_SCHEMA = {
     "type": "object",
     "properties": {"live": {"const": True}},
     "required": ["live"],
 }
-READINESS = {
+READINESS_SCHEMA = {
     "type": "object",
     "properties": {
         "ready": {"type": "boolean"},
@@ -51,24 +56,26 @@ READINESS = {
     },
     "required": ["ready"],
 }
-ALIVE = refusals() | answers(LIVE, "This process lives.")
-READY = (
-    refusals()
-    | answers(READINESS, "Requests can be served.")
+LIVENESS_RESPONSES = build_error_responses() | build_success_response(
+    LIVENESS_SCHEMA, "This process lives."
+)
+READINESS_RESPONSES = (
+    build_error_responses()
+    | build_success_response(READINESS_SCHEMA, "Requests can be served.")
     | {
         503: {
             "description": "Requests cannot be served now.",
-            "headers": REQUEST_ID | RETRY_AFTER,
-            "content": {JSON: {"schema": {"anyOf": [READINESS, schema.ERROR]}}},
+            "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
+            "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, schema.ERROR_SCHEMA]}}},
         }
     }
 )
-PLAIN = "text/plain"
-V2_READY = refusals() | {
+TEXT_PLAIN = "text/plain"
+V2_READY_RESPONSES = build_error_responses() | {
     200: {
         "description": "Requests can be served.",
-        "headers": REQUEST_ID,
-        "content": {PLAIN: {"schema": {"type": "string", "maxLength": 0}}},
+        "headers": REQUEST_ID_HEADER,
+        "content": {TEXT_PLAIN: {"schema": {"type": "string", "maxLength": 0}}},
     }
 }
 
@@ -80,41 +87,45 @@ class NotReady(Unavailable):
         super().__init__("the fleet is not ready; GET /readyz says what is missing")
 
 
-@router.get("/livez", operation_id="livez", summary="Does it live?", responses=ALIVE)
+@router.get("/livez", operation_id="livez", summary="Does it live?", responses=LIVENESS_RESPONSES)
 async def livez() -> dict[str, Any]:
     """Never asks Triton: a gateway is not restarted because a Triton is."""
     return {"live": True}
 
 
-@router.get("/readyz", operation_id="readyz", summary="Can it serve?", responses=READY)
-async def readyz(request: Request, services: ServicesForAll) -> Response:
+@router.get(
+    "/readyz", operation_id="readyz", summary="Can it serve?", responses=READINESS_RESPONSES
+)
+async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
     """200 when a replica is alive and every required model can be served; else 503, and what is missing.
 
     Required is what was declared when the gateway started, and what was declared and ready since.
     Addresses and models are for who may see the fleet; whether it is ready, for everybody.
     """
-    found = services.repository.readiness(draining=request.state.drain.began)
-    caller = caller_of(request)
-    document: dict[str, Any] = {"ready": found.ready}
+    found = services.repository.check_readiness(is_draining=request.state.drain.is_draining)
+    caller = get_caller(request)
+    document: dict[str, Any] = {"ready": found.is_ready}
     if Right.fleet in caller.rights:
         document = dict(found.document)
     for key in document.keys() & {"missing", "pending"}:
-        document[key] = {model: at for model, at in document[key].items() if caller.sees(model)}
-    headers = {} if found.ready else {"Retry-After": "1"}
-    return Response(orjson.dumps(document), 200 if found.ready else 503, headers, JSON)
+        document[key] = {model: at for model, at in document[key].items() if caller.can_see(model)}
+    headers = {} if found.is_ready else {"Retry-After": "1"}
+    return Response(orjson.dumps(document), 200 if found.is_ready else 503, headers, JSON)
 
 
 @router.get(
     "/v2/health/ready",
     operation_id="server_ready",
     summary="Can the fleet serve? As Triton answers it",
-    responses=V2_READY,
+    responses=V2_READY_RESPONSES,
 )
 async def v2_ready(request: Request, services: ServicesForInference) -> Response:
     """200 without a body as from Triton, or 503: the same as `/readyz`, and not what one replica says.
 
     A Triton with strict readiness answers 400 during every load and after one that failed.
     """
-    if not services.repository.readiness(draining=request.state.drain.began).ready:
+    if not services.repository.check_readiness(
+        is_draining=request.state.drain.is_draining
+    ).is_ready:
         raise NotReady
-    return Response(headers={"Content-Type": PLAIN})  # as Triton
+    return Response(headers={"Content-Type": TEXT_PLAIN})  # as Triton

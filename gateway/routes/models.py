@@ -7,53 +7,53 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from gateway.context import Notes
-from gateway.fleet.health import State
-from gateway.fleet.index import merged
-from gateway.fleet.pool import NoReplica, Pool
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import merge_indexes
+from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
-from gateway.routes.bodies import answers, refusals
-from gateway.routes.services import ServicesForFleet, ServicesForInference, caller_of
+from gateway.request_info import RequestInfo
+from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
+from gateway.routes.request_body import build_error_responses, build_success_response
 from gateway.tensors import examples, schema
 from gateway.tensors.dtypes import DATATYPES
-from gateway.tensors.signature import Signature, Tensor
+from gateway.tensors.signature import Signature, TensorSpec
 
 router = APIRouter(tags=["models"])
 
-TEXT = {"type": "string"}
-VERSION = {
+TEXT_SCHEMA = {"type": "string"}
+VERSION_SCHEMA = {
     "type": "object",
-    "properties": {"version": TEXT, "state": TEXT, "reason": TEXT},
+    "properties": {"version": TEXT_SCHEMA, "state": TEXT_SCHEMA, "reason": TEXT_SCHEMA},
     "required": ["version", "state"],
 }
-LISTED_MODEL = {
+LISTED_MODEL_SCHEMA = {
     "type": "object",
     "properties": {
-        "name": TEXT,
-        "versions": {"type": "array", "items": VERSION},
+        "name": TEXT_SCHEMA,
+        "versions": {"type": "array", "items": VERSION_SCHEMA},
         "ready": {"type": "boolean", "description": "At least one replica can serve it."},
         "declared": {"const": True, "description": "It stands in the models file."},
         "wished": {"enum": ["loaded", "unloaded"], "description": "What the API asked of it."},
         "replicas": {
             "type": "object",
-            "additionalProperties": TEXT,
+            "additionalProperties": TEXT_SCHEMA,
             "description": "Its state on each replica, by address; for who may see the fleet.",
         },
         "behind": {
             "type": "array",
-            "items": TEXT,
+            "items": TEXT_SCHEMA,
             "description": "The replicas that have not confirmed its last load; for who may see the fleet.",
         },
         "last_error": {"type": "string", "description": "Why its last load failed, and where."},
     },
     "required": ["name", "versions", "ready"],
 }
-REPLICA = {
+REPLICA_SCHEMA = {
     "type": "object",
     "properties": {
-        "address": TEXT,
-        "state": {"enum": [state.name for state in State]},
+        "address": TEXT_SCHEMA,
+        "state": {"enum": [state.name for state in HealthState]},
         "outstanding": {"type": "integer", "minimum": 0, "description": "Requests it works on."},
         "slowness": {
             "type": "number",
@@ -61,18 +61,18 @@ REPLICA = {
         },
         "models": {
             "type": "object",
-            "additionalProperties": TEXT,
+            "additionalProperties": TEXT_SCHEMA,
             "description": "The state of each model, by name; of a replica that is DOWN nothing is known.",
         },
         "ejected_for_s": {"type": "number", "description": "Seconds that it is left alone yet."},
-        "reason": TEXT,
+        "reason": TEXT_SCHEMA,
     },
     "required": ["address", "state", "outstanding", "slowness", "models"],
 }
-TENSOR = {
+TENSOR_SCHEMA = {
     "type": "object",
     "properties": {
-        "name": TEXT,
+        "name": TEXT_SCHEMA,
         "datatype": {"enum": list(DATATYPES)},
         "shape": {
             "type": "array",
@@ -80,12 +80,12 @@ TENSOR = {
             "description": "Without the batch dimension; -1 is any size.",
         },
         "optional": {"const": True},
-        "content_type": TEXT,
+        "content_type": TEXT_SCHEMA,
         "image": {
             "type": "object",
             "properties": {
-                "mode": TEXT,
-                "layout": TEXT,
+                "mode": TEXT_SCHEMA,
+                "layout": TEXT_SCHEMA,
                 "height": {"type": ["integer", "null"]},
                 "width": {"type": ["integer", "null"]},
             },
@@ -95,17 +95,17 @@ TENSOR = {
     },
     "required": ["name", "datatype", "shape"],
 }
-DESCRIBED = {
+MODEL_SCHEMA = {
     "type": "object",
     "properties": {
-        "name": TEXT,
+        "name": TEXT_SCHEMA,
         "ready": {"type": "boolean", "description": "At least one replica can serve it."},
-        "versions": {"type": "array", "items": TEXT},
-        "platform": TEXT,
+        "versions": {"type": "array", "items": TEXT_SCHEMA},
+        "platform": TEXT_SCHEMA,
         "max_batch_size": {"type": "integer", "minimum": 0},
         "decoupled": {"type": "boolean", "description": "It may answer any number of times."},
-        "inputs": {"type": "array", "items": TENSOR},
-        "outputs": {"type": "array", "items": TENSOR},
+        "inputs": {"type": "array", "items": TENSOR_SCHEMA},
+        "outputs": {"type": "array", "items": TENSOR_SCHEMA},
         "curl": {"type": "string", "description": "A request to paste into a shell."},
         "python": {"type": "string", "description": "The same in Python."},
     },
@@ -114,7 +114,7 @@ DESCRIBED = {
         "curl", "python",
     ],
 }  # fmt: skip
-DOCUMENT = {
+OPENAPI_SCHEMA = {
     "type": "object",
     "properties": {
         "openapi": {"type": "string", "pattern": "^3\\.1\\."},
@@ -125,7 +125,7 @@ DOCUMENT = {
 }
 
 
-def list_of(name: str, items: dict[str, Any]) -> dict[str, Any]:
+def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {name: {"type": "array", "items": items}},
@@ -133,51 +133,65 @@ def list_of(name: str, items: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ONE_MODEL = refusals(404, 502, 504)
-LIST = refusals() | answers(list_of("models", LISTED_MODEL), "The models that the caller sees.")
-NAMES = refusals() | answers(list_of("models", TEXT), "The names of the models that are ready.")
-FLEET = refusals() | answers(list_of("replicas", REPLICA), "The replicas.")
-DESCRIPTION = ONE_MODEL | answers(DESCRIBED, "What the model takes and gives.")
-OPENAPI = ONE_MODEL | answers(DOCUMENT, "An OpenAPI 3.1 document.")
+MODEL_ERROR_RESPONSES = build_error_responses(404, 502, 504)
+MODEL_LIST_RESPONSES = build_error_responses() | build_success_response(
+    build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller sees."
+)
+READY_MODELS_RESPONSES = build_error_responses() | build_success_response(
+    build_list_schema("models", TEXT_SCHEMA), "The names of the models that are ready."
+)
+REPLICA_LIST_RESPONSES = build_error_responses() | build_success_response(
+    build_list_schema("replicas", REPLICA_SCHEMA), "The replicas."
+)
+MODEL_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
+    MODEL_SCHEMA, "What the model takes and gives."
+)
+OPENAPI_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
+    OPENAPI_SCHEMA, "An OpenAPI 3.1 document."
+)
 
 
-@router.get("/v1/models", operation_id="list_models", summary="The models", responses=LIST)
-async def models(request: Request, services: ServicesForInference) -> dict[str, Any]:
+@router.get(
+    "/v1/models", operation_id="list_models", summary="The models", responses=MODEL_LIST_RESPONSES
+)
+async def list_models(request: Request, services: ServicesForInference) -> dict[str, Any]:
     """Every model that the caller sees: its versions, its state on each replica, and why it is there.
 
     The replicas' addresses are for who may see the fleet.
     """
-    pool, repository, caller = services.pool, services.repository, caller_of(request)
+    pool, repository, caller = services.pool, services.repository, get_caller(request)
     indexes = {
         str(replica.address): replica.index
         for replica in pool.replicas.values()
-        if pool.state(replica) <= State.EJECTED
+        if pool.replica_state(replica) <= HealthState.EJECTED
     }
     if not indexes:
         raise NoReplica
-    wanted = {*repository.declared, *repository.wishes}
-    shown = versions_of(merged(indexes), wanted, caller)
+    wanted = {*repository.declared_models, *repository.desired_models}
+    shown = group_model_versions(merge_indexes(indexes), wanted, caller)
     for name, model in shown.items():
-        model["ready"] = any(index.ready(name) for index in indexes.values())
-        if name in repository.declared:
+        model["ready"] = any(index.is_ready(name) for index in indexes.values())
+        if name in repository.declared_models:
             model["declared"] = True
-        if name in repository.wishes:
-            model["wished"] = "loaded" if repository.wishes[name].loaded else "unloaded"
+        if name in repository.desired_models:
+            model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
         if Right.fleet in caller.rights:
-            model["replicas"] = {at: index.state(name).state for at, index in indexes.items()}
-            if behind := repository.behind(name):
+            model["replicas"] = {at: index.model_state(name).state for at, index in indexes.items()}
+            if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
-            if name in repository.errors:
-                model["last_error"] = repository.errors[name]
+            if name in repository.load_errors:
+                model["last_error"] = repository.load_errors[name]
     return {"models": list(shown.values())}
 
 
-def versions_of(
-    entries: Iterable[dict[str, str]], wanted: Iterable[str], caller: Caller
+def group_model_versions(
+    entries: Iterable[dict[str, str]], expected_names: Iterable[str], caller: Caller
 ) -> dict[str, dict[str, Any]]:
     """Of each model that the caller sees; those that are wanted are there though no replica has them. The
     reason of a state names replicas."""
-    found: dict[str, dict[str, Any]] = {name: {"name": name, "versions": []} for name in wanted}
+    found: dict[str, dict[str, Any]] = {
+        name: {"name": name, "versions": []} for name in expected_names
+    }
     for entry in entries:
         name = entry.pop("name")
         model = found.setdefault(name, {"name": name, "versions": []})
@@ -185,31 +199,42 @@ def versions_of(
             entry.pop("reason", None)
         if entry:
             model["versions"].append(entry)
-    return {name: found[name] for name in sorted(found) if caller.sees(name)}
+    return {name: found[name] for name in sorted(found) if caller.can_see(name)}
 
 
-@router.get("/v1/replicas", operation_id="list_replicas", summary="The replicas", responses=FLEET)
-async def replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
+@router.get(
+    "/v1/replicas",
+    operation_id="list_replicas",
+    summary="The replicas",
+    responses=REPLICA_LIST_RESPONSES,
+)
+async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
     """Every Triton of the fleet, and how it is."""
-    pool, caller = services.pool, caller_of(request)
+    pool, caller = services.pool, get_caller(request)
     return {
-        "replicas": [replica_described(pool, replica, caller) for replica in pool.replicas.values()]
+        "replicas": [
+            build_replica_description(pool, replica, caller) for replica in pool.replicas.values()
+        ]
     }
 
 
-def replica_described(pool: Pool, replica: Replica, caller: Caller) -> dict[str, Any]:
-    state = pool.state(replica)
+def build_replica_description(
+    pool: ReplicaPool, replica: Replica, caller: Caller
+) -> dict[str, Any]:
+    state = pool.replica_state(replica)
     index = pool.known_index(replica)
     told: dict[str, Any] = {
         "address": str(replica.address),
         "state": state.name,
         "outstanding": replica.outstanding,
-        "slowness": round(replica.pace.slowness, 2),
+        "slowness": round(replica.latency.ratio, 2),
         "models": {
-            name: index.state(name).state for name in sorted(index.models) if caller.sees(name)
+            name: index.model_state(name).state
+            for name in sorted(index.models)
+            if caller.can_see(name)
         },
     }
-    if state is State.EJECTED:
+    if state is HealthState.EJECTED:
         told["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
     if replica.reason:
         told["reason"] = replica.reason
@@ -220,11 +245,13 @@ def replica_described(pool: Pool, replica: Replica, caller: Caller) -> dict[str,
     "/v2/models",
     operation_id="list_ready_models",
     summary="The models that are ready, as KServe lists them",
-    responses=NAMES,
+    responses=READY_MODELS_RESPONSES,
 )
-async def v2_models(request: Request, services: ServicesForInference) -> dict[str, list[str]]:
+async def list_ready_models(
+    request: Request, services: ServicesForInference
+) -> dict[str, list[str]]:
     """The models that are ready, as KServe lists them; Triton itself has no such path."""
-    listed = (await models(request, services))["models"]
+    listed = (await list_models(request, services))["models"]
     return {"models": [model["name"] for model in listed if model["ready"]]}
 
 
@@ -232,26 +259,28 @@ async def v2_models(request: Request, services: ServicesForInference) -> dict[st
     "/v1/models/{model}",
     operation_id="describe_model",
     summary="What a model takes and gives",
-    responses=DESCRIPTION,
+    responses=MODEL_RESPONSES,
 )
 @router.get(
     "/v1/models/{model}/versions/{version}",
     operation_id="describe_model_version",
     summary="What a version of a model takes and gives",
-    responses=DESCRIPTION,
+    responses=MODEL_RESPONSES,
 )
-async def model(
+async def describe_model(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
     """What a model takes and gives, and a request to paste that works."""
-    signature = await services.models.signature(model, version)
-    notes: Notes = request.scope["notes"]
+    signature = await services.models.get_signature(model, version)
+    notes: RequestInfo = request.scope["request_info"]
     notes.model, notes.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
     return {
-        **described(signature, ready=services.pool.is_ready(signature.model, signature.version)),
-        "curl": examples.curl(signature, base_url),
-        "python": examples.python(signature, base_url),
+        **build_model_description(
+            signature, is_ready=services.pool.is_ready(signature.model, signature.version)
+        ),
+        "curl": examples.format_curl_example(signature, base_url),
+        "python": examples.format_python_example(signature, base_url),
     }
 
 
@@ -259,52 +288,54 @@ async def model(
     "/v1/models/{model}/openapi.json",
     operation_id="model_openapi",
     summary="The API description of one model",
-    responses=OPENAPI,
+    responses=OPENAPI_RESPONSES,
 )
 @router.get(
     "/v1/models/{model}/versions/{version}/openapi.json",
     operation_id="model_version_openapi",
     summary="The API description of one version of a model",
-    responses=OPENAPI,
+    responses=OPENAPI_RESPONSES,
 )
-async def openapi(services: ServicesForInference, model: str, version: str = "") -> dict[str, Any]:
+async def get_model_openapi(
+    services: ServicesForInference, model: str, version: str = ""
+) -> dict[str, Any]:
     """The API description of this one model, with its own inputs and outputs."""
-    signature = await services.models.signature(model, version)
-    return schema.openapi(signature, keyed=services.access.keyed)
+    signature = await services.models.get_signature(model, version)
+    return schema.build_model_openapi(signature, requires_key=services.access.requires_key)
 
 
-def described(signature: Signature, *, ready: bool) -> dict[str, Any]:
+def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str, Any]:
     return {
         "name": signature.model,
-        "ready": ready,
+        "ready": is_ready,
         "versions": list(signature.versions),
         "platform": signature.platform,
         "max_batch_size": signature.max_batch_size,
-        "decoupled": signature.decoupled,
-        "inputs": [tensor_described(tensor) for tensor in signature.inputs.values()],
-        "outputs": [tensor_described(tensor) for tensor in signature.outputs.values()],
+        "decoupled": signature.is_decoupled,
+        "inputs": [build_tensor_description(tensor) for tensor in signature.inputs.values()],
+        "outputs": [build_tensor_description(tensor) for tensor in signature.outputs.values()],
     }
 
 
-def tensor_described(tensor: Tensor) -> dict[str, Any]:
+def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
     """The shape is the model's own, without the batch dimension."""
     told: dict[str, Any] = {
         "name": tensor.name,
         "datatype": tensor.datatype.name,
         "shape": list(tensor.shape),
     }
-    if tensor.optional:
+    if tensor.is_optional:
         told["optional"] = True
     if tensor.content_type:
         told["content_type"] = tensor.content_type
-    if tensor.image is not None:
-        image = tensor.image
+    if tensor.image_spec is not None:
+        image = tensor.image_spec
         told["image"] = {
             "mode": image.mode,
             "layout": image.layout.value,
             "height": image.height,
             "width": image.width,
         }
-    if tensor.labels:
+    if tensor.has_labels:
         told["labels"] = True
     return told

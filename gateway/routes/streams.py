@@ -10,64 +10,76 @@ from typing import Final
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import GatewayError, body_of
-from gateway.tensors.outputs import Result, as_json, preferences
+from gateway.errors import GatewayError, serialize_error
+from gateway.tensors.outputs import InferResult, encode_json_result, list_accepted_types
 from gateway.tensors.payload import EVENT_STREAM, NDJSON
 
-ABOUT: Final = {
+STREAM_HEADERS: Final = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",
 }  # proxies are not to collect
 
 
-def form_of(accept: str) -> str:
+def choose_stream_type(accept: str) -> str:
     """The kind of stream that is asked for before all else; empty for none."""
-    wanted = preferences(accept)[:1]
+    wanted = list_accepted_types(accept)[:1]
     return wanted[0] if wanted and wanted[0] in (EVENT_STREAM, NDJSON) else ""
 
 
-class Streamed(StreamingResponse):
+class InferStreamResponse(StreamingResponse):
     """Gives back what the stream holds however it ends: who leaves cancels the inference."""
 
     def __init__(
         self,
-        results: AsyncGenerator[Result, None],
-        form: str,
+        results: AsyncGenerator[InferResult, None],
+        stream_type: str,
         request_id: str,
-        held: AsyncExitStack,
+        exit_stack: AsyncExitStack,
     ) -> None:
-        held.push_async_callback(results.aclose)
-        self._held = held
-        pieces = events(results, request_id) if form == EVENT_STREAM else lines(results, request_id)
-        super().__init__(pieces, headers=ABOUT, media_type=form)
+        exit_stack.push_async_callback(results.aclose)
+        self._exit_stack = exit_stack
+        pieces = (
+            stream_events(results, request_id)
+            if stream_type == EVENT_STREAM
+            else stream_json_lines(results, request_id)
+        )
+        super().__init__(pieces, headers=STREAM_HEADERS, media_type=stream_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._exit_stack:
             await super().__call__(scope, receive, send)
 
 
-async def write(result: Result) -> bytes:
+async def encode_stream_item(result: InferResult) -> bytes:
     """Return a result as JSON, written in a thread if it is large."""
-    rendered = await asyncio.to_thread(as_json, result) if result.is_large else as_json(result)
+    rendered = (
+        await asyncio.to_thread(encode_json_result, result)
+        if result.is_large
+        else encode_json_result(result)
+    )
     return rendered.body
 
 
-async def events(results: AsyncIterator[Result], request_id: str) -> AsyncIterator[bytes]:
+async def stream_events(
+    results: AsyncIterator[InferResult], request_id: str
+) -> AsyncIterator[bytes]:
     """Server-sent events (WHATWG HTML, section 9.2): an answer each, counted; `error`; `end`."""
     number = 0
     try:
         async for result in results:
             number += 1
-            yield b"id: %d\ndata: %b\n\n" % (number, await write(result))
+            yield b"id: %d\ndata: %b\n\n" % (number, await encode_stream_item(result))
     except GatewayError as exc:
-        yield b"event: error\ndata: %b\n\n" % body_of(exc.detail, exc.code, request_id)
+        yield b"event: error\ndata: %b\n\n" % serialize_error(exc.detail, exc.code, request_id)
     yield b"event: end\ndata: {}\n\n"
 
 
-async def lines(results: AsyncIterator[Result], request_id: str) -> AsyncIterator[bytes]:
+async def stream_json_lines(
+    results: AsyncIterator[InferResult], request_id: str
+) -> AsyncIterator[bytes]:
     """The same without a name for each; an error is the last line."""
     try:
         async for result in results:
-            yield await write(result) + b"\n"
+            yield await encode_stream_item(result) + b"\n"
     except GatewayError as exc:
-        yield body_of(exc.detail, exc.code, request_id) + b"\n"
+        yield serialize_error(exc.detail, exc.code, request_id) + b"\n"

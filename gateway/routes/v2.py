@@ -19,147 +19,179 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.auth import admit, admit_to_all
-from gateway.context import Notes
+from gateway.admission import AdmissionQueue
+from gateway.auth import authorize, authorize_all_models
 from gateway.errors import (
     BodyTooLarge,
-    DoesNotFit,
     Forbidden,
     GatewayError,
+    InputMismatch,
     NotFound,
     UnknownModel,
     UnknownModelToTrace,
-    render,
+    render_error,
 )
 from gateway.keys import Right
-from gateway.limits import Gate
-from gateway.metrics import CLIENT_LEFT
-from gateway.names import normalized_version
-from gateway.routes.bodies import WINDOWS
-from gateway.routes.forwarding import Wishes, header_length_error, relayed_headers, sent_on
-from gateway.routes.inspection import Body, body_of, gathered, in_large_pieces, plain, screened
-from gateway.routes.services import Services
-from gateway.sse import ScrubbedErrors
+from gateway.metrics import CLIENT_CLOSED_REQUEST
+from gateway.names import normalize_version
+from gateway.request_info import RequestInfo
+from gateway.routes.body_guard import (
+    PassthroughBody,
+    buffer_small_body,
+    build_passthrough_body,
+    coalesce_chunks,
+    guard_body,
+    inflate_body,
+)
+from gateway.routes.dependencies import Services
+from gateway.routes.proxy_headers import (
+    ParsedHeaders,
+    filter_response_headers,
+    header_length_error,
+    prepare_request_headers,
+)
+from gateway.routes.request_body import ZLIB_WBITS
+from gateway.sse import EventStreamScrubber
 from gateway.tensors.payload import JSON
-from gateway.tensors.sequence import Step, from_parameters
-from gateway.triton.complaints import Asked, scrubbed_event
-from gateway.triton.http import Answer
-from gateway.triton.screening import GENERATE_KEYS, INFER_KEYS, JsonScreening, KeyLimits
-from gateway.triton.wire import Headers
+from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
+from gateway.triton.error_mapping import RequestTarget, sanitize_event
+from gateway.triton.http.client import UpstreamResponse
+from gateway.triton.http.connection import Headers
+from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, JsonGuard, KeyLimits
 
 log = logging.getLogger(__name__)
 
-MEMORY = "/v2/(?:system|cuda)sharedmemory"
-REGION = "(?:/region/(?P<region>[^/]+))?"
-MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
-USUAL_LENGTH = 256
-GATHERED_BYTES = 64 * 1024
-NAMES_A_SEQUENCE = b'"sequence_id"'
-MOST_STEP_BYTES = 128 * 1024  # of the JSON that is parsed to find it
-OF_THE_FLEET = frozenset((b"/v2/models", b"/v2/health/ready"))
-NO_NAMES = {"model": "", "version": "", "path": "", "route": ""}
+SHARED_MEMORY_PATTERN = "/v2/(?:system|cuda)sharedmemory"
+REGION_PATTERN = "(?:/region/(?P<region>[^/]+))?"
+MODEL_PATTERN = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
+MAX_CACHED_PATH_LENGTH = 256
+MAX_SMALL_BODY_BYTES = 64 * 1024
+SEQUENCE_ID_KEY = b'"sequence_id"'
+MAX_SEQUENCE_JSON_BYTES = 128 * 1024  # of the JSON that is parsed to find it
+FLEET_PATHS = frozenset((b"/v2/models", b"/v2/health/ready"))
+EMPTY_PATH_PARAMS = {"model": "", "version": "", "path": "", "route": ""}
 
 
 @dataclass(frozen=True)
-class Rule:
+class RouteRule:
     """What happens to the paths that match: passed for who has the right, answered here, or refused."""
 
-    path: re.Pattern[str]
+    pattern: re.Pattern[str]
     methods: frozenset[str]
     right: Right = Right.infer
-    of_all: bool = False  # it concerns every model
-    refusal: str = ""
-    answer: bytes | None = None  # the gateway's own, in place of Triton's
-    health: bool = False
-    inference: bool = False  # counts against the limits
-    tensors: bool = False  # its body says what shapes they have
-    keys: KeyLimits = GENERATE_KEYS  # of its JSON
-    unknown: type[UnknownModel] = UnknownModel  # the error for a model that is not found
+    for_all_models: bool = False  # it concerns every model
+    refusal_message: str = ""
+    fixed_body: bytes | None = None  # the gateway's own, in place of Triton's
+    is_health: bool = False
+    is_inference: bool = False  # counts against the limits
+    has_tensors: bool = False  # its body says what shapes they have
+    key_limits: KeyLimits = GENERATE_KEY_LIMITS  # of its JSON
+    not_found_error: type[UnknownModel] = UnknownModel  # the error for a model that is not found
 
 
-def rule(path: str, methods: str, **more: Any) -> Rule:
-    return Rule(re.compile(path), frozenset(methods.split()), **more)
+def make_route_rule(path: str, methods: str, **options: Any) -> RouteRule:
+    return RouteRule(re.compile(path), frozenset(methods.split()), **options)
 
 
-SHARED_MEMORY = "shared memory cannot be used through the gateway; send the tensors in the body"
-RULES = (
-    rule("/v2/models/stats", "GET HEAD", of_all=True),  # and not a model called stats
-    rule(f"{MODEL}/infer", "POST", inference=True, tensors=True, keys=INFER_KEYS),
-    rule(f"{MODEL}/(generate|generate_stream)", "POST", inference=True),
-    rule(f"{MODEL}/ready", "GET HEAD", health=True),
-    rule(f"{MODEL}(/config|/stats)?", "GET HEAD"),
-    rule("/v2/health/live", "GET HEAD", health=True),
-    rule("/v2", "GET HEAD"),
+SHARED_MEMORY_REFUSAL = (
+    "shared memory cannot be used through the gateway; send the tensors in the body"
+)
+ROUTE_RULES = (
+    make_route_rule(
+        "/v2/models/stats", "GET HEAD", for_all_models=True
+    ),  # and not a model called stats
+    make_route_rule(
+        f"{MODEL_PATTERN}/infer",
+        "POST",
+        is_inference=True,
+        has_tensors=True,
+        key_limits=INFER_KEY_LIMITS,
+    ),
+    make_route_rule(f"{MODEL_PATTERN}/(generate|generate_stream)", "POST", is_inference=True),
+    make_route_rule(f"{MODEL_PATTERN}/ready", "GET HEAD", is_health=True),
+    make_route_rule(f"{MODEL_PATTERN}(/config|/stats)?", "GET HEAD"),
+    make_route_rule("/v2/health/live", "GET HEAD", is_health=True),
+    make_route_rule("/v2", "GET HEAD"),
     # Many clients look, and clean up, before they do anything else. Nothing is ever registered.
-    rule(f"{MEMORY}{REGION}/status", "GET HEAD", answer=b"[]"),
-    rule(f"{MEMORY}{REGION}/unregister", "POST", answer=b""),
-    rule(f"{MEMORY}(/.*)?", "GET HEAD POST", refusal=SHARED_MEMORY),
-    rule("/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, of_all=True),
-    rule(
-        f"{MODEL}/trace/setting",
+    make_route_rule(
+        f"{SHARED_MEMORY_PATTERN}{REGION_PATTERN}/status", "GET HEAD", fixed_body=b"[]"
+    ),
+    make_route_rule(f"{SHARED_MEMORY_PATTERN}{REGION_PATTERN}/unregister", "POST", fixed_body=b""),
+    make_route_rule(
+        f"{SHARED_MEMORY_PATTERN}(/.*)?", "GET HEAD POST", refusal_message=SHARED_MEMORY_REFUSAL
+    ),
+    make_route_rule(
+        "/v2/(logging|trace/setting)", "GET HEAD POST", right=Right.manage, for_all_models=True
+    ),
+    make_route_rule(
+        f"{MODEL_PATTERN}/trace/setting",
         "GET HEAD POST",
         right=Right.manage,
-        unknown=UnknownModelToTrace,
+        not_found_error=UnknownModelToTrace,
     ),
 )
 
 
-def is_passed(raw_path: bytes) -> bool:
+def is_passthrough(raw_path: bytes) -> bool:
     """Under `/v2`, but not what the gateway answers for the fleet. Triton does not decode paths: neither
     do we."""
     if raw_path[:4] not in (b"/v2", b"/v2/"):
         return False
-    return not raw_path.startswith(b"/v2/repository") and raw_path not in OF_THE_FLEET
+    return not raw_path.startswith(b"/v2/repository") and raw_path not in FLEET_PATHS
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Answer a request from Triton; its status. Every failure is answered as well."""
     status = 0
-    names = NO_NAMES
-    notes: Notes = scope["notes"]
+    names = EMPTY_PATH_PARAMS
+    notes: RequestInfo = scope["request_info"]
     try:
-        rule, names = look_up(scope["raw_path"].decode("latin-1"), scope["method"])
+        rule, names = find_route_rule(scope["raw_path"].decode("latin-1"), scope["method"])
         notes.route = names["route"]
-        if rule.of_all:
-            admit_to_all(scope, rule.right)
+        if rule.for_all_models:
+            authorize_all_models(scope, rule.right)
         else:
-            admit(scope, rule.right, names["model"], names["version"], rule.unknown)
-        if rule.answer is not None:
-            return await send_own(Response(rule.answer, media_type=JSON), scope, receive, send)
-        answer = await asked(services, scope, receive, rule, names)
+            authorize(scope, rule.right, names["model"], names["version"], rule.not_found_error)
+        if rule.fixed_body is not None:
+            return await send_own_response(
+                Response(rule.fixed_body, media_type=JSON), scope, receive, send
+            )
+        answer = await forward_request(services, scope, receive, rule, names)
         try:
             notes.model, notes.version = names["model"], names["version"]
-            start = start_of(answer, scope)
-            if answer.complete and not answer.is_event_stream and scope["method"] != "HEAD":
+            start = build_start_message(answer, scope)
+            if answer.is_complete and not answer.is_event_stream and scope["method"] != "HEAD":
                 status = answer.status
                 await send(start)
-                rest = answer.rest()
+                rest = answer.take_buffered()
                 notes.bytes_out = len(rest)
                 await send({"type": "http.response.body", "body": rest})
             else:
-                async for message in relayed(answer, start, scope):
+                async for message in relay_response(answer, start, scope):
                     status = answer.status
                     await send(message)
         finally:
             answer.close()
-            if rule.inference:
-                services.gate.leave(names["model"])
+            if rule.is_inference:
+                services.admission.release(names["model"])
     except ClientDisconnect:
-        return CLIENT_LEFT
+        return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: everything is answered
         if status:
             # An answer that is cut off must look like one: the server closes the connection.
             log.warning("an answer was cut off: %s", exc)
             return status
-        if services.pool.knows(names["model"], names["version"]):
+        if services.pool.has_model(names["model"], names["version"]):
             notes.model, notes.version = names["model"], names["version"]
-        return await send_own(await render(Request(scope, receive), exc), scope, receive, send)
+        return await send_own_response(
+            await render_error(Request(scope, receive), exc), scope, receive, send
+        )
     return status
 
 
-async def send_own(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
+async def send_own_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
     """Send an answer that is not Triton's, and return its status."""
-    notes: Notes = scope["notes"]
+    notes: RequestInfo = scope["request_info"]
     notes.bytes_out = len(response.body)
     response.headers["x-request-id"] = scope["request_id"]
     response.headers["x-content-type-options"] = "nosniff"
@@ -167,109 +199,121 @@ async def send_own(response: Response, scope: Scope, receive: Receive, send: Sen
     return response.status_code
 
 
-async def asked(
-    services: Services, scope: Scope, receive: Receive, rule: Rule, names: dict[str, str]
-) -> Answer:
+async def forward_request(
+    services: Services, scope: Scope, receive: Receive, rule: RouteRule, path_params: dict[str, str]
+) -> UpstreamResponse:
     """Triton's answer, a success; and for an inference its place, which is the caller's to give back."""
-    notes: Notes = scope["notes"]
-    headers, wishes = sent_on(scope["headers"])
-    asked_s = wishes.timeout
-    timeout_s = services.timeout_s(asked_s) if asked_s else services.usual_timeout_s
+    notes: RequestInfo = scope["request_info"]
+    headers, wishes = prepare_request_headers(scope["headers"])
+    asked_s = wishes.requested_timeout
+    timeout_s = services.resolve_timeout_s(asked_s) if asked_s else services.default_timeout_s
     notes.timeout_s = timeout_s
-    body, step = await body_and_step(services, scope, receive, rule, names, headers, wishes)
-    model = names["model"]
+    body, step = await prepare_body(services, scope, receive, rule, path_params, headers, wishes)
+    model = path_params["model"]
     if rule.right is Right.manage:
-        headers = with_management_headers(headers, services.management_headers)
-    if rule.inference and not services.gate.enters(model):
-        timeout_s = await waited(services.gate, model, timeout_s, notes.key)
-    whom = Asked(model, names["version"], timeout_s, rule.health, step, rule.unknown)
+        headers = add_management_headers(headers, services.management_headers)
+    if rule.is_inference and not services.admission.try_acquire(model):
+        timeout_s = await wait_for_admission(services.admission, model, timeout_s, notes.key)
+    whom = RequestTarget(
+        model, path_params["version"], timeout_s, rule.is_health, step, rule.not_found_error
+    )
     # Triton answers HEAD with a body, which would be read as the next answer.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     try:
-        return await services.pool.send(whom, method, target_of(scope, names), headers, body)
+        return await services.pool.send(
+            whom, method, build_request_target(scope, path_params), headers, body
+        )
     except BaseException:
-        if rule.inference:
-            services.gate.leave(model)
+        if rule.is_inference:
+            services.admission.release(model)
         raise
 
 
-async def body_and_step(
+async def prepare_body(
     services: Services,
     scope: Scope,
     receive: Receive,
-    rule: Rule,
-    names: dict[str, str],
+    rule: RouteRule,
+    path_params: dict[str, str],
     headers: Headers,
-    wishes: Wishes,
-) -> tuple[Body, Step | None]:
+    parsed: ParsedHeaders,
+) -> tuple[PassthroughBody, SequenceStep | None]:
     """The body for Triton, with `headers` that frame it, and the step of a sequence that it is."""
-    length, encoding, step = wishes.length, wishes.encoding, wishes.step
+    length, encoding, step = parsed.content_length, parsed.content_encoding, parsed.step
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
     message: Message = await receive()
-    if length is not None and length <= GATHERED_BYTES and message.get("more_body", False):
-        message = await gathered(message, receive)
-    first: bytes = b"" if encoding in WINDOWS else message.get("body", b"")
-    body = body_of(message, receive, headers, length, limit, scope["notes"])
-    if encoding in WINDOWS:
+    if length is not None and length <= MAX_SMALL_BODY_BYTES and message.get("more_body", False):
+        message = await buffer_small_body(message, receive)
+    first: bytes = b"" if encoding in ZLIB_WBITS else message.get("body", b"")
+    body = build_passthrough_body(message, receive, headers, length, limit, scope["request_info"])
+    if encoding in ZLIB_WBITS:
         length = None
-        body = await plain(body, encoding, limit, headers)
+        body = await inflate_body(body, encoding, limit, headers)
     elif encoding:
         headers[:] = [header for header in headers if header[0] != b"content-encoding"]
     if isinstance(body, bytes):
         first, length = body, len(body)
     else:
-        body = in_large_pieces(body)
+        body = coalesce_chunks(body)
         length = limit if length is None else length
-    json_bytes = wishes.json_bytes
+    json_bytes = parsed.json_bytes
     if json_bytes is not None and json_bytes > length:
         raise header_length_error(str(json_bytes), f"the body has {length} bytes at most")
-    if not rule.tensors:
+    if not rule.has_tensors:
         json_bytes = None  # Triton takes all of it for JSON
     elif step is None:
-        step = step_in(first, json_bytes)
+        step = find_sequence_step(first, json_bytes)
     if "POST" in rule.methods:
-        screening = JsonScreening(length, json_bytes, tensors=rule.tensors, keys=rule.keys)
-        signature = partial(services.models.signature, names["model"], names["version"])
-        body = await screened(body, screening, signature)
+        screening = JsonGuard(
+            length, json_bytes, has_tensors=rule.has_tensors, key_limits=rule.key_limits
+        )
+        signature = partial(
+            services.models.get_signature, path_params["model"], path_params["version"]
+        )
+        body = await guard_body(body, screening, signature)
     return body, step
 
 
-async def waited(gate: Gate, model: str, timeout_s: float, caller: str) -> float:
+async def wait_for_admission(
+    admission: AdmissionQueue, model: str, timeout_s: float, caller: str
+) -> float:
     """Wait for a place; what is left of the time then."""
     began = perf_counter()
-    await gate.enter(model, timeout_s, caller)
+    await admission.acquire(model, timeout_s, caller)
     return timeout_s - (perf_counter() - began)
 
 
-def look_up(path: str, method: str) -> tuple[Rule, dict[str, str]]:
+def find_route_rule(path: str, method: str) -> tuple[RouteRule, dict[str, str]]:
     """As below; the usual paths are looked up once."""
-    return (usual if len(path) <= USUAL_LENGTH else found)(path, method)
+    return (match_route_rule_cached if len(path) <= MAX_CACHED_PATH_LENGTH else match_route_rule)(
+        path, method
+    )
 
 
-def found(path: str, method: str) -> tuple[Rule, dict[str, str]]:
+def match_route_rule(path: str, method: str) -> tuple[RouteRule, dict[str, str]]:
     """The rule for this path and method, with model and version. Raises `NotFound`, `Forbidden` or 405."""
-    for row in RULES:
-        if match := row.path.fullmatch(path):
-            if row.refusal:
-                raise Forbidden(row.refusal)
+    for row in ROUTE_RULES:
+        if match := row.pattern.fullmatch(path):
+            if row.refusal_message:
+                raise Forbidden(row.refusal_message)
             if method not in row.methods:
-                raise WrongMethod(row.methods)
-            return row, names_in(match)
+                raise MethodNotAllowed(row.methods)
+            return row, parse_path_params(match)
     raise NotFound("Triton's API has nothing at this path; GET /docs shows what there is")
 
 
-def names_in(match: re.Match[str]) -> dict[str, str]:
+def parse_path_params(match: re.Match[str]) -> dict[str, str]:
     """Return model and version as they stand in the path, the path with the version as Triton writes it, and
     the route: the path with placeholders for model and version.
 
     Raises `UnknownModel`.
     """
-    names = NO_NAMES | match.groupdict("") | {"route": route_template(match)}
+    names = EMPTY_PATH_PARAMS | match.groupdict("") | {"route": route_template(match)}
     if not names["version"]:
         return names
-    version = normalized_version(names["version"])
+    version = normalize_version(names["version"])
     if version is None:
         raise UnknownModel(names["model"], names["version"])
     if version != names["version"]:
@@ -290,10 +334,10 @@ def route_template(match: re.Match[str]) -> str:
     return route
 
 
-usual = lru_cache(1024)(found)
+match_route_rule_cached = lru_cache(1024)(match_route_rule)
 
 
-class WrongMethod(GatewayError):
+class MethodNotAllowed(GatewayError):
     status, code = 405, "METHOD_NOT_ALLOWED"
 
     def __init__(self, methods: frozenset[str]) -> None:
@@ -301,38 +345,43 @@ class WrongMethod(GatewayError):
         super().__init__(f"this path takes {allowed}", headers={"Allow": allowed})
 
 
-def target_of(scope: Scope, names: dict[str, str]) -> bytes:
+def build_request_target(scope: Scope, path_params: dict[str, str]) -> bytes:
     """Path and query as the client wrote them, but for a version that can be written in several ways."""
-    path: bytes = names["path"].encode("latin-1") or scope["raw_path"]
+    path: bytes = path_params["path"].encode("latin-1") or scope["raw_path"]
     query: bytes = scope["query_string"]
     return b"%b?%b" % (path, query) if query else path
 
 
-def with_management_headers(headers: Headers, added: Headers) -> Headers:
+def add_management_headers(headers: Headers, management_headers: Headers) -> Headers:
     """The headers with those that open Triton's management APIs; a client's own of that name are dropped."""
-    names = {name for name, _ in added}
-    return [*(header for header in headers if header[0] not in names), *added]
+    names = {name for name, _ in management_headers}
+    return [*(header for header in headers if header[0] not in names), *management_headers]
 
 
-def step_in(body: bytes, json_bytes: int | None) -> Step | None:
+def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | None:
     """The step of a sequence that the JSON of an inference names, where all of that has come. Whether it
     is a good one is Triton's to say."""
     document = memoryview(body)[:json_bytes]
-    if body.find(NAMES_A_SEQUENCE, 0, json_bytes) < 0 or len(document) > MOST_STEP_BYTES:
+    if body.find(SEQUENCE_ID_KEY, 0, json_bytes) < 0 or len(document) > MAX_SEQUENCE_JSON_BYTES:
         return None
     try:
         document = orjson.loads(document)
-        return from_parameters(document["parameters"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, DoesNotFit):
+        return parse_sequence_parameters(document["parameters"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, InputMismatch):
         return None
 
 
-def start_of(answer: Answer, scope: Scope) -> Message:
-    headers = [*relayed_headers(answer.headers), (b"x-request-id", scope["request_id"].encode())]
-    return {"type": "http.response.start", "status": answer.status, "headers": headers}
+def build_start_message(response: UpstreamResponse, scope: Scope) -> Message:
+    headers = [
+        *filter_response_headers(response.headers),
+        (b"x-request-id", scope["request_id"].encode()),
+    ]
+    return {"type": "http.response.start", "status": response.status, "headers": headers}
 
 
-async def relayed(answer: Answer, start: Message, scope: Scope) -> AsyncIterator[Message]:
+async def relay_response(
+    response: UpstreamResponse, start: Message, scope: Scope
+) -> AsyncIterator[Message]:
     """The answer as it comes; each piece may take as long as its beginning might have.
 
     The head goes with the first piece: an answer that never has one is none.
@@ -342,19 +391,19 @@ async def relayed(answer: Answer, start: Message, scope: Scope) -> AsyncIterator
         yield {"type": "http.response.body"}
         return
     events = None
-    if answer.is_event_stream:
-        events = ScrubbedErrors(scrubbed_event)
+    if response.is_event_stream:
+        events = EventStreamScrubber(sanitize_event)
         yield start
         yield {"type": "http.response.body", "more_body": True}  # the head goes ahead
     begun = events is not None
     last = False
-    notes: Notes = scope["notes"]
+    notes: RequestInfo = scope["request_info"]
     while not last:
-        answer.allow(notes.timeout_s)
+        response.set_timeout(notes.timeout_s)
         began = perf_counter()
-        chunk = await answer.next_chunk()
+        chunk = await response.next_chunk()
         notes.upstream_s += perf_counter() - began
-        last = answer.complete
+        last = response.is_complete
         if events is not None:
             chunk = events.feed(chunk) + (events.end() if last else b"")
         if not begun:

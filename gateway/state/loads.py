@@ -9,10 +9,10 @@ from typing import Any, Final
 # By replica and model: the id of the last load that the replica confirmed, or the token of one under way.
 Loads = Mapping[str, Mapping[str, str]]
 
-UNDER_WAY: Final = "?"
+IN_PROGRESS_PREFIX: Final = "?"
 
 
-def loads_of(document: Any) -> Loads:
+def parse_loads(document: Any) -> Loads:
     """Return the table that a document holds; an empty one if it is none, for what is unknown is loaded
     again."""
     if not isinstance(document, dict):
@@ -24,34 +24,34 @@ def loads_of(document: Any) -> Loads:
     }
 
 
-def new_token(owner: str) -> str:
+def new_load_token(owner: str) -> str:
     """Return what stands for a load while it is under way; `owner` is the process that does it."""
-    return f"{UNDER_WAY}{owner}:{secrets.token_hex(8)}"
+    return f"{IN_PROGRESS_PREFIX}{owner}:{secrets.token_hex(8)}"
 
 
-def is_under_way(load: str) -> bool:
-    return load.startswith(UNDER_WAY)
+def is_in_progress(load: str) -> bool:
+    return load.startswith(IN_PROGRESS_PREFIX)
 
 
-def owner_of(token: str) -> str:
-    return token[len(UNDER_WAY) :].partition(":")[0]
+def token_owner(token: str) -> str:
+    return token[len(IN_PROGRESS_PREFIX) :].partition(":")[0]
 
 
-def begin(
+def mark_load_started(
     loads: Loads, replica: str, model: str, token: str
 ) -> tuple[dict[str, dict[str, str]], str]:
     """Return the table with a load under way, and what was confirmed before; empty if that is unknown."""
     before = loads.get(replica, {}).get(model, "")
-    return with_load(loads, replica, model, token), "" if is_under_way(before) else before
+    return with_load(loads, replica, model, token), "" if is_in_progress(before) else before
 
 
-def end(
-    loads: Loads, replica: str, model: str, token: str, left: str
+def mark_load_finished(
+    loads: Loads, replica: str, model: str, token: str, resulting_load: str
 ) -> tuple[dict[str, dict[str, str]], bool]:
     """Return the table with what a load left on the replica, and whether that is known: if another load
     began meanwhile, nobody can say which of them came last."""
     known = loads.get(replica, {}).get(model) == token
-    return with_load(loads, replica, model, left if known else ""), known
+    return with_load(loads, replica, model, resulting_load if known else ""), known
 
 
 def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, dict[str, str]]:
@@ -62,23 +62,23 @@ def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, di
     return {**table, replica: models} if models else table
 
 
-def without_owners(loads: Loads, alive: frozenset[str]) -> dict[str, dict[str, str]]:
+def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> dict[str, dict[str, str]]:
     """Return the table without the loads of processes that are gone: what they left is unknown."""
     return {
         replica: {
             model: load
             for model, load in models.items()
-            if not is_under_way(load) or owner_of(load) in alive
+            if not is_in_progress(load) or token_owner(load) in live_owners
         }
         for replica, models in loads.items()
     }
 
 
-def owners(loads: Loads) -> frozenset[str]:
+def load_owners(loads: Loads) -> frozenset[str]:
     """Return the processes that have loads under way."""
     return frozenset(
-        owner_of(load)
+        token_owner(load)
         for models in loads.values()
         for load in models.values()
-        if is_under_way(load)
+        if is_in_progress(load)
     )

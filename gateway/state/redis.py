@@ -17,20 +17,26 @@ from limits import RateLimitItem
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
 from gateway.errors import StateUnavailable
-from gateway.state.loads import Loads, is_under_way, new_token, owners, without_owners
-from gateway.state.wishes import (
-    KEPT,
-    KEPT_S,
-    READ,
+from gateway.state.desired import (
+    OPERATION_TTL_S,
+    READ_ACTION,
+    WRITE_ACTION,
     BadState,
-    Trouble,
-    Unreadable,
-    Wish,
-    decoded,
-    encodable,
-    is_operation,
-    require_operation,
-    wish_of,
+    DesiredModel,
+    OutageLog,
+    UnreadableState,
+    decode_state,
+    desired_model_to_dict,
+    is_operation_id,
+    parse_desired_model,
+    require_operation_id,
+)
+from gateway.state.loads import (
+    Loads,
+    drop_orphaned_loads,
+    is_in_progress,
+    load_owners,
+    new_load_token,
 )
 
 T = TypeVar("T")
@@ -39,16 +45,16 @@ COMMAND_TIMEOUT_S: Final = 3.0  # all of it, with a second connection when the f
 LEASE_MS: Final = 5000
 WINDOW_TIMEOUT_S: Final = 0.25  # an inference waits for it
 WINDOW_CONNECTIONS: Final = 16
-SLACK_S: Final = 1.0
-LEAST_WAIT_S: Final = 0.001
-COUNTED: Final = "used to count requests"
-PREFIX: Final = "triton-gateway:"
+CLOCK_SLACK_S: Final = 1.0
+MIN_WINDOW_WAIT_S: Final = 0.001
+COUNT_ACTION: Final = "used to count requests"
+DEFAULT_KEY_PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 
-def redis_at(url: SplitResult, port: int) -> Redis | None:
+def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
     options = dict(parse_qsl(url.query, keep_blank_values=True))
-    prefix = options.pop("prefix", PREFIX)
+    prefix = options.pop("prefix", DEFAULT_KEY_PREFIX)
     database = url.path.strip("/") or "0"
     tls = url.scheme == "rediss"
     known = options.keys() <= set(TLS_FILES if tls else ())
@@ -57,7 +63,7 @@ def redis_at(url: SplitResult, port: int) -> Redis | None:
     for name, file in options.items():
         if not Path(file).is_file():
             raise BadState(f"GATEWAY_STATE: there is no file {file} for {name}")
-    server = Server(
+    server = RedisServer(
         unquote(url.hostname),
         port,
         int(database),
@@ -65,11 +71,11 @@ def redis_at(url: SplitResult, port: int) -> Redis | None:
         None if url.password is None else unquote(url.password),
         options if tls else None,
     )
-    return Redis(server, prefix)
+    return RedisStateStore(server, prefix)
 
 
 @dataclass(frozen=True)
-class Server:
+class RedisServer:
     """Where a Redis is, and who asks."""
 
     host: str
@@ -85,7 +91,7 @@ class Server:
 
 
 # The scripts change several keys at once, or one that nobody may touch meanwhile.
-WISH = """
+SET_DESIRED_MODEL_SCRIPT = """
 local revision = redis.call('INCR', KEYS[2])
 if ARGV[4] then
   revision = tonumber(ARGV[4])
@@ -99,21 +105,21 @@ end
 return revision
 """
 # A hash, if it has changed since it was read.
-CHANGED_HASH = """
+READ_IF_CHANGED_SCRIPT = """
 local change = redis.call('GET', KEYS[2])
 if change and change == ARGV[1] then
   return {change}
 end
 return {change or '', redis.call('HGETALL', KEYS[1])}
 """
-BEGIN_LOAD = """
+BEGIN_LOAD_SCRIPT = """
 local before = redis.call('HGET', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('SET', KEYS[2], ARGV[2])
 redis.call('SET', KEYS[3], '1', 'PX', ARGV[3])
 return before or ''
 """
-END_LOAD = """
+END_LOAD_SCRIPT = """
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] and ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 else
@@ -122,12 +128,12 @@ end
 redis.call('SET', KEYS[2], ARGV[2] .. '.')
 return 1
 """
-FORGET_LOADS = """
+FORGET_LOADS_SCRIPT = """
 local count = redis.call('HDEL', KEYS[1], unpack(ARGV, 2))
 redis.call('SET', KEYS[2], ARGV[1])
 return count
 """
-LEAD = """
+LEAD_SCRIPT = """
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
 local leader = redis.call('GET', KEYS[1])
 if leader and leader ~= ARGV[1] then
@@ -136,7 +142,7 @@ end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
-RESIGN = """
+RESIGN_SCRIPT = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end
@@ -156,17 +162,17 @@ REDIS_REASONS = {
     "InvalidResponse": "what answers there is not Redis",
     "Exception": "Redis cannot be reached",
 }
-MOST_FIELDS: Final = 1000  # for which Lua has room
-CODE = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE, before the text
+MAX_FIELDS: Final = 1000  # for which Lua has room
+ERROR_CODE = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE, before the text
 
 
-def why_redis(exc: Exception) -> str:
+def explain_redis_error(exc: Exception) -> str:
     known = (REDIS_REASONS.get(kind.__name__) for kind in type(exc).__mro__)
-    reason, code = next(filter(None, known)), CODE.match(str(exc))
+    reason, code = next(filter(None, known)), ERROR_CODE.match(str(exc))
     return f"{reason} ({code[0]})" if code else reason
 
 
-def client(server: Server) -> Any:
+def create_redis_client(server: RedisServer) -> Any:
     """Of redis-py, with deadlines; it connects when it is used. Raises `BadState`."""
     try:
         from redis import asyncio as redis  # noqa: PLC0415 - an extra
@@ -196,109 +202,144 @@ def client(server: Server) -> Any:
     )
 
 
-def failures() -> tuple[type[Exception], ...]:
+def redis_exceptions() -> tuple[type[Exception], ...]:
     """What a `client` raises when it does not get what it asks for."""
     from redis.exceptions import RedisError  # noqa: PLC0415 - an extra
 
     return (RedisError, OSError, UnicodeError, asyncio.TimeoutError)
 
 
-class Redis:
+class RedisStateStore:
     """For gateways on several machines; as durable as that Redis is."""
 
-    def __init__(self, server: Server, prefix: str) -> None:
-        self._client = client(server)
-        self._failures = failures()
+    def __init__(self, server: RedisServer, prefix: str) -> None:
+        self._client = create_redis_client(server)
+        self._failures = redis_exceptions()
         self._token = secrets.token_hex(16)
-        self._leading = False
+        self._is_leader = False
         self._has_loaded = False
-        self._change = b""
-        self._wishes: Mapping[str, Wish] = {}
-        self._loads_change = b""
+        self._desired_version = b""
+        self._desired_models: Mapping[str, DesiredModel] = {}
+        self._loads_version = b""
         self._loads: Loads = {}
         self._prefix = prefix
-        self._trouble = Trouble(str(server))
-        self._windows = RedisWindows(server, prefix)
+        self._outages = OutageLog(str(server))
+        self._rate_windows = RedisRateWindows(server, prefix)
 
-    async def wishes(self) -> Mapping[str, Wish]:
+    async def read_desired_models(self) -> Mapping[str, DesiredModel]:
         """A wish can hold a whole model: they are sent only when one has changed."""
         keys = f"{self._prefix}wishes", f"{self._prefix}change"
-        return await self._ask(
-            READ, "EVAL", CHANGED_HASH, len(keys), *keys, self._change, of=self._changed
+        return await self._execute(
+            READ_ACTION,
+            "EVAL",
+            READ_IF_CHANGED_SCRIPT,
+            len(keys),
+            *keys,
+            self._desired_version,
+            decode=self._update_desired_models,
         )
 
-    def _changed(self, answer: Any) -> Mapping[str, Wish]:
-        change, *hashes = answer
+    def _update_desired_models(self, reply: Any) -> Mapping[str, DesiredModel]:
+        change, *hashes = reply
         for found in hashes:
             pairs = zip(found[::2], found[1::2], strict=True)
-            self._wishes = {name.decode(): wish_of(decoded(raw)) for name, raw in pairs}
-        self._change = change
-        return self._wishes
+            self._desired_models = {
+                name.decode(): parse_desired_model(decode_state(raw)) for name, raw in pairs
+            }
+        self._desired_version = change
+        return self._desired_models
 
-    async def wish(self, model: str, wish: Wish | None) -> int:
+    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
         keys = [f"{self._prefix}{name}" for name in ("wishes", "revision", "change")]
         # A change is known by a random name: a Redis that lost its data counts from 1 again.
         arguments: list[str | bytes] = [model, secrets.token_hex(8)]
-        if wish is not None:
+        if desired is not None:
             # Less the brace: the script begins the object with the revision.
-            arguments.append(orjson.dumps(encodable(wish))[1:])
-            if wish.revision:
-                arguments.append(str(wish.revision))
-        return await self._ask(KEPT, "EVAL", WISH, len(keys), *keys, *arguments, of=int)
+            arguments.append(orjson.dumps(desired_model_to_dict(desired))[1:])
+            if desired.revision:
+                arguments.append(str(desired.revision))
+        return await self._execute(
+            WRITE_ACTION, "EVAL", SET_DESIRED_MODEL_SCRIPT, len(keys), *keys, *arguments, decode=int
+        )
 
-    async def leads(self) -> bool:
+    async def renew_leadership(self) -> bool:
         arguments = (f"{self._prefix}leader", self._alive_key(self._token), self._token, LEASE_MS)
         try:
-            self._leading = await self._ask(KEPT, "EVAL", LEAD, 2, *arguments, of=bool)
+            self._is_leader = await self._execute(
+                WRITE_ACTION, "EVAL", LEAD_SCRIPT, 2, *arguments, decode=bool
+            )
         except StateUnavailable:
             # Nobody can say who leads. If nobody did, a replica that restarts now would stay empty;
             # if all do, it is told several times to load the same, which changes nothing.
             return True
-        return self._leading
+        return self._is_leader
 
-    async def loads(self) -> Loads:
-        change = self._loads_change
-        found = await self._ask(
-            READ, "EVAL", CHANGED_HASH, 2, *self._loads_keys, change, of=self._changed_loads
+    async def read_loads(self) -> Loads:
+        change = self._loads_version
+        found = await self._execute(
+            READ_ACTION,
+            "EVAL",
+            READ_IF_CHANGED_SCRIPT,
+            2,
+            *self._loads_keys,
+            change,
+            decode=self._update_loads,
         )
         alive = {self._token}
-        for owner in owners(found) - alive:
-            if await self._ask(READ, "EXISTS", self._alive_key(owner), of=bool):
+        for owner in load_owners(found) - alive:
+            if await self._execute(READ_ACTION, "EXISTS", self._alive_key(owner), decode=bool):
                 alive.add(owner)
-        return without_owners(found, frozenset(alive))
+        return drop_orphaned_loads(found, frozenset(alive))
 
-    def _changed_loads(self, answer: Any) -> Loads:
-        change, *hashes = answer
+    def _update_loads(self, reply: Any) -> Loads:
+        change, *hashes = reply
         for found in hashes:
             loads: dict[str, dict[str, str]] = {}
             for field_, load in zip(found[::2], found[1::2], strict=True):
-                replica, model = decoded(field_)
+                replica, model = decode_state(field_)
                 loads.setdefault(replica, {})[model] = load.decode()
             self._loads = loads
-        self._loads_change = change
+        self._loads_version = change
         return self._loads
 
     async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
         self._has_loaded = True
-        token = new_token(self._token)
+        token = new_load_token(self._token)
         keys = (*self._loads_keys, self._alive_key(self._token))
         arguments = (load_field(replica, model), token, LEASE_MS)
-        before = await self._ask(
-            KEPT, "EVAL", BEGIN_LOAD, len(keys), *keys, *arguments, of=bytes.decode
+        before = await self._execute(
+            WRITE_ACTION,
+            "EVAL",
+            BEGIN_LOAD_SCRIPT,
+            len(keys),
+            *keys,
+            *arguments,
+            decode=bytes.decode,
         )
-        return token, "" if is_under_way(before) else before
+        return token, "" if is_in_progress(before) else before
 
-    async def end_load(self, replica: str, model: str, token: str, left: str) -> None:
-        arguments = (load_field(replica, model), token, left)
-        await self._ask(KEPT, "EVAL", END_LOAD, 2, *self._loads_keys, *arguments, of=bool)
+    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
+        arguments = (load_field(replica, model), token, resulting_load)
+        await self._execute(
+            WRITE_ACTION, "EVAL", END_LOAD_SCRIPT, 2, *self._loads_keys, *arguments, decode=bool
+        )
 
     async def forget_loads(self, replica: str) -> None:
-        fields = [load_field(replica, model) for model in (await self.loads()).get(replica, {})]
-        for start in range(0, len(fields), MOST_FIELDS):
-            some = fields[start : start + MOST_FIELDS]
+        fields = [
+            load_field(replica, model) for model in (await self.read_loads()).get(replica, {})
+        ]
+        for start in range(0, len(fields), MAX_FIELDS):
+            some = fields[start : start + MAX_FIELDS]
             change = secrets.token_hex(8)
-            await self._ask(
-                KEPT, "EVAL", FORGET_LOADS, 2, *self._loads_keys, change, *some, of=bool
+            await self._execute(
+                WRITE_ACTION,
+                "EVAL",
+                FORGET_LOADS_SCRIPT,
+                2,
+                *self._loads_keys,
+                change,
+                *some,
+                decode=bool,
             )
 
     @property
@@ -308,48 +349,62 @@ class Redis:
     def _alive_key(self, owner: str) -> str:
         return f"{self._prefix}alive:{owner}"
 
-    async def record(self, operation: str, document: Mapping[str, Any]) -> None:
-        require_operation(operation)
+    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
+        require_operation_id(operation_id)
         raw = orjson.dumps(document)
-        await self._ask(KEPT, "SET", self._operation_key(operation), raw, "EX", KEPT_S, of=bool)
+        await self._execute(
+            WRITE_ACTION,
+            "SET",
+            self._operation_key(operation_id),
+            raw,
+            "EX",
+            OPERATION_TTL_S,
+            decode=bool,
+        )
 
-    async def operation(self, operation: str) -> Mapping[str, Any] | None:
-        if not is_operation(operation):
+    async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+        if not is_operation_id(operation_id):
             return None
-        key = self._operation_key(operation)
-        return await self._ask(READ, "GET", key, of=lambda raw: raw and decoded(raw))
+        key = self._operation_key(operation_id)
+        return await self._execute(
+            READ_ACTION, "GET", key, decode=lambda raw: raw and decode_state(raw)
+        )
 
-    def windows(self) -> RedisWindows:
-        return self._windows
+    def rate_windows(self) -> RedisRateWindows:
+        return self._rate_windows
 
     @property
     def is_available(self) -> bool:
-        return not self._trouble
+        return not self._outages
 
     async def close(self) -> None:
         """Another leads at once, and not only when the lease has lapsed."""
-        if self._leading or self._has_loaded:
+        if self._is_leader or self._has_loaded:
             with suppress(StateUnavailable):
                 keys = (f"{self._prefix}leader", self._alive_key(self._token))
-                await self._ask(KEPT, "EVAL", RESIGN, len(keys), *keys, self._token, of=bool)
+                await self._execute(
+                    WRITE_ACTION, "EVAL", RESIGN_SCRIPT, len(keys), *keys, self._token, decode=bool
+                )
         with suppress(*self._failures):
             await self._client.aclose()
-            await self._windows.close()
+            await self._rate_windows.close()
 
     def _operation_key(self, operation: str) -> str:
         return f"{self._prefix}operation:{operation}"
 
-    async def _ask(self, action: str, *command: str | bytes | int, of: Callable[[Any], T]) -> T:
+    async def _execute(
+        self, action: str, *command: str | bytes | int, decode: Callable[[Any], T]
+    ) -> T:
         """What `of` makes of the answer."""
         asked = self._client.execute_command(*command)
         try:
-            made = of(await asyncio.wait_for(asked, COMMAND_TIMEOUT_S))
-        except (Unreadable, UnicodeDecodeError):
+            made = decode(await asyncio.wait_for(asked, COMMAND_TIMEOUT_S))
+        except (UnreadableState, UnicodeDecodeError):
             reason = f"Redis holds what no gateway wrote, at {self._prefix}*"
-            raise self._trouble.begins(action, reason) from None
+            raise self._outages.record_failure(action, reason) from None
         except self._failures as exc:
-            raise self._trouble.begins(action, why_redis(exc)) from None
-        self._trouble.ends(action)
+            raise self._outages.record_failure(action, explain_redis_error(exc)) from None
+        self._outages.record_success(action)
         return made
 
 
@@ -358,14 +413,14 @@ def load_field(replica: str, model: str) -> bytes:
     return orjson.dumps([replica, model])
 
 
-class RedisWindows:
+class RedisRateWindows:
     """Requests of all gateways, counted by the clock of Redis: theirs may differ."""
 
-    def __init__(self, server: Server, prefix: str) -> None:
+    def __init__(self, server: RedisServer, prefix: str) -> None:
         from limits.aio.storage import RedisStorage  # noqa: PLC0415 - as the extra
         from redis.asyncio import BlockingConnectionPool  # noqa: PLC0415
 
-        usual = client(server).connection_pool
+        usual = create_redis_client(server).connection_pool
         # A crowd of requests waits for a few connections, and does not open one each.
         pool: Any = BlockingConnectionPool(
             connection_class=usual.connection_class,
@@ -382,15 +437,15 @@ class RedisWindows:
         )
         self._storage = storage
         self._limiter = SlidingWindowCounterRateLimiter(storage)
-        self._failures = failures()
-        self._trouble = Trouble(str(server))
+        self._failures = redis_exceptions()
+        self._outages = OutageLog(str(server))
 
     async def wait_s(self, window: RateLimitItem, name: str) -> float:
         try:
             wait_s = await asyncio.wait_for(self._wait_s(window, name), WINDOW_TIMEOUT_S)
         except self._failures as exc:
-            raise self._trouble.begins(COUNTED, why_redis(exc)) from None
-        self._trouble.ends(COUNTED)
+            raise self._outages.record_failure(COUNT_ACTION, explain_redis_error(exc)) from None
+        self._outages.record_success(COUNT_ACTION)
         return wait_s
 
     async def _wait_s(self, window: RateLimitItem, name: str) -> float:
@@ -402,12 +457,12 @@ class RedisWindows:
         )
         # A window counts for its own length and, as the one before, once more: longer only where the
         # clock of Redis was set back, and then for as long as that.
-        if before_s > length_s + SLACK_S or now_s > 2 * length_s + SLACK_S:
+        if before_s > length_s + CLOCK_SLACK_S or now_s > 2 * length_s + CLOCK_SLACK_S:
             await self._limiter.clear(window, name)
             return 0.0
         waits = [before_s % (length_s / before)] if before else []
         waits += [now_s % length_s] if now else []
-        return max(min(waits, default=0.0), LEAST_WAIT_S)
+        return max(min(waits, default=0.0), MIN_WINDOW_WAIT_S)
 
     async def close(self) -> None:
         await self._pool.aclose()

@@ -13,38 +13,49 @@ from urllib.parse import urlsplit
 import orjson
 
 from gateway.errors import Conflict
-from gateway.state.file import file_at
-from gateway.state.loads import Loads, begin, end, new_token
-from gateway.state.redis import redis_at
-from gateway.state.wishes import KEPT_S, BadState, Store, Wish, Wishes, require_operation
-from gateway.words import quoted
+from gateway.messages import quote_text
+from gateway.state.desired import (
+    OPERATION_TTL_S,
+    BadState,
+    DesiredModel,
+    DesiredState,
+    StateStore,
+    require_operation_id,
+)
+from gateway.state.file import open_file_store
+from gateway.state.loads import Loads, mark_load_finished, mark_load_started, new_load_token
+from gateway.state.redis import open_redis_store
 
-SPELLING: Final = (
+STATE_URL_HELP: Final = (
     "GATEWAY_STATE is none of memory:, none:, file:///FOLDER/state.json and "
     "redis://USER:PASSWORD@HOST:6379/0?prefix=NAME: (rediss:// for TLS, with ssl_ca_certs=FILE "
     "for an authority of your own); what is special within a part of it is percent-encoded"
 )
 
 
-def store(url: str) -> Store:
+def open_state_store(url: str) -> StateStore:
     """`memory:`, `none:`, `file:///PATH` or `redis://HOST:6379/0`. Raises `BadState`."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise BadState(SPELLING) from None
-    kept: Store | None = None
+        raise BadState(STATE_URL_HELP) from None
+    kept: StateStore | None = None
     if not parts.netloc + parts.path + parts.query + parts.fragment:
         kept = (
-            Memory() if parts.scheme == "memory" else ReadOnly() if parts.scheme == "none" else None
+            MemoryStateStore()
+            if parts.scheme == "memory"
+            else ReadOnlyStateStore()
+            if parts.scheme == "none"
+            else None
         )
     if parts.scheme == "file":
-        kept = file_at(parts)
+        kept = open_file_store(parts)
     elif parts.scheme in ("redis", "rediss"):
-        kept = redis_at(parts, port or 6379)
+        kept = open_redis_store(parts, port or 6379)
     if kept is None:
         # Without the address itself, here and everywhere: it can hold a password.
-        raise BadState(SPELLING)
+        raise BadState(STATE_URL_HELP)
     return kept
 
 
@@ -53,57 +64,59 @@ class ChangesRefused(Conflict):
 
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"model {quoted(model)} cannot be changed by the API here: GATEWAY_STATE is none:, so that "
+            f"model {quote_text(model)} cannot be changed by the API here: GATEWAY_STATE is none:, so that "
             "gateways that share no state do not undo each other's changes; change the models file, or "
             "share the state in Redis"
         )
 
 
-class Memory:
+class MemoryStateStore:
     """For one process; gone with it."""
 
     def __init__(self) -> None:
-        self._wishes = Wishes()
+        self._state = DesiredState()
         self._operations: dict[str, tuple[float, bytes]] = {}
         self._loads: Loads = {}
 
-    async def wishes(self) -> Mapping[str, Wish]:
-        return self._wishes.models
+    async def read_desired_models(self) -> Mapping[str, DesiredModel]:
+        return self._state.models
 
-    async def wish(self, model: str, wish: Wish | None) -> int:
-        self._wishes = self._wishes.having(model, wish)
-        return self._wishes.revision
+    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+        self._state = self._state.with_model(model, desired)
+        return self._state.revision
 
-    async def leads(self) -> bool:
+    async def renew_leadership(self) -> bool:
         return True
 
-    async def loads(self) -> Loads:
+    async def read_loads(self) -> Loads:
         return self._loads
 
     async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
-        token = new_token("")
-        self._loads, before = begin(self._loads, replica, model, token)
+        token = new_load_token("")
+        self._loads, before = mark_load_started(self._loads, replica, model, token)
         return token, before
 
-    async def end_load(self, replica: str, model: str, token: str, left: str) -> None:
-        self._loads, _ = end(self._loads, replica, model, token, left)
+    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
+        self._loads, _ = mark_load_finished(self._loads, replica, model, token, resulting_load)
 
     async def forget_loads(self, replica: str) -> None:
         self._loads = {name: models for name, models in self._loads.items() if name != replica}
 
-    async def record(self, operation: str, document: Mapping[str, Any]) -> None:
-        require_operation(operation)
+    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
+        require_operation_id(operation_id)
         now = time.monotonic()
-        for old in [name for name, (at, _) in self._operations.items() if now - at > KEPT_S]:
+        for old in [
+            name for name, (at, _) in self._operations.items() if now - at > OPERATION_TTL_S
+        ]:
             del self._operations[old]
-        self._operations[operation] = (now, orjson.dumps(document))
+        self._operations[operation_id] = (now, orjson.dumps(document))
 
-    async def operation(self, operation: str) -> Mapping[str, Any] | None:
-        _, raw = self._operations.get(operation, (0, b"null"))
+    async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+        _, raw = self._operations.get(operation_id, (0, b"null"))
         document: Mapping[str, Any] | None = orjson.loads(raw)
         return document
 
-    def windows(self) -> None:
+    def rate_windows(self) -> None:
         return None
 
     @property
@@ -114,8 +127,8 @@ class Memory:
         pass
 
 
-class ReadOnly(Memory):
+class ReadOnlyStateStore(MemoryStateStore):
     """For several gateways that share no state: only the models file says what is loaded."""
 
-    async def wish(self, model: str, wish: Wish | None) -> int:
+    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
         raise ChangesRefused(model)

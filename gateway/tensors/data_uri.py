@@ -13,17 +13,20 @@ from typing import Final
 
 import numpy as np
 
-from gateway.errors import Malformed
+from gateway.errors import MalformedRequest
 
 # What may stand before the comma of a data: URI.
-MAX_PREFIX: Final = 1024
-PIECE: Final = 1 << 20  # characters
+MAX_DATA_URI_PREFIX_CHARS: Final = 1024
+CHUNK_CHARS: Final = 1 << 20  # characters
 STANDARD_ALPHABET: Final = bytes.maketrans(b"-_", b"+/")
-WHITESPACE: Final = b" \t\n\r\x0b\x0c"
-PERCENT: Final = ord("%")
-NO_DIGIT: Final = 255
+BASE64_WHITESPACE: Final = b" \t\n\r\x0b\x0c"
+PERCENT_SIGN: Final = ord("%")
+NOT_A_HEX_DIGIT: Final = 255
 HEX_DIGITS: Final = np.array(
-    [int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else NO_DIGIT for c in range(256)],
+    [
+        int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else NOT_A_HEX_DIGIT
+        for c in range(256)
+    ],
     np.uint8,
 )
 
@@ -32,29 +35,30 @@ def is_data_uri(text: str) -> bool:
     return text[:5].lower() == "data:"
 
 
-def from_base64(text: str) -> bytes:
+def decode_base64_text(text: str) -> bytes:
     """Return the bytes that base64 or a `data:` URI stands for. Raises `Malformed`."""
     if not is_data_uri(text):
-        return b"".join(decode_base64(text, 0))
-    comma = text.find(",", 0, MAX_PREFIX)
+        return b"".join(iter_base64_chunks(text, 0))
+    comma = text.find(",", 0, MAX_DATA_URI_PREFIX_CHARS)
     if comma < 0:
-        raise Malformed(
-            f"the data: URI has no comma within its first {MAX_PREFIX} characters, and so no data"
+        raise MalformedRequest(
+            f"the data: URI has no comma within its first {MAX_DATA_URI_PREFIX_CHARS} characters, "
+            "and so no data"
         )
     is_base64 = text[:comma].lower().endswith(";base64")
-    decode = decode_base64 if is_base64 else decode_percent
+    decode = iter_base64_chunks if is_base64 else iter_percent_chunks
     return b"".join(decode(text, comma + 1))
 
 
-def decode_base64(text: str, start: int) -> Iterator[bytes]:
+def iter_base64_chunks(text: str, start: int) -> Iterator[bytes]:
     """Yield what the text stands for from `start` on. Whitespace is skipped, and padding may be missing."""
     end = max(start, len(text.rstrip("= \t\n\r\x0b\x0c")))
     padding = text.count("=", end)
     rest = b""
     try:
-        for begin in range(start, end, PIECE):
-            raw = text[begin : min(begin + PIECE, end)].encode("ascii")
-            digits = rest + raw.translate(STANDARD_ALPHABET, WHITESPACE)
+        for begin in range(start, end, CHUNK_CHARS):
+            raw = text[begin : min(begin + CHUNK_CHARS, end)].encode("ascii")
+            digits = rest + raw.translate(STANDARD_ALPHABET, BASE64_WHITESPACE)
             if b"=" in digits:
                 raise ValueError("padding before the end")
             whole = len(digits) // 4 * 4
@@ -64,26 +68,26 @@ def decode_base64(text: str, start: int) -> Iterator[bytes]:
             raise ValueError("too much padding")
         yield base64.b64decode(rest + b"=" * (-len(rest) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise Malformed('the value of "b64" is not base64') from None
+        raise MalformedRequest('the value of "b64" is not base64') from None
 
 
-def decode_percent(text: str, start: int) -> Iterator[bytes]:
+def iter_percent_chunks(text: str, start: int) -> Iterator[bytes]:
     """Yield the text from `start` on with every `%41` decoded."""
     while start < len(text):
-        end = start + PIECE
+        end = start + CHUNK_CHARS
         if end < len(text) and (cut := text.rfind("%", end - 2, end)) > 0:
             end = cut  # an escape stays in one piece
-        yield percent_decoded(text[start:end].encode())
+        yield percent_decode(text[start:end].encode())
         start = end
 
 
-def percent_decoded(encoded: bytes) -> bytes:
+def percent_decode(encoded: bytes) -> bytes:
     if b"%" not in encoded:
         return encoded
     characters = np.frombuffer(encoded, np.uint8)
-    starts = np.flatnonzero(characters[:-2] == PERCENT)
+    starts = np.flatnonzero(characters[:-2] == PERCENT_SIGN)
     high, low = HEX_DIGITS[characters[starts + 1]], HEX_DIGITS[characters[starts + 2]]
-    are_escapes = (high != NO_DIGIT) & (low != NO_DIGIT)
+    are_escapes = (high != NOT_A_HEX_DIGIT) & (low != NOT_A_HEX_DIGIT)
     starts = starts[are_escapes]
     decoded = characters.copy()
     decoded[starts] = (high[are_escapes] << 4) | low[are_escapes]

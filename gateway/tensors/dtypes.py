@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 
-class Kind(Enum):
+class DatatypeKind(Enum):
     """How values of a datatype are checked and converted."""
 
     BOOLEAN = "true or false"
@@ -27,42 +27,42 @@ class Datatype:
     """A datatype: its protocol name, the NumPy dtype of its elements, and a value as an example."""
 
     name: str
-    numpy: np.dtype
-    kind: Kind
+    numpy_dtype: np.dtype
+    kind: DatatypeKind
     example: bool | float | str
 
     @property
-    def range(self) -> tuple[int, int]:
+    def integer_range(self) -> tuple[int, int]:
         """The smallest and largest value of an integer datatype."""
-        info = np.iinfo(self.numpy)
+        info = np.iinfo(self.numpy_dtype)
         return int(info.min), int(info.max)
 
 
-def _integer(name: str) -> Datatype:
-    return Datatype(name, np.dtype(name.lower()), Kind.INTEGER, 1)
+def _integer_datatype(name: str) -> Datatype:
+    return Datatype(name, np.dtype(name.lower()), DatatypeKind.INTEGER, 1)
 
 
-def _float(name: str, numpy: type) -> Datatype:
-    return Datatype(name, np.dtype(numpy), Kind.FLOAT, 0.5)
+def _float_datatype(name: str, numpy_dtype: type) -> Datatype:
+    return Datatype(name, np.dtype(numpy_dtype), DatatypeKind.FLOAT, 0.5)
 
 
 DATATYPES = {
     datatype.name: datatype
     for datatype in (
-        Datatype("BOOL", np.dtype(bool), Kind.BOOLEAN, True),
-        *(_integer(f"{sign}INT{bits}") for sign in ("", "U") for bits in (8, 16, 32, 64)),
-        _float("FP16", np.float16),
-        _float("BF16", ml_dtypes.bfloat16),
-        _float("FP32", np.float32),
-        _float("FP64", np.float64),
-        Datatype("BYTES", np.dtype(object), Kind.BYTES, "text"),
+        Datatype("BOOL", np.dtype(bool), DatatypeKind.BOOLEAN, True),
+        *(_integer_datatype(f"{sign}INT{bits}") for sign in ("", "U") for bits in (8, 16, 32, 64)),
+        _float_datatype("FP16", np.float16),
+        _float_datatype("BF16", ml_dtypes.bfloat16),
+        _float_datatype("FP32", np.float32),
+        _float_datatype("FP64", np.float64),
+        Datatype("BYTES", np.dtype(object), DatatypeKind.BYTES, "text"),
     )
 }
 BF16 = DATATYPES["BF16"]
 BYTES = DATATYPES["BYTES"]
 
 
-def datatype(name: str) -> Datatype:
+def parse_datatype(name: str) -> Datatype:
     """The datatype that a metadata's or a config's name means; raises `KeyError`."""
     name = name.removeprefix("TYPE_")
     return BYTES if name == "STRING" else DATATYPES[name]

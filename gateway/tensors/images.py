@@ -12,14 +12,16 @@ import numpy as np
 from PIL import Image
 
 from gateway.errors import BadImage, TooLarge
-from gateway.tensors.image_header import ImageHeader, essential_bytes, read_image_header
-from gateway.tensors.signature import ImageSpec, Layout
-from gateway.words import quoted
+from gateway.messages import quote_text
+from gateway.tensors.image_header import ImageHeader, read_image_header, strip_metadata
+from gateway.tensors.signature import ChannelLayout, ImageSpec
 
 MAX_SIDE = 16_384
 SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
-SIDEWAYS: Final = 5  # from this EXIF orientation on, height and width change places
-TURNS: Final[Mapping[int, Image.Transpose]] = {
+FIRST_SIDEWAYS_ORIENTATION: Final = (
+    5  # from this EXIF orientation on, height and width change places
+)
+ORIENTATION_TRANSPOSES: Final[Mapping[int, Image.Transpose]] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -29,7 +31,7 @@ TURNS: Final[Mapping[int, Image.Transpose]] = {
     8: Image.Transpose.ROTATE_90,
 }
 # What Pillow lets escape when the file is damaged.
-UNDECODABLE: Final = (
+PILLOW_ERRORS: Final = (
     OSError,
     EOFError,
     SyntaxError,
@@ -62,32 +64,32 @@ class EncodedImage:
     header: ImageHeader
 
 
-def screen_image(data: bytes, limits: ImageLimits, name: str) -> EncodedImage:
+def inspect_image(data: bytes, limits: ImageLimits, input_name: str) -> EncodedImage:
     """Raises `BadImage`, or `TooLarge` for more pixels than the limit."""
-    header = read_image_header(data, name)
+    header = read_image_header(data, input_name)
     width, height = header.width, header.height
     if header.pixels > limits.max_pixels:
         raise TooLarge(
-            f"the image for {quoted(name)} has {width} × {height} pixels; "
+            f"the image for {quote_text(input_name)} has {width} × {height} pixels; "
             f"the limit is {limits.max_pixels} pixels"
         )
     if max(width, height) > limits.max_side:
         raise TooLarge(
-            f"the image for {quoted(name)} is {width} × {height}; "
+            f"the image for {quote_text(input_name)} is {width} × {height}; "
             f"the limit is {limits.max_side} along a side"
         )
     return EncodedImage(data, header)
 
 
-def decode_image(image: EncodedImage, spec: ImageSpec, name: str) -> np.ndarray:
+def decode_image(image: EncodedImage, spec: ImageSpec, input_name: str) -> np.ndarray:
     """UINT8 values 0..255 in the layout and size of `spec`; EXIF orientation applied.
 
     Shape [height, width], [channels, height, width] or [height, width, channels]. Raises `BadImage`.
     """
     try:
-        converted = in_mode(upright(image, spec), spec.mode)
-    except UNDECODABLE:
-        raise BadImage(f"the image for {quoted(name)} is truncated or damaged") from None
+        converted = convert_image_mode(load_upright_image(image, spec), spec.mode)
+    except PILLOW_ERRORS:
+        raise BadImage(f"the image for {quote_text(input_name)} is truncated or damaged") from None
     size = (
         converted.width if spec.width < 0 else spec.width,
         converted.height if spec.height < 0 else spec.height,
@@ -95,29 +97,29 @@ def decode_image(image: EncodedImage, spec: ImageSpec, name: str) -> np.ndarray:
     if size != converted.size:
         converted = converted.resize(size, Image.Resampling.BILINEAR)
     array = np.asarray(converted)
-    if spec.layout is Layout.GREY:
+    if spec.layout is ChannelLayout.GREY:
         return array
     array = array.reshape(size[1], size[0], -1)
-    return array.transpose(2, 0, 1) if spec.layout is Layout.CHANNELS_FIRST else array
+    return array.transpose(2, 0, 1) if spec.layout is ChannelLayout.CHANNELS_FIRST else array
 
 
-def upright(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
+def load_upright_image(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
     """Decoded and turned; a JPEG is decoded at a reduced scale when the model wants a small one."""
     header = encoded.header
-    file = io.BytesIO(essential_bytes(encoded.data, header))
+    file = io.BytesIO(strip_metadata(encoded.data, header))
     image = Image.open(file, formats=(header.format,))
     if image.size != (header.width, header.height):
         raise ValueError("its size is not the one that was screened")
-    is_sideways = header.orientation >= SIDEWAYS
+    is_sideways = header.orientation >= FIRST_SIDEWAYS_ORIENTATION
     size = (spec.height, spec.width) if is_sideways else (spec.width, spec.height)
     if min(size) > 0 and image.mode in ("L", "RGB"):
         image.draft(image.mode, size)
     image.load()
-    turn = TURNS.get(header.orientation)
+    turn = ORIENTATION_TRANSPOSES.get(header.orientation)
     return image if turn is None else image.transpose(turn)
 
 
-def in_mode(image: Image.Image, mode: str) -> Image.Image:
+def convert_image_mode(image: Image.Image, mode: str) -> Image.Image:
     """`image` as L, RGB or RGBA: 16 bits scaled, transparency laid on white unless it is wanted."""
     if image.mode in SIXTEEN_BIT_MODES:
         grey = np.asarray(image).astype(np.float64) / 257.0

@@ -11,28 +11,28 @@ from typing import Final
 from gateway.errors import UnsupportedBody
 
 # No media type that is in use comes near it.
-MAX_CONTENT_TYPE: Final = 1024
-NAME: Final = re.compile(r"[^;=]*")
-BLANK: Final = re.compile(r"[ \t]*")
-QUOTED: Final = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL)
-UNQUOTED: Final = re.compile(r"[^;]*")
+MAX_CONTENT_TYPE_CHARS: Final = 1024
+PARAMETER_NAME: Final = re.compile(r"[^;=]*")
+OPTIONAL_WHITESPACE: Final = re.compile(r"[ \t]*")
+QUOTED_STRING: Final = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL)
+UNQUOTED_VALUE: Final = re.compile(r"[^;]*")
 # A backslash before anything else stands for itself: some browsers send Windows' paths.
-ESCAPE: Final = re.compile(r'\\(["\\])')
+QUOTED_PAIR: Final = re.compile(r'\\(["\\])')
 
 
-def media_type(content_type: str) -> tuple[str, dict[str, str]]:
+def parse_content_type(content_type: str) -> tuple[str, dict[str, str]]:
     """`text/plain; charset=utf-8` → ("text/plain", {"charset": "utf-8"}).
 
     Raises `UnsupportedBody` for what is longer than any media type.
     """
-    if len(content_type) > MAX_CONTENT_TYPE:
+    if len(content_type) > MAX_CONTENT_TYPE_CHARS:
         raise UnsupportedBody(
-            content_type, (f"a Content-Type of at most {MAX_CONTENT_TYPE} bytes",)
+            content_type, (f"a Content-Type of at most {MAX_CONTENT_TYPE_CHARS} bytes",)
         )
-    return split_parameters(content_type)
+    return parse_header_parameters(content_type)
 
 
-def split_parameters(header: str) -> tuple[str, dict[str, str]]:
+def parse_header_parameters(header: str) -> tuple[str, dict[str, str]]:
     """The value before the first `;` in lower case, and the parameters by name in lower case.
 
     Lenient: what is no parameter is left out, a quoted string without an end takes all that is left, and of
@@ -44,27 +44,31 @@ def split_parameters(header: str) -> tuple[str, dict[str, str]]:
     value = header[:position].strip().lower()
     parameters: dict[str, str] = {}
     while position < len(header):
-        name, content, position = read_parameter(header, position + 1)
+        name, content, position = parse_header_parameter(header, position + 1)
         if name:
             parameters[name] = content
     return value, parameters
 
 
-def read_parameter(header: str, start: int) -> tuple[str, str, int]:
+def parse_header_parameter(header: str, start: int) -> tuple[str, str, int]:
     """The name and value of the parameter that begins at `start`, and where the next `;` or the end is."""
-    position = end_of(NAME, header, start)
+    position = find_match_end(PARAMETER_NAME, header, start)
     name = header[start:position].strip().lower()
     if header[position : position + 1] != "=":
         return name, "", position
-    begin = end_of(BLANK, header, position + 1)
-    quoted = QUOTED.match(header, begin)
+    begin = find_match_end(OPTIONAL_WHITESPACE, header, position + 1)
+    quoted = QUOTED_STRING.match(header, begin)
     if quoted is None:
-        end = end_of(UNQUOTED, header, begin)
+        end = find_match_end(UNQUOTED_VALUE, header, begin)
         return name, header[begin:end].strip(), end
-    return name, ESCAPE.sub(r"\1", quoted[1]), end_of(UNQUOTED, header, quoted.end())
+    return (
+        name,
+        QUOTED_PAIR.sub(r"\1", quoted[1]),
+        find_match_end(UNQUOTED_VALUE, header, quoted.end()),
+    )
 
 
-def end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+def find_match_end(pattern: re.Pattern[str], text: str, start: int) -> int:
     """Where the match at `start` ends; of a pattern that matches everywhere."""
     match = pattern.match(text, start)
     return start if match is None else match.end()

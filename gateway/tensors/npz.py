@@ -14,17 +14,17 @@ from typing import Final
 
 import numpy as np
 
-from gateway.errors import Malformed, TooLarge
+from gateway.errors import MalformedRequest, TooLarge
+from gateway.messages import quote_text
 from gateway.tensors.npy import read_npy
-from gateway.words import quoted
 
-MAX_NAME: Final = 255  # bytes
-PIECE: Final = 64 << 10  # bytes that are inflated at a time
+MAX_ENTRY_NAME_BYTES: Final = 255  # bytes
+INFLATE_CHUNK_BYTES: Final = 64 << 10  # bytes that are inflated at a time
 STORED, DEFLATED = 0, 8
-ENCRYPTED, UTF8 = 1 << 0, 1 << 11
-END: Final = struct.Struct("<4s4H2LH")
+ENCRYPTED_FLAG, UTF8_FLAG = 1 << 0, 1 << 11
+END_RECORD: Final = struct.Struct("<4s4H2LH")
 END_SIGNATURE: Final = b"PK\x05\x06"
-MAX_COMMENT: Final = (1 << 16) - 1
+MAX_COMMENT_BYTES: Final = (1 << 16) - 1
 DIRECTORY_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 LOCAL_HEADER: Final = struct.Struct("<4s5H3L2H")
 
@@ -33,12 +33,12 @@ class DamagedArchive(Exception):
     """The archive contradicts itself; the message is the reason."""
 
 
-class BudgetExceeded(Exception):
+class ArchiveTooLarge(Exception):
     """The archive inflates to more than it may."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArchiveEntry:
     """A file of the archive, as the directory declares it."""
 
     name: bytes
@@ -50,8 +50,8 @@ class Entry:
     offset: int
 
     @property
-    def text(self) -> str:
-        return self.name.decode("utf-8" if self.flags & UTF8 else "cp437")
+    def decoded_name(self) -> str:
+        return self.name.decode("utf-8" if self.flags & UTF8_FLAG else "cp437")
 
 
 def read_npz(data: bytes, max_bytes: int, max_entries: int) -> dict[str, np.ndarray]:
@@ -62,25 +62,27 @@ def read_npz(data: bytes, max_bytes: int, max_entries: int) -> dict[str, np.ndar
     arrays: dict[str, np.ndarray] = {}
     left = max_bytes
     try:
-        for entry in read_directory(memoryview(data), max_entries):
-            name = entry.text.removesuffix(".npy")
+        for entry in read_archive_directory(memoryview(data), max_entries):
+            name = entry.decoded_name.removesuffix(".npy")
             if name in arrays:
-                raise Malformed(f"the .npz file holds two arrays of the name {quoted(name)}")
-            content = read_content(memoryview(data), entry, left)
+                raise MalformedRequest(
+                    f"the .npz file holds two arrays of the name {quote_text(name)}"
+                )
+            content = read_entry_content(memoryview(data), entry, left)
             left -= len(content)
             arrays[name] = read_npy(content)
-    except BudgetExceeded:
+    except ArchiveTooLarge:
         raise TooLarge(f"the .npz file inflates to more than {max_bytes} bytes") from None
     except DamagedArchive as exc:
-        raise Malformed(f"the body is not a whole .npz file: {exc}") from None
+        raise MalformedRequest(f"the body is not a whole .npz file: {exc}") from None
     except (struct.error, zlib.error, UnicodeDecodeError):
-        raise Malformed("the body is not a whole .npz file: it is damaged") from None
+        raise MalformedRequest("the body is not a whole .npz file: it is damaged") from None
     return arrays
 
 
-def read_directory(data: memoryview, max_entries: int) -> list[Entry]:
+def read_archive_directory(data: memoryview, max_entries: int) -> list[ArchiveEntry]:
     """The entries, in the order of their data, of which no two overlap."""
-    start, end, count = find_directory(data)
+    start, end, count = find_archive_directory(data)
     if count > max_entries:
         raise TooLarge(f"the .npz file holds more than {max_entries} arrays")
     entries = []
@@ -95,40 +97,44 @@ def read_directory(data: memoryview, max_entries: int) -> list[Entry]:
         position += name_length + extra_length + comment_length
         if signature != b"PK\x01\x02" or position > end:
             raise DamagedArchive("its directory is damaged")
-        if not 0 < name_length <= MAX_NAME:
-            raise DamagedArchive(f"a name in it is empty or has more than {MAX_NAME} bytes")
-        entries.append(Entry(name, flags, method, crc, compressed, size, offset))
+        if not 0 < name_length <= MAX_ENTRY_NAME_BYTES:
+            raise DamagedArchive(
+                f"a name in it is empty or has more than {MAX_ENTRY_NAME_BYTES} bytes"
+            )
+        entries.append(ArchiveEntry(name, flags, method, crc, compressed, size, offset))
     if position != end:
         raise DamagedArchive("its directory is damaged")
-    return check_layout(data, sorted(entries, key=lambda entry: entry.offset), start)
+    return check_entry_overlap(data, sorted(entries, key=lambda entry: entry.offset), start)
 
 
-def find_directory(data: memoryview) -> tuple[int, int, int]:
+def find_archive_directory(data: memoryview) -> tuple[int, int, int]:
     """Where the directory begins and ends, and how many entries it has."""
-    tail_start = max(0, len(data) - END.size - MAX_COMMENT)
+    tail_start = max(0, len(data) - END_RECORD.size - MAX_COMMENT_BYTES)
     tail = bytes(data[tail_start:])
     found = tail.rfind(END_SIGNATURE)
     if found < 0:
         raise DamagedArchive("it has no directory")
     end = tail_start + found
-    _, disk, start_disk, here, count, size, start, comment = END.unpack_from(data, end)
-    if disk or start_disk or here != count or end + END.size + comment != len(data):
+    _, disk, start_disk, here, count, size, start, comment = END_RECORD.unpack_from(data, end)
+    if disk or start_disk or here != count or end + END_RECORD.size + comment != len(data):
         raise DamagedArchive("its directory is damaged")
     if start + size != end:  # with ZIP64, all of them are the largest number
         raise DamagedArchive("its directory is not where it says, or it is a ZIP64 archive")
     return start, end, count
 
 
-def check_layout(data: memoryview, entries: list[Entry], directory: int) -> list[Entry]:
+def check_entry_overlap(
+    data: memoryview, entries: list[ArchiveEntry], directory_start: int
+) -> list[ArchiveEntry]:
     """The same entries, when the data of each ends before the next begins."""
-    offsets = [*(entry.offset for entry in entries), directory]
+    offsets = [*(entry.offset for entry in entries), directory_start]
     for entry, end in zip(entries, offsets[1:], strict=True):
-        if data_start(data, entry) + entry.compressed_size > end:
+        if find_entry_data(data, entry) + entry.compressed_size > end:
             raise DamagedArchive("its entries overlap")
     return entries
 
 
-def data_start(data: memoryview, entry: Entry) -> int:
+def find_entry_data(data: memoryview, entry: ArchiveEntry) -> int:
     """Where an entry's data begins: behind a header of its own, whose sizes nobody needs."""
     signature, _, flags, method, *_, name_length, extra_length = LOCAL_HEADER.unpack_from(
         data, entry.offset
@@ -137,18 +143,18 @@ def data_start(data: memoryview, entry: Entry) -> int:
     name = bytes(data[name_start : name_start + name_length])
     if signature != b"PK\x03\x04" or (method, name) != (entry.method, entry.name):
         raise DamagedArchive("an entry contradicts the directory")
-    if (flags | entry.flags) & ENCRYPTED:
+    if (flags | entry.flags) & ENCRYPTED_FLAG:
         raise DamagedArchive("it is encrypted")
     if method not in (STORED, DEFLATED):
         raise DamagedArchive("its compression is not taken; use numpy.savez or savez_compressed")
     return name_start + int(name_length) + int(extra_length)
 
 
-def read_content(data: memoryview, entry: Entry, max_bytes: int) -> memoryview:
+def read_entry_content(data: memoryview, entry: ArchiveEntry, max_bytes: int) -> memoryview:
     """An entry's content, of at most `max_bytes`, with its declared size and checksum."""
     if entry.size > max_bytes:
-        raise BudgetExceeded
-    start = data_start(data, entry)
+        raise ArchiveTooLarge
+    start = find_entry_data(data, entry)
     compressed = data[start : start + entry.compressed_size]
     # One byte more than is declared tells whether there is more.
     content = compressed if entry.method == STORED else inflate(compressed, entry.size + 1)
@@ -164,16 +170,16 @@ def inflate(compressed: memoryview, max_bytes: int) -> memoryview:
     """
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     content = bytearray()
-    for start in range(0, len(compressed), PIECE):
-        pending: bytes | memoryview = compressed[start : start + PIECE]
+    for start in range(0, len(compressed), INFLATE_CHUNK_BYTES):
+        pending: bytes | memoryview = compressed[start : start + INFLATE_CHUNK_BYTES]
         has_more = True
         while has_more and len(content) < max_bytes:
-            piece = inflater.decompress(pending, PIECE)
+            piece = inflater.decompress(pending, INFLATE_CHUNK_BYTES)
             content += piece
             pending = inflater.unconsumed_tail
-            has_more = bool(pending) or (len(piece) == PIECE and not inflater.eof)
+            has_more = bool(pending) or (len(piece) == INFLATE_CHUNK_BYTES and not inflater.eof)
         if inflater.eof or len(content) >= max_bytes:
             break
-    if inflater.eof and (inflater.unused_data or start + PIECE < len(compressed)):
+    if inflater.eof and (inflater.unused_data or start + INFLATE_CHUNK_BYTES < len(compressed)):
         raise DamagedArchive("an entry ends before its data does")
     return memoryview(content)

@@ -16,25 +16,25 @@ from typing import Any
 import numpy as np
 import orjson
 
-from gateway.errors import Malformed, TooLarge, UnsupportedBody
-from gateway.tensors.data_uri import from_base64
-from gateway.tensors.media_type import media_type, split_parameters
+from gateway.errors import MalformedRequest, TooLarge, UnsupportedBody
+from gateway.messages import quote_text
+from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser, RawPart
 from gateway.tensors.npy import read_npy
 from gateway.tensors.npz import read_npz
-from gateway.words import quoted
 
 JSON = "application/json"
 NPY = "application/x-npy"
 NPZ = "application/x-npz"
-OCTETS = "application/octet-stream"
+OCTET_STREAM = "application/octet-stream"
 EVENT_STREAM = "text/event-stream"
 NDJSON = "application/x-ndjson"
 MULTIPART = "multipart/form-data"
-TAKEN = ("image/*", OCTETS, "text/plain", MULTIPART, JSON, NPY, NPZ)
+SUPPORTED_CONTENT_TYPES = ("image/*", OCTET_STREAM, "text/plain", MULTIPART, JSON, NPY, NPZ)
 # Those of the WHATWG's Encoding Standard, by Python's names, and ASCII, UTF-16 and UTF-32. Python's other
 # codecs may be no character encodings, make what is no Unicode, or keep each name that they do not know.
-CHARSETS = frozenset({
+SUPPORTED_CODECS = frozenset({
     "ascii", "big5", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257",
     "cp1258", "cp866", "cp874", "euc_jp", "euc_kr", "gb18030", "gb2312", "gbk", "iso2022_jp",
     "iso8859_10", "iso8859_13", "iso8859_14", "iso8859_15", "iso8859_16", "iso8859_2", "iso8859_3",
@@ -47,14 +47,14 @@ CONTAINER_BYTES = 160
 VALUE_BYTES = 40
 # A decoder holds the interpreter's lock: this much takes the slowest of them less than a millisecond, and the
 # event loop waits for the lock several times in a request.
-DECODED_AT_A_TIME = 64 << 10
+TEXT_CHUNK_BYTES = 64 << 10
 # Fast enough in one piece; and in several they refuse what has no mark.
-BYTE_ORDER_MARKED = frozenset({"utf_16", "utf_32"})
-FED_AT_A_TIME = 64 << 10
+BOM_CODECS = frozenset({"utf_16", "utf_32"})
+FEED_CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Limits:
+class PayloadLimits:
     """What a body may hold."""
 
     max_bytes: int = 64 << 20
@@ -83,98 +83,102 @@ class Payload:
     outputs: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
-    stacked: bool = False  # every part is one element of a batch, even when there is only one
+    is_stacked: bool = False  # every part is one element of a batch, even when there is only one
 
 
-def read_payload(body: bytes, content_type: str, limits: Limits) -> Payload:
+def read_payload(body: bytes, content_type: str, limits: PayloadLimits) -> Payload:
     """Read a whole body. Raises `Malformed`, `UnsupportedBody` or `TooLarge`."""
-    name, parameters = media_type(content_type)
+    name, parameters = parse_content_type(content_type)
     if name == MULTIPART:
-        form = Form(content_type, limits)
-        for start in range(0, len(body), FED_AT_A_TIME):
-            form.feed(body[start : start + FED_AT_A_TIME])
-        return form.payload()
+        form = MultipartForm(content_type, limits)
+        for start in range(0, len(body), FEED_CHUNK_BYTES):
+            form.feed(body[start : start + FEED_CHUNK_BYTES])
+        return form.build_payload()
     if name == JSON:
-        return from_json(body, limits)
+        return read_json_payload(body, limits)
     if name == NPZ:
-        return Payload(from_npz(body, limits))
-    return Payload({"": [Part(read_value(body, name, parameters, content_type), name)]})
+        return Payload(read_npz_parts(body, limits))
+    return Payload({"": [Part(read_single_value(body, name, parameters, content_type), name)]})
 
 
-def read_value(body: bytes, name: str, parameters: Mapping[str, str], content_type: str) -> Any:
+def read_single_value(
+    body: bytes, media_type: str, parameters: Mapping[str, str], content_type: str
+) -> Any:
     """A body, or a field of a form, that holds one value."""
-    if name.startswith("image/") or name == OCTETS:
+    if media_type.startswith("image/") or media_type == OCTET_STREAM:
         return body
-    reader = VALUES.get(name)
+    reader = VALUE_READERS.get(media_type)
     if reader is None:
-        raise UnsupportedBody(content_type, TAKEN)
+        raise UnsupportedBody(content_type, SUPPORTED_CONTENT_TYPES)
     return reader(body, parameters)
 
 
-def text(body: bytes, parameters: Mapping[str, str]) -> str:
+def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
     charset = parameters.get("charset", "utf-8")
     codec = normalize_encoding(charset.lower())
     codec = aliases.get(codec, codec)
-    if codec not in CHARSETS:
-        raise Malformed(f"the text's charset {quoted(charset)} is not known; send UTF-8")
-    if len(body) > DECODED_AT_A_TIME and codec not in BYTE_ORDER_MARKED:
-        return decode_in_pieces(body, codec, charset)
+    if codec not in SUPPORTED_CODECS:
+        raise MalformedRequest(f"the text's charset {quote_text(charset)} is not known; send UTF-8")
+    if len(body) > TEXT_CHUNK_BYTES and codec not in BOM_CODECS:
+        return decode_text_chunks(body, codec, charset)
     try:
         return body.decode(codec)
     except UnicodeDecodeError as exc:
-        raise undecodable(charset, exc.start) from None
+        raise build_charset_error(charset, exc.start) from None
 
 
-def decode_in_pieces(body: bytes, codec: str, charset: str) -> str:
+def decode_text_chunks(body: bytes, codec: str, charset: str) -> str:
     decoder = codecs.getincrementaldecoder(codec)()
     pieces: list[str] = []
-    for start in range(0, len(body), DECODED_AT_A_TIME):
-        end = start + DECODED_AT_A_TIME
+    for start in range(0, len(body), TEXT_CHUNK_BYTES):
+        end = start + TEXT_CHUNK_BYTES
         try:
             pieces.append(decoder.decode(body[start:end], end >= len(body)))
         except UnicodeDecodeError as exc:  # of the piece, and what the last one left over
-            raise undecodable(charset, min(end, len(body)) - len(exc.object) + exc.start) from None
+            raise build_charset_error(
+                charset, min(end, len(body)) - len(exc.object) + exc.start
+            ) from None
         except UnicodeError:  # of a sequence that has no end
-            raise undecodable(charset, min(end, len(body))) from None
+            raise build_charset_error(charset, min(end, len(body))) from None
     return "".join(pieces)
 
 
-def undecodable(charset: str, position: int) -> Malformed:
-    return Malformed(f"the text is not valid {charset}: byte {position} does not fit")
+def build_charset_error(charset: str, position: int) -> MalformedRequest:
+    return MalformedRequest(f"the text is not valid {charset}: byte {position} does not fit")
 
 
-def npy(body: bytes, parameters: Mapping[str, str]) -> np.ndarray:
+def read_npy_value(body: bytes, parameters: Mapping[str, str]) -> np.ndarray:
     return read_npy(body)
 
 
-def json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
-    return decoded(loads(body), Limits().max_json_depth)
+def read_json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
+    return decode_b64_objects(parse_json_body(body), PayloadLimits().max_json_depth)
 
 
-VALUES: Mapping[str, Callable[[bytes, Mapping[str, str]], Any]] = {
-    "text/plain": text,
-    NPY: npy,
-    JSON: json_value,
+VALUE_READERS: Mapping[str, Callable[[bytes, Mapping[str, str]], Any]] = {
+    "text/plain": decode_text,
+    NPY: read_npy_value,
+    JSON: read_json_value,
 }
 
 
-def from_npz(body: bytes, limits: Limits) -> dict[str, list[Part]]:
+def read_npz_parts(body: bytes, limits: PayloadLimits) -> dict[str, list[Part]]:
     """NumPy's own archive: arrays by name. What it inflates to is bounded like a body."""
     arrays = read_npz(body, limits.max_bytes, limits.max_parts)
     return {name: [Part(array, NPY)] for name, array in arrays.items()}
 
 
-def loads(body: bytes) -> Any:
+def parse_json_body(body: bytes) -> Any:
     """JSON, as strict as RFC 8259; orjson itself bounds the recursion."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as exc:
         if str(exc).startswith("Not enough memory"):
             raise MemoryError from None
-        raise Malformed(f"the body is not JSON: {exc}") from None
+        raise MalformedRequest(f"the body is not JSON: {exc}") from None
 
 
-def check_json_memory(body: bytes | bytearray, limits: Limits) -> None:
+def check_json_memory(body: bytes | bytearray, limits: PayloadLimits) -> None:
     """Refuse JSON whose values need more memory than the limit, by a rough count. Raises `TooLarge`."""
     containers = body.count(b"[") + body.count(b"{")
     needed = len(body) + CONTAINER_BYTES * containers + VALUE_BYTES * body.count(b",")
@@ -185,135 +189,137 @@ def check_json_memory(body: bytes | bytearray, limits: Limits) -> None:
         )
 
 
-def from_json(body: bytes, limits: Limits) -> Payload:
+def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
     """`{"inputs": value or {name: value}, "outputs": [name]?, "parameters": {}?, "id": ""?}`."""
-    document = loads(body)
+    document = parse_json_body(body)
     if not isinstance(document, dict) or "inputs" not in document:
-        raise Malformed('the JSON body must be an object with "inputs", as in {"inputs": …}')
+        raise MalformedRequest('the JSON body must be an object with "inputs", as in {"inputs": …}')
     unknown = document.keys() - {"inputs", "outputs", "parameters", "id"}
     if unknown:
-        raise Malformed(
-            f"the JSON body has the unknown key {quoted(min(unknown))}; "
+        raise MalformedRequest(
+            f"the JSON body has the unknown key {quote_text(min(unknown))}; "
             'known are "inputs", "outputs", "parameters" and "id"'
         )
-    inputs = decoded(document["inputs"], limits.max_json_depth)
+    inputs = decode_b64_objects(document["inputs"], limits.max_json_depth)
     if not isinstance(inputs, dict):
         inputs = {"": inputs}
     return Payload(
         {name: [Part(value, JSON)] for name, value in inputs.items()},
-        outputs=names(document.get("outputs")),
-        parameters=parameters_of(document.get("parameters")),
-        id=identifier(document.get("id", "")),
+        outputs=validate_output_names(document.get("outputs")),
+        parameters=validate_parameters(document.get("parameters")),
+        id=validate_request_id(document.get("id", "")),
     )
 
 
-def names(value: Any) -> tuple[str, ...]:
+def validate_output_names(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise Malformed('"outputs" must be a list of output names')
+        raise MalformedRequest('"outputs" must be a list of output names')
     return tuple(dict.fromkeys(value))
 
 
-def parameters_of(value: Any) -> dict[str, Any]:
+def validate_parameters(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     scalars = (str, int, float, bool)
     if not isinstance(value, dict) or not all(isinstance(item, scalars) for item in value.values()):
-        raise Malformed('"parameters" must be an object of texts, numbers and booleans')
+        raise MalformedRequest('"parameters" must be an object of texts, numbers and booleans')
     return value
 
 
-def identifier(value: Any) -> str:
+def validate_request_id(value: Any) -> str:
     if not isinstance(value, str):
-        raise Malformed('"id" must be a text')
+        raise MalformedRequest('"id" must be a text')
     return value
 
 
-def decoded(value: Any, depth: int) -> Any:
+def decode_b64_objects(value: Any, max_depth: int) -> Any:
     """The same value with every `{"b64": …}` turned into bytes, down to `depth` levels."""
     if not isinstance(value, (list, dict)):
         return value
-    if depth == 0:
-        raise Malformed("the JSON is nested too deeply")
+    if max_depth == 0:
+        raise MalformedRequest("the JSON is nested too deeply")
     if isinstance(value, list):
         # Long lists of numbers pass without a Python call per element.
         nested = not {list, dict}.isdisjoint(map(type, value))
-        return [decoded(item, depth - 1) for item in value] if nested else value
+        return [decode_b64_objects(item, max_depth - 1) for item in value] if nested else value
     if value.keys() == {"b64"} and isinstance(value["b64"], str):
-        return from_base64(value["b64"])
-    return {key: decoded(item, depth - 1) for key, item in value.items()}
+        return decode_base64_text(value["b64"])
+    return {key: decode_b64_objects(item, max_depth - 1) for key, item in value.items()}
 
 
-class Form:
+class MultipartForm:
     """A multipart body (RFC 7578), fed as it comes; it is held in memory, under the limits."""
 
-    def __init__(self, content_type: str, limits: Limits) -> None:
-        boundary = media_type(content_type)[1].get("boundary", "")
+    def __init__(self, content_type: str, limits: PayloadLimits) -> None:
+        boundary = parse_content_type(content_type)[1].get("boundary", "")
         if not boundary:
-            raise Malformed("the multipart body's Content-Type names no boundary")
+            raise MalformedRequest("the multipart body's Content-Type names no boundary")
         self._parser = MultipartParser(boundary, limits.max_parts)
         self._parts: list[RawPart] = []
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """The bytes of its parts so far."""
         return sum(len(part.content) for part in self._parts)
 
     @property
-    def json_size(self) -> int:
+    def json_size_bytes(self) -> int:
         """The bytes of its parts so far that are to be read as JSON."""
-        return sum(len(part.content) for part in self._parts if is_json(part))
+        return sum(len(part.content) for part in self._parts if is_json_part(part))
 
     def feed(self, data: bytes) -> None:
         self._parts += self._parser.feed(data)
 
-    def check_json_memory(self, limits: Limits) -> None:
+    def check_json_memory(self, limits: PayloadLimits) -> None:
         """Raises `TooLarge` for a part whose values need more memory than the limit."""
         for part in self._parts:
-            if is_json(part):
+            if is_json_part(part):
                 check_json_memory(part.content, limits)
 
-    def payload(self) -> Payload:
+    def build_payload(self) -> Payload:
         """The form, when all of it was fed."""
         if not self._parser.is_complete:
-            raise Malformed("the multipart body ends before its last boundary")
+            raise MalformedRequest("the multipart body ends before its last boundary")
         parts: dict[str, list[Part]] = {}
         parameters: dict[str, Any] = {}
         while self._parts:  # each is copied, and then no longer held
-            name, part = read_field(self._parts.pop(0))
+            name, part = read_form_field(self._parts.pop(0))
             if name == "parameters":
-                parameters = parameters_of(form_parameters(part.value))
+                parameters = validate_parameters(parse_form_parameters(part.value))
             else:
                 parts.setdefault(name, []).append(part)
         return Payload(parts, parameters=parameters)
 
 
-def is_json(raw: RawPart) -> bool:
+def is_json_part(raw_part: RawPart) -> bool:
     """Whether a part is JSON, or the field `parameters`."""
-    is_parameters = "parameters" in raw.headers.get("content-disposition", "")
-    return is_parameters or JSON in raw.headers.get("content-type", "").lower()
+    is_parameters = "parameters" in raw_part.headers.get("content-disposition", "")
+    return is_parameters or JSON in raw_part.headers.get("content-type", "").lower()
 
 
-def read_field(raw: RawPart) -> tuple[str, Part]:
+def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
     """Name and value. One without a type is a text; a file without one that we read is bytes."""
-    disposition, options = split_parameters(raw.headers.get("content-disposition", ""))
+    disposition, options = parse_header_parameters(raw_part.headers.get("content-disposition", ""))
     if disposition != "form-data" or "name" not in options:
-        raise Malformed("a part of the multipart body has no name")
+        raise MalformedRequest("a part of the multipart body has no name")
     try:
         name = options["name"].encode("latin-1").decode()
     except UnicodeDecodeError:
-        raise Malformed("a part of the multipart body has a name that is not UTF-8") from None
-    is_file, data = "filename" in options, bytes(raw.content)
-    content_type = raw.headers.get("content-type", OCTETS if is_file else "text/plain")
-    kind, parameters = media_type(content_type)
-    if is_file and (kind not in VALUES or kind == "text/plain"):
+        raise MalformedRequest(
+            "a part of the multipart body has a name that is not UTF-8"
+        ) from None
+    is_file, data = "filename" in options, bytes(raw_part.content)
+    content_type = raw_part.headers.get("content-type", OCTET_STREAM if is_file else "text/plain")
+    kind, parameters = parse_content_type(content_type)
+    if is_file and (kind not in VALUE_READERS or kind == "text/plain"):
         return name, Part(data, kind)
-    return name, Part(read_value(data, kind, parameters, content_type), kind)
+    return name, Part(read_single_value(data, kind, parameters, content_type), kind)
 
 
-def form_parameters(value: Any) -> Any:
+def parse_form_parameters(value: Any) -> Any:
     """The field `parameters`, which is JSON whatever its type says."""
     if isinstance(value, str):
         value = value.encode()
-    return loads(value) if isinstance(value, bytes) else value
+    return parse_json_body(value) if isinstance(value, bytes) else value

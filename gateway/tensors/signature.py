@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from gateway.errors import ModelFault
-from gateway.tensors.dtypes import Datatype, Kind, datatype
-from gateway.words import quoted
+from gateway.messages import quote_text
+from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
-CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
-Json = Mapping[str, Any]
+IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+JsonObject = Mapping[str, Any]
 
 
-class Layout(str, Enum):
+class ChannelLayout(str, Enum):
     """Where an image's channels are."""
 
     CHANNELS_FIRST = "NCHW"
@@ -29,62 +29,65 @@ class Layout(str, Enum):
 class ImageSpec:
     """How an encoded image becomes this input; a size of -1 is the image's own."""
 
-    layout: Layout
+    layout: ChannelLayout
     mode: str
     height: int
     width: int
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """An input or output. `shape` is the model's own, without the batch dimension; -1 is any size."""
 
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
-    optional: bool = False
-    layout: Layout | None = None
+    is_optional: bool = False
+    layout: ChannelLayout | None = None
     content_type: str = ""
     scale: str = ""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    labels: bool = False
+    has_labels: bool = False
 
     @property
-    def has_classes(self) -> bool:
+    def can_classify(self) -> bool:
         """Of which Triton can name the best few. tritonserver 2.51 dies of classes of BYTES, and of an
         output that has no elements, as one of any size may."""
-        return self.datatype.kind not in (Kind.BYTES, Kind.BOOLEAN) and -1 not in self.shape
+        return (
+            self.datatype.kind not in (DatatypeKind.BYTES, DatatypeKind.BOOLEAN)
+            and -1 not in self.shape
+        )
 
     @property
-    def image(self) -> ImageSpec | None:
+    def image_spec(self) -> ImageSpec | None:
         """How an image fits, or None where the shape is not an image's.
 
         A model without a batch dimension of Triton's may carry one of its own: [1, 3, 224, 224].
         """
-        if self.datatype.kind in (Kind.BYTES, Kind.BOOLEAN):
+        if self.datatype.kind in (DatatypeKind.BYTES, DatatypeKind.BOOLEAN):
             return None
         shape = self.shape[1:] if len(self.shape) == 4 and self.shape[0] in (-1, 1) else self.shape
         if len(shape) == 2 and min(shape) not in (0, 1, 2, 3, 4):
-            return ImageSpec(Layout.GREY, "L", *shape)
+            return ImageSpec(ChannelLayout.GREY, "L", *shape)
         if len(shape) != 3:
             return None
-        layout = self.layout or guessed_layout(shape)
-        if layout is Layout.CHANNELS_FIRST and shape[0] in (-1, *CHANNELS):
-            return ImageSpec(layout, CHANNELS.get(shape[0], "RGB"), shape[1], shape[2])
-        if layout is Layout.CHANNELS_LAST and shape[2] in (-1, *CHANNELS):
-            return ImageSpec(layout, CHANNELS.get(shape[2], "RGB"), shape[0], shape[1])
+        layout = self.layout or guess_channel_layout(shape)
+        if layout is ChannelLayout.CHANNELS_FIRST and shape[0] in (-1, *IMAGE_MODES):
+            return ImageSpec(layout, IMAGE_MODES.get(shape[0], "RGB"), shape[1], shape[2])
+        if layout is ChannelLayout.CHANNELS_LAST and shape[2] in (-1, *IMAGE_MODES):
+            return ImageSpec(layout, IMAGE_MODES.get(shape[2], "RGB"), shape[0], shape[1])
         return None
 
 
-def guessed_layout(shape: tuple[int, ...]) -> Layout | None:
+def guess_channel_layout(shape: tuple[int, ...]) -> ChannelLayout | None:
     """Where the channels are when the config's `format` does not say it."""
-    first, last = shape[0] in CHANNELS, shape[2] in CHANNELS
+    first, last = shape[0] in IMAGE_MODES, shape[2] in IMAGE_MODES
     if last and (not first or (shape[0] == 1 and shape[2] > 1)):
-        return Layout.CHANNELS_LAST
+        return ChannelLayout.CHANNELS_LAST
     if first:
-        return Layout.CHANNELS_FIRST
-    return Layout.CHANNELS_LAST if shape[2] == -1 else None
+        return ChannelLayout.CHANNELS_FIRST
+    return ChannelLayout.CHANNELS_LAST if shape[2] == -1 else None
 
 
 @dataclass(frozen=True)
@@ -93,36 +96,36 @@ class Signature:
 
     model: str
     version: str
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
     max_batch_size: int = 0
     versions: tuple[str, ...] = ()
     platform: str = ""
-    decoupled: bool = False
+    is_decoupled: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def batching(self) -> bool:
+    def supports_batching(self) -> bool:
         """Triton batches this model: its tensors have a first dimension that `shape` leaves out."""
         return self.max_batch_size > 0
 
     @property
-    def stackable(self) -> bool:
+    def has_batch_dimension(self) -> bool:
         """Its tensors have a batch dimension: Triton's, or one of the model's own, of any size."""
         tensors = [*self.inputs.values(), *self.outputs.values()]
-        return self.batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
+        return self.supports_batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
 
     @property
-    def cancellable(self) -> bool:
+    def is_cancellable(self) -> bool:
         """Its config says that who leaves is to stop it."""
         return self.parameters.get("gateway.cancellable", "").strip().lower() == "true"
 
     @property
-    def required(self) -> list[Tensor]:
-        return [tensor for tensor in self.inputs.values() if not tensor.optional]
+    def required_inputs(self) -> list[TensorSpec]:
+        return [tensor for tensor in self.inputs.values() if not tensor.is_optional]
 
 
-def signature(metadata: Json, config: Json, version: str = "") -> Signature:
+def build_signature(metadata: JsonObject, config: JsonObject, version: str = "") -> Signature:
     """Join `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""
     parameters = {
         key: str(value.get("string_value", ""))
@@ -130,11 +133,14 @@ def signature(metadata: Json, config: Json, version: str = "") -> Signature:
     }
     max_batch_size = int(config.get("max_batch_size", 0))
 
-    def tensors(side: str) -> dict[str, Tensor]:
+    def tensors(side: str) -> dict[str, TensorSpec]:
         configured = {entry["name"]: entry for entry in config.get(side, ())}
         return {
-            entry["name"]: tensor(
-                entry, configured.get(entry["name"], {}), parameters, batching=max_batch_size > 0
+            entry["name"]: build_tensor_spec(
+                entry,
+                configured.get(entry["name"], {}),
+                parameters,
+                supports_batching=max_batch_size > 0,
             )
             for entry in metadata.get(f"{side}s", ())
         }
@@ -147,50 +153,57 @@ def signature(metadata: Json, config: Json, version: str = "") -> Signature:
         max_batch_size=max_batch_size,
         versions=tuple(metadata.get("versions", ())),
         platform=str(metadata.get("platform") or config.get("backend") or ""),
-        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
     )
 
 
-def tensor(
-    metadata: Json, config: Json, parameters: Mapping[str, str], *, batching: bool
-) -> Tensor:
+def build_tensor_spec(
+    metadata: JsonObject,
+    config: JsonObject,
+    parameters: Mapping[str, str],
+    *,
+    supports_batching: bool,
+) -> TensorSpec:
     """One tensor, with the hints that the config's parameters hold for it."""
     name = metadata["name"]
     shape = tuple(int(size) for size in metadata["shape"])
-    layouts = {"FORMAT_NCHW": Layout.CHANNELS_FIRST, "FORMAT_NHWC": Layout.CHANNELS_LAST}
+    layouts = {
+        "FORMAT_NCHW": ChannelLayout.CHANNELS_FIRST,
+        "FORMAT_NHWC": ChannelLayout.CHANNELS_LAST,
+    }
 
     def hint(kind: str) -> str:
         return parameters.get(f"gateway.{kind}.{name}", "").strip()
 
-    return Tensor(
+    return TensorSpec(
         name=name,
-        datatype=datatype(metadata["datatype"]),
-        shape=shape[1:] if batching else shape,
-        optional=bool(config.get("optional", False)),
+        datatype=parse_datatype(metadata["datatype"]),
+        shape=shape[1:] if supports_batching else shape,
+        is_optional=bool(config.get("optional", False)),
         layout=layouts.get(config.get("format", "")),
         content_type=hint("content_type"),
         scale=hint("scale"),
-        mean=numbers(hint("mean"), f"gateway.mean.{name}"),
-        std=numbers(hint("std"), f"gateway.std.{name}", divisors=True),
-        labels=bool(config.get("label_filename")),
+        mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
+        std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
+        has_labels=bool(config.get("label_filename")),
     )
 
 
-def numbers(text: str, key: str, *, divisors: bool = False) -> tuple[float, ...]:
+def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> tuple[float, ...]:
     """`0.485,0.456,0.406`: one value per channel, and none that makes a pixel infinite."""
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise wrong(text, key, "a list of numbers") from None
+        raise build_hint_error(text, key, "a list of numbers") from None
     with np.errstate(all="ignore"):
         single = np.array(values, np.float32)
         if not np.isfinite(single).all():
-            raise wrong(text, key, "a list of finite numbers")
-        if divisors and not np.isfinite(np.float32(255) / single).all():
-            raise wrong(text, key, "a list of numbers to divide by")
+            raise build_hint_error(text, key, "a list of finite numbers")
+        if are_divisors and not np.isfinite(np.float32(255) / single).all():
+            raise build_hint_error(text, key, "a list of numbers to divide by")
     return values
 
 
-def wrong(text: str, key: str, wanted: str) -> ModelFault:
-    return ModelFault(f"the model's config has {key} = {quoted(text)}, which is not {wanted}")
+def build_hint_error(text: str, key: str, expected: str) -> ModelFault:
+    return ModelFault(f"the model's config has {key} = {quote_text(text)}, which is not {expected}")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.errors import assert_error
 from tests.support.fake_triton import port_of
 from tests.support.measurements import assert_number, process_tree

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support import hostile_files as hostile
 from tests.support.hostile_files import MIB
 from tests.support.images import encoded

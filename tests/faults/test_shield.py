@@ -49,7 +49,7 @@ import orjson
 import psutil
 import pytest
 
-from gateway.triton.screening import GENERATE_KEYS, INFER_KEYS, MOST_KEY_BYTES
+from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, MAX_KEY_BYTES
 from tests.support.errors import assert_error
 from tests.support.fake_triton import SAID, Fake, Got, Wire, ask, fake_triton, port_of
 from tests.support.model_zoo.zoo import Model, Names, T, identity, write_repository
@@ -267,14 +267,18 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("path", "good", "bad"),
     [
-        (GENERATE, object_with(GENERATE_KEYS.total), object_with(GENERATE_KEYS.total + 1)),
-        (f"{GENERATE}_stream", object_with(9, MOST_KEY_BYTES), object_with(9, MOST_KEY_BYTES + 1)),
+        (
+            GENERATE,
+            object_with(GENERATE_KEY_LIMITS.total),
+            object_with(GENERATE_KEY_LIMITS.total + 1),
+        ),
+        (f"{GENERATE}_stream", object_with(9, MAX_KEY_BYTES), object_with(9, MAX_KEY_BYTES + 1)),
         (GENERATE, {"a": "x" * 10_000}, {"a": object_with(100_000)}),
         (INFER, {"parameters": object_with(900)}, {"parameters": object_with(1001)}),
         (
             INFER,
             {"inputs": [object_with(100)] * 90},
-            {"inputs": [object_with(100)] * (INFER_KEYS.total // 100 + 1)},
+            {"inputs": [object_with(100)] * (INFER_KEY_LIMITS.total // 100 + 1)},
         ),
         ("/v2/models/echo/trace/setting", {"a": "b"}, object_with(100_000)),
     ],
@@ -300,13 +304,13 @@ def test_the_keys_that_pass_cost_triton_little(client: httpx.Client, triton: Tri
     """The longest of the names, the most often, in the order that costs it most: a second would be a
     hundred times as much as was measured."""
     tritons = psutil.Process(triton.pid)
-    half = GENERATE_KEYS.total // 2
-    names = ",".join(f'"{key:0{MOST_KEY_BYTES}}":1' for key in range(half - 2))
+    half = GENERATE_KEY_LIMITS.total // 2
+    names = ",".join(f'"{key:0{MAX_KEY_BYTES}}":1' for key in range(half - 2))
     again = '"parameters":{},' * half
     body = f'{{"parameters":{{{names}}},{again}"X":[1.5]}}'
     for path, content in (
         (GENERATE, body),
-        (INFER, json.dumps({**GOOD, "parameters": object_with(990, MOST_KEY_BYTES)})),
+        (INFER, json.dumps({**GOOD, "parameters": object_with(990, MAX_KEY_BYTES)})),
     ):
         before = sum(tritons.cpu_times()[:2])
         assert client.post(path, content=content).status_code == 200
@@ -314,7 +318,7 @@ def test_the_keys_that_pass_cost_triton_little(client: httpx.Client, triton: Tri
 
 
 def test_a_parameter_of_v1_has_no_longer_name(client: httpx.Client, triton: Triton) -> None:
-    for length, status in ((MOST_KEY_BYTES, 200), (MOST_KEY_BYTES + 1, 400)):
+    for length, status in ((MAX_KEY_BYTES, 200), (MAX_KEY_BYTES + 1, 400)):
         body = {"inputs": [1.5], "parameters": {"p" * length: 1}}
         assert client.post("/v1/models/echo/infer", json=body).status_code == status
 

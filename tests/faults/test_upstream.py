@@ -18,7 +18,7 @@ import aiohttp
 import httpx
 import pytest
 
-from gateway.fleet.health import EJECT_AFTER
+from gateway.fleet.health import EJECT_AFTER_FAILURES
 from tests.support.fake_triton import port_of
 from tests.support.fault_proxy import NO_FAULT, End, Fault, Proxy, always
 from tests.support.fleet import Fleet, write_echo
@@ -362,7 +362,7 @@ WAYS: dict[str, tuple[Callable[[Proxy], AbstractContextManager[None]], int, floa
     "refuses": (Proxy.refusing, 0, 10),
     "swallows": (Proxy.swallowing, 0, CONNECT_S),
     # What was written before the reset may have run: it is not sent again, and five such end it.
-    "hangs up": (Proxy.hanging_up, EJECT_AFTER + CLIENTS - 1, 10),
+    "hangs up": (Proxy.hanging_up, EJECT_AFTER_FAILURES + CLIENTS - 1, 10),
 }
 
 

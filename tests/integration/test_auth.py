@@ -24,11 +24,11 @@ from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
 from gateway.app import ROUTERS, create_app
-from gateway.auth import OPEN, OPEN_BELOW
-from gateway.keys import BadKeysFile, Caller, Role, create, keys_in, read, revoke
-from gateway.routes.v2 import RULES
+from gateway.auth import PUBLIC_PATH_PREFIX, PUBLIC_PATHS
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.keys import BadKeysFile, Caller, Role, add_key, parse_keys, read_keys_file, remove_key
+from gateway.routes.v2 import ROUTE_RULES
 from gateway.settings import Settings
-from gateway.triton.embedded import EmbeddedTriton
 from tests.support.fake_triton import ask, fake_triton, port_of
 from tests.support.fleet import ECHO, Fleet, fleet_of
 from tests.support.keys import (
@@ -166,12 +166,16 @@ def test_every_route_has_its_row() -> None:
 
 
 def test_every_rule_of_what_is_passed_has_its_row() -> None:
-    for rule in RULES:
-        assert any(rule.path.fullmatch(filled(row.path, "m")) for row in ROWS), rule.path.pattern
+    for rule in ROUTE_RULES:
+        assert any(rule.pattern.fullmatch(filled(row.path, "m")) for row in ROWS), (
+            rule.pattern.pattern
+        )
 
 
 def test_what_is_open_is_in_the_table() -> None:
-    assert {row.path for row in ROWS if row.whose == FREE} == OPEN | {OPEN_BELOW + "{name:path}"}
+    assert {row.path for row in ROWS if row.whose == FREE} == PUBLIC_PATHS | {
+        PUBLIC_PATH_PREFIX + "{name:path}"
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method} {row.path}")
@@ -419,14 +423,14 @@ def test_odd_names_are_no_way_around_the_patterns(client: httpx.Client) -> None:
 @PROPERTY
 @given(st.lists(st.text("ab*?[]!-^\\", min_size=1, max_size=9), min_size=1), st.text("ab-^!]"))
 def test_any_pattern_is_a_pattern(globs: list[str], name: str) -> None:
-    assert Caller("x", models=tuple(globs)).sees(name) in (True, False)
+    assert Caller("x", models=tuple(globs)).can_see(name) in (True, False)
 
 
 @PROPERTY
 @given(st.text(min_size=1, max_size=30))
 def test_a_key_with_patterns_sees_no_name_that_a_path_would_have_to_quote(name: str) -> None:
     caller = Caller("x", models=("a*", "[!b]*"))
-    if caller.sees(name):
+    if caller.can_see(name):
         assert name.isascii()
         assert name.isprintable()
         assert not set(name) & set('%/\\?#"<>[]{}|^` ')
@@ -436,11 +440,11 @@ def test_a_key_with_patterns_sees_no_name_that_a_path_would_have_to_quote(name: 
 def test_what_was_matched_is_kept_in_bounds() -> None:
     caller = Caller("x", models=("a*",))
     for number in range(5000):
-        assert caller.sees(f"a{number}")
-        assert not caller.sees(f"b{number}")
-    assert caller.sees("a" * 10_000)
-    assert len(caller._seen) <= 1024
-    assert max(map(len, caller._seen)) < 300
+        assert caller.can_see(f"a{number}")
+        assert not caller.can_see(f"b{number}")
+    assert caller.can_see("a" * 10_000)
+    assert len(caller._visibility_cache) <= 1024
+    assert max(map(len, caller._visibility_cache)) < 300
 
 
 # Management by a key with patterns.
@@ -581,7 +585,7 @@ def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
     path = written(tmp_path / "keys.yaml", ENTRIES)
     with gateway_with(path, demo_triton.options.url) as (client, command):
         assert status(client, INFER) == 200
-        revoke(path, "infer")
+        remove_key(path, "infer")
         wait_until(lambda: status(client, INFER) == 401)
         assert status(client, ADMIN) == 200
         path.write_text(f"keys: [{{name: {INFER!r}, sha256: '{INFER}', *broken")
@@ -635,7 +639,7 @@ def test_every_worker_reads_the_file_again(demo_triton: EmbeddedTriton, tmp_path
             return {ask(port, "GET", "/v1/models", headers).status for _ in range(20)}
 
         assert statuses() == {200}
-        revoke(path, "infer")
+        remove_key(path, "infer")
         wait_until(lambda: statuses() == {401})
 
 
@@ -675,7 +679,7 @@ BAD: dict[str, str] = {
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
 def test_a_bad_file_is_refused_in_a_sentence_that_tells_none_of_it(text: str) -> None:
     with pytest.raises(BadKeysFile) as caught:
-        keys_in(text)
+        parse_keys(text)
     sentence = str(caught.value)
     assert sentence
     assert "\n" not in sentence
@@ -687,7 +691,7 @@ def test_a_bad_file_is_refused_in_a_sentence_that_tells_none_of_it(text: str) ->
 @given(st.text(max_size=200) | st.text("keys:[]{}\n-! *&'\"name", max_size=80))
 def test_whatever_stands_in_a_file_it_is_read_or_refused(text: str) -> None:
     with suppress(BadKeysFile):
-        keys_in(text)
+        parse_keys(text)
 
 
 def test_a_broken_file_at_the_start_ends_the_gateway(tmp_path: Path) -> None:
@@ -870,7 +874,7 @@ def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(
         ["ops", "admin", "*"],
     ]
     assert "2.5" in listed.stdout
-    for caller in read(path).values():
+    for caller in read_keys_file(path).values():
         assert caller.digest.hex() not in listed.stdout
     with gateway_with(path, demo_triton.options.url) as (client, _):
         found = client.get("/v2/models", headers=bearer(key)).json()["models"]
@@ -882,7 +886,7 @@ def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(
 
 def test_what_the_command_line_cannot_do_it_says_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    create(path, "shop", [Role.infer], ["*"], None)
+    add_key(path, "shop", [Role.infer], ["*"], None)
     before = path.read_text()
     broken = tmp_path / "broken.yaml"
     broken.write_text("keys: [tgw_infer-secret")
@@ -927,16 +931,16 @@ def test_what_else_stands_in_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shop", "ops")}
     path.write_text(COMMENTED.format(**hashes))
-    create(path, "new", [Role.infer, Role.metrics], ["a*", "b"], 3)
+    add_key(path, "new", [Role.infer, Role.metrics], ["a*", "b"], 3)
     text = path.read_text()
     assert text.startswith(COMMENTED.format(**hashes))
-    assert [caller.name for caller in read(path).values()] == ["shop", "ops", "new"]
-    revoke(path, "ops")
-    assert [caller.name for caller in read(path).values()] == ["shop", "new"]
+    assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "ops", "new"]
+    remove_key(path, "ops")
+    assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "new"]
     assert "# and no more" in path.read_text()
-    revoke(path, "new")
-    revoke(path, "shop")
-    assert read(path) == {}
+    remove_key(path, "new")
+    remove_key(path, "shop")
+    assert read_keys_file(path) == {}
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -944,24 +948,24 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     real = tmp_path / "real" / "keys.yaml"
     link = tmp_path / "keys.yaml"
     link.symlink_to(real)
-    create(link, "a", [Role.infer], ["*"], None)
-    create(link, "b", [Role.infer], ["*"], None)
+    add_key(link, "a", [Role.infer], ["*"], None)
+    add_key(link, "b", [Role.infer], ["*"], None)
     assert link.is_symlink()
-    assert [caller.name for caller in read(real).values()] == ["a", "b"]
+    assert [caller.name for caller in read_keys_file(real).values()] == ["a", "b"]
 
 
 def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     code = (
-        "import sys; from pathlib import Path; from gateway.keys import Role, create\n"
-        "for n in range(10): create(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'], None)"
+        "import sys; from pathlib import Path; from gateway.keys import Role, add_key\n"
+        "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'], None)"
     )
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(path), str(number)], cwd=ROOT)
         for number in range(4)
     ]
     assert [process.wait(60) for process in running] == [0] * 4
-    assert len(read(path)) == 40
+    assert len(read_keys_file(path)) == 40
 
 
 NAMES = st.from_regex(r"\A[a-z][a-z0-9.@:/+-]{0,8}\Z")
@@ -982,10 +986,12 @@ def test_whatever_is_made_is_there_until_it_is_revoked(
 ) -> None:
     path = tmp_path_factory.mktemp("made") / "keys.yaml"
     for name, roles, globs in made:
-        key = create(path, name, roles, globs, None)
-        found = read(path)[hashlib.sha256(key.encode()).digest()]
+        key = add_key(path, name, roles, globs, None)
+        found = read_keys_file(path)[hashlib.sha256(key.encode()).digest()]
         assert (found.name, found.roles, found.models) == (name, tuple(roles), tuple(globs))
-    assert [caller.name for caller in read(path).values()] == [name for name, _, _ in made]
+    assert [caller.name for caller in read_keys_file(path).values()] == [
+        name for name, _, _ in made
+    ]
     for name, _, _ in made:
-        revoke(path, name)
-        assert name not in [caller.name for caller in read(path).values()]
+        remove_key(path, name)
+        assert name not in [caller.name for caller in read_keys_file(path).values()]

@@ -21,11 +21,11 @@ import numpy as np
 import psutil
 import pytest
 
-from gateway.tensors.signature import signature
-from gateway.triton.channel import Channel
-from gateway.triton.complaints import Asked
-from gateway.triton.infer import Inference
-from gateway.triton.unary import infer
+from gateway.tensors.signature import build_signature
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.channel import GrpcChannel
+from gateway.triton.grpc.unary import infer_unary
+from gateway.triton.inference import InferCall
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
 from tests.support.servers import Command, Triton, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until, wait_until_async
@@ -269,15 +269,15 @@ def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: T
     metadata, config = (
         httpx.get(f"{url}{path}", timeout=TIMEOUT_S).json() for path in ("", "/config")
     )
-    described = signature(metadata, config)
+    described = build_signature(metadata, config)
     seconds = {Names().tensor("SECONDS"): np.zeros((1, 1), np.float32)}
 
-    async def call(channel: Channel, drawn: random.Random) -> Counter[str]:
+    async def call(channel: GrpcChannel, drawn: random.Random) -> Counter[str]:
         ends: Counter[str] = Counter()
         for _ in range(CALLS // LEAVERS):
-            asked = Asked(PATIENT.name, timeout_s=TIMEOUT_S)
-            inference = Inference(described, seconds, (), {}, "", 60_000_000)
-            calling = asyncio.create_task(infer(channel, asked, inference, []))
+            asked = RequestTarget(PATIENT.name, timeout_s=TIMEOUT_S)
+            inference = InferCall(described, seconds, (), {}, "", 60_000_000)
+            calling = asyncio.create_task(infer_unary(channel, asked, inference, []))
             await asyncio.wait({calling}, timeout=drawn.uniform(0, MOST_WAIT_S))
             ends["answered" if calling.done() else "left"] += 1
             calling.cancel()
@@ -286,10 +286,10 @@ def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: T
         return ends
 
     async def leave_often() -> Counter[str]:
-        channel = Channel(f"127.0.0.1:{triton.options.grpc_port}", None)
+        channel = GrpcChannel(f"127.0.0.1:{triton.options.grpc_port}", None)
         calls = (call(channel, random.Random(seed)) for seed in range(LEAVERS))
         found = sum(await asyncio.gather(*calls), Counter[str]())
-        await wait_until_async(lambda: not channel.users)
+        await wait_until_async(lambda: not channel.active_calls)
         channel.drop_idle()
         return found
 

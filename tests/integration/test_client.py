@@ -25,8 +25,8 @@ import pytest
 from PIL import Image
 
 from gateway.client import errors
-from gateway.client.order import InOrder
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.client.ordered import OrderedExecutor
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.keys import entry, written
 from tests.support.model_zoo.zoo import SHARED, Names, quoted, write_repository
 from tests.support.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
@@ -544,7 +544,7 @@ def test_outcomes_keep_their_order_and_no_more_than_asked_for_are_under_way() ->
     async def write(outcomes: list[int]) -> None:
         written.extend(outcomes)
 
-    asyncio.run(InOrder(do, write, 7).run(numbers(300)))
+    asyncio.run(OrderedExecutor(do, write, 7).run(numbers(300)))
     assert written == list(range(300))
     assert most == 7
 
@@ -566,7 +566,7 @@ def test_stopped_it_waits_for_what_is_under_way() -> None:
         async def write(outcomes: list[int]) -> None:
             written.extend(outcomes)
 
-        work = InOrder(do, write, 4)
+        work = OrderedExecutor(do, write, 4)
         await work.run(numbers(1000))
 
     asyncio.run(main())
@@ -589,7 +589,7 @@ def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> None:
         async def write(outcomes: list[int]) -> None:
             written.extend(outcomes)
 
-        work = InOrder(do, write, 4)
+        work = OrderedExecutor(do, write, 4)
         await work.run(numbers(6))
 
     asyncio.run(main())

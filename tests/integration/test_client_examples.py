@@ -18,7 +18,7 @@ import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import Model, Names, T, identity, write_repository
 from tests.support.servers import gateway_before, triton_with
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from gateway.decoding.pool import DecodePool
-from gateway.decoding.worker import Failed
+from gateway.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, TooLarge
-from gateway.tensors.images import ImageLimits, screen_image
+from gateway.tensors.images import ImageLimits, inspect_image
 from tests.support.wait import wait_until_async
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def test_no_more_processes_run_than_allowed() -> None:
 def test_an_error_of_the_gateway_is_raised_as_it_is() -> None:
     async def scenario(pool: DecodePool) -> None:
         with pytest.raises(BadImage) as refused:
-            await pool.run(screen_image, (b"no image", ImageLimits(), "X"), LONG_S)
+            await pool.run(inspect_image, (b"no image", ImageLimits(), "X"), LONG_S)
         assert refused.value.status_code == 422
         assert "'X'" in refused.value.detail
         assert len(children()) == 1  # it goes on
@@ -87,7 +87,7 @@ def test_an_error_of_the_gateway_is_raised_as_it_is() -> None:
 
 def test_any_other_error_is_a_fault() -> None:
     async def scenario(pool: DecodePool) -> None:
-        with pytest.raises(Failed, match="ZeroDivisionError"):
+        with pytest.raises(WorkerCallError, match="ZeroDivisionError"):
             await pool.run(divmod, (1, 0), LONG_S)
 
     run(scenario)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.errors import assert_error
 from tests.support.servers import ROOT, Command, free_ports
 

@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.fleet import BODY, ECHO, write_echo
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.servers import gateway, triton_on_free_ports

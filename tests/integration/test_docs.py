@@ -41,7 +41,7 @@ def test_every_error_is_documented_and_no_other() -> None:
     documented = {(int(status), code) for status, code in rows}
     assert callable(create_app)  # whose imports define the errors of every layer
     known = {(error.status, error.code) for error in family(errors.GatewayError)}
-    known |= {(status, code) for status, (code, _) in errors.FRAMEWORK.items()}
+    known |= {(status, code) for status, (code, _) in errors.FRAMEWORK_ERRORS.items()}
     assert documented == known
 
 

@@ -21,8 +21,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from gateway.triton.embedded import EmbeddedTriton
-from gateway.triton.options import ALL, CannotStart
+from gateway.embedded.options import LOAD_ALL, CannotStart
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.documents import READMES, examples, matches
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 from tests.support.wait import wait_until
@@ -72,7 +72,7 @@ def triton(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embed
     slow = config.read_text().replace('"tokens"', '"slow_tokens"').replace('"0.05"', '"0.75"')
     config.write_text(slow)
     # Started so that the log has every line that Triton writes, which are few until a test wants more.
-    with triton_with((REPOSITORY, folder), (ALL,), (), log_verbose=1, say=log.hear) as triton:
+    with triton_with((REPOSITORY, folder), (LOAD_ALL,), (), log_verbose=1, say=log.hear) as triton:
         log_requests(triton, False)
         yield triton
 

@@ -35,17 +35,17 @@ from gateway.errors import (
     ModelNotReady,
     UnknownModel,
 )
-from gateway.fleet.declared import ModelsFile
-from gateway.fleet.health import EJECTION_S, State
-from gateway.fleet.index import index_of
-from gateway.fleet.models import Models
-from gateway.fleet.plan import FIRST_PAUSE_S, actions
-from gateway.fleet.pool import NoReplica, Pool
-from gateway.fleet.replica import Address, Replica, Source, Wire
-from gateway.fleet.repository import TICK_S, PartlyDone, Repository, Terms
-from gateway.state.store import store
-from gateway.state.wishes import Wish
-from gateway.triton.complaints import Asked
+from gateway.fleet.health import EJECTION_S, HealthState
+from gateway.fleet.index import parse_index
+from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.pool import NoReplica, ReplicaPool
+from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
+from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
+from gateway.fleet.repository import RECONCILE_INTERVAL_S, ManagementOptions, PartlyDone, Repository
+from gateway.fleet.signatures import ModelService
+from gateway.state.desired import DesiredModel
+from gateway.state.store import open_state_store
+from gateway.triton.error_mapping import RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
 from tests.support.wait import TIMEOUT_S, wait_until_async
@@ -116,24 +116,30 @@ def say(line: str) -> None:
 
 
 def watching(
-    addresses: Iterable[Address],
+    addresses: Iterable[ReplicaAddress],
     poll_s: float = POLL_S,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
-) -> Pool:
-    return Pool([Source(address) for address in addresses], Wire(connect_timeout_s), poll_s=poll_s)
+) -> ReplicaPool:
+    return ReplicaPool(
+        [ReplicaSource(address) for address in addresses],
+        ReplicaConnectionOptions(connect_timeout_s),
+        probe_interval_s=poll_s,
+    )
 
 
-def over(fakes: Iterable[SimulatedTriton], poll_s: float = POLL_S) -> Pool:
+def over(fakes: Iterable[SimulatedTriton], poll_s: float = POLL_S) -> ReplicaPool:
     return watching([fake.address for fake in fakes], poll_s)
 
 
 @asynccontextmanager
 async def managing(
-    pool: Pool, file: ModelsFile | None = None, state: str = "memory:"
+    pool: ReplicaPool, file: ModelsFile | None = None, state: str = "memory:"
 ) -> AsyncIterator[Repository]:
-    models = Models(pool)
+    models = ModelService(pool)
     file = file or ModelsFile(None)
-    async with Repository(pool, models, store(state), file, Terms()) as repository:
+    async with Repository(
+        pool, models, open_state_store(state), file, ManagementOptions()
+    ) as repository:
         yield repository
     models.close()
 
@@ -141,17 +147,17 @@ async def managing(
 def declaring(path: Path, text: str) -> ModelsFile:
     path.write_text(text)
     file = ModelsFile(path)
-    file.open()
+    file.load()
     return file
 
 
 # The callers.
 
 
-async def infer(pool: Pool, model: str = "m", timeout_s: float = TIMEOUT_S) -> None:
+async def infer(pool: ReplicaPool, model: str = "m", timeout_s: float = TIMEOUT_S) -> None:
     path = f"/v2/models/{model}/infer".encode()
     headers = [(b"content-length", b"2")]
-    answer = await pool.send(Asked(model, "", timeout_s), b"POST", path, headers, b"{}")
+    answer = await pool.send(RequestTarget(model, "", timeout_s), b"POST", path, headers, b"{}")
     try:
         await answer.read()
     finally:
@@ -169,7 +175,7 @@ class Load:
     def p99_s(self) -> float:
         return statistics.quantiles(self.took_s, n=100)[98]
 
-    async def ask(self, pool: Pool, timeout_s: float = TIMEOUT_S) -> None:
+    async def ask(self, pool: ReplicaPool, timeout_s: float = TIMEOUT_S) -> None:
         began = time.perf_counter()
         try:
             await infer(pool, timeout_s=timeout_s)
@@ -178,14 +184,14 @@ class Load:
         self.took_s.append(time.perf_counter() - began)
 
 
-async def at_once(pool: Pool, count: int, timeout_s: float = TIMEOUT_S) -> Load:
+async def at_once(pool: ReplicaPool, count: int, timeout_s: float = TIMEOUT_S) -> Load:
     """Of so many, every replica gets some: all are chosen for before the first answer."""
     found = Load()
     await asyncio.gather(*(found.ask(pool, timeout_s) for _ in range(count)))
     return found
 
 
-async def in_turns(pool: Pool, count: int, callers: int = 1) -> Load:
+async def in_turns(pool: ReplicaPool, count: int, callers: int = 1) -> Load:
     """As many requests of some callers, each of whom waits for an answer before the next request."""
     found = Load()
 
@@ -197,21 +203,21 @@ async def in_turns(pool: Pool, count: int, callers: int = 1) -> Load:
     return found
 
 
-def replica_of(pool: Pool, fake: SimulatedTriton) -> Replica:
+def replica_of(pool: ReplicaPool, fake: SimulatedTriton) -> Replica:
     return next(
         found for address, found in pool.replicas.items() if str(address) == str(fake.address)
     )
 
 
-def is_in(pool: Pool, fake: SimulatedTriton, state: State) -> Callable[[], bool]:
-    return lambda: pool.state(replica_of(pool, fake)) is state
+def is_in(pool: ReplicaPool, fake: SimulatedTriton, state: HealthState) -> Callable[[], bool]:
+    return lambda: pool.replica_state(replica_of(pool, fake)) is state
 
 
-def is_back(pool: Pool, fake: SimulatedTriton) -> Callable[[], bool]:
-    return lambda: pool.state(replica_of(pool, fake)) <= State.EJECTED
+def is_back(pool: ReplicaPool, fake: SimulatedTriton) -> Callable[[], bool]:
+    return lambda: pool.replica_state(replica_of(pool, fake)) <= HealthState.EJECTED
 
 
-def counted(pool: Pool, sample: str, **labels: str) -> float:
+def counted(pool: ReplicaPool, sample: str, **labels: str) -> float:
     """Over all other labels."""
     pool.metrics.flush()
     found = (each for metric in pool.metrics.collect() for each in metric.samples)
@@ -222,21 +228,23 @@ def counted(pool: Pool, sample: str, **labels: str) -> float:
     )
 
 
-def refusals(pool: Pool, fake: SimulatedTriton) -> float:
+def refusals(pool: ReplicaPool, fake: SimulatedTriton) -> float:
     """Requests that found no connection to this replica."""
     name = str(fake.address)
     return counted(pool, "gateway_upstream_attempts_total", replica=name, outcome="refused")
 
 
-def states(pool: Pool) -> Counter[State]:
-    return Counter(map(pool.state, pool.replicas.values()))
+def states(pool: ReplicaPool) -> Counter[HealthState]:
+    return Counter(map(pool.replica_state, pool.replicas.values()))
 
 
-async def kill(pool: Pool, fake: SimulatedTriton) -> None:
+async def kill(pool: ReplicaPool, fake: SimulatedTriton) -> None:
     """Its process dies, and the gateway has seen that its connections are closed."""
     await fake.stop()
     http = replica_of(pool, fake).http
-    await wait_until_async(lambda: not any(connection.usable for connection in http._idle))
+    await wait_until_async(
+        lambda: not any(connection.is_usable for connection in http._idle_connections)
+    )
 
 
 # What it costs.
@@ -249,9 +257,9 @@ async def test_choosing_a_replica_costs_no_more_in_a_large_fleet_than_in_a_small
     async def calls_in(count: int) -> tuple[int, int]:
         """To choose for each model, again and anew."""
         async with simulated_replicas(count, names) as fakes, over(fakes, NEVER_S) as pool:
-            await wait_until_async(lambda: states(pool)[State.UP] == count)
-            again = count_calls(lambda: [pool.choose(name) for name in names])
-            return again, count_calls(lambda: [pool._look_up(name, "") for name in names])
+            await wait_until_async(lambda: states(pool)[HealthState.UP] == count)
+            again = count_calls(lambda: [pool.choose_replica(name) for name in names])
+            return again, count_calls(lambda: [pool._update_candidates(name, "") for name in names])
 
     small, large = await calls_in(10), await calls_in(REPLICAS)
     say(f"calls for {MODELS} models, again and anew: {small} of 10, {large} of {REPLICAS} replicas")
@@ -264,33 +272,33 @@ async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> No
     names = [f"model_{number}" for number in range(MODELS)]
     began = time.perf_counter()
     async with simulated_replicas(REPLICAS, names) as fakes, over(fakes, POLL_S) as pool:
-        await wait_until_async(lambda: states(pool)[State.UP] == REPLICAS)
+        await wait_until_async(lambda: states(pool)[HealthState.UP] == REPLICAS)
         before = {address: replica.index for address, replica in pool.replicas.items()}
         fakes[0].models["model_7"] = False
-        await pool.refresh()
+        await pool.probe_all()
         read_again = [
             str(address)
             for address, replica in pool.replicas.items()
             if replica.index is not before[address]
         ]
         assert read_again == [str(fakes[0].address)]
-        assert not replica_of(pool, fakes[0]).index.ready("model_7")
+        assert not replica_of(pool, fakes[0]).index.is_ready("model_7")
         looks = {fake.requests["index"] for fake in fakes}
         most = (
             3 + (time.perf_counter() - began) / POLL_S
         )  # at the start, by refresh, and at a change
         assert 2 <= min(looks) <= max(looks) <= most
-        assert states(pool)[State.UP] == REPLICAS
+        assert states(pool)[HealthState.UP] == REPLICAS
 
 
 def test_planning_costs_as_much_for_each_model_however_many_there_are() -> None:
     def plan(models: int) -> int:
         said = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]
-        index = index_of(said)
-        wishes = {entry["name"]: Wish(True, revision=1) for entry in said}
+        index = parse_index(said)
+        wishes = {entry["name"]: DesiredModel(True, revision=1) for entry in said}
         loads = dict.fromkeys(wishes, "1")
-        assert not list(actions(wishes, index, loads))
-        return count_calls(lambda: list(actions(wishes, index, loads)))
+        assert not list(plan_actions(wishes, index, loads))
+        return count_calls(lambda: list(plan_actions(wishes, index, loads)))
 
     few, many = plan(MODELS), plan(10 * MODELS)
     say(f"planning for a replica with {MODELS} models: {few} calls, with ten times as many: {many}")
@@ -325,9 +333,15 @@ class Names:
             raise self.error
         return self.hosts
 
-    def pool(self, fake: SimulatedTriton, poll_s: float = POLL_S) -> Pool:
-        named = Source(Address(NAME, fake.port, fake.grpc_port), by_dns=True)
-        return Pool([named], Wire(CONNECT_TIMEOUT_S), poll_s=poll_s, dns_s=0.1, resolve=self)
+    def pool(self, fake: SimulatedTriton, poll_s: float = POLL_S) -> ReplicaPool:
+        named = ReplicaSource(ReplicaAddress(NAME, fake.port, fake.grpc_port), is_dns_name=True)
+        return ReplicaPool(
+            [named],
+            ReplicaConnectionOptions(CONNECT_TIMEOUT_S),
+            probe_interval_s=poll_s,
+            dns_interval_s=0.1,
+            resolver=self,
+        )
 
 
 @on_uvloop
@@ -339,13 +353,13 @@ async def test_a_new_replica_gets_its_models_with_nobody_doing_anything() -> Non
         names = Names([fake.host for fake in fakes[:2]])
         async with names.pool(fakes[0]) as pool, managing(pool) as repository:
             for model in ("a", "b"):
-                document = (await repository.load(model, {})).document()
+                document = (await repository.load(model, {})).to_dict()
                 assert document["state"] == "READY"
                 assert len(document["replicas"]) == 2
             assert fakes[1].models == {"a": True, "b": True, "c": False}
             names.hosts = [fake.host for fake in fakes]
             took_s = await wait_until_async(lambda: fakes[2].models == fakes[1].models)
-            await wait_until_async(lambda: replica_of(pool, fakes[2]).index.ready("b"))
+            await wait_until_async(lambda: replica_of(pool, fakes[2]).index.is_ready("b"))
             say(f"a new replica had its models after {took_s:.1f} s")
             await asyncio.gather(*(infer(pool, "b") for _ in range(60)))
             assert all(fake.inferences["b"] > 10 for fake in fakes)
@@ -361,7 +375,7 @@ async def test_a_replica_that_restarts_gets_its_models_again_and_loses_what_was_
         await repository.load("a", {})
         await repository.unload("b", unload_dependents=False)
         await fakes[1].stop()
-        await skip_until(lambda: states(pool)[State.DOWN] == 1)
+        await skip_until(lambda: states(pool)[HealthState.DOWN] == 1)
         fakes[1].models = {"a": False, "b": True}
         await fakes[1].start()
         await skip_until(lambda: fakes[1].models == {"a": True, "b": False})
@@ -370,10 +384,10 @@ async def test_a_replica_that_restarts_gets_its_models_again_and_loses_what_was_
 # Several gateways.
 
 
-async def restart(pools: Sequence[Pool], fake: SimulatedTriton) -> None:
+async def restart(pools: Sequence[ReplicaPool], fake: SimulatedTriton) -> None:
     """End a replica, and start it again with its models loaded by itself."""
     await fake.stop()
-    await wait_until_async(lambda: all(is_in(pool, fake, State.DOWN)() for pool in pools))
+    await wait_until_async(lambda: all(is_in(pool, fake, HealthState.DOWN)() for pool in pools))
     fake.models = dict.fromkeys(fake.models, True)
     fake.requests.clear()
     await fake.start()
@@ -381,7 +395,7 @@ async def restart(pools: Sequence[Pool], fake: SimulatedTriton) -> None:
 
 async def several_looks(fake: SimulatedTriton, gateways: int) -> None:
     """Wait until gateways have looked at a replica for a few of their rounds."""
-    looks = fake.requests["index"] + 3 * gateways * TICK_S / POLL_S
+    looks = fake.requests["index"] + 3 * gateways * RECONCILE_INTERVAL_S / POLL_S
     await wait_until_async(lambda: fake.requests["index"] > looks)
 
 
@@ -396,15 +410,15 @@ async def test_a_load_that_a_replica_missed_is_made_good(tmp_path: Path, by: str
             async with managing(second, state=state) as another:
                 await fakes[2].stop()
                 for pool in (first, second):
-                    await wait_until_async(is_in(pool, fakes[2], State.DOWN))
+                    await wait_until_async(is_in(pool, fakes[2], HealthState.DOWN))
                 with pytest.raises(PartlyDone):
                     await (leader if by == "leader" else another).load("m", {})
-                assert leader.behind("m") or by == "another"
+                assert leader.outdated_replicas("m") or by == "another"
                 fakes[2].requests.clear()
                 await fakes[2].start()
                 await wait_until_async(lambda: fakes[2].requests["load"])
-                await wait_until_async(lambda: not leader.behind("m"))
-                await wait_until_async(lambda: not another.behind("m"))
+                await wait_until_async(lambda: not leader.outdated_replicas("m"))
+                await wait_until_async(lambda: not another.outdated_replicas("m"))
         loads = [fake.requests["load"] for fake in fakes]
         assert loads == [2, 2, 1]
 
@@ -419,18 +433,20 @@ async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_
                 fake.load_s = 3600
             loading = asyncio.create_task(ended.load("m", {}))
             await wait_until_async(lambda: all(fake.requests["load"] == 2 for fake in fakes))
-            await wait_until_async(lambda: len(ended.behind("m")) == 0)  # under way, or done
+            await wait_until_async(
+                lambda: len(ended.outdated_replicas("m")) == 0
+            )  # under way, or done
         loading.cancel()
         for fake in fakes[1:]:
             fake.load_s = 0
         async with managing(pool, state=state) as following:
             await wait_until_async(
                 lambda: (
-                    [fake.requests["load"] for fake in fakes] == [2, 3, 3]
-                    and not following.behind("m")
+                    [fake.requests["load"] for fake in fakes[1:]] == [3, 3]
+                    and not following.outdated_replicas("m")
                 )
             )
-            assert not following.errors
+            assert not following.load_errors
 
 
 @on_uvloop
@@ -447,7 +463,7 @@ async def test_a_replica_that_restarts_gets_the_config_that_was_loaded(tmp_path:
         await another.load("m", {"unload_dependents": True})  # any parameter
         await restart([first, second], fakes[1])
         await wait_until_async(lambda: fakes[1].requests["load"])
-        await wait_until_async(lambda: not leader.behind("m"))
+        await wait_until_async(lambda: not leader.outdated_replicas("m"))
         assert fakes[0].requests["load"] == 1
 
 
@@ -465,7 +481,9 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
             await asyncio.gather(*(repository.load("m", {}) for repository in repositories))
         # Which of loads at the same time came last is unknown: there may be one more.
         await several_looks(fakes[0], 3)
-        await wait_until_async(lambda: not any(each.behind("m") for each in repositories))
+        await wait_until_async(
+            lambda: not any(each.outdated_replicas("m") for each in repositories)
+        )
         loads = [fake.requests["load"] for fake in fakes]
         await several_looks(fakes[0], 3)
         assert [fake.requests["load"] for fake in fakes] == loads
@@ -501,11 +519,11 @@ async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: P
         await repository.load("m", {})
         for fake in fakes:
             del fake.models["m"]
-        await wait_until_async(lambda: "m" in repository.errors)
-        report = (await repository.unload("m", False)).document()
+        await wait_until_async(lambda: "m" in repository.load_errors)
+        report = (await repository.unload("m", False)).to_dict()
         assert report["state"] == "UNAVAILABLE"
         assert len(report["replicas"]) == 2
-        assert repository.wishes == {}
+        assert repository.desired_models == {}
         with pytest.raises(UnknownModel):
             await repository.unload("m", False)
 
@@ -536,8 +554,8 @@ async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
         async with over(fakes) as pool, managing(pool, file) as repository:
 
             def pending() -> set[str]:
-                found = repository.readiness(draining=False)
-                assert found.ready, found.document
+                found = repository.check_readiness(is_draining=False)
+                assert found.is_ready, found.document
                 return set(found.document.get("pending", ()))
 
             path.write_text("models: [a, slow, misspelt]")
@@ -545,7 +563,7 @@ async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
             await skip_until(lambda: pending() == {"misspelt"})
             for fake in fakes:
                 fake.models["slow"] = False
-            await skip_until(lambda: not repository.readiness(draining=False).ready)
+            await skip_until(lambda: not repository.check_readiness(is_draining=False).is_ready)
 
 
 @with_skips
@@ -563,9 +581,9 @@ async def test_a_declared_model_that_cannot_be_loaded_is_tried_more_and_more_rar
             pauses_s = [after - before for before, after in itertools.pairwise(fake.loads_at)]
             say(f"tried again after {[f'{pause_s:.1f} s' for pause_s in pauses_s]}")
             assert all(
-                pause_s >= FIRST_PAUSE_S * 2**number for number, pause_s in enumerate(pauses_s)
+                pause_s >= INITIAL_BACKOFF_S * 2**number for number, pause_s in enumerate(pauses_s)
             )
-        assert "failed to poll" in repository.errors["nowhere"]
+        assert "failed to poll" in repository.load_errors["nowhere"]
         await infer(pool)
 
 
@@ -574,7 +592,7 @@ async def test_an_address_that_is_gone_gets_nothing_more() -> None:
     async with simulated_replicas(3) as fakes:
         names = Names([fake.host for fake in fakes])
         async with names.pool(fakes[0], poll_s=0.1) as pool:
-            assert states(pool)[State.UP] == 3
+            assert states(pool)[HealthState.UP] == 3
             names.hosts = [fake.host for fake in fakes[1:]]
             await wait_until_async(lambda: len(pool.replicas) == 2)
             await wait_until_async(lambda: not fakes[0].connections)
@@ -601,7 +619,7 @@ async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
             assert len(replicas_in_metrics(pool)) == 2
 
 
-def replicas_in_metrics(pool: Pool) -> set[str]:
+def replicas_in_metrics(pool: ReplicaPool) -> set[str]:
     pool.metrics.flush()
     samples = (sample for metric in pool.metrics.collect() for sample in metric.samples)
     return {sample.labels["replica"] for sample in samples if "replica" in sample.labels}
@@ -638,7 +656,7 @@ async def test_a_load_on_an_address_that_is_gone_is_not_waited_for() -> None:
             with pytest.raises(GatewayError) as told:
                 await asyncio.wait_for(loading, TIMEOUT_S)
             assert told.value.status == 502
-            assert (await repository.load("m", {})).document()["state"] == "READY"
+            assert (await repository.load("m", {})).to_dict()["state"] == "READY"
 
 
 @on_uvloop
@@ -650,10 +668,10 @@ async def test_a_name_that_cannot_be_looked_up_keeps_what_it_stood_for() -> None
                 names.error, names.hosts = error, hosts
                 names.asked = 0
                 await wait_until_async(lambda: names.asked > 2)
-                assert states(pool) == {State.UP: 2}
+                assert states(pool) == {HealthState.UP: 2}
                 assert not (await at_once(pool, 20)).errors
             names.hosts = [fake.host for fake in fakes]
-            await wait_until_async(lambda: states(pool) == {State.UP: 3})
+            await wait_until_async(lambda: states(pool) == {HealthState.UP: 3})
 
 
 @on_uvloop
@@ -664,7 +682,7 @@ async def test_a_name_that_stands_for_nothing_at_the_start_is_looked_up_again() 
             with pytest.raises(NoReplica):
                 await infer(pool)
             names.error, names.hosts = None, [fake.host]
-            await wait_until_async(lambda: states(pool) == {State.UP: 1})
+            await wait_until_async(lambda: states(pool) == {HealthState.UP: 1})
             await infer(pool)
 
 
@@ -672,7 +690,7 @@ async def test_a_name_that_stands_for_nothing_at_the_start_is_looked_up_again() 
 
 
 async def shares(
-    pool: Pool, fakes: Sequence[SimulatedTriton], callers: int, count: int
+    pool: ReplicaPool, fakes: Sequence[SimulatedTriton], callers: int, count: int
 ) -> list[float]:
     """The parts of the requests that each replica gets from callers who wait for their answers."""
     for fake in fakes:
@@ -728,12 +746,12 @@ async def test_a_slow_replica_gets_little_and_costs_the_callers_little() -> None
 @on_uvloop
 async def test_a_replica_that_is_slow_no_more_gets_its_share_again() -> None:
     async with simulated_replicas(3, delay_s=0.04) as fakes, over(fakes, poll_s=0.05) as pool:
-        pace = replica_of(pool, fakes[0]).pace
+        pace = replica_of(pool, fakes[0]).latency
         fakes[0].delay_s = 0.3
-        while pace.slowness < 1.5:
+        while pace.ratio < 1.5:
             await at_once(pool, 3)
         fakes[0].delay_s = 0.04
-        await wait_until_async(lambda: pace.slowness < 1.4)
+        await wait_until_async(lambda: pace.ratio < 1.4)
         fakes[0].inferences.clear()
         await at_once(pool, 90)
         assert fakes[0].inferences["m"] > 90 / 3 / 2
@@ -745,14 +763,14 @@ async def test_a_refused_connection_is_not_the_callers_business() -> None:
         assert not (await at_once(pool, 20)).errors
         await kill(pool, fakes[0])
         assert not (await at_once(pool, 20)).errors
-        assert pool.state(replica_of(pool, fakes[0])) is State.DOWN
+        assert pool.replica_state(replica_of(pool, fakes[0])) is HealthState.DOWN
         await fakes[0].start()
-        replica_of(pool, fakes[0]).doubted.set()
+        replica_of(pool, fakes[0]).probe_requested.set()
         await wait_until_async(is_back(pool, fakes[0]))
 
 
 @contextmanager
-def black_hole(address: Address) -> Iterator[None]:
+def black_hole(address: ReplicaAddress) -> Iterator[None]:
     """Connections to there are neither accepted nor refused: the queue of a socket that nobody serves."""
     with socket.socket() as listening, contextlib.ExitStack() as stack:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -779,7 +797,7 @@ async def test_a_black_hole_costs_a_few_callers_half_a_second_and_then_nobody_an
             assert not first.errors
             assert max(first.took_s) > 0.49
             assert 0 < refusals(pool, fakes[0]) < 10
-            await wait_until_async(is_in(pool, fakes[0], State.SLOW))
+            await wait_until_async(is_in(pool, fakes[0], HealthState.SLOW))
             before = refusals(pool, fakes[0])
             then = await at_once(pool, 20)
             assert not then.errors
@@ -806,7 +824,7 @@ async def test_a_replica_that_accepts_and_never_answers_is_left_alone() -> None:
         assert len(late.errors) >= fakes[0].inferences["m"] - hung > 0
         assert {type(error) for error in late.errors} == {DeadlinePassed}
 
-        await wait_until_async(is_in(pool, fakes[0], State.SLOW))
+        await wait_until_async(is_in(pool, fakes[0], HealthState.SLOW))
         hung = fakes[0].inferences["m"]
         then = await at_once(pool, 20)
         assert not then.errors
@@ -825,19 +843,19 @@ async def test_where_all_replicas_fail_no_more_than_half_are_ejected_until_they_
             found = await at_once(pool, 10)
             assert {type(error) for error in found.errors} == {BadUpstream}
             assert len(found.errors) == 10  # each may have run: none is retried
-            assert states(pool)[State.EJECTED] <= 5
+            assert states(pool)[HealthState.EJECTED] <= 5
         skip(EJECTION_S)
-        await wait_until_async(lambda: states(pool) == {State.UP: 10})
-        while states(pool)[State.EJECTED] < 5:
+        await wait_until_async(lambda: states(pool) == {HealthState.UP: 10})
+        while states(pool)[HealthState.EJECTED] < 5:
             await at_once(pool, 10)
-        ejected = [fake for fake in fakes if is_in(pool, fake, State.EJECTED)()]
+        ejected = [fake for fake in fakes if is_in(pool, fake, HealthState.EJECTED)()]
         for fake in fakes:
             fake.garbles = False
             fake.inferences.clear()
         assert not (await at_once(pool, 60)).errors
         assert not any(fake.inferences["m"] for fake in ejected)
         skip(2 * EJECTION_S)  # as long as a second ejection lasts
-        await wait_until_async(lambda: states(pool) == {State.UP: 10})
+        await wait_until_async(lambda: states(pool) == {HealthState.UP: 10})
         await asyncio.sleep(0.01)
         assert not (await at_once(pool, 200)).errors
         assert all(fake.inferences["m"] for fake in ejected)
@@ -847,7 +865,7 @@ async def test_where_all_replicas_fail_no_more_than_half_are_ejected_until_they_
 async def test_an_ejected_replica_is_asked_where_no_other_is_left() -> None:
     async with simulated_replicas(2) as fakes, over(fakes, poll_s=NEVER_S) as pool:
         fakes[0].garbles = True
-        while not states(pool)[State.EJECTED]:
+        while not states(pool)[HealthState.EJECTED]:
             await at_once(pool, 10)
         fakes[0].garbles = False
         await kill(pool, fakes[1])
@@ -864,7 +882,7 @@ async def test_short_deadlines_do_not_eject_a_replica_that_is_well() -> None:
             found = await at_once(pool, 8, timeout_s=0.02)
             assert len(found.errors) == 8
             assert {type(error) for error in found.errors} == {DeadlinePassed}
-        assert states(pool) == {State.UP: 4}
+        assert states(pool) == {HealthState.UP: 4}
 
 
 @on_uvloop
@@ -875,10 +893,10 @@ async def test_a_model_that_was_unloaded_behind_our_back_is_asked_elsewhere_at_o
             assert not (await at_once(pool, 2)).errors  # two go to different replicas
         assert not (await at_once(pool, 50)).errors
         assert fakes[0].inferences["m"] == 1
-        assert not replica_of(pool, fakes[0]).index.ready("m")
+        assert not replica_of(pool, fakes[0]).index.is_ready("m")
         # It is looked at again.
-        await wait_until_async(lambda: replica_of(pool, fakes[0]).index_bytes)
-        assert replica_of(pool, fakes[0]).index.state("m").reason == "unloaded"
+        await wait_until_async(lambda: replica_of(pool, fakes[0]).raw_index)
+        assert replica_of(pool, fakes[0]).index.model_state("m").reason == "unloaded"
 
 
 @on_uvloop
@@ -900,7 +918,7 @@ async def test_retries_do_not_double_the_load_of_a_fleet_that_refuses_everything
             assert {type(error) for error in found.errors} == {ModelNotReady}
             assert len(found.errors) == 40
             await wait_until_async(
-                lambda: all(each.index.ready("m") for each in pool.replicas.values())
+                lambda: all(each.index.is_ready("m") for each in pool.replicas.values())
             )
         sent = sum(fake.inferences["m"] for fake in fakes)
         say(f"400 requests became {sent}")
@@ -926,7 +944,7 @@ async def test_a_load_that_one_of_three_cannot_take_is_told_of_and_made_up_for()
                 await infer(pool, "a")
             await fakes[2].start()
             await wait_until_async(lambda: fakes[2].models["a"])
-            await wait_until_async(lambda: replica_of(pool, fakes[2]).index.ready("a"))
+            await wait_until_async(lambda: replica_of(pool, fakes[2]).index.is_ready("a"))
 
 
 @on_uvloop
@@ -941,8 +959,8 @@ async def test_many_loads_and_unloads_of_a_model_follow_one_another() -> None:
             calls.append(repository.unload("a", unload_dependents=False))
             calls.append(repository.load("a", {}))
         reports = await asyncio.gather(*calls)
-        assert {report.document()["state"] for report in reports} == {"READY", "UNAVAILABLE"}
-        assert repository.wishes["a"].loaded
+        assert {report.to_dict()["state"] for report in reports} == {"READY", "UNAVAILABLE"}
+        assert repository.desired_models["a"].is_loaded
         assert all(fake.models == {"a": True} for fake in fakes)
 
 
@@ -952,7 +970,7 @@ async def test_an_index_that_is_none_costs_its_replica_and_nobody_else() -> None
     async with simulated_replicas(3) as fakes, over(fakes, poll_s=0.05) as pool:
         for body in hostile:
             fakes[0].index_body = body
-            await wait_until_async(is_in(pool, fakes[0], State.SLOW))
+            await wait_until_async(is_in(pool, fakes[0], HealthState.SLOW))
             assert not (await at_once(pool, 10)).errors
             fakes[0].index_body = None
-            await wait_until_async(lambda: states(pool)[State.UP] == 3)
+            await wait_until_async(lambda: states(pool)[HealthState.UP] == 3)

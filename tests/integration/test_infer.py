@@ -61,7 +61,7 @@ def arrays(datatype: str, batched: bool, *, in_json: bool) -> st.SearchStrategy[
         finite = st.floats(width=16, allow_nan=not in_json, allow_infinity=not in_json)
         drawn = shape.flatmap(lambda dims: nps.arrays(np.float32, dims, elements=finite))
         return drawn.map(lambda array: array.astype(ml_dtypes.bfloat16))
-    dtype = TABLE[datatype].numpy
+    dtype = TABLE[datatype].numpy_dtype
     elements = None
     if dtype.kind == "f":
         elements = nps.from_dtype(dtype, allow_nan=not in_json, allow_infinity=not in_json)

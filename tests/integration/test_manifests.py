@@ -22,10 +22,10 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
 from deploy.monitoring import prometheusrule
-from gateway.fleet.declared import declared_in
-from gateway.keys import read
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.fleet.models_file import parse_models_file
+from gateway.keys import read_keys_file
 from gateway.settings import Settings
-from gateway.triton.embedded import EmbeddedTriton
 from tests.support.manifests import (
     K8S,
     VARIANTS,
@@ -391,7 +391,7 @@ def open_paths(paths: list[tuple[str, str]]) -> None:
 def test_the_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
     secret = yaml.safe_load((K8S / "base" / "keys.example.yaml").read_text())
     (tmp_path / "keys.yaml").write_text(secret["stringData"]["keys.yaml"])
-    assert {key.name for key in read(tmp_path / "keys.yaml").values()} == {
+    assert {key.name for key in read_keys_file(tmp_path / "keys.yaml").values()} == {
         "ops",
         "prometheus",
         "shop",
@@ -527,7 +527,9 @@ def test_shared_memory_fits_into_the_limit(made: Manifests) -> None:
 
 
 def test_the_models_of_the_models_file_are_there_and_loaded_at_the_start(made: Manifests) -> None:
-    declared = declared_in(made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"])
+    declared = parse_models_file(
+        made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
+    )
     for name in declared:
         assert (ROOT / "triton_repo" / name / "config.pbtxt").is_file()
     words = " ".join(made.pod(TRITON)["containers"][0]["args"])
@@ -541,7 +543,9 @@ def test_a_triton_is_ready_with_the_models_of_its_start_whatever_else_loads(
     args = container["args"]  # those of `triton-gateway triton` are tested with it
     assert "--strict-readiness=false" in args or args[0] == "triton"
     words = container["readinessProbe"]["exec"]["command"]
-    declared = declared_in(made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"])
+    declared = parse_models_file(
+        made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
+    )
     assert words[-len(declared) :] == list(declared)
     assert words[0] == "python3"
     port = str(demo_triton.options.http_port)

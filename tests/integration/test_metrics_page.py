@@ -22,8 +22,8 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as open_metrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.exposition.writing import Form
-from gateway.routes.metrics import timeout_of
+from gateway.exposition.encoder import PageFormat
+from gateway.routes.metrics import parse_scrape_timeout
 from tests.support.fleet import BODY, Fleet, fleet_of, repository
 from tests.support.servers import Triton, free_ports, gateway
 from tests.support.tools import check_with_promtool, of_models, program
@@ -52,7 +52,9 @@ class Quiet(ThreadingHTTPServer):
 class Server:
     """A tiny HTTP server with an answer per path; to the gateway it is a replica without models."""
 
-    def __init__(self, page: bytes = b"", content_type: str = Form.CLASSIC.value) -> None:
+    def __init__(
+        self, page: bytes = b"", content_type: str = PageFormat.PROMETHEUS_TEXT.value
+    ) -> None:
         self.page = page
         self.content_type = content_type
         server = self
@@ -193,7 +195,7 @@ def test_promtool_has_nothing_to_say_but_of_tritons_names(three: Fleet) -> None:
 
 def test_openmetrics_is_for_who_asks_for_it(three: Fleet) -> None:
     answer = three.client.get("/metrics", headers={"accept": OPEN_METRICS})
-    assert answer.headers["content-type"] == Form.OPEN_METRICS.value
+    assert answer.headers["content-type"] == PageFormat.OPEN_METRICS.value
     assert answer.headers["vary"] == "Accept, Accept-Encoding"
     types = {family.name: family.type for family in parse_open_metrics(answer.text)}
     assert types["nv_inference_request_success"] == "unknown"
@@ -205,30 +207,36 @@ def test_openmetrics_is_for_who_asks_for_it(three: Fleet) -> None:
 @pytest.mark.parametrize(
     ("accept", "form"),
     [
-        ("application/openmetrics-text", Form.OPEN_METRICS),
-        ("application/openmetrics-text; version=1.0.0; charset=utf-8", Form.OPEN_METRICS),
-        ('APPLICATION/OpenMetrics-Text;Version="1.0.0";Q=0.5,text/*;q=0.5', Form.OPEN_METRICS),
-        ("application/openmetrics-text;q=0.3,text/plain;q=0.2,*/*", Form.OPEN_METRICS),
-        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.1", Form.CLASSIC),
-        ("application/openmetrics-text;version=2.0.0", Form.CLASSIC),
-        ("application/openmetrics-text;q=0", Form.CLASSIC),
-        ("application/openmetrics-text;q=0.1,text/plain", Form.CLASSIC),
-        ("application/openmetrics-text;q=nan", Form.CLASSIC),
-        ("application/openmetrics-text;q=1e9", Form.CLASSIC),
-        ("application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily", Form.CLASSIC),
-        ("text/plain", Form.CLASSIC),
-        ("text/html,*/*;q=0.8", Form.CLASSIC),
-        ("image/png", Form.CLASSIC),
-        ("", Form.CLASSIC),
-        (";;;,,=;q=,\t\xff;" + 3000 * ",;q", Form.CLASSIC),
+        ("application/openmetrics-text", PageFormat.OPEN_METRICS),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", PageFormat.OPEN_METRICS),
+        (
+            'APPLICATION/OpenMetrics-Text;Version="1.0.0";Q=0.5,text/*;q=0.5',
+            PageFormat.OPEN_METRICS,
+        ),
+        ("application/openmetrics-text;q=0.3,text/plain;q=0.2,*/*", PageFormat.OPEN_METRICS),
+        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.1", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;version=2.0.0", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=0", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=0.1,text/plain", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=nan", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=1e9", PageFormat.PROMETHEUS_TEXT),
+        (
+            "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily",
+            PageFormat.PROMETHEUS_TEXT,
+        ),
+        ("text/plain", PageFormat.PROMETHEUS_TEXT),
+        ("text/html,*/*;q=0.8", PageFormat.PROMETHEUS_TEXT),
+        ("image/png", PageFormat.PROMETHEUS_TEXT),
+        ("", PageFormat.PROMETHEUS_TEXT),
+        (";;;,,=;q=,\t\xff;" + 3000 * ",;q", PageFormat.PROMETHEUS_TEXT),
     ],
 )
 def test_whatever_else_is_accepted_gets_the_classic_form(
-    three: Fleet, accept: str, form: Form
+    three: Fleet, accept: str, form: PageFormat
 ) -> None:
     answer = three.client.get("/metrics", headers=[(b"accept", accept.encode("latin-1"))])
     assert (answer.status_code, answer.headers["content-type"]) == (200, form.value)
-    assert answer.text.endswith("# EOF\n") == (form is Form.OPEN_METRICS)
+    assert answer.text.endswith("# EOF\n") == (form is PageFormat.OPEN_METRICS)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +291,14 @@ def test_a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_sampl
                         return answer.text
 
             usual, brief = page({}), page(BRIEF)
-            while durations(brief)[hanging.address] >= timeout_of(""):  # the machine is slow
+            while durations(brief)[hanging.address] >= parse_scrape_timeout(
+                ""
+            ):  # the machine is slow
                 brief = page(BRIEF)
-            for text, least_s in ((usual, timeout_of("")), (brief, timeout_of("0.6"))):
+            for text, least_s in (
+                (usual, parse_scrape_timeout("")),
+                (brief, parse_scrape_timeout("0.6")),
+            ):
                 check_with_promtool(text)
                 assert counters(text) == of_all([well])
                 assert durations(text)[dead.address] == 0
@@ -310,7 +323,7 @@ def test_a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_sampl
 def test_replicas_have_less_time_than_prometheus_gives_and_never_much(
     told: str, limit_s: float
 ) -> None:
-    assert timeout_of(told) == limit_s
+    assert parse_scrape_timeout(told) == limit_s
 
 
 NO_PAGES = {

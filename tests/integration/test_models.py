@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gateway.fleet.models import OLD_S
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.fleet.signatures import EXPIRE_AFTER_S
 from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import MODELS, Zoo, identity, write_repository
 
@@ -147,5 +147,5 @@ def test_what_is_known_of_a_model_that_nobody_asks_for_is_not_relied_upon(
     model = Changing.of(zoo_as_written, zoo_triton, "left_alone")
     model.change("[2]", "[3]")
     model.load_directly()
-    time.sleep(OLD_S + 1)
+    time.sleep(EXPIRE_AFTER_S + 1)
     assert zoo_as_written.outputs(model.infer([1, 2, 3])) == {"Y": [1, 2, 3]}

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from deploy.monitoring import prometheusrule
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import ROOT
 from tests.support.wait import TIMEOUT_S
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
 from tests.support.redis_server import redis_server
 from tests.support.servers import Command, gateway

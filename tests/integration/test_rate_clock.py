@@ -11,8 +11,8 @@ import pytest
 import redis as client_of
 
 from gateway.metrics import Metrics
-from gateway.rates import Rates, TooFast
-from gateway.state.store import store
+from gateway.rate_limit import RateLimiter, RateLimitExceeded
+from gateway.state.store import open_state_store
 from tests.support.redis_server import RedisServer, redis_server
 
 HOUR_MS = 3_600_000
@@ -25,14 +25,14 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
-async def asked(rates: Rates, times: int) -> list[str]:
+async def asked(rates: RateLimiter, times: int) -> list[str]:
     """What each request gets: nothing, or the Retry-After of its refusal."""
     found = []
     for _ in range(times):
         try:
-            await rates.count("shop", PER_SECOND)
+            await rates.count_request("shop", PER_SECOND)
             found.append("")
-        except TooFast as exc:
+        except RateLimitExceeded as exc:
             found.append(str((exc.headers or {})["Retry-After"]))
     return found
 
@@ -47,8 +47,8 @@ def set_back(client: Any) -> int:
 
 def test_a_clock_that_is_set_back_in_redis_locks_no_key_out(redis: RedisServer) -> None:
     async def scenario() -> None:
-        kept = store(redis.url())
-        rates = Rates(Metrics(), kept.windows())
+        kept = open_state_store(redis.url())
+        rates = RateLimiter(Metrics(), kept.rate_windows())
         assert "1" in await asked(rates, 12)
         with client_of.Redis(port=redis.port) as client:
             assert set_back(client) > 0
@@ -64,8 +64,8 @@ def test_the_gateways_own_clock_plays_no_part(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     async def scenario() -> None:
-        kept = store(redis.url())
-        rates = Rates(Metrics(), kept.windows())
+        kept = open_state_store(redis.url())
+        rates = RateLimiter(Metrics(), kept.rate_windows())
         assert set(await asked(rates, 12)) == {"", "1"}
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + jump_s)

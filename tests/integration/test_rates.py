@@ -15,10 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.errors import StateUnavailable
 from gateway.metrics import Metrics
-from gateway.rates import LONGEST_S, MOST, Rates, TooFast, window_of
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.rate_limit import (
+    MAX_REQUESTS_PER_WINDOW,
+    MAX_WINDOW_S,
+    RateLimiter,
+    RateLimitExceeded,
+    create_rate_window,
+)
 from tests.support.keys import INFER, METRICS, TEXTS, bearer, entry, written
 from tests.support.redis_server import redis_server
 from tests.support.servers import Command, gateway
@@ -36,32 +42,32 @@ FIELDS = {"error", "code", "request_id"}
 @pytest.mark.parametrize(
     ("per_second", "amount", "seconds"),
     [
-        (1, 1, 1), (50, 50, 1), (2.5, 5, 2), (1 / 3, 1, 3), (0.1, 1, 10), (1e308, MOST, 1),
-        (5e-324, 1, LONGEST_S), (33.3, 333, 10),
+        (1, 1, 1), (50, 50, 1), (2.5, 5, 2), (1 / 3, 1, 3), (0.1, 1, 10), (1e308, MAX_REQUESTS_PER_WINDOW, 1),
+        (5e-324, 1, MAX_WINDOW_S), (33.3, 333, 10),
     ],
 )  # fmt: skip
 def test_a_rate_is_whole_requests_in_whole_seconds(
     per_second: float, amount: int, seconds: int
 ) -> None:
-    window = window_of(per_second)
+    window = create_rate_window(per_second)
     assert (window.amount, window.get_expiry()) == (amount, seconds)
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
 def test_every_rate_that_a_keys_file_can_have_is_one(per_second: float) -> None:
-    window = window_of(per_second)
-    assert 1 <= window.amount <= 10 * MOST
-    assert 1 <= window.get_expiry() <= LONGEST_S
+    window = create_rate_window(per_second)
+    assert 1 <= window.amount <= 10 * MAX_REQUESTS_PER_WINDOW
+    assert 1 <= window.get_expiry() <= MAX_WINDOW_S
 
 
-def count_admitted(rates: Rates, name: str, per_second: float, times: int) -> int:
+def count_admitted(rates: RateLimiter, name: str, per_second: float, times: int) -> int:
     async def scenario() -> int:
         count = 0
         for _ in range(times):
             try:
-                await rates.count(name, per_second)
+                await rates.count_request(name, per_second)
                 count += 1
-            except TooFast:
+            except RateLimitExceeded:
                 pass
         return count
 
@@ -74,7 +80,7 @@ def most_in(took_s: float, amount: int, window_s: float = 1) -> int:
 
 
 def test_no_second_has_more_requests_than_the_rate_and_keys_do_not_share_it() -> None:
-    rates = Rates(Metrics())
+    rates = RateLimiter(Metrics())
     for pause_s in (0, 1.01):
         time.sleep(pause_s)
         began = time.monotonic()
@@ -84,10 +90,10 @@ def test_no_second_has_more_requests_than_the_rate_and_keys_do_not_share_it() ->
 
 
 def test_who_is_refused_is_told_when_to_come_back() -> None:
-    rates = Rates(Metrics())
+    rates = RateLimiter(Metrics())
     assert count_admitted(rates, "slow", 0.2, 1) == 1
-    with pytest.raises(TooFast) as refused:
-        asyncio.run(rates.count("slow", 0.2))
+    with pytest.raises(RateLimitExceeded) as refused:
+        asyncio.run(rates.count_request("slow", 0.2))
     assert refused.value.headers == {"Retry-After": "5"}
     assert refused.value.detail == (
         "the key 'slow' may send 1 request in 5 seconds; try again in 5 s"
@@ -106,7 +112,7 @@ class Away:
 
 def test_while_others_cannot_be_asked_it_counts_alone_and_does_not_ask_each_time() -> None:
     away = Away()
-    assert count_admitted(Rates(Metrics(), away), "a", 0.01, 30) == 1
+    assert count_admitted(RateLimiter(Metrics(), away), "a", 0.01, 30) == 1
     assert away.asked < 30
 
 

@@ -17,8 +17,8 @@ import redis
 import yaml
 
 from gateway.errors import StateUnavailable
-from gateway.state.store import store
-from gateway.state.wishes import Wish
+from gateway.state.desired import DesiredModel
+from gateway.state.store import open_state_store
 from tests.support.manifests import Manifests
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until
@@ -87,14 +87,14 @@ def test_redis_asks_for_the_password_and_shows_it_nowhere(name: str, tmp_path: P
 
 async def kept(port: int) -> None:
     """Assert that the gateway keeps its state there with the password, and not without."""
-    good = store(f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
-    await good.wish("m", Wish(True))
-    assert (await good.wishes())["m"].loaded
+    good = open_state_store(f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
+    await good.set_desired_model("m", DesiredModel(True))
+    assert (await good.read_desired_models())["m"].is_loaded
     await good.close()
     for address in (f":wrong@127.0.0.1:{port}", f"127.0.0.1:{port}"):
-        bad = store(f"redis://{address}/0")
+        bad = open_state_store(f"redis://{address}/0")
         with pytest.raises(StateUnavailable):
-            await bad.wish("m", Wish(False))
+            await bad.set_desired_model("m", DesiredModel(False))
         await bad.close()
 
 

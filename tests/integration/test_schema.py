@@ -34,8 +34,8 @@ from schemathesis.specs.openapi.checks import (
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from gateway.app import ROUTERS
-from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTETS
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from tests.support.errors import assert_error
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
@@ -89,7 +89,7 @@ EXCLUDED: dict[str, list[CheckFunction]] = {
 
 def is_opaque(media_type: str) -> bool:
     """OpenAPI cannot say which bytes are a picture, an array, or a form of them."""
-    return media_type.startswith("image/") or media_type in (OCTETS, NPY, NPZ, MULTIPART)
+    return media_type.startswith("image/") or media_type in (OCTET_STREAM, NPY, NPZ, MULTIPART)
 
 
 def is_beyond_words(inputs: Any) -> bool:

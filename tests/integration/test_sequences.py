@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import tritonclient.http as triton_http
 
-from gateway.errors import DoesNotFit, Malformed, SequenceNotRunning
-from gateway.fleet.sequences import Sequences
-from gateway.tensors.sequence import Step, from_headers, from_parameters
+from gateway.errors import InputMismatch, MalformedRequest, SequenceNotRunning
+from gateway.fleet.sequences import SequenceRouter
+from gateway.tensors.sequence import SequenceStep, parse_sequence_headers, parse_sequence_parameters
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import Triton, gateway_before
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -45,15 +45,15 @@ class Table:
     def __init__(self, *names: str, most: int = 1000) -> None:
         self.now = 0.0
         self.replicas = named(*names)
-        self.sequences = Sequences(lambda: self.now, idle_s=60, most=most)
+        self.sequences = SequenceRouter(lambda: self.now, idle_s=60, max_sequences=most)
 
     def start(self, sequence_id: int | str) -> str:
         return self.go_on(sequence_id, start=True)
 
     def go_on(self, sequence_id: int | str, *, start: bool = False, end: bool = False) -> str:
-        step = Step(sequence_id, start, end)
-        chosen = self.sequences.choose("m", step, self.replicas, self.replicas).name
-        self.sequences.answered("m", step)
+        step = SequenceStep(sequence_id, start, end)
+        chosen = self.sequences.choose_replica("m", step, self.replicas, self.replicas).name
+        self.sequences.finish_step("m", step)
         return chosen
 
 
@@ -117,13 +117,16 @@ def test_a_number_and_a_text_are_two_sequences() -> None:
         ({}, None),
         ({"sequence_id": 0}, None),
         ({"priority": 1}, None),
-        ({"sequence_id": 7}, Step(7)),
-        ({"sequence_id": 2**64 - 1, "sequence_start": True}, Step(2**64 - 1, start=True)),
-        ({"sequence_id": "é", "sequence_end": True}, Step("é", end=True)),
+        ({"sequence_id": 7}, SequenceStep(7)),
+        (
+            {"sequence_id": 2**64 - 1, "sequence_start": True},
+            SequenceStep(2**64 - 1, is_start=True),
+        ),
+        ({"sequence_id": "é", "sequence_end": True}, SequenceStep("é", is_end=True)),
     ],
 )
-def test_parameters_name_a_step(parameters: dict[str, Any], step: Step | None) -> None:
-    assert from_parameters(parameters) == step
+def test_parameters_name_a_step(parameters: dict[str, Any], step: SequenceStep | None) -> None:
+    assert parse_sequence_parameters(parameters) == step
 
 
 @pytest.mark.parametrize(
@@ -141,22 +144,24 @@ def test_parameters_name_a_step(parameters: dict[str, Any], step: Step | None) -
     ],
 )
 def test_parameters_that_name_none_are_refused(parameters: dict[str, Any]) -> None:
-    with pytest.raises(DoesNotFit, match="sequence"):
-        from_parameters(parameters)
+    with pytest.raises(InputMismatch, match="sequence"):
+        parse_sequence_parameters(parameters)
 
 
 @pytest.mark.parametrize(
     ("headers", "step"),
     [
         ((None, None), None),
-        (("7", None), Step(7)),
-        (("7", "start"), Step(7, start=True)),
-        (("a-b", " END ,"), Step("a-b", end=True)),
-        ((str(2**64 - 1), "start, end"), Step(2**64 - 1, start=True, end=True)),
+        (("7", None), SequenceStep(7)),
+        (("7", "start"), SequenceStep(7, is_start=True)),
+        (("a-b", " END ,"), SequenceStep("a-b", is_end=True)),
+        ((str(2**64 - 1), "start, end"), SequenceStep(2**64 - 1, is_start=True, is_end=True)),
     ],
 )
-def test_headers_name_a_step(headers: tuple[str | None, str | None], step: Step | None) -> None:
-    assert from_headers(*headers) == step
+def test_headers_name_a_step(
+    headers: tuple[str | None, str | None], step: SequenceStep | None
+) -> None:
+    assert parse_sequence_headers(*headers) == step
 
 
 @pytest.mark.parametrize(
@@ -165,8 +170,8 @@ def test_headers_name_a_step(headers: tuple[str | None, str | None], step: Step 
      ("1" * 5000, None), ("\xe9", None), ("a\tb", None), ("7", "begin")],
 )  # fmt: skip
 def test_headers_that_name_none_are_refused(headers: tuple[str | None, str | None]) -> None:
-    with pytest.raises(Malformed, match="X-Sequence"):
-        from_headers(*headers)
+    with pytest.raises(MalformedRequest, match="X-Sequence"):
+        parse_sequence_headers(*headers)
 
 
 # Before real replicas.
@@ -232,13 +237,13 @@ def seen(answer: httpx.Response) -> Seen:
     return Seen(200, *(np.ravel(outputs[name])[0].item() for name in ("COUNT", "PROCESS")))
 
 
-def parameters(step: Step) -> dict[str, Any]:
-    flags = {"sequence_start": step.start, "sequence_end": step.end}
+def parameters(step: SequenceStep) -> dict[str, Any]:
+    flags = {"sequence_start": step.is_start, "sequence_end": step.is_end}
     return {"sequence_id": step.sequence_id, **flags}
 
 
-def headers(step: Step) -> dict[str, str]:
-    flags = [flag for flag in ("start", "end") if getattr(step, flag)]
+def headers(step: SequenceStep) -> dict[str, str]:
+    flags = [flag for flag in ("start", "end") if getattr(step, f"is_{flag}")]
     said = {"X-Sequence-ID": str(step.sequence_id)}
     return {**said, "X-Sequence": ", ".join(flags)} if flags else said
 
@@ -249,7 +254,7 @@ def tensor(*, binary: bool) -> triton_http.InferInput:
     return made
 
 
-def passed(step: Step, *, binary: bool) -> dict[str, Any]:
+def passed(step: SequenceStep, *, binary: bool) -> dict[str, Any]:
     """As Triton's own client says it."""
     body, length = triton_http.InferenceServerClient.generate_request_body(
         [tensor(binary=binary)],
@@ -262,7 +267,7 @@ def passed(step: Step, *, binary: bool) -> dict[str, Any]:
     return {"url": V2, "content": body, "headers": named}
 
 
-WAYS: dict[str, Callable[[Step], dict[str, Any]]] = {
+WAYS: dict[str, Callable[[SequenceStep], dict[str, Any]]] = {
     "parameters": lambda step: {
         "url": V1,
         "json": {"inputs": [1], "parameters": parameters(step)},
@@ -286,7 +291,7 @@ WAYS: dict[str, Callable[[Step], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def ask(client: httpx.Client, step: Step, way: str = "parameters") -> Seen:
+def ask(client: httpx.Client, step: SequenceStep, way: str = "parameters") -> Seen:
     return seen(client.post(**WAYS[way](step)))
 
 
@@ -299,7 +304,7 @@ def test_fifty_sequences_that_mingle_keep_their_counts_and_their_replica(
     async def one(across: httpx.AsyncClient, sequence_id: int | str) -> list[Seen]:
         found = []
         for number in range(steps):
-            step = Step(sequence_id, start=number == 0, end=number == steps - 1)
+            step = SequenceStep(sequence_id, is_start=number == 0, is_end=number == steps - 1)
             found.append(seen(await across.post(**WAYS[next(ways)](step))))
             await asyncio.sleep(drawn.random() / 50)
         return found
@@ -322,52 +327,56 @@ def test_another_gateway_goes_on_with_what_this_one_began(
     client: httpx.Client, urls: list[str]
 ) -> None:
     ids = [f"call {number}" for number in range(12)]
-    begun = [ask(client, Step(each, start=True)) for each in ids]
+    begun = [ask(client, SequenceStep(each, is_start=True)) for each in ids]
     with gateway_before(*reversed(urls), connect_timeout_s="10") as other:
         wait_until(lambda: on_how_many(other) == 2)
         for way in ("parameters", "passed on, both"):
-            gone_on = [ask(other, Step(each), way) for each in ids]
+            gone_on = [ask(other, SequenceStep(each), way) for each in ids]
             assert [each.process for each in gone_on] == [each.process for each in begun]
     assert {each.number for each in gone_on} == {3}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_never_started_or_has_ended_is_said(client: httpx.Client, way: str) -> None:
-    assert ask(client, Step(f"unheard of {way}"), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
-    assert ask(client, Step(way, start=True, end=True), way).number == 1
-    assert ask(client, Step(way), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
+    assert ask(client, SequenceStep(f"unheard of {way}"), way) == Seen(
+        409, code="SEQUENCE_NOT_RUNNING"
+    )
+    assert ask(client, SequenceStep(way, is_start=True, is_end=True), way).number == 1
+    assert ask(client, SequenceStep(way), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
 
 
 def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends_its_own(
     client: httpx.Client, tritons: list[Triton]
 ) -> None:
     ids = [f"visit {number}" for number in range(24)]
-    before = {each: ask(client, Step(each, start=True)).process for each in ids}
+    before = {each: ask(client, SequenceStep(each, is_start=True)).process for each in ids}
     tritons[2].start()
     wait_until(lambda: on_how_many(client) == 3)
-    assert {each: ask(client, Step(each)).process for each in ids} == before
+    assert {each: ask(client, SequenceStep(each)).process for each in ids} == before
     with gateway_before(
         *(triton.options.url for triton in tritons), connect_timeout_s="10"
     ) as other:
         wait_until(lambda: on_how_many(other) == 3)
         # It saw none of them start: the new replica would draw a share of them.
         ways = itertools.cycle(["parameters", "a stream", "passed on, JSON", "passed on, both"])
-        assert {each: ask(other, Step(each), next(ways)).process for each in ids} == before
-        assert ask(other, Step("unheard of"), "headers") == Seen(409, code="SEQUENCE_NOT_RUNNING")
-    after = {each: ask(client, Step(f"new {each}", start=True)).process for each in ids}
+        assert {each: ask(other, SequenceStep(each), next(ways)).process for each in ids} == before
+        assert ask(other, SequenceStep("unheard of"), "headers") == Seen(
+            409, code="SEQUENCE_NOT_RUNNING"
+        )
+    after = {each: ask(client, SequenceStep(f"new {each}", is_start=True)).process for each in ids}
     (joined,) = set(after.values()) - set(before.values())
 
     tritons[2].kill()
     wait_until(lambda: on_how_many(client) == 2)
     for each in ids:
-        told = ask(client, Step(f"new {each}"))
+        told = ask(client, SequenceStep(f"new {each}"))
         if after[each] == joined:
             assert told == Seen(409, code="SEQUENCE_NOT_RUNNING")
-            assert ask(client, Step(f"new {each}", start=True)).number == 1
-            assert ask(client, Step(f"new {each}")).number == 2
+            assert ask(client, SequenceStep(f"new {each}", is_start=True)).number == 1
+            assert ask(client, SequenceStep(f"new {each}")).number == 2
         else:
             assert told == Seen(200, 2, after[each])
-    assert {each: ask(client, Step(each)).process for each in ids} == before
+    assert {each: ask(client, SequenceStep(each)).process for each in ids} == before
 
 
 @pytest.mark.parametrize(
@@ -402,6 +411,6 @@ def test_what_names_no_step_is_refused(
 
 
 def test_what_is_passed_on_is_refused_for_its_headers_alone(client: httpx.Client) -> None:
-    request = passed(Step(7, start=True), binary=True)
+    request = passed(SequenceStep(7, is_start=True), binary=True)
     answer = client.post(**request | {"headers": {**request["headers"], "X-Sequence": "start"}})
     assert (answer.status_code, answer.json()["code"]) == (400, "MALFORMED_REQUEST")

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import DoesNotFit, GatewayError, Malformed
-from gateway.triton.screening import INFER_KEYS, MOST_DEPTH, JsonScreening
+from gateway.errors import GatewayError, InputMismatch, MalformedRequest
+from gateway.triton.json_guard import INFER_KEY_LIMITS, MAX_JSON_DEPTH, JsonGuard
 from tests.support.model_zoo.zoo import Zoo
 
 # However slow the machine is.
@@ -30,7 +30,7 @@ def request(*shapes: object, **more: Any) -> dict[str, Any]:
 
 def outcome(body: bytes, room: int, *cuts: int, json_bytes: int | None = None) -> str:
     """What comes of a body that is fed in pieces."""
-    shapes = JsonScreening(room, json_bytes)
+    shapes = JsonGuard(room, json_bytes)
     try:
         for start, end in zip((0, *cuts), (*cuts, len(body)), strict=True):
             shapes.feed(body[start:end])
@@ -49,9 +49,9 @@ HOSTILE = [
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_shape_that_no_body_could_fill_is_refused(shape: list[int], indent: int | None) -> None:
     body = json.dumps(request([1, 2], shape), indent=indent).encode()
-    assert outcome(body, len(body)) == "DoesNotFit"
+    assert outcome(body, len(body)) == "InputMismatch"
     for cut in range(1, len(body)):
-        assert outcome(body, len(body), cut) == "DoesNotFit"
+        assert outcome(body, len(body), cut) == "InputMismatch"
 
 
 @pytest.mark.parametrize("shape", [[1, 2], [2], [], [0, 256], [1, 64], ["a"], "a", None, [[1, 2]]])
@@ -67,7 +67,7 @@ def test_any_other_is_tritons_business(shape: object) -> None:
 def test_a_disguised_key_is_refused(key: str) -> None:
     body = json.dumps(request([2**62])).replace('"shape"', key).encode()
     assert json.loads(body) == request([2**62])
-    assert outcome(body, len(body)) == "Malformed"
+    assert outcome(body, len(body)) == "MalformedRequest"
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,17 @@ def test_what_is_binary_is_not_read() -> None:
 
 
 def test_a_shape_without_an_end_is_refused_and_not_kept() -> None:
-    shapes = JsonScreening(1 << 20)
+    shapes = JsonGuard(1 << 20)
     shapes.feed(b'"shape":[' + b"1," * 1000)
-    with pytest.raises(Malformed, match="longer than any"):
+    with pytest.raises(MalformedRequest, match="longer than any"):
         shapes.feed(b"1," * 2000)
 
 
 def test_more_keys_than_any_request_has_are_refused() -> None:
-    for count, found in ((INFER_KEYS.total - 20, "passed"), (INFER_KEYS.total + 1, "Malformed")):
+    for count, found in (
+        (INFER_KEY_LIMITS.total - 20, "passed"),
+        (INFER_KEY_LIMITS.total + 1, "MalformedRequest"),
+    ):
         objects = [
             {f"k{n}": 1 for n in range(start, min(start + 900, count))}
             for start in range(0, count, 900)
@@ -130,7 +133,7 @@ def test_it_finds_what_a_parser_finds(document: object, cuts: list[int]) -> None
     found = outcome(body, 1000, *ends)
     shapes = list(shapes_in(document))
     if any(map(is_large, shapes)):
-        assert found == "DoesNotFit"
+        assert found == "InputMismatch"
     elif found != "passed":  # a list that Triton would not take for a shape
         assert any(isinstance(shape, list) and not is_plain(shape) for shape in shapes)
 
@@ -199,8 +202,10 @@ def test_no_more_parameters_than_any_request_has(client: httpx.Client) -> None:
 
 
 def test_the_error_says_what_was_wrong() -> None:
-    with pytest.raises(DoesNotFit, match=r"the shape \[1,99999\] has more elements than the body"):
-        JsonScreening(100).feed(b'{"shape":[1,99999]}')
+    with pytest.raises(
+        InputMismatch, match=r"the shape \[1,99999\] has more elements than the body"
+    ):
+        JsonGuard(100).feed(b'{"shape":[1,99999]}')
 
 
 # What else tritonserver 2.51 dies of.
@@ -293,20 +298,20 @@ def test_json_of_any_depth_reaches_nobody(client: httpx.Client, path: str, way: 
 
 
 @PROPERTY
-@given(JSON, st.lists(st.integers(0, 2000), max_size=4), st.integers(0, 2 * MOST_DEPTH))
+@given(JSON, st.lists(st.integers(0, 2000), max_size=4), st.integers(0, 2 * MAX_JSON_DEPTH))
 def test_the_depth_that_is_found_is_a_parsers(inner: object, cuts: list[int], more: int) -> None:
     text = json.dumps(inner, ensure_ascii=False).encode("utf-8", "surrogatepass")
     body = b'{"a":' * (more % 2) + b"[" * more + text + b"]" * more + b"}" * (more % 2)
-    nesting = JsonScreening(len(body), tensors=False)
+    nesting = JsonGuard(len(body), has_tensors=False)
     ends = sorted(min(cut, len(body)) for cut in cuts)
     too_deep = False
     try:
         for start, end in zip((0, *ends), (*ends, len(body)), strict=True):
             nesting.feed(body[start:end])
-    except Malformed as exc:
+    except MalformedRequest as exc:
         assume("nested deeper" in exc.detail)  # and no key is too long
         too_deep = True
-    assert too_deep == (more + more % 2 + depth(inner) > MOST_DEPTH)
+    assert too_deep == (more + more % 2 + depth(inner) > MAX_JSON_DEPTH)
 
 
 def depth(document: object) -> int:

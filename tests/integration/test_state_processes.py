@@ -64,9 +64,9 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 LEADER = """
-kept = store(sys.argv[1])
+kept = open_state_store(sys.argv[1])
 while True:
-    print(await kept.leads(), flush=True)
+    print(await kept.renew_leadership(), flush=True)
     await asyncio.sleep(0.1)
 """
 
@@ -78,7 +78,7 @@ def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> Non
         async with opened(url, 2) as several:
 
             async def led() -> bool:
-                led = [await kept.leads() for kept in several]
+                led = [await kept.renew_leadership() for kept in several]
                 assert not all(led)
                 return any(led)
 
@@ -93,10 +93,10 @@ def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> Non
 
 
 WRITER = """
-kept = store(sys.argv[1])
+kept = open_state_store(sys.argv[1])
 for turn in range(int(sys.argv[3])):
-    await kept.wish(f"{sys.argv[2]}-{turn}", Wish(True, {"config": sys.argv[2] * turn}))
-    await kept.wish("shared", Wish(turn % 2 == 0))
+    await kept.set_desired_model(f"{sys.argv[2]}-{turn}", DesiredModel(True, {"config": sys.argv[2] * turn}))
+    await kept.set_desired_model("shared", DesiredModel(turn % 2 == 0))
 await kept.close()
 """
 
@@ -104,13 +104,13 @@ await kept.close()
 def test_no_change_is_lost_when_several_processes_make_them(url: str) -> None:
     async def scenario() -> None:
         async with opened(url) as (kept,):
-            wishes = await kept.wishes()
+            wishes = await kept.read_desired_models()
             assert set(wishes) == {f"{name}-{turn}" for name in "abcd" for turn in range(20)} | {
                 "shared"
             }
             assert wishes["c-7"].parameters == {"config": "ccccccc"}
             assert len({wish.revision for wish in wishes.values()}) == len(wishes)
-            assert await kept.wish("last", LOADED) == 2 * 4 * 20 + 1
+            assert await kept.set_desired_model("last", LOADED) == 2 * 4 * 20 + 1
 
     with ExitStack() as writing:
         writers = [writing.enter_context(program(WRITER, url, name, "20")) for name in "abcd"]
@@ -122,7 +122,7 @@ ANYBODY = """
 if os.getuid() == 0:
     os.setuid(65534)
 try:
-    store(sys.argv[1])
+    open_state_store(sys.argv[1])
 except BadState as exc:
     print(exc)
 """
@@ -151,22 +151,22 @@ def test_a_file_that_this_user_may_not_read_is_told() -> None:
 
 
 FULL = """
-kept = store(sys.argv[1])
-await kept.wish("core", Wish(True))
+kept = open_state_store(sys.argv[1])
+await kept.set_desired_model("core", DesiredModel(True))
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
 for change in (
-    kept.wish("large", Wish(True, {"config": "x" * 1000})),
-    kept.record("0" * 32, {"large": "x" * 1000}),
+    kept.set_desired_model("large", DesiredModel(True, {"config": "x" * 1000})),
+    kept.record_operation("0" * 32, {"large": "x" * 1000}),
 ):
     try:
         await change
     except Exception as exc:
         print(exc.status, exc.code, exc.detail, flush=True)
-print(list(await kept.wishes()), await kept.operation("0" * 32), flush=True)
+print(list(await kept.read_desired_models()), await kept.read_operation("0" * 32), flush=True)
 sys.stdin.readline()
-await kept.wish("small", Wish(False))
-await kept.record("0" * 32, {"small": 1})
-print(list(await kept.wishes()), await kept.operation("0" * 32), flush=True)
+await kept.set_desired_model("small", DesiredModel(False))
+await kept.record_operation("0" * 32, {"small": 1})
+print(list(await kept.read_desired_models()), await kept.read_operation("0" * 32), flush=True)
 await kept.close()
 """
 
@@ -187,10 +187,10 @@ def test_a_disk_that_is_full_loses_nothing_that_was_kept(tmp_path: Path) -> None
 
 
 ENDLESS = """
-kept = store(sys.argv[1])
+kept = open_state_store(sys.argv[1])
 turn = 0
 while True:
-    await kept.wish("core", Wish(True, {"config": "x" * 50_000, "turn": turn}))
+    await kept.set_desired_model("core", DesiredModel(True, {"config": "x" * 50_000, "turn": turn}))
     turn += 1
     print(turn, flush=True)
 """
@@ -199,10 +199,10 @@ while True:
 def test_a_process_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(url) as (kept,):
-            wish = (await kept.wishes())["core"]
+            wish = (await kept.read_desired_models())["core"]
             assert wish.parameters["turn"] >= turn
-            await kept.wish("text_core", LOADED)
-            await kept.wish("core", None)
+            await kept.set_desired_model("text_core", LOADED)
+            await kept.set_desired_model("core", None)
 
     url = f"file://{tmp_path}/state.json"
     for pause_s in (0.0, 0.001, 0.003, 0.007):
@@ -220,8 +220,8 @@ def test_without_the_extra_it_is_told_what_to_install(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     code = (
         "from gateway.state.store import *\n"
-        "store('memory:')\n"
-        "try: store('redis://host')\n"
+        "open_state_store('memory:')\n"
+        "try: open_state_store('redis://host')\n"
         "except BadState as exc: print(exc)"
     )
     ended = subprocess.run(

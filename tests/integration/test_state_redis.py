@@ -17,7 +17,7 @@ import trustme
 import uvloop
 
 from gateway.errors import StateUnavailable
-from gateway.state.wishes import Store, Wish
+from gateway.state.desired import DesiredModel, StateStore
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.servers import free_ports
 from tests.support.state_contract import (
@@ -66,21 +66,21 @@ class TestSharedRedis(SharedStateContract):
 def test_redis_may_be_away_at_the_start_and_later(
     tmp_path: Path, run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def away(kept: Store) -> None:
-        for question in (kept.wishes(), kept.operation(ID)):
+    async def away(kept: StateStore) -> None:
+        for question in (kept.read_desired_models(), kept.read_operation(ID)):
             with pytest.raises(StateUnavailable, match="read now: Redis cannot be reached"):
                 await question
-        for change in (kept.wish("core", LOADED), kept.record(ID, {})):
+        for change in (kept.set_desired_model("core", LOADED), kept.record_operation(ID, {})):
             with pytest.raises(StateUnavailable, match="kept now: Redis cannot be reached"):
                 await change
-        assert await kept.leads()
+        assert await kept.renew_leadership()
 
-    async def back(kept: Store, loaded: bool) -> None:
+    async def back(kept: StateStore, loaded: bool) -> None:
         server.start()
-        assert await kept.wishes() == {}  # this Redis keeps nothing on a disk
-        await kept.wish("core", Wish(loaded))
-        assert (await kept.wishes())["core"].loaded == loaded
-        assert await kept.leads()
+        assert await kept.read_desired_models() == {}  # this Redis keeps nothing on a disk
+        await kept.set_desired_model("core", DesiredModel(loaded))
+        assert (await kept.read_desired_models())["core"].is_loaded == loaded
+        assert await kept.renew_leadership()
 
     async def scenario() -> None:
         async with opened(server.url(), 2) as several:
@@ -88,8 +88,8 @@ def test_redis_may_be_away_at_the_start_and_later(
                 for kept in several:
                     await away(kept)
                 await back(several[0], loaded)
-                assert (await several[1].wishes())["core"].loaded == loaded
-                assert not await several[1].leads()
+                assert (await several[1].read_desired_models())["core"].is_loaded == loaded
+                assert not await several[1].renew_leadership()
                 server.kill()
 
     caplog.set_level(logging.INFO)
@@ -110,18 +110,22 @@ def test_a_redis_that_hangs_is_not_waited_for(
 ) -> None:
     async def scenario() -> None:
         async with opened(server.url(), 2) as (used, new):
-            await used.wish("core", LOADED)
+            await used.set_desired_model("core", LOADED)
             server.signal(signal.SIGSTOP)
             for answers in await asyncio.gather(ask(used), ask(new)):  # while it hangs
                 assert [type(answer) for answer in answers] == [StateUnavailable] * 3 + [bool]
                 assert "Redis does not answer" in str(answers[0])
             server.signal(signal.SIGCONT)
-            await used.wish("core", LOADED)
-            assert (await new.wishes())["core"].loaded
+            await used.set_desired_model("core", LOADED)
+            assert (await new.read_desired_models())["core"].is_loaded
 
-    async def ask(kept: Store) -> list[Any]:
-        questions = (kept.wishes(), kept.wish("core", UNLOADED), kept.operation(ID))
-        return [*await asyncio.gather(*questions, kept.leads(), return_exceptions=True)]
+    async def ask(kept: StateStore) -> list[Any]:
+        questions = (
+            kept.read_desired_models(),
+            kept.set_desired_model("core", UNLOADED),
+            kept.read_operation(ID),
+        )
+        return [*await asyncio.gather(*questions, kept.renew_leadership(), return_exceptions=True)]
 
     with redis_server(tmp_path) as server:
         run(scenario())
@@ -131,9 +135,9 @@ def test_a_gateway_ends_in_time_when_redis_hangs(tmp_path: Path) -> None:
     async def scenario() -> None:
         url = server.url()
         async with opened(url) as (leader,):
-            assert await leader.leads()
+            assert await leader.renew_leadership()
             async with opened(url) as (other,):
-                assert not await other.leads()
+                assert not await other.renew_leadership()
                 server.signal(signal.SIGSTOP)  # and so it is when both have closed
         server.signal(signal.SIGCONT)
         # Each asked whether it leads, and only the leader had anything to give back.
@@ -182,7 +186,7 @@ def test_answers_that_all_come_late_are_not_waited_for_one_after_the_other() -> 
         late = stranger(b"", *[b"+OK\r\n"] * 200, pause_s=0.8)
         async with late as url, opened(f"{url}/1".replace("//", "//:password@")) as (kept,):
             with pytest.raises(StateUnavailable, match="Redis does not answer"):
-                await asyncio.wait_for(kept.wishes(), TIMEOUT_S)
+                await asyncio.wait_for(kept.read_desired_models(), TIMEOUT_S)
 
     asyncio.run(scenario())
 
@@ -191,8 +195,8 @@ def test_what_answers_and_is_no_redis_is_told(run: Callable[[Scenario], None]) -
     async def scenario() -> None:
         async with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (kept,):
             with pytest.raises(StateUnavailable, match="what answers there is not Redis"):
-                await kept.wishes()
-            assert await kept.leads()
+                await kept.read_desired_models()
+            assert await kept.renew_leadership()
 
     run(scenario())
 
@@ -200,11 +204,11 @@ def test_what_answers_and_is_no_redis_is_told(run: Callable[[Scenario], None]) -
 def test_connections_that_redis_has_closed_are_made_again(server: RedisServer) -> None:
     async def scenario() -> None:
         async with opened(server.url()) as (kept,):
-            await asyncio.gather(*(kept.wishes() for _ in range(5)))
+            await asyncio.gather(*(kept.read_desired_models() for _ in range(5)))
             with server.client() as client:
                 assert client.client_kill_filter(_type="normal", skipme=True) >= 5
             for _ in range(6):
-                await kept.wishes()
+                await kept.read_desired_models()
 
     asyncio.run(scenario())
 
@@ -223,7 +227,7 @@ def test_a_password_is_never_told(
     async def scenario(url: str) -> None:
         async with opened(url) as (kept,):
             with pytest.raises(StateUnavailable) as refused:
-                await kept.wishes()
+                await kept.read_desired_models()
             assert refused.value.detail.endswith(f"cannot be read now: {reason}")
             assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
@@ -238,8 +242,8 @@ def test_a_password_is_never_told(
 def test_a_password_may_hold_anything(tmp_path: Path) -> None:
     async def scenario(url: str) -> None:
         async with opened(url) as (kept,):
-            await kept.wish("core", LOADED)
-            assert "core" in await kept.wishes()
+            await kept.set_desired_model("core", LOADED)
+            assert "core" in await kept.read_desired_models()
 
     with redis_server(tmp_path, "--requirepass", "#/?@:%ü") as server:
         asyncio.run(scenario(server.url().replace("//", f"//:{quote('#/?@:%ü', safe='')}@")))
@@ -251,10 +255,10 @@ def test_tls_is_used_and_checked(tmp_path: Path) -> None:
         async with opened(url) as (kept,):
             if reason:
                 with pytest.raises(StateUnavailable, match=reason):
-                    await kept.wish("core", LOADED)
+                    await kept.set_desired_model("core", LOADED)
             else:
-                await kept.wish("core", LOADED)
-                assert "core" in await kept.wishes()
+                await kept.set_desired_model("core", LOADED)
+                assert "core" in await kept.read_desired_models()
 
     for name in ("ours", "theirs"):
         authority = trustme.CA()
@@ -276,10 +280,10 @@ def test_tls_is_used_and_checked(tmp_path: Path) -> None:
 def test_a_copy_of_redis_is_read_and_told_when_it_cannot_be_written_to(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(server.url()) as (kept,):
-            assert await kept.wishes() == {}
+            assert await kept.read_desired_models() == {}
             with pytest.raises(StateUnavailable, match="this Redis is a copy that cannot be"):
-                await kept.wish("core", LOADED)
-            assert await kept.leads()
+                await kept.set_desired_model("core", LOADED)
+            assert await kept.renew_leadership()
 
     with redis_server(tmp_path) as server:
         with server.client() as client:
@@ -300,19 +304,19 @@ def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
 
     async def scenario() -> None:
         async with opened(url) as (kept,):
-            await kept.wish("core", LOADED)
+            await kept.set_desired_model("core", LOADED)
             by_hand("wishes", "{", field="broken")
             for _ in range(3):
                 with pytest.raises(StateUnavailable, match=f"no gateway wrote, at {prefix}"):
-                    await kept.wishes()
-            await kept.wish("broken", None)
-            assert list(await kept.wishes()) == ["core"]
+                    await kept.read_desired_models()
+            await kept.set_desired_model("broken", None)
+            assert list(await kept.read_desired_models()) == ["core"]
             by_hand(f"operation:{ID}", "{")
             with pytest.raises(StateUnavailable, match=f"no gateway wrote, at {prefix}"):
-                await kept.operation(ID)
+                await kept.read_operation(ID)
             by_hand("wishes", "a text")
             with pytest.raises(StateUnavailable, match=r"Redis refuses a command \(WRONGTYPE\)"):
-                await kept.wishes()
+                await kept.read_desired_models()
 
     url = server.url()
     prefix = url.partition("prefix=")[2]
@@ -324,9 +328,9 @@ def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
 def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:
     async def scenario() -> None:
         async with opened(url) as (kept,):
-            assert await kept.leads()
-            await kept.wish("core", LOADED)
-            await kept.record(ID, {})
+            assert await kept.renew_leadership()
+            await kept.set_desired_model("core", LOADED)
+            await kept.record_operation(ID, {})
 
     async def look() -> None:
         with server.client() as client:
@@ -343,9 +347,9 @@ def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:
 def test_gateways_with_other_prefixes_do_not_meet(server: RedisServer) -> None:
     async def scenario() -> None:
         async with opened(server.url()) as (one,), opened(server.url()) as (other,):
-            await one.wish("core", LOADED)
-            assert await other.wishes() == {}
-            assert await one.leads()
-            assert await other.leads()
+            await one.set_desired_model("core", LOADED)
+            assert await other.read_desired_models() == {}
+            assert await one.renew_leadership()
+            assert await other.renew_leadership()
 
     asyncio.run(scenario())

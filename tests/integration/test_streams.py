@@ -20,7 +20,7 @@ import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, Zoo
 from tests.support.servers import Command, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until

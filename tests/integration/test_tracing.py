@@ -15,7 +15,7 @@ import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from gateway.triton.embedded import EmbeddedTriton
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.fake_triton import Fake, fake_triton
 from tests.support.servers import ROOT, Command, gateway
 from tests.support.trace_collector import Collector, collecting

@@ -29,7 +29,7 @@ import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from gateway.errors import body_of
+from gateway.errors import serialize_error
 from tests.support.fake_triton import SAID, Fake, Got, Headers, Wire, ask, fake_triton, port_of
 from tests.support.model_zoo.zoo import LABELS, TICKING, Model, Names, T, identity, write_repository
 from tests.support.servers import gateway_before, triton_on_free_ports
@@ -105,7 +105,7 @@ def assert_error(got: Got, status: int, code: str) -> str:
     assert told.keys() == {"error", "code", "request_id"}
     assert told["code"] == code
     assert told["request_id"] == got.header("x-request-id") != ""
-    assert got.body == body_of(told["error"], told["code"], told["request_id"])
+    assert got.body == serialize_error(told["error"], told["code"], told["request_id"])
     assert_tells_nothing_of_the_inside(told["error"])
     return str(told["error"])
 
@@ -507,7 +507,9 @@ def test_a_stream_whose_first_answer_is_an_error_stays_a_stream(doors: Doors) ->
     assert got.header("content-type") == direct.header("content-type")
     assert (direct.status, got.status) == (400, 500)  # a model's fault is no fault of the request
     event = json.loads(got.body.removeprefix(b"data: "))
-    assert got.body == b"data: %b\n\n" % body_of(event["error"], event["code"], event["request_id"])
+    assert got.body == b"data: %b\n\n" % serialize_error(
+        event["error"], event["code"], event["request_id"]
+    )
     assert event["code"] == "MODEL_FAULT"
     assert event["request_id"] == got.header("x-request-id")
     assert "boom 1.0" in event["error"]

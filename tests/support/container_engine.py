@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.triton.installation import cache_folder
+from gateway.embedded.installation import cache_folder
 from tests.support.container_bases import DISTROLESS_CONFIG, make_distroless, make_python
 from tests.support.servers import ROOT
 

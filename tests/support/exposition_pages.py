@@ -8,9 +8,9 @@ from prometheus_client import Metric, parser
 from prometheus_client.openmetrics import parser as open_parser
 from prometheus_client.samples import Sample
 
-from gateway.exposition.families import Families, escaped, merge
-from gateway.exposition.reading import lines_of, read, text_of
-from gateway.exposition.writing import Form, write
+from gateway.exposition.encoder import PageFormat, encode_page
+from gateway.exposition.families import Families, escape_label_value, merge_families
+from gateway.exposition.parser import decode_page, parse_families, split_page_lines
 
 HISTOGRAM = """# TYPE h histogram
 h_bucket{le="0.5"} 1
@@ -38,35 +38,37 @@ ESCAPED_HELP = (
 
 
 def whole(page: str, server: str = "") -> Families:
-    return read(lines_of(text_of(page.encode())), server)
+    return parse_families(split_page_lines(decode_page(page.encode())), server)
 
 
-def merged(*pages: str, own: str = "", form: Form = Form.CLASSIC) -> str:
+def merged(*pages: str, own: str = "", form: PageFormat = PageFormat.PROMETHEUS_TEXT) -> str:
     """The pages of the replicas `r0`, `r1`, … and of the gateway."""
-    families, _ = merge(whole(own), numbered(pages))
-    return "".join(write(families, form))
+    families, _ = merge_families(whole(own), numbered(pages))
+    return "".join(encode_page(families, form))
 
 
 def left_out(own: str, *pages: str) -> dict[str, list[str]]:
     """The names that a page loses, by its replica."""
-    return merge(whole(own), numbered(pages))[1]
+    return merge_families(whole(own), numbered(pages))[1]
 
 
 def numbered(pages: tuple[str, ...]) -> dict[str, Families]:
     return {f"r{number}": whole(page, f"r{number}") for number, page in enumerate(pages)}
 
 
-def alone(page: str, form: Form = Form.CLASSIC) -> str:
+def alone(page: str, form: PageFormat = PageFormat.PROMETHEUS_TEXT) -> str:
     return merged(own=page, form=form)
 
 
-def samples(page: str, form: Form = Form.CLASSIC) -> Counter[tuple[object, ...]]:
+def samples(
+    page: str, form: PageFormat = PageFormat.PROMETHEUS_TEXT
+) -> Counter[tuple[object, ...]]:
     """As Prometheus' client reads them."""
     return Counter(key(sample) for family in families_of(page, form) for sample in family.samples)
 
 
-def families_of(page: str, form: Form) -> list[Metric]:
-    if form is Form.CLASSIC:
+def families_of(page: str, form: PageFormat) -> list[Metric]:
+    if form is PageFormat.PROMETHEUS_TEXT:
         return list(parser.text_string_to_metric_families(page))
     return list(open_parser.text_string_to_metric_families(page))  # type: ignore[no-untyped-call]
 
@@ -76,5 +78,5 @@ def key(sample: Sample) -> tuple[object, ...]:
 
 
 def line(name: str, labels: dict[str, str], value: object) -> str:
-    inside = ",".join(f'{label}="{escaped(text)}"' for label, text in labels.items())
+    inside = ",".join(f'{label}="{escape_label_value(text)}"' for label, text in labels.items())
     return f"{name}{{{inside}}} {value}\n"

@@ -139,7 +139,7 @@ class Fleet:
             for trouble in triton.repository.glob("*/trouble"):
                 trouble.unlink()
         wait_until(lambda: set(self.replicas().values()) <= {"UP", "EJECTED"})
-        for model in self.tritons[0].options.load:
+        for model in self.tritons[0].options.load_models:
             assert self.load(model).status_code == 200
 
     def replicas(self) -> dict[str, str]:
@@ -195,8 +195,8 @@ def fleet_of(
     with ExitStack() as stack:
         tritons = [Triton(repository(folder / str(number)), *load) for number in range(count)]
         for triton in tritons:
-            given = triton.options.arguments
-            triton.options = replace(triton.options, arguments=(*given, *arguments))
+            given = triton.options.extra_arguments
+            triton.options = replace(triton.options, extra_arguments=(*given, *arguments))
             stack.enter_context(triton)
         for triton in tritons:
             triton.wait()

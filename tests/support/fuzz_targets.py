@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gateway.errors import GatewayError
-from gateway.exposition.families import NotExposition
-from gateway.exposition.reading import lines_of, read, text_of
-from gateway.sse import ScrubbedErrors
-from gateway.tensors.data_uri import from_base64
-from gateway.tensors.decode import decode_body, decode_predict
-from gateway.tensors.image_header import essential_bytes, read_image_header
+from gateway.exposition.families import InvalidExposition
+from gateway.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.sse import EventStreamScrubber
+from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors.decode import decode_body, decode_predict_body
+from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.media_type import media_type
-from gateway.tensors.outputs import media_ranges
-from gateway.tensors.payload import Limits
-from gateway.tensors.sequence import from_headers
-from gateway.tensors.signature import Signature, signature
+from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.outputs import parse_accept
+from gateway.tensors.payload import PayloadLimits
+from gateway.tensors.sequence import parse_sequence_headers
+from gateway.tensors.signature import Signature, build_signature
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
@@ -32,7 +32,7 @@ EVENTS = b'data: {"error":"a word"}\n\ndata: {"text":"b"}\n\nevent: end\ndata: {
 def model(datatype: str, shape: list[int], batch: int = 8) -> Signature:
     metadata = {"name": "X", "datatype": datatype, "shape": [-1, *shape]}
     config = {"max_batch_size": batch, "input": [{"name": "X", "dims": shape}]}
-    return signature({"name": "m", "inputs": [metadata], "outputs": []}, config)
+    return build_signature({"name": "m", "inputs": [metadata], "outputs": []}, config)
 
 
 MODELS = {
@@ -44,19 +44,19 @@ MODELS = {
 
 
 def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
-    return lambda data: decode_body(data, content_type, MODELS[kind], Limits(), IMAGE_LIMITS)
+    return lambda data: decode_body(data, content_type, MODELS[kind], PayloadLimits(), IMAGE_LIMITS)
 
 
 def predict_as(kind: str) -> Callable[[bytes], object]:
-    return lambda data: decode_predict(data, MODELS[kind], Limits(), IMAGE_LIMITS)
+    return lambda data: decode_predict_body(data, MODELS[kind], PayloadLimits(), IMAGE_LIMITS)
 
 
 def read_header(data: bytes) -> object:
-    return essential_bytes(data, read_image_header(data, "X"))
+    return strip_metadata(data, read_image_header(data, "X"))
 
 
 def scrub_events(data: bytes) -> object:
-    scrubbed = ScrubbedErrors(lambda event: event)
+    scrubbed = EventStreamScrubber(lambda event: event)
     passed = [scrubbed.feed(data[start : start + 1000]) for start in range(0, len(data), 1000)]
     return b"".join(passed) + scrubbed.end()
 
@@ -89,23 +89,28 @@ def targets() -> list[Target]:
         ),
         *(Target(f":predict for {kind}", predict_as(kind), predict, REFUSALS) for kind in MODELS),
         Target("image headers", read_header, images, REFUSALS),
-        Target("Content-Type", latin_1(media_type), [b'text/plain; charset="utf-8"'], REFUSALS),
-        Target("Accept", latin_1(media_ranges), [b"image/png;q=0.5, */*"], REFUSALS),
-        Target("base64", latin_1(from_base64), [b"data:a/b;base64,AAEC", b"AAEC"], REFUSALS),
-        Target("sequence headers", latin_1(lambda text: from_headers(text, text)), [b"7"], REFUSALS),
+        Target("Content-Type", latin_1(parse_content_type), [b'text/plain; charset="utf-8"'], REFUSALS),
+        Target("Accept", latin_1(parse_accept), [b"image/png;q=0.5, */*"], REFUSALS),
+        Target("base64", latin_1(decode_base64_text), [b"data:a/b;base64,AAEC", b"AAEC"], REFUSALS),
+        Target(
+            "sequence headers", latin_1(lambda text: parse_sequence_headers(text, text)), [b"7"], REFUSALS
+        ),
         Target("event streams", scrub_events, [EVENTS], REFUSALS),
-        Target("metrics pages", lambda data: read(lines_of(text_of(data))), [page], (NotExposition,)),
+        Target(
+            "metrics pages", lambda data: parse_families(split_page_lines(decode_page(data))), [page],
+            (InvalidExposition,),
+        ),
         *screening_targets(),
     ]  # fmt: skip
 
 
 def screening_targets() -> Iterator[Target]:
-    from gateway.triton.screening import JsonScreening  # noqa: PLC0415
+    from gateway.triton.json_guard import JsonGuard  # noqa: PLC0415
 
     def screen(data: bytes) -> None:
-        screening = JsonScreening(len(data))
+        screening = JsonGuard(len(data))
         for start in range(0, len(data), 1000):
             screening.feed(data[start : start + 1000])
-        screening.end()
+        screening.finish()
 
     yield Target("JSON of /v2", screen, [V2_BODY, b'{"a": [1, {"shape": [2]}]}'], REFUSALS)

@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.server import Server, config_of
+from gateway.server import GatewayServer, create_uvicorn_config
 from gateway.settings import Settings
 from tests.support.wait import wait_until
 
@@ -63,9 +63,9 @@ class Stage:
         self.faults: list[str] = []  # of applications, and of the event loop
         self.loop: asyncio.AbstractEventLoop
         self._ready = threading.Event()
-        config = config_of(self, Settings(**given), HOST, 0)
+        config = create_uvicorn_config(self, Settings(**given), HOST, 0)
         config.uds = None if uds is None else str(uds)
-        self.server = Server(config, self._ready.set)
+        self.server = GatewayServer(config, self._ready.set)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 import redis
 
-from gateway.triton import guard
+from gateway.embedded import reaper
 from tests.support.servers import free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -31,7 +31,7 @@ class RedisServer:
         (self.port,) = free_ports(1)
         listens = () if "--tls-port" in options else ("--port", str(self.port))
         self._command = [
-            *(sys.executable, "-I", "-S", guard.__file__, "1", f"none{os.getpid()}"),
+            *(sys.executable, "-I", "-S", reaper.__file__, "1", f"none{os.getpid()}"),
             *("redis-server", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
             *("--dir", str(folder), *listens),
             *(option.replace("PORT", str(self.port)) for option in options),

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
-from gateway.triton import guard
-from gateway.triton.embedded import EmbeddedTriton, prepared
-from gateway.triton.options import ALL, Options
-from gateway.words import say
+from gateway.embedded import reaper
+from gateway.embedded.options import LOAD_ALL, TritonOptions
+from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
+from gateway.messages import print_message
 from tests.support.wait import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def triton_on_free_ports(
     repository: Path,
     *load: str,
     auto_complete: bool = False,
-    say: Callable[[str], None] = say,
+    say: Callable[[str], None] = print_message,
 ) -> EmbeddedTriton:
     """One with these models, or all; their configs leave nothing out, or `auto_complete` is set."""
     return triton_with(
-        (repository,), load or (ALL,), () if auto_complete else COMPLETE_CONFIGS, say=say
+        (repository,), load or (LOAD_ALL,), () if auto_complete else COMPLETE_CONFIGS, say=say
     )
 
 
@@ -111,28 +111,28 @@ def triton_with(
     arguments: Sequence[str] = COMPLETE_CONFIGS,
     *,
     log_verbose: int = 0,
-    say: Callable[[str], None] = say,
+    say: Callable[[str], None] = print_message,
 ) -> EmbeddedTriton:
     """One that starts with these models and no other."""
     http, grpc, metrics = free_ports(3)
-    options = Options(
+    options = TritonOptions(
         tuple(repositories),
         tuple(load),
-        arguments=tuple(arguments),
+        extra_arguments=tuple(arguments),
         log_verbose=log_verbose,
         http_port=http,
         grpc_port=grpc,
         metrics_port=metrics,
     )
-    return BriefTriton(options, say=say)
+    return BriefTriton(options, on_message=say)
 
 
 class BriefTriton(EmbeddedTriton):
     """Without the three or four seconds in which a Triton that nobody needs any more says good-bye."""
 
-    def let_go(self) -> None:
-        super().let_go()
-        kill_server_of(self.guard_pid)
+    def request_stop(self) -> None:
+        super().request_stop()
+        kill_server_of(self.reaper_pid)
 
 
 def server_of(guard_pid: int) -> int:
@@ -153,7 +153,7 @@ class Command:
         self, *arguments: str, environment: Mapping[str, str] | None = None, guarded: bool = True
     ) -> None:
         command = [sys.executable, "-m", "gateway", *arguments]
-        guards = [sys.executable, "-I", "-S", guard.__file__, "10", f"none{os.getpid()}"]
+        guards = [sys.executable, "-I", "-S", reaper.__file__, "10", f"none{os.getpid()}"]
         self._guarded = guarded
         self.process = subprocess.Popen(
             [*guards, *command] if guarded else command,
@@ -272,15 +272,15 @@ class Triton:
     def __init__(self, repository: Path, *load: str) -> None:
         self.repository = repository
         http, grpc, metrics = free_ports(3)
-        self.options = Options(
+        self.options = TritonOptions(
             (repository,),
             load,
-            arguments=COMPLETE_CONFIGS,
+            extra_arguments=COMPLETE_CONFIGS,
             http_port=http,
             grpc_port=grpc,
             metrics_port=metrics,
         )
-        self._files = prepared([self.options], print)
+        self._files = prepare_installation([self.options], print)
         self._guard: subprocess.Popen[bytes] | None = None
 
     @property
@@ -296,8 +296,8 @@ class Triton:
     def start(self) -> None:
         """Returns at once; `wait` for it."""
         prefix = f"triton_gateway_test_{os.getpid()}_{time.monotonic_ns():x}_"
-        guards = [sys.executable, "-I", "-S", guard.__file__, "10", prefix]
-        command = self.options.command(self._files, prefix)
+        guards = [sys.executable, "-I", "-S", reaper.__file__, "10", prefix]
+        command = self.options.build_command(self._files, prefix)
         # Whoever keeps a connection open to it makes its end take this long: longer than `ended` waits.
         patient = [
             "--exit-timeout-secs=600" if "--exit-timeout" in word else word for word in command

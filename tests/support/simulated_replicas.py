@@ -16,7 +16,7 @@ from typing import cast
 
 import orjson
 
-from gateway.fleet.replica import Address
+from gateway.fleet.replica import ReplicaAddress
 from tests.support.servers import free_ports
 
 
@@ -44,8 +44,8 @@ class SimulatedTriton:
     _server: asyncio.Server | None = None
 
     @property
-    def address(self) -> Address:
-        return Address(self.host, self.port, self.grpc_port)
+    def address(self) -> ReplicaAddress:
+        return ReplicaAddress(self.host, self.port, self.grpc_port)
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.state.loads import Loads, is_under_way
-from gateway.state.store import store
-from gateway.state.wishes import Store, Wish
+from gateway.state.desired import DesiredModel, StateStore
+from gateway.state.loads import Loads, is_in_progress
+from gateway.state.store import open_state_store
 
 Scenario = Coroutine[Any, Any, None]
 Fresh = Callable[[], str]  # the address of a state that nobody has used
 ID = "0123456789abcdef" * 2
-LOADED, UNLOADED = Wish(True), Wish(False)
+LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 
 
 @asynccontextmanager
-async def opened(url: str, count: int = 1) -> AsyncIterator[list[Store]]:
+async def opened(url: str, count: int = 1) -> AsyncIterator[list[StateStore]]:
     """This many processes' views of one state, as far as one process can have them."""
-    kept = [store(url) for _ in range(count)]
+    kept = [open_state_store(url) for _ in range(count)]
     try:
         yield kept
     finally:
@@ -44,7 +44,7 @@ JSON = st.recursive(
 )
 WISHES = st.dictionaries(
     st.text(),
-    st.builds(Wish, st.booleans(), st.dictionaries(st.text(), JSON, max_size=3)),
+    st.builds(DesiredModel, st.booleans(), st.dictionaries(st.text(), JSON, max_size=3)),
     max_size=5,
 )
 
@@ -60,11 +60,11 @@ class StateContract:
     def test_a_forgotten_wish_is_gone(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
-                await kept.wish("core", LOADED)
-                await kept.wish("text_core", UNLOADED)
-                await kept.wish("core", None)
-                await kept.wish("nobody knows it", None)
-                assert list(await kept.wishes()) == ["text_core"]
+                await kept.set_desired_model("core", LOADED)
+                await kept.set_desired_model("text_core", UNLOADED)
+                await kept.set_desired_model("core", None)
+                await kept.set_desired_model("nobody knows it", None)
+                assert list(await kept.read_desired_models()) == ["text_core"]
 
         asyncio.run(scenario())
 
@@ -73,8 +73,8 @@ class StateContract:
             async with opened(fresh()) as (kept,):
                 given = []
                 for wish in (LOADED, LOADED, None, LOADED, UNLOADED):
-                    given.append(await kept.wish("core", wish))
-                    found = (await kept.wishes()).get("core")
+                    given.append(await kept.set_desired_model("core", wish))
+                    found = (await kept.read_desired_models()).get("core")
                     assert found == (wish and replace(wish, revision=given[-1]))
                 assert given == sorted(set(given))
 
@@ -83,29 +83,29 @@ class StateContract:
     def test_a_wish_that_has_a_revision_keeps_it(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
-                await kept.wish("core", LOADED)
-                before = (await kept.wishes())["core"]
-                await kept.wish("core", UNLOADED)
-                await kept.wish("core", before)
-                assert (await kept.wishes())["core"] == before
-                assert await kept.wish("core", LOADED) > before.revision
+                await kept.set_desired_model("core", LOADED)
+                before = (await kept.read_desired_models())["core"]
+                await kept.set_desired_model("core", UNLOADED)
+                await kept.set_desired_model("core", before)
+                assert (await kept.read_desired_models())["core"] == before
+                assert await kept.set_desired_model("core", LOADED) > before.revision
 
         asyncio.run(scenario())
 
     def test_a_load_is_under_way_and_then_confirmed(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
-                assert await kept.loads() == {}
+                assert await kept.read_loads() == {}
                 token, before = await kept.begin_load("a:8000", "core")
                 assert before == ""
-                assert await kept.loads() == {"a:8000": {"core": token}}
-                assert is_under_way(token)
+                assert await kept.read_loads() == {"a:8000": {"core": token}}
+                assert is_in_progress(token)
                 await kept.end_load("a:8000", "core", token, "7")
-                assert await kept.loads() == {"a:8000": {"core": "7"}}
+                assert await kept.read_loads() == {"a:8000": {"core": "7"}}
                 token, before = await kept.begin_load("a:8000", "core")
                 assert before == "7"
                 await kept.end_load("a:8000", "core", token, "")
-                assert known(await kept.loads()) == {}
+                assert known(await kept.read_loads()) == {}
 
         asyncio.run(scenario())
 
@@ -116,9 +116,9 @@ class StateContract:
                 second, before = await kept.begin_load("a:8000", "core")
                 assert before == ""
                 await kept.end_load("a:8000", "core", second, "8")
-                assert await kept.loads() == {"a:8000": {"core": "8"}}
+                assert await kept.read_loads() == {"a:8000": {"core": "8"}}
                 await kept.end_load("a:8000", "core", first, "7")
-                assert known(await kept.loads()) == {}
+                assert known(await kept.read_loads()) == {}
 
         asyncio.run(scenario())
 
@@ -131,7 +131,7 @@ class StateContract:
                         await kept.end_load(replica, model, token, "1")
                 await kept.forget_loads("a:8000")
                 await kept.forget_loads("c:8000")
-                assert known(await kept.loads()) == {
+                assert known(await kept.read_loads()) == {
                     "b:8000": {"core": "1", "[::1]": "1", 'é"\0': "1"}
                 }
 
@@ -140,12 +140,12 @@ class StateContract:
     def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
-                assert await kept.operation(ID) is None
-                await kept.record(ID, {"state": "running", "replicas": {}})
+                assert await kept.read_operation(ID) is None
+                await kept.record_operation(ID, {"state": "running", "replicas": {}})
                 last = {"state": "succeeded", "replicas": {"a:8000": "READY"}}
-                await kept.record(ID, last)
-                assert await kept.operation(ID) == last
-                assert await kept.operation(ID[::-1]) is None
+                await kept.record_operation(ID, last)
+                assert await kept.read_operation(ID) == last
+                assert await kept.read_operation(ID[::-1]) is None
 
         asyncio.run(scenario())
 
@@ -155,16 +155,16 @@ class StateContract:
     def test_what_is_no_id_of_an_operation_is_not_looked_for(self, fresh: Fresh, name: str) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
-                assert await kept.operation(name) is None
+                assert await kept.read_operation(name) is None
                 with pytest.raises(ValueError, match="32 hexadecimal"):
-                    await kept.record(name, {})
+                    await kept.record_operation(name, {})
 
         asyncio.run(scenario())
 
     def test_who_is_alone_leads(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (one,):
-                assert [await one.leads(), await one.leads()] == [True, True]
+                assert [await one.renew_leadership(), await one.renew_leadership()] == [True, True]
 
         asyncio.run(scenario())
 
@@ -179,14 +179,14 @@ class SharedStateContract:
         suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
     )
     def test_any_wish_of_any_model_is_read_as_it_was_kept(
-        self, shared: Fresh, wishes: dict[str, Wish]
+        self, shared: Fresh, wishes: dict[str, DesiredModel]
     ) -> None:
         async def scenario() -> None:
             async with opened(shared(), 2) as (one, other):
                 for model, wish in wishes.items():
-                    await one.wish(model, wish)
+                    await one.set_desired_model(model, wish)
                 for kept in (one, other):
-                    found = await kept.wishes()
+                    found = await kept.read_desired_models()
                     assert {
                         name: replace(wish, revision=0) for name, wish in found.items()
                     } == wishes
@@ -201,30 +201,33 @@ class SharedStateContract:
                     token, _ = await other.begin_load("a:8000", "core")
                     confirmed, _ = await other.begin_load("b:8000", "core")
                     await other.end_load("b:8000", "core", confirmed, "3")
-                    assert await one.loads() == {"a:8000": {"core": token}, "b:8000": {"core": "3"}}
-                assert known(await one.loads()) == {"b:8000": {"core": "3"}}
+                    assert await one.read_loads() == {
+                        "a:8000": {"core": token},
+                        "b:8000": {"core": "3"},
+                    }
+                assert known(await one.read_loads()) == {"b:8000": {"core": "3"}}
 
         asyncio.run(scenario())
 
     def test_what_one_keeps_another_reads(self, shared: Fresh) -> None:
         async def scenario() -> None:
             async with opened(shared(), 2) as (one, other):
-                assert await other.wishes() == {}
-                await one.wish("core", Wish(True, {"config": "{}"}))
-                await one.record(ID, {"state": "running"})
-                assert await other.wishes() == await one.wishes()
-                assert await other.operation(ID) == {"state": "running"}
+                assert await other.read_desired_models() == {}
+                await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
+                await one.record_operation(ID, {"state": "running"})
+                assert await other.read_desired_models() == await one.read_desired_models()
+                assert await other.read_operation(ID) == {"state": "running"}
 
         asyncio.run(scenario())
 
     def test_what_has_not_changed_is_not_read_again(self, shared: Fresh) -> None:
         async def scenario() -> None:
             async with opened(shared(), 2) as (writer, reader):
-                await writer.wish("core", LOADED)
-                found = await reader.wishes()
-                assert await reader.wishes() is found
-                await writer.wish("core", LOADED)
-                assert await reader.wishes() is not found
+                await writer.set_desired_model("core", LOADED)
+                found = await reader.read_desired_models()
+                assert await reader.read_desired_models() is found
+                await writer.set_desired_model("core", LOADED)
+                assert await reader.read_desired_models() is not found
 
         asyncio.run(scenario())
 
@@ -232,12 +235,16 @@ class SharedStateContract:
         async def scenario() -> None:
             async with opened(url, 3) as several:
                 async with opened(url) as (first,):
-                    assert await first.leads()
+                    assert await first.renew_leadership()
                     for _ in range(3):
-                        assert not any([await kept.leads() for kept in several])
-                        assert await first.leads()
+                        assert not any([await kept.renew_leadership() for kept in several])
+                        assert await first.renew_leadership()
                 for _ in range(3):
-                    assert [await kept.leads() for kept in several] == [True, False, False]
+                    assert [await kept.renew_leadership() for kept in several] == [
+                        True,
+                        False,
+                        False,
+                    ]
 
         url = shared()
         asyncio.run(scenario())

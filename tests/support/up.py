@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from gateway.triton.guard import SHARED_MEMORY
-from gateway.triton.options import REPLICA_STEP
+from gateway.embedded.options import REPLICA_PORT_STEP
+from gateway.embedded.reaper import SHARED_MEMORY_FOLDER
 from tests.support.servers import COMPLETE_CONFIGS, Command, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -63,7 +63,7 @@ class Up(Command):
         replicas: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        further = [REPLICA_STEP * number for number in range(1, replicas)]
+        further = [REPLICA_PORT_STEP * number for number in range(1, replicas)]
         gateway, http, grpc, metrics = free_ports(4, *further)
         flags = ["--triton-http-port", http, "--triton-grpc-port", grpc]
         flags += ["--triton-metrics-port", metrics, "--model-repository", repository]
@@ -174,9 +174,9 @@ def nothing_left(up: Up, *, brief: bool = False) -> Iterator[None]:
     assert {"tritonserver"} <= {process.name() for process in family}
     listening = listeners(family)
     prefix = f"triton_gateway_{up.pid}_"
-    assert any(SHARED_MEMORY.glob(f"{prefix}*"))
+    assert any(SHARED_MEMORY_FOLDER.glob(f"{prefix}*"))
     yield
     if brief:
         cut_short(listening)
     wait_for_end(family)
-    wait_until(lambda: not any(SHARED_MEMORY.glob(f"{prefix}*")))
+    wait_until(lambda: not any(SHARED_MEMORY_FOLDER.glob(f"{prefix}*")))

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.errors import ModelControlMode
-from gateway.fleet.repository import Outcome, Report
-from gateway.triton.wire import NotSent
+from gateway.errors import ModelControlModeConflict
+from gateway.fleet.repository import OperationReport, Outcome
+from gateway.triton.http.connection import RequestNotSent
 from tests.support.fleet import write_echo
 from tests.support.up import Up
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -132,8 +132,8 @@ def test_mode_none_takes_no_calls_either(tmp_path: Path) -> None:
         assert models(up)["free"]["ready"]
 
 
-DOWN = Outcome("UNREACHABLE", NotSent("it refuses"))
-MODE = Outcome("READY", ModelControlMode())
+DOWN = Outcome("UNREACHABLE", RequestNotSent("it refuses"))
+MODE = Outcome("READY", ModelControlModeConflict())
 DONE = Outcome("READY")
 
 
@@ -149,5 +149,5 @@ DONE = Outcome("READY")
 def test_the_mode_of_one_speaks_for_those_that_could_not_be_asked(
     outcomes: tuple[Outcome, ...], refused: bool, code: str
 ) -> None:
-    report = Report("echo", True, len(outcomes), dict(zip("ab", outcomes, strict=True)))
-    assert (report.refused, report.error().code) == (refused, code)
+    report = OperationReport("echo", True, len(outcomes), dict(zip("ab", outcomes, strict=True)))
+    assert (report.is_refused, report.build_error().code) == (refused, code)

@@ -15,9 +15,9 @@ import pytest
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
+from gateway.messages import CommandError
 from gateway.settings import Settings, read_settings
-from gateway.triton.restricted import parse_restricted_api
-from gateway.words import Failure
+from gateway.triton.restricted_api import parse_restricted_api
 from tests.support.fleet import BODY, V2_BODY, write_echo
 from tests.support.servers import free_ports, gateway
 from tests.support.up import Up
@@ -221,7 +221,7 @@ def test_a_value_that_cannot_be_is_refused_and_not_repeated(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("GATEWAY_TRITON_RESTRICTED_API", value)
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(CommandError) as refused:
         read_settings()
     sentence = str(refused.value)
     assert sentence.startswith("GATEWAY_TRITON_RESTRICTED_API cannot be used: write KEY=SECRET")

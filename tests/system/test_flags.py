@@ -17,9 +17,9 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from gateway.cli import cli
-from gateway.triton.chatter import Chatter
-from gateway.triton.options import CannotStart, ModelControl, Options
+from gateway.cli import root_cli
+from gateway.embedded.log_filter import LogFilter
+from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
 from tests.support.wait import TIMEOUT_S
@@ -70,22 +70,25 @@ def test_an_argument_that_is_ours_to_say_is_refused(
     tmp_path: Path, argument: str, why: str
 ) -> None:
     with pytest.raises(CannotStart) as refused:
-        Options((tmp_path,), arguments=("--id", "x", argument)).check()
+        TritonOptions((tmp_path,), extra_arguments=("--id", "x", argument)).validate()
     assert str(refused.value) == f"--triton-arg cannot be {argument}: {why}"
 
 
 @pytest.mark.parametrize("argument", ["--id=x", "--model-load-thread-count=1", "http-port", "--"])
 def test_any_other_argument_is_taken(tmp_path: Path, argument: str) -> None:
-    Options((tmp_path,), arguments=(argument,)).check()
+    TritonOptions((tmp_path,), extra_arguments=(argument,)).validate()
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"poll_s": 1}, "--poll-secs is for --model-control poll; in mode explicit"),
-        ({"poll_s": 1, "model_control": ModelControl.none}, "in mode none Triton does not look"),
+        ({"poll_interval_s": 1}, "--poll-secs is for --model-control poll; in mode explicit"),
         (
-            {"load": ("echo",), "model_control": ModelControl.poll},
+            {"poll_interval_s": 1, "model_control": ModelControl.none},
+            "in mode none Triton does not look",
+        ),
+        (
+            {"load_models": ("echo",), "model_control": ModelControl.poll},
             "--load is for --model-control explicit; in mode poll Triton loads every model",
         ),
         (
@@ -98,13 +101,13 @@ def test_what_does_not_go_together_is_said(
     tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(CannotStart, match=why):
-        Options((tmp_path,), **options).check()
+        TritonOptions((tmp_path,), **options).validate()
 
 
 def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match="s3://, gs:// and as://"):
-        Options((tmp_path, "hdfs://x/y")).check()
-    Options((tmp_path, "s3://bucket/x", "gs://bucket/x", "as://account/x")).check()
+        TritonOptions((tmp_path, "hdfs://x/y")).validate()
+    TritonOptions((tmp_path, "s3://bucket/x", "gs://bucket/x", "as://account/x")).validate()
 
 
 def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:
@@ -212,16 +215,16 @@ FAILS = (
 
 
 def test_a_model_that_fails_again_at_every_poll_is_told_of_once() -> None:
-    chatter = Chatter()
-    assert [chatter.hear(line) is None for line in FAILS * 3] == [False] * 2 + [True] * 4
+    chatter = LogFilter()
+    assert [chatter.filter_line(line) is None for line in FAILS * 3] == [False] * 2 + [True] * 4
     loaded = "I1121 15:25:33.839000 23132 model_lifecycle.cc:839] \"successfully loaded 'bad'\""
-    assert chatter.hear(loaded)
-    assert chatter.hear(FAILS[1]) == "Triton: failed to load 'bad': no weights"
+    assert chatter.filter_line(loaded)
+    assert chatter.filter_line(FAILS[1]) == "Triton: failed to load 'bad': no weights"
 
 
 @pytest.mark.parametrize("command", ["up", "triton"])
 def test_the_help_has_tritons_flags(command: str) -> None:
-    told = CliRunner().invoke(cli, [command, "--help"], env={"COLUMNS": "200"}).output
+    told = CliRunner().invoke(root_cli, [command, "--help"], env={"COLUMNS": "200"}).output
     for flag in ("--triton-arg", "--poll-secs", "--no-exit-on-error", "--triton-http-port"):
         assert flag in told
     assert ("--replicas" in told) == (command == "up")
@@ -230,6 +233,6 @@ def test_the_help_has_tritons_flags(command: str) -> None:
 def test_every_flag_is_documented_and_no_other() -> None:
     rows = re.findall(r"^\| `(--.*?)` \|", (ROOT / "docs/embedded.md").read_text(), re.MULTILINE)
     documented = {flag.strip("`") for row in rows for flag in re.split(r"`?, `?", row)}
-    up = typer.main.get_command(cli).commands["up"]  # type: ignore[attr-defined]
+    up = typer.main.get_command(root_cli).commands["up"]  # type: ignore[attr-defined]
     flags = {flag for param in up.params for flag in (*param.opts, *param.secondary_opts)}
     assert documented == flags - {"--help", "-h"}

@@ -92,11 +92,11 @@ def test_so_do_workers(tmp_path: Path) -> None:
 HANGING = """
 import ctypes, sys, time
 from gateway.app import create_app
-from gateway.exits import prompt_exit
-from gateway.server import server
-from gateway.serving import configured
+from gateway.process_exit import prompt_exit
+from gateway.server import create_server
+from gateway.launch import configure_process
 
-settings, say = configured()
+settings, say = configure_process()
 application = create_app(settings)
 WAYS = {"/loop": lambda: time.sleep(1000), "/interpreter": lambda: ctypes.PyDLL(None).sleep(1000)}
 
@@ -105,7 +105,7 @@ async def hanging(scope, receive, send):
     await application(scope, receive, send)
 
 with prompt_exit():
-    server(hanging, settings, "127.0.0.1", int(sys.argv[1]), lambda: say("serving")).run()
+    create_server(hanging, settings, "127.0.0.1", int(sys.argv[1]), lambda: say("serving")).run()
 """
 
 
@@ -172,8 +172,8 @@ def test_a_thread_that_keeps_the_interpreter_is_ended_by_the_kernel() -> None:
 
 LEFT = """
 import sys, threading, time
-from gateway.exits import prompt_exit
-from gateway.words import Failure
+from gateway.process_exit import prompt_exit
+from gateway.messages import CommandError
 
 threading.Thread(target=time.sleep, args=(1000,), name="decode_0").start()
 with prompt_exit():
@@ -185,7 +185,7 @@ with prompt_exit():
     ("ending", "status", "told"),
     [
         ("pass", 0, ""),
-        ("raise Failure('Triton is gone')", 1, "triton-gateway: Triton is gone"),
+        ("raise CommandError('Triton is gone')", 1, "triton-gateway: Triton is gone"),
         ("raise SystemExit(143)", 143, ""),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise ValueError('a fault')", 1, "ValueError: a fault"),

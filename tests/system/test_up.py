@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from gateway.triton.options import CannotStart, ModelControl, Options
+from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
 from tests.support.servers import Command, free_ports
 from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -147,21 +147,21 @@ def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, nam
     odd, plain = tmp_path / name, tmp_path / "plain"
     write_model(odd)
     with pytest.raises(CannotStart, match="cannot run a Python model at") as refused:
-        Options((odd,)).check()
+        TritonOptions((odd,)).validate()
     assert f"'{odd}'" in str(refused.value)
     write_model(plain)
     (plain / "echo").rename(plain / name)
     for options in (
-        Options((plain,), load=("*",)),
-        Options((plain,), load=(name,)),
-        Options((plain,), model_control=ModelControl.poll),
+        TritonOptions((plain,), load_models=("*",)),
+        TritonOptions((plain,), load_models=(name,)),
+        TritonOptions((plain,), model_control=ModelControl.poll),
     ):
         with pytest.raises(CannotStart) as refused:
-            options.check()
+            options.validate()
         assert f"'{plain / name}'" in str(refused.value)
-    Options((plain,), load=("another",)).check()
+    TritonOptions((plain,), load_models=("another",)).validate()
     (tmp_path / "link").symlink_to(odd)
-    Options((tmp_path / "link",), load=("*",)).check()
+    TritonOptions((tmp_path / "link",), load_models=("*",)).validate()
 
 
 def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> None:
@@ -182,14 +182,14 @@ def test_a_path_of_no_python_model_may_be_any(tmp_path: Path) -> None:
     write_model(odd)
     config = odd / "echo" / "config.pbtxt"
     config.write_text(CONFIG.replace("python", "onnxruntime"))
-    Options((odd,), load=("*",)).check()
+    TritonOptions((odd,), load_models=("*",)).validate()
     (odd / "echo" / "configs").mkdir()
     (odd / "echo" / "configs" / "embedded.pbtxt").write_text(CONFIG)  # which Triton then reads
     with pytest.raises(CannotStart):
-        Options((odd,), load=("*",)).check()
+        TritonOptions((odd,), load_models=("*",)).validate()
     (odd / "echo" / "configs" / "embedded.pbtxt").write_text("# without a backend")
     with pytest.raises(CannotStart):
-        Options((odd,), load=("*",)).check()
+        TritonOptions((odd,), load_models=("*",)).validate()
 
 
 def test_triton_alone(repository: Path) -> None:
@@ -266,8 +266,8 @@ def test_another_python_is_told_which_ones_work(tmp_path: Path) -> None:
     if not found:
         pytest.skip("no Python newer than 3.12 on this machine")
 
-    code = "from gateway.triton.installation import install, CannotInstall\n"
-    code += "try: install(print)\nexcept CannotInstall as exc: print(exc)"
+    code = "from gateway.embedded.installation import install_triton, CannotInstall\n"
+    code += "try: install_triton(print)\nexcept CannotInstall as exc: print(exc)"
     run = subprocess.run([found[-1], "-c", code], capture_output=True, text=True, check=True)
     assert "CPython 3.10 to 3.12" in run.stdout
     assert "Docker" in run.stdout

@@ -7,21 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.errors import DoesNotFit, Malformed, TooLarge
-from gateway.routes.infer import BYTES_PER_LISTED_VALUE, LARGE_ARRAY_BYTES, size_of_value
+from gateway.errors import InputMismatch, MalformedRequest, TooLarge
+from gateway.routes.infer import BYTES_PER_LISTED_VALUE, LARGE_ARRAY_BYTES, estimate_value_bytes
 from gateway.tensors import inputs, payload
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import Inputs, screen, to_inputs
-from gateway.tensors.payload import CHARSETS, JSON, Limits, Part, Payload, read_payload
-from gateway.tensors.signature import signature
+from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
+from gateway.tensors.payload import (
+    JSON,
+    SUPPORTED_CODECS,
+    Part,
+    Payload,
+    PayloadLimits,
+    read_payload,
+)
+from gateway.tensors.signature import build_signature
 from tests.support.hostile_files import field, form, json_of, png
 
 TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
 
 
-def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> Inputs:
+def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> InferInputs:
     tensor = {"name": "X", "datatype": datatype, "shape": shape}
-    model = signature({"name": "m", "inputs": [tensor]}, {})
+    model = build_signature({"name": "m", "inputs": [tensor]}, {})
     return to_inputs(Payload({"X": [Part(value, JSON)]}), model, ImageLimits(**limits))
 
 
@@ -35,12 +42,12 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize("depth", [33, 62, 63, 64])
 def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
     part = field(json_of(nested(depth))[11:-1], headers=[f"Content-Type: {JSON}"])
-    repeated = read_payload(form(part, part), "multipart/form-data; boundary=b", Limits())
+    repeated = read_payload(form(part, part), "multipart/form-data; boundary=b", PayloadLimits())
     tensor = {"name": "X", "datatype": "INT32", "shape": [-1]}
     for batch in (0, 8):
         shaped = {**tensor, "shape": [-1] * (1 + bool(batch))}
-        model = signature({"name": "m", "inputs": [shaped]}, {"max_batch_size": batch})
-        with pytest.raises((DoesNotFit, Malformed), match="32 dimensions"):
+        model = build_signature({"name": "m", "inputs": [shaped]}, {"max_batch_size": batch})
+        with pytest.raises((InputMismatch, MalformedRequest), match="32 dimensions"):
             to_inputs(repeated, model, ImageLimits())
 
 
@@ -73,10 +80,16 @@ def test_what_images_become_is_known_before_they_are_decoded() -> None:
         ([-1, -1, -1, 4], "UINT8", 2 * 16 * 16 * 4),
     ):
         tensor = {"name": "X", "datatype": datatype, "shape": shape}
-        model = signature({"name": "m", "inputs": [tensor]}, {})
-        screened = screen(Payload({"X": [Part([png(), png()], JSON)]}), model, ImageLimits())
+        model = build_signature({"name": "m", "inputs": [tensor]}, {})
+        screened = inspect_payload(
+            Payload({"X": [Part([png(), png()], JSON)]}), model, ImageLimits()
+        )
         assert screened.decoding_cost == 2 * 256
-        assert screened.decoded_bytes == inputs.convert(screened, model).arrays["X"].nbytes == size
+        assert (
+            screened.decoded_bytes
+            == inputs.convert_payload(screened, model).arrays["X"].nbytes
+            == size
+        )
 
 
 def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
@@ -87,23 +100,25 @@ def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
 
 def test_a_batch_becomes_no_more_than_1000_inferences() -> None:
     for count, pieces in ((8000, 1000), (7999, 1000), (8, 1)):
-        whole = Inputs({"X": np.zeros((count, 1))}, count, batched=True)
-        assert len(list(whole.cut(8))) == pieces
+        whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
+        assert len(list(whole.split(8))) == pieces
     with pytest.raises(TooLarge, match=r"a batch of 8001 items .* send at most 8000 items"):
-        list(Inputs({"X": np.zeros((8001, 1))}, 8001, batched=True).cut(8))
+        list(InferInputs({"X": np.zeros((8001, 1))}, 8001, is_batched=True).split(8))
 
 
 def test_what_is_large_is_known_without_looking_at_all_of_it() -> None:
-    assert all(size_of_value(value) > LARGE_ARRAY_BYTES for value in LARGE_VALUES)
-    assert all(size_of_value(value) < 1000 for value in SMALL_VALUES)
+    assert all(estimate_value_bytes(value) > LARGE_ARRAY_BYTES for value in LARGE_VALUES)
+    assert all(estimate_value_bytes(value) < 1000 for value in SMALL_VALUES)
 
 
-@pytest.mark.parametrize("charset", sorted(CHARSETS))
+@pytest.mark.parametrize("charset", sorted(SUPPORTED_CODECS))
 def test_a_long_text_is_the_same_in_pieces(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(body: bytes) -> str:
         try:
-            (part,) = read_payload(body, f"text/plain; charset={charset}", Limits()).parts[""]
-        except Malformed as exc:
+            (part,) = read_payload(body, f"text/plain; charset={charset}", PayloadLimits()).parts[
+                ""
+            ]
+        except MalformedRequest as exc:
             return exc.detail.partition("byte ")[0]
         assert isinstance(part.value, str)
         return part.value
@@ -112,5 +127,5 @@ def test_a_long_text_is_the_same_in_pieces(charset: str, monkeypatch: pytest.Mon
     bodies = [body, body[:-1], body[1:], body + b"\xff\x1b\x1b$$$$$$$$$$$$$$", b"\x1b" * 99]
     whole = [read(each) for each in bodies]
     for size in (1, 7, 100):
-        monkeypatch.setattr(payload, "DECODED_AT_A_TIME", size)
+        monkeypatch.setattr(payload, "TEXT_CHUNK_BYTES", size)
         assert [read(each) for each in bodies] == whole

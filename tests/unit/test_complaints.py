@@ -7,7 +7,12 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from gateway.triton.complaints import Asked, complaint, scrubbed, scrubbed_event
+from gateway.triton.error_mapping import (
+    RequestTarget,
+    map_triton_error,
+    sanitize_event,
+    sanitize_message,
+)
 from tests.support.linearity import assert_linear
 
 STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
@@ -70,7 +75,7 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
     ],
 )
 def test_status_and_words_decide(status: int, text: str, expected: int, code: str) -> None:
-    error = complaint(status, orjson.dumps({"error": text}), Asked("m", "", 1.0))
+    error = map_triton_error(status, orjson.dumps({"error": text}), RequestTarget("m", "", 1.0))
     assert (error.status, error.code) == (expected, code)
     assert "model.py" not in error.detail
 
@@ -80,7 +85,7 @@ def test_status_and_words_decide(status: int, text: str, expected: int, code: st
 )
 def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
     for status in (400, 404, 500, 503):
-        assert complaint(status, body, Asked("m")).detail
+        assert map_triton_error(status, body, RequestTarget("m")).detail
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
     ],
 )  # fmt: skip
 def test_what_helps_nobody_is_scrubbed(text: str, told: str) -> None:
-    assert scrubbed(text) == told
+    assert sanitize_message(text) == told
 
 
 @pytest.mark.parametrize(
@@ -113,8 +118,8 @@ def test_no_text_of_a_clients_making_costs_more_than_its_length(part: str) -> No
 
         def read_all() -> None:
             for status in (400, 500):
-                complaint(status, orjson.dumps({"error": text}), Asked("m"))
-            scrubbed(text)
+                map_triton_error(status, orjson.dumps({"error": text}), RequestTarget("m"))
+            sanitize_message(text)
 
         return read_all
 
@@ -136,6 +141,6 @@ def test_no_text_of_a_clients_making_costs_more_than_its_length(part: str) -> No
     ],
 )
 def test_an_error_in_a_stream_has_a_code(text: str, code: str) -> None:
-    event = orjson.loads(scrubbed_event(b"data: " + orjson.dumps({"error": text}) + b"\n\n"))
+    event = orjson.loads(sanitize_event(b"data: " + orjson.dumps({"error": text}) + b"\n\n"))
     assert event["code"] == code
     assert text.endswith(event["error"])

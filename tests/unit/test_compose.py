@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gateway import __version__
-from gateway.fleet.declared import declared_in
+from gateway.fleet.models_file import parse_models_file
 from gateway.settings import Settings
 from tests.support.servers import ROOT
 
@@ -58,7 +58,7 @@ def test_a_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None
     assert "--strict-readiness=false" in SERVICES["triton"]["command"]
     assert '"--strict-readiness=false"' in stage("triton")
     words = " ".join(SERVICES["triton"]["command"])
-    declared = declared_in((ROOT / "k8s/base/models.yaml").read_text())
+    declared = parse_models_file((ROOT / "k8s/base/models.yaml").read_text())
     assert re.findall(r"--load-model=(\S+)", words) == list(declared)
 
 

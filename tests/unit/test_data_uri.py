@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import Malformed
+from gateway.errors import MalformedRequest
 from gateway.tensors import data_uri
-from gateway.tensors.data_uri import from_base64
+from gateway.tensors.data_uri import decode_base64_text
 
 MIB = 1 << 20
 
 
 @pytest.fixture(params=[7, 8, 1 << 20])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_uri, "PIECE", request.param)
+    monkeypatch.setattr(data_uri, "CHUNK_CHARS", request.param)
 
 
 @pytest.mark.parametrize("length", [*range(20), 100, 1000])
@@ -30,8 +30,10 @@ def test_base64_is_read_in_either_alphabet_with_and_without_padding(length: int)
     for encode in (base64.standard_b64encode, base64.urlsafe_b64encode):
         text = encode(raw[-length:] if length else b"").decode()
         for given_text in (text, text.rstrip("="), f" {text[:5]}\r\n{text[5:]}\n"):
-            assert from_base64(given_text) == (raw[-length:] if length else b"")
-            assert from_base64(f"data:image/png;base64,{given_text}") == from_base64(text)
+            assert decode_base64_text(given_text) == (raw[-length:] if length else b"")
+            assert decode_base64_text(f"data:image/png;base64,{given_text}") == decode_base64_text(
+                text
+            )
 
 
 @pytest.mark.parametrize(
@@ -42,28 +44,28 @@ def test_base64_is_read_in_either_alphabet_with_and_without_padding(length: int)
 @pytest.mark.usefixtures("piece")
 def test_what_is_no_base64_is_malformed(text: str) -> None:
     for value in (text, f"data:;base64,{text}"):
-        with pytest.raises(Malformed, match="not base64"):
-            from_base64(value)
+        with pytest.raises(MalformedRequest, match="not base64"):
+            decode_base64_text(value)
 
 
 @given(st.text(alphabet="%4aAfFg\0é☕", max_size=60))
 def test_escapes_are_read_as_the_library_reads_them(text: str) -> None:
-    assert from_base64(f"data:,{text}") == unquote_to_bytes(text)
+    assert decode_base64_text(f"data:,{text}") == unquote_to_bytes(text)
 
 
 @given(st.binary(max_size=200))
 @pytest.mark.usefixtures("piece")
 @pytest.mark.filterwarnings("ignore")
 def test_escaped_bytes_are_read_back(raw: bytes) -> None:
-    assert from_base64(f"DATA:a/b;c=d,{quote(raw)}") == raw
+    assert decode_base64_text(f"DATA:a/b;c=d,{quote(raw)}") == raw
 
 
 @pytest.mark.parametrize(
     "text", ["data:", "data:;;;", "data:image/png;base64", "data:" + ";" * 5000 + ","]
 )
 def test_a_data_uri_without_a_comma_near_its_start_has_no_data(text: str) -> None:
-    with pytest.raises(Malformed, match="no comma within its first 1024 characters"):
-        from_base64(text)
+    with pytest.raises(MalformedRequest, match="no comma within its first 1024 characters"):
+        decode_base64_text(text)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +80,8 @@ def test_a_data_uri_without_a_comma_near_its_start_has_no_data(text: str) -> Non
 )
 def test_the_memory_is_a_small_multiple_of_the_text(text: str, most: int) -> None:
     tracemalloc.start()
-    with suppress(Malformed):
-        from_base64(text)
+    with suppress(MalformedRequest):
+        decode_base64_text(text)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < most

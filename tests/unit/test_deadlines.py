@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.protocol.limits import LOOKS_AT_A_TIME, Credit, Crowd
+from gateway.protocol.limits import CHECKS_PER_PASS, ClientRegistry, RateCredit
 from tests.support.http_server import (
     ENOUGH,
     FAST,
@@ -216,11 +216,11 @@ def test_a_body_that_stops_in_an_answer_that_began_cuts_it(hasty: Stage) -> None
 
 
 def test_pace_is_an_average_with_a_grace() -> None:
-    pace = Credit(10.0, 0.0)
-    assert pace.after(10.0, 0, 1024, 10.0).left_s == 0
-    assert pace.after(10.0, 10 * 1024, 1024, 10.0).left_s == 10
-    assert pace.after(5.0, 1 << 30, 1024, 10.0).left_s == 10  # haste is not saved up
-    assert pace.after(8.0, 4 * 1024, 1024, 10.0).left_s == 6
+    pace = RateCredit(10.0, 0.0)
+    assert pace.advance(10.0, 0, 1024, 10.0).remaining_s == 0
+    assert pace.advance(10.0, 10 * 1024, 1024, 10.0).remaining_s == 10
+    assert pace.advance(5.0, 1 << 30, 1024, 10.0).remaining_s == 10  # haste is not saved up
+    assert pace.advance(8.0, 4 * 1024, 1024, 10.0).remaining_s == 6
 
 
 def test_hundreds_that_are_overdue_together_hold_nobody_up() -> None:
@@ -231,20 +231,20 @@ def test_hundreds_that_are_overdue_together_hold_nobody_up() -> None:
         raise RuntimeError("one of them")
 
     async def all_of_it() -> None:
-        loop, crowd = asyncio.get_running_loop(), Crowd()
+        loop, crowd = asyncio.get_running_loop(), ClientRegistry()
         loop.set_exception_handler(lambda *_: None)
         for _ in range(200):
-            crowd.look(loop, fails)
+            crowd.schedule_check(loop, fails)
         while seen.count("overdue") < 200:
             seen.append("somebody else")
             await asyncio.sleep(0)
         seen.append("somebody else")
-        crowd.look(loop, fails)
+        crowd.schedule_check(loop, fails)
         await turns(4)
 
     asyncio.run(asyncio.wait_for(all_of_it(), PATIENCE_S))
     runs = [len(list(run)) for what, run in itertools.groupby(seen) if what == "overdue"]
-    assert max(runs) <= LOOKS_AT_A_TIME
+    assert max(runs) <= CHECKS_PER_PASS
     assert sum(runs) == 201
 
 

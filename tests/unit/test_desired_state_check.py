@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import Forbidden, Malformed
-from gateway.fleet.declared import Declared
-from gateway.fleet.plan import wanted, without_uploads
-from gateway.fleet.uploads import check_parameters
-from gateway.state.wishes import Wish
+from gateway.errors import Forbidden, MalformedRequest
+from gateway.fleet.models_file import DeclaredModel
+from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.fleet.uploads import check_load_parameters
+from gateway.state.desired import DesiredModel
 
 PLAIN = {
-    "a": Wish(True, {}, 1),
-    "b": Wish(False, {}, 2),
-    "c": Wish(True, {"unload_dependents": True}, 3),
+    "a": DesiredModel(True, {}, 1),
+    "b": DesiredModel(False, {}, 2),
+    "c": DesiredModel(True, {"unload_dependents": True}, 3),
 }
 CODE: list[dict[str, Any]] = [
     {"config": "{}"},
@@ -33,42 +33,44 @@ NEITHER: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("parameters", CODE)
 def test_code_is_ignored_by_name_unless_uploading_is_allowed(parameters: dict[str, Any]) -> None:
-    wishes = {**PLAIN, "evil": Wish(True, parameters, 4)}
-    found, ignored = without_uploads(wishes, uploads=False)
+    wishes = {**PLAIN, "evil": DesiredModel(True, parameters, 4)}
+    found, ignored = filter_uploads(wishes, can_upload=False)
     assert found == PLAIN
     assert list(ignored) == ["evil"]
     assert "GATEWAY_ALLOW_MODEL_UPLOAD" in ignored["evil"]
-    assert without_uploads(wishes, uploads=True) == (wishes, {})
+    assert filter_uploads(wishes, can_upload=True) == (wishes, {})
 
 
 @pytest.mark.parametrize("parameters", NEITHER)
 def test_what_no_load_may_bring_is_ignored_in_any_case(parameters: dict[str, Any]) -> None:
-    wishes = {**PLAIN, "odd": Wish(True, parameters, 4)}
+    wishes = {**PLAIN, "odd": DesiredModel(True, parameters, 4)}
     for uploads in (False, True):
-        found, ignored = without_uploads(wishes, uploads=uploads)
+        found, ignored = filter_uploads(wishes, can_upload=uploads)
         assert (found, list(ignored)) == (PLAIN, ["odd"])
 
 
 def test_the_check_is_the_one_of_a_call() -> None:
     for parameters in CODE:
-        check_parameters(parameters, uploads=True)
+        check_load_parameters(parameters, can_upload=True)
         with pytest.raises(Forbidden):
-            check_parameters(parameters, uploads=False)
+            check_load_parameters(parameters, can_upload=False)
     for parameters in NEITHER:
-        with pytest.raises(Malformed):
-            check_parameters(parameters, uploads=True)
+        with pytest.raises(MalformedRequest):
+            check_load_parameters(parameters, can_upload=True)
 
 
 def test_a_declared_model_keeps_its_declaration_where_the_state_is_ignored() -> None:
-    declared = {"evil": Declared("evil", (), {"max_batch_size": 4})}
-    found, _ = without_uploads({"evil": Wish(True, CODE[0], 4)}, uploads=False)
-    assert wanted(found, declared) == {
-        "evil": Wish(True, {"config": {"max_batch_size": 4}}, 0, declared["evil"].digest)
+    declared = {"evil": DeclaredModel("evil", (), {"max_batch_size": 4})}
+    found, _ = filter_uploads({"evil": DesiredModel(True, CODE[0], 4)}, can_upload=False)
+    assert merge_declared_models(found, declared) == {
+        "evil": DesiredModel(
+            True, {"config": {"max_batch_size": 4}}, 0, declared["evil"].config_digest
+        )
     }
 
 
 def test_a_declared_model_that_was_loaded_without_parameters_has_those_of_its_declaration() -> None:
-    declared = {"a": Declared("a", (), {"max_batch_size": 4})}
-    assert wanted({"a": Wish(True, {}, 1)}, declared)["a"].parameters == {
+    declared = {"a": DeclaredModel("a", (), {"max_batch_size": 4})}
+    assert merge_declared_models({"a": DesiredModel(True, {}, 1)}, declared)["a"].parameters == {
         "config": {"max_batch_size": 4}
     }

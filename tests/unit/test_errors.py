@@ -12,8 +12,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.app import HANDLED
-from gateway.errors import Malformed, render
+from gateway.app import HANDLED_EXCEPTIONS
+from gateway.errors import MalformedRequest, render_error
 
 
 def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
@@ -21,13 +21,15 @@ def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
 ) -> None:
     request = Request({"type": "http", "request_id": "r"})
     with caplog.at_level(logging.INFO):
-        response = asyncio.run(render(request, MemoryError()))
+        response = asyncio.run(render_error(request, MemoryError()))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     body = orjson.loads(response.body)
     assert (body["code"], body["request_id"]) == ("OUT_OF_MEMORY", "r")
     levels = [record.levelname for record in caplog.records if record.name == "gateway.errors"]
     assert levels == ["WARNING"]
-    assert MemoryError in HANDLED  # else the server logs it as a fault of the application
+    assert (
+        MemoryError in HANDLED_EXCEPTIONS
+    )  # else the server logs it as a fault of the application
 
 
 def test_an_error_that_was_answered_holds_no_request() -> None:
@@ -40,14 +42,14 @@ def test_an_error_that_was_answered_holds_no_request() -> None:
         try:
             raise ValueError("what was found")
         except ValueError:
-            raise Malformed("what is said") from None
+            raise MalformedRequest("what is said") from None
 
     async def answer(body: Body) -> Response:
         try:
             await fail(body)
-        except Malformed as exc:
+        except MalformedRequest as exc:
             error: Exception = exc  # stays in this frame, as in those of the framework
-        return await render(Request({"type": "http", "request_id": "r"}), error)
+        return await render_error(Request({"type": "http", "request_id": "r"}), error)
 
     body = Body()
     held = weakref.ref(body)

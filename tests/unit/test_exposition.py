@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.exposition.families import Families, NotExposition, merge
-from gateway.exposition.layout import Layout
-from gateway.exposition.reading import lines_of, read, text_of
-from gateway.exposition.writing import Form, write
+from gateway.exposition.encoder import PageFormat, encode_page
+from gateway.exposition.families import Families, InvalidExposition, merge_families
+from gateway.exposition.page_cache import PageCache
+from gateway.exposition.parser import decode_page, parse_families, split_page_lines
 from tests.support.exposition_pages import (
     CLASHES,
     ESCAPED_HELP,
@@ -59,8 +59,10 @@ def test_a_label_that_is_already_called_replica_is_renamed_as_prometheus_does() 
 
 
 def test_a_replicas_address_is_escaped() -> None:
-    families = read(["a 1"], 'x"\\\n')
-    assert "".join(write(families, Form.CLASSIC)).endswith('a{replica="x\\"\\\\\\n"} 1\n')
+    families = parse_families(["a 1"], 'x"\\\n')
+    assert "".join(encode_page(families, PageFormat.PROMETHEUS_TEXT)).endswith(
+        'a{replica="x\\"\\\\\\n"} 1\n'
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,17 +136,17 @@ def test_a_sample_keeps_its_value_and_its_time(line: str, written: str) -> None:
     ],
 )
 def test_a_page_with_a_line_that_prometheus_would_refuse_is_none(page: str) -> None:
-    with pytest.raises(NotExposition):
+    with pytest.raises(InvalidExposition):
         alone(page)
 
 
 def test_bytes_that_are_no_text_are_no_page() -> None:
-    with pytest.raises(NotExposition, match="UTF-8"):
-        text_of(b"a 1\n\xff\n")
+    with pytest.raises(InvalidExposition, match="UTF-8"):
+        decode_page(b"a 1\n\xff\n")
 
 
 def test_what_is_wrong_is_said_with_its_line() -> None:
-    with pytest.raises(NotExposition, match="line 3: a value that is none"):
+    with pytest.raises(InvalidExposition, match="line 3: a value that is none"):
         alone("# HELP a b\na 1\na x\n")
 
 
@@ -165,7 +167,7 @@ def test_a_hostile_line_costs_no_more_than_its_length(line_of: Callable[[int], s
         page = f"{line_of(size)}\n"
 
         def refuse() -> None:
-            with pytest.raises(NotExposition):
+            with pytest.raises(InvalidExposition):
                 alone(page)
 
         return refuse
@@ -200,7 +202,7 @@ def test_what_only_one_page_has_is_there_and_the_first_description_holds() -> No
 
 
 def is_read_in_both_forms(*pages: str, own: str = "") -> bool:
-    return all(samples(merged(*pages, own=own, form=form), form) for form in Form)
+    return all(samples(merged(*pages, own=own, form=form), form) for form in PageFormat)
 
 
 @pytest.mark.parametrize(("first", "second", "lost"), CLASHES)
@@ -229,13 +231,13 @@ def test_a_name_that_two_families_of_one_page_have_is_the_firsts() -> None:
 
 
 def test_in_openmetrics_a_counter_without_total_is_of_unknown_type_and_keeps_its_name() -> None:
-    page = merged(TRITON, form=Form.OPEN_METRICS)
+    page = merged(TRITON, form=PageFormat.OPEN_METRICS)
     assert page.endswith("\n# EOF\n")
     assert "# TYPE nv_inference_request_success unknown\n" in page
     assert "# TYPE nv_cpu_utilization gauge\n" in page
     classic = samples(merged(TRITON))
     as_read = {(str(name).removesuffix("_total"), *rest) for name, *rest in classic}
-    assert set(samples(page, Form.OPEN_METRICS)) == as_read
+    assert set(samples(page, PageFormat.OPEN_METRICS)) == as_read
 
 
 def test_in_openmetrics_a_counters_family_drops_total_and_has_its_creation_time() -> None:
@@ -245,7 +247,7 @@ def test_in_openmetrics_a_counters_family_drops_total_and_has_its_creation_time(
         "# HELP g_x_created What it is.\n# TYPE g_x_created gauge\n"
         'g_x_created{a="1"} 5\ng_x_created{a="2"} 6\n'
     )
-    assert alone(own, Form.OPEN_METRICS) == (
+    assert alone(own, PageFormat.OPEN_METRICS) == (
         "# TYPE g_x counter\n# HELP g_x What it is.\n"
         'g_x_total{a="1"} 1\ng_x_created{a="1"} 5\n'
         'g_x_total{a="2"} 2\ng_x_created{a="2"} 6\n# EOF\n'
@@ -264,10 +266,10 @@ def test_in_openmetrics_what_belongs_to_one_metric_stands_together() -> None:
         )
         for x in (1, 2)
     )
-    page = alone(own, Form.OPEN_METRICS)
+    page = alone(own, PageFormat.OPEN_METRICS)
     assert [line[-3] for line in page.splitlines() if 'x="1"' in line or 'x="2"' in line]
     assert ['x="1"' in line for line in page.splitlines()[1:-1]] == 4 * [True] + 4 * [False]
-    assert samples(page, Form.OPEN_METRICS).total() == 8
+    assert samples(page, PageFormat.OPEN_METRICS).total() == 8
 
 
 @pytest.mark.parametrize(
@@ -289,15 +291,15 @@ def test_in_openmetrics_what_belongs_to_one_metric_stands_together() -> None:
 def test_in_openmetrics_a_type_whose_names_clash_is_unknown(
     page: str, types: dict[str, str | None]
 ) -> None:
-    out = alone(page, Form.OPEN_METRICS)
+    out = alone(page, PageFormat.OPEN_METRICS)
     found = {line.split()[2]: line.split()[3] for line in out.splitlines() if " TYPE " in line}
     assert {name: found.get(name) for name in types} == types
-    assert samples(out, Form.OPEN_METRICS).total() == samples(page).total()
+    assert samples(out, PageFormat.OPEN_METRICS).total() == samples(page).total()
 
 
 def test_in_openmetrics_a_counter_that_is_called_total_is_of_unknown_type() -> None:
     page = "# TYPE _total counter\n_total 1\n"
-    assert alone(page, Form.OPEN_METRICS) == "# TYPE _total unknown\n_total 1\n# EOF\n"
+    assert alone(page, PageFormat.OPEN_METRICS) == "# TYPE _total unknown\n_total 1\n# EOF\n"
 
 
 def test_in_openmetrics_times_are_seconds_and_exemplars_stay_where_they_may() -> None:
@@ -305,15 +307,15 @@ def test_in_openmetrics_times_are_seconds_and_exemplars_stay_where_they_may() ->
         '# TYPE a_total counter\na_total 1 1700000000123 # {id="} # {"} 0.5 17.25\n'
         '# TYPE b gauge\nb 1 -5 # {id="x"} 0.5\n'
     )
-    out = alone(page, Form.OPEN_METRICS).splitlines()
+    out = alone(page, PageFormat.OPEN_METRICS).splitlines()
     assert out[1] == 'a_total 1 1700000000.123 # {id="} # {"} 0.5 17.25'
     assert out[3] == "b 1 -0.005"
     assert "#" not in alone(page).splitlines()[1]
 
 
 def test_in_openmetrics_help_and_unit_are_as_it_wants_them() -> None:
-    page = alone(ESCAPED_HELP, Form.OPEN_METRICS)
-    (metric, _) = families_of(page, Form.OPEN_METRICS)
+    page = alone(ESCAPED_HELP, PageFormat.OPEN_METRICS)
+    (metric, _) = families_of(page, PageFormat.OPEN_METRICS)
     assert metric.documentation == 'A "quote", a \\ and a \n, and what is \no \\"escape\\'
     assert metric.unit == "seconds"
 
@@ -385,7 +387,7 @@ def test_the_merged_page_has_the_samples_of_all(pages: list[str]) -> None:
     assert samples(merged(*pages)) == union
     assert merged(*pages) == merged(*pages)
     unnamed = Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in union})
-    found = samples(merged(*pages, form=Form.OPEN_METRICS), Form.OPEN_METRICS)
+    found = samples(merged(*pages, form=PageFormat.OPEN_METRICS), PageFormat.OPEN_METRICS)
     assert Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in found}) == unnamed
 
 
@@ -409,11 +411,11 @@ ENDS = re.compile(r" [^ \n]+$", re.MULTILINE)
 def test_the_next_page_of_a_server_is_read_as_if_it_were_the_first(
     page: str, values: list[list[str]]
 ) -> None:
-    layout = Layout()
-    assert layout.read(page.encode(), "r0") == whole(page, "r0")
+    layout = PageCache()
+    assert layout.parse_page(page.encode(), "r0") == whole(page, "r0")
     for drawn in values:
         other = with_values(page, drawn)
-        assert outcome(lambda: layout.read(other.encode(), "r0")) == outcome(  # noqa: B023
+        assert outcome(lambda: layout.parse_page(other.encode(), "r0")) == outcome(  # noqa: B023
             lambda: whole(other, "r0")  # noqa: B023
         )
 
@@ -427,23 +429,23 @@ def with_values(page: str, values: list[str]) -> str:
 def outcome(reading: Callable[[], Families]) -> Families | str:
     try:
         return reading()
-    except NotExposition as exc:
+    except InvalidExposition as exc:
         return str(exc)
 
 
 def test_only_the_values_of_the_next_page_are_read() -> None:
     page = of_models(200)
-    layout = Layout()
-    layout.read(page, "r0")
+    layout = PageCache()
+    layout.parse_page(page, "r0")
 
     def never(lines: list[str]) -> list[str]:
         raise AssertionError("line by line")
 
     other = re.sub(rb" [0-9.]+\n", b" 12345.678\n", page)
     assert other != page
-    assert layout.read(other, "r0", never) == whole(other.decode(), "r0")
+    assert layout.parse_page(other, "r0", never) == whole(other.decode(), "r0")
     with pytest.raises(AssertionError, match="line by line"):
-        layout.read(other + b"more 1\n", "r0", never)
+        layout.parse_page(other + b"more 1\n", "r0", never)
 
 
 @pytest.mark.parametrize(
@@ -454,22 +456,25 @@ def test_only_the_values_of_the_next_page_are_read() -> None:
     ],
 )  # fmt: skip
 def test_a_number_that_is_no_value_is_not_taken_for_one(page: str) -> None:
-    layout = Layout()
+    layout = PageCache()
     for text in (page, page, page.replace("5", "8"), page.replace("6", "9"), page):
-        assert layout.read(text.encode(), "r0") == whole(text, "r0")
+        assert layout.parse_page(text.encode(), "r0") == whole(text, "r0")
 
 
-@pytest.mark.parametrize("form", list(Form))
-def test_a_page_costs_no_more_than_its_length(form: Form) -> None:
+@pytest.mark.parametrize("form", list(PageFormat))
+def test_a_page_costs_no_more_than_its_length(form: PageFormat) -> None:
     """Three replicas with up to 200 models."""
 
     def merging(models: int) -> Callable[[], int]:
         page = of_models(models)
 
         def merge_three() -> int:
-            pages = {name: read(lines_of(text_of(page)), name) for name in ("r0", "r1", "r2")}
-            families, _ = merge({}, pages)
-            return sum(len(piece) for piece in write(families, form))
+            pages = {
+                name: parse_families(split_page_lines(decode_page(page)), name)
+                for name in ("r0", "r1", "r2")
+            }
+            families, _ = merge_families({}, pages)
+            return sum(len(piece) for piece in encode_page(families, form))
 
         return merge_three
 

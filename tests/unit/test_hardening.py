@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.protocol import connection as protocol
-from gateway.protocol.limits import network_of
+from gateway.protocol.limits import client_network
 from tests.support.framing import AMBIGUOUS, CL2, HOST_LINE, UNAMBIGUOUS, request
 from tests.support.http_server import (
     FAST,
@@ -284,7 +284,7 @@ def test_far_too_many_connections_are_refused_at_once(setting: str) -> None:
         crowd(stage, 2) as clients,
         ExitStack() as stack,
     ):
-        for _ in range(protocol.RESERVED):
+        for _ in range(protocol.RESERVED_CONNECTIONS):
             stack.enter_context(stage.client())
         stage.settle()
         for _ in range(20):
@@ -310,7 +310,7 @@ def test_who_is_refused_is_told_when_to_come_again() -> None:
     ],
 )
 def test_a_client_is_counted_by_its_network(host: str, network: str) -> None:
-    assert network_of(host) == network
+    assert client_network(host) == network
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -322,8 +322,8 @@ def test_no_more_requests_wait_on_a_connection_than_may(stage: Stage, apart: boo
         assert begins(work)
         stage.settle()
         (connection,) = stage.server.server_state.connections
-        assert isinstance(connection, protocol.Protocol)
-        assert 16 <= len(connection._waiting) <= 18
+        assert isinstance(connection, protocol.HttpProtocol)
+        assert 16 <= len(connection._pipelined_cycles) <= 18
         stage.let(work.may_end)
         for _ in range(count):
             assert client.answer().status == 200
@@ -332,7 +332,7 @@ def test_no_more_requests_wait_on_a_connection_than_may(stage: Stage, apart: boo
 
 def test_a_small_read_of_requests_is_bounded_too(stage: Stage) -> None:
     work = stage.app = Work()
-    count = protocol.WHOLE_BYTES // len(GET)
+    count = protocol.SMALL_READ_BYTES // len(GET)
     with stage.client() as client:
         client.say(GET * count)
         assert begins(work)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.auth import host_of, is_allowed, is_loopback
+from gateway.auth import is_allowed_host, is_loopback, parse_host
+from gateway.messages import CommandError
 from gateway.settings import read_settings
-from gateway.words import Failure
 
 LOCAL = [
     "localhost", "LOCALHOST", "localhost:8080", "localhost.:80", "app.localhost", "127.0.0.1",
@@ -21,22 +21,22 @@ FOREIGN = [
 
 @pytest.mark.parametrize("authority", LOCAL)
 def test_a_loopback_name_is_this_machine(authority: str) -> None:
-    assert is_loopback(host_of(authority))
-    assert is_allowed(authority.encode(), ("models.test",))
+    assert is_loopback(parse_host(authority))
+    assert is_allowed_host(authority.encode(), ("models.test",))
 
 
 @pytest.mark.parametrize("authority", FOREIGN)
 def test_any_other_name_is_not(authority: str) -> None:
-    assert not is_loopback(host_of(authority))
-    assert not is_allowed(authority.encode(), ("models.test",))
+    assert not is_loopback(parse_host(authority))
+    assert not is_allowed_host(authority.encode(), ("models.test",))
 
 
 @pytest.mark.parametrize(
     "authority", ["models.test", "MODELS.test:80", "a.b.example", "[2001:db8::7]"]
 )
 def test_hosts_that_are_named_are_allowed(authority: str) -> None:
-    assert is_allowed(authority.encode(), ("models.test", "*.example", "2001:db8::7"))
-    assert is_allowed(authority.encode(), ("*",))
+    assert is_allowed_host(authority.encode(), ("models.test", "*.example", "2001:db8::7"))
+    assert is_allowed_host(authority.encode(), ("*",))
 
 
 def test_the_setting_takes_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,6 @@ def test_the_setting_takes_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("http://a.test", "a.test:8080", "a.test/x", "a b"):
         monkeypatch.setenv("GATEWAY_ALLOWED_HOSTS", wrong)
         with pytest.raises(
-            Failure, match="is no host; write names without http:// and without a port"
+            CommandError, match="is no host; write names without http:// and without a port"
         ):
             read_settings()

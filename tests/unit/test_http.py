@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
-from gateway.triton.http import Answer, Reply, Upstream
-from gateway.triton.wire import Connection, Headers, NotSent
+from gateway.triton.http.client import CompleteResponse, HttpClient, UpstreamResponse
+from gateway.triton.http.connection import Headers, RequestNotSent, UpstreamConnection
 from tests.support.servers import free_ports
 from tests.support.wait import retry_when_late, wait_until_async
 
@@ -165,13 +165,15 @@ async def before(
     host: str = "127.0.0.1",
     connect_timeout_s: float = PATIENCE_S,
     idle_s: float = PATIENCE_S,
-) -> AsyncIterator[tuple[Upstream, Replica]]:
+) -> AsyncIterator[tuple[HttpClient, Replica]]:
     """The client before such a replica; what it leaves behind fails the test."""
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     replica = Replica(script)
     async with replica.listening(host) as port:
-        upstream = Upstream(host, port, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
+        upstream = HttpClient(
+            host, port, connect_timeout_s=connect_timeout_s, idle_timeout_s=idle_s
+        )
         try:
             yield upstream, replica
         finally:
@@ -223,18 +225,18 @@ def first(script: Script) -> Script:
     return serve
 
 
-def get(upstream: Upstream, target: bytes = b"/", timeout_s: float = PATIENCE_S) -> Any:
-    return upstream.ask(b"GET", target, timeout_s=timeout_s)
+def get(upstream: HttpClient, target: bytes = b"/", timeout_s: float = PATIENCE_S) -> Any:
+    return upstream.request(b"GET", target, timeout_s=timeout_s)
 
 
-async def outcome(request: Awaitable[Reply]) -> Reply | type[GatewayError]:
+async def outcome(request: Awaitable[CompleteResponse]) -> CompleteResponse | type[GatewayError]:
     try:
         return await request
     except GatewayError as error:
         return type(error)
 
 
-async def still_serves(upstream: Upstream, replica: Replica, *, on_connection: int) -> None:
+async def still_serves(upstream: HttpClient, replica: Replica, *, on_connection: int) -> None:
     """The next request is answered properly, on that connection, counted from 1."""
     reply = await get(upstream, b"/next")
     assert (reply.status, reply.body) == (200, b"/next")
@@ -268,8 +270,8 @@ class Telling:
         bounds = [0, *cuts, len(self.wire)]
         await peer.say(*(self.wire[a:b] for a, b in pairwise(bounds) if b > a))
 
-    def read_as(self) -> Reply:
-        return Reply(self.status, list(self.headers), self.body)
+    def read_as(self) -> CompleteResponse:
+        return CompleteResponse(self.status, list(self.headers), self.body)
 
 
 def chunked(wire: bytes, body: bytes) -> Telling:
@@ -407,7 +409,7 @@ def test_a_trailer_never_becomes_a_header_of_this_answer_or_the_next(run: Run, n
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/trailers", [EMPTY], timeout_s=PATIENCE_S)
-            await wait_until_async(lambda: answer.complete)
+            await wait_until_async(lambda: answer.is_complete)
             assert answer.headers == [CHUNKED]
             assert await answer.read() == b"hello"
             answer.close()
@@ -503,7 +505,7 @@ def test_a_small_request_comes_in_one_piece_and_byte_for_byte(run: Run, size: in
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
             for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
-                reply = await upstream.ask(
+                reply = await upstream.request(
                     b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
                 )
                 assert reply.body == b"ok"
@@ -532,7 +534,7 @@ def test_a_large_request_comes_whole(run: Run, size: int) -> None:
     async def scene() -> None:
         async with before(serve) as (upstream, replica):
             for _ in range(2):
-                reply = await upstream.ask(b"POST", b"/", body, timeout_s=PATIENCE_S)
+                reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
                 assert reply.body == b"ok"
             assert [asked.body == body for asked in came] == [True, True]
             assert len(replica.peers) == 1
@@ -634,7 +636,7 @@ def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_latest_is_u
                 await still_serves(upstream, replica, on_connection=8)
                 assert replica.served_by[-1] is last
             for number in range(5):
-                reply = await upstream.ask(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
+                reply = await upstream.request(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
                 assert reply.body == b"/"
                 assert len(replica.peers) == 9 + number
             # A fresh connection was asked for to see that one comes about; it is not kept.
@@ -680,10 +682,10 @@ def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
             header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
             answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
             assert answer.status == status
-            await wait_until_async(lambda: answer.complete)
+            await wait_until_async(lambda: answer.is_complete)
             await turns(20)
             assert await answer.read() == b"early"
-            assert answer.complete
+            assert answer.is_complete
             answer.close()
             answer.close()
             assert await answer.next_chunk() == b""
@@ -706,7 +708,7 @@ def test_a_connection_that_still_holds_an_unsent_body_is_not_used_again(run: Run
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
-            reply = await upstream.ask(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
+            reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
             assert (reply.status, reply.body) == (413, b"no")
             await still_serves(upstream, replica, on_connection=2)
 
@@ -797,7 +799,7 @@ def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
             with pytest.raises(BadUpstream, match="closed the connection before"):
-                await upstream.ask(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
+                await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
             await still_serves(upstream, replica, on_connection=2)
             assert [asked.body for asked in came] == [b"body"]
 
@@ -816,7 +818,7 @@ def test_an_answer_until_close_that_ends_by_a_reset_is_an_error(run: Run) -> Non
             assert await answer.next_chunk() == b"hello"
             with pytest.raises(BadUpstream):
                 await answer.next_chunk()
-            assert not answer.complete
+            assert not answer.is_complete
             answer.close()
             await still_serves(upstream, replica, on_connection=2)
 
@@ -1021,12 +1023,12 @@ def test_an_answer_left_unread_does_not_spoil_the_next(run: Run, size: int) -> N
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
             await turns(50)
             # Whole or not, it may be left; only a whole one may leave its connection to others.
-            whole = answer.complete
+            whole = answer.is_complete
             answer.close()
             await wait_until_async(lambda: whole or replica.peers[0].closed)
             for _ in range(3):
                 reply = await outcome(get(upstream, b"/a"))
-                assert isinstance(reply, Reply)
+                assert isinstance(reply, CompleteResponse)
                 assert reply.body in (b"/a", b"x" * size)
             assert len(replica.peers) <= 2
 
@@ -1043,7 +1045,7 @@ def test_an_answer_left_in_its_middle_closes_its_connection(run: Run) -> None:
         async with before(first(serve)) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
             assert await answer.next_chunk() == b"hello"
-            assert not answer.complete
+            assert not answer.is_complete
             answer.close()
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
@@ -1076,18 +1078,18 @@ def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
                 for client_turns in range(8):
                     one = b"/one-%d-%d" % (server_turns, client_turns)
                     two = b"/two-0-%d-%d" % (server_turns, client_turns)
-                    reply = await upstream.ask(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
+                    reply = await upstream.request(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
                     assert reply.body == one
                     await turns(client_turns)
                     second = await outcome(
-                        upstream.ask(b"POST", two, b"body", timeout_s=PATIENCE_S)
+                        upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
                     )
-                    if isinstance(second, Reply):
+                    if isinstance(second, CompleteResponse):
                         assert (second.status, second.body, seen[two]) == (200, two, 1)
                         outcomes["answered"] += 1
                     else:
-                        assert second in (BadUpstream, NotSent)
-                        assert seen[two] == 0 if second is NotSent else seen[two] <= 1
+                        assert second in (BadUpstream, RequestNotSent)
+                        assert seen[two] == 0 if second is RequestNotSent else seen[two] <= 1
                         outcomes["failed"] += 1
             assert set(seen.values()) == {1}
             assert outcomes.total() == 64
@@ -1135,10 +1137,10 @@ def test_a_connection_that_ends_as_soon_as_it_is_made_fails_at_once(
     run: Run, treatment: str
 ) -> None:
     async def scene() -> None:
-        upstream = Upstream("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
+        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
         for number in range(40):
             failure = await outcome(get(upstream))
-            assert failure in (NotSent, BadUpstream), number
+            assert failure in (RequestNotSent, BadUpstream), number
         upstream.close()
         await wait_until_async(no_task_is_left)
 
@@ -1243,7 +1245,7 @@ def test_a_deadline_that_passes_when_the_answer_is_there_means_nothing(run: Run)
         async with before(orderly) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/late", [EMPTY], timeout_s=0.1)
             await asyncio.sleep(0.2)
-            assert answer.complete
+            assert answer.is_complete
             assert await answer.read() == b"/late"
             answer.close()
             assert (await get(upstream, b"/", 0.1)).body == b"/"
@@ -1265,13 +1267,13 @@ def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
         async with before(first(serve)) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=0.15)
             assert await answer.next_chunk() == b"1"
-            answer.allow(PATIENCE_S)
+            answer.set_timeout(PATIENCE_S)
             assert await answer.next_chunk() == b"2"
-            answer.allow(0.1)
+            answer.set_timeout(0.1)
             with takes_at_least(0.1), pytest.raises(DeadlinePassed, match=r"0\.1 s"):
                 await answer.next_chunk()
             answer.close()
-            answer.allow(PATIENCE_S)
+            answer.set_timeout(PATIENCE_S)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
 
@@ -1312,10 +1314,10 @@ def test_the_deadline_holds_while_the_body_is_on_its_way(
 
 def test_a_refused_connection_says_at_once_that_nothing_was_sent(run: Run) -> None:
     async def scene() -> None:
-        upstream = Upstream("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
-        with pytest.raises(NotSent, match=r"127\.0\.0\.1:\d+ cannot be reached") as refusal:
+        upstream = HttpClient("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
+        with pytest.raises(RequestNotSent, match=r"127\.0\.0\.1:\d+ cannot be reached") as refusal:
             await get(upstream)
-        assert refusal.value.refused
+        assert refusal.value.is_refused
         upstream.close()
         await wait_until_async(no_task_is_left)
 
@@ -1341,13 +1343,13 @@ def blackhole() -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("connect_timeout_s", "timeout_s", "error"),
-    [(0.2, PATIENCE_S, NotSent), (PATIENCE_S, 0.2, DeadlinePassed)],
+    [(0.2, PATIENCE_S, RequestNotSent), (PATIENCE_S, 0.2, DeadlinePassed)],
 )
 def test_a_connection_that_is_never_made_is_given_up_at_the_limit_that_comes_first(
     run: Run, connect_timeout_s: float, timeout_s: float, error: type[GatewayError]
 ) -> None:
     async def scene() -> None:
-        upstream = Upstream("127.0.0.1", port, connect_timeout_s=connect_timeout_s)
+        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=connect_timeout_s)
         with takes_at_least(0.2), pytest.raises(error):
             await get(upstream, timeout_s=timeout_s)
         upstream.close()
@@ -1503,7 +1505,7 @@ def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run
             whole = len(plain(b"ok", b"Connection: close"))
             targets = [b"/whole", b"/%d" % whole, b"/%d" % (whole - 1), b"/0"] * 5
             outcomes = [await outcome(get(upstream, target, 300.0)) for target in targets]
-            assert sum(isinstance(reply, Reply) for reply in outcomes) >= 5
+            assert sum(isinstance(reply, CompleteResponse) for reply in outcomes) >= 5
             assert sum(reply is BadUpstream for reply in outcomes) >= 10
             del outcomes
             await asyncio.sleep(0.25)  # the idle are closed
@@ -1514,7 +1516,7 @@ def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run
 
 def connections_in_memory() -> int:
     gc.collect()
-    return sum(type(thing) is Connection for thing in gc.get_objects())
+    return sum(type(thing) is UpstreamConnection for thing in gc.get_objects())
 
 
 def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_answers(
@@ -1575,7 +1577,7 @@ def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
 
     async def scene() -> None:
         async with before(first(serve)) as (upstream, replica):
-            request: Coroutine[Any, Any, Answer | Reply] = get(upstream)
+            request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
             if waiting_for in ("the replica to read", "its body"):
                 request.close()
                 request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
@@ -1595,7 +1597,7 @@ def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
 
 def test_a_request_that_is_cancelled_while_it_connects_leaves_nothing(run: Run) -> None:
     async def scene() -> None:
-        upstream = Upstream("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
+        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
         task = asyncio.create_task(get(upstream))
         await turns(20)
         await cancel(task)
@@ -1651,7 +1653,7 @@ class Rush:
                     peer.reset()
                 return
 
-    async def client(self, upstream: Upstream, numbers: Iterator[int]) -> None:
+    async def client(self, upstream: HttpClient, numbers: Iterator[int]) -> None:
         for i in numbers:
             number = b"%05d," % i
             try:
@@ -1660,7 +1662,7 @@ class Rush:
                 self.outcomes["failed"] += 1
             assert self.seen[number] <= 1
 
-    async def request(self, upstream: Upstream, i: int, number: bytes) -> str:
+    async def request(self, upstream: HttpClient, i: int, number: bytes) -> str:
         body: bytes | AsyncIterator[bytes] = b"" if i % 3 else number * 3
         headers: Headers = list(of_length(body if isinstance(body, bytes) else b""))
         if i % 3 == 1:

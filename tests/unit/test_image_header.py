@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gateway.errors import BadImage, GatewayError, TooLarge
-from gateway.tensors.image_header import essential_bytes, read_image_header
+from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.image_header.exif import read_orientation
-from gateway.tensors.images import ImageLimits, decode_image, screen_image
-from gateway.tensors.signature import ImageSpec, Layout
+from gateway.tensors.images import ImageLimits, decode_image, inspect_image
+from gateway.tensors.signature import ChannelLayout, ImageSpec
 from tests.support.hostile_files import (
     after_size,
     after_start,
@@ -84,11 +84,11 @@ FILES = {
     }.items()
     for number, file in enumerate(files)
 }
-SPEC = ImageSpec(Layout.CHANNELS_LAST, "RGB", -1, -1)
+SPEC = ImageSpec(ChannelLayout.CHANNELS_LAST, "RGB", -1, -1)
 
 
 def read_pixels(data: bytes, spec: ImageSpec = SPEC) -> np.ndarray:
-    return decode_image(screen_image(data, ImageLimits(), "X"), spec, "X")
+    return decode_image(inspect_image(data, ImageLimits(), "X"), spec, "X")
 
 
 # Sound files.
@@ -101,7 +101,7 @@ def test_a_real_file_is_what_pillow_says_and_nothing_is_lost_without_its_metadat
     data = FILES[name]
     header = read_image_header(data, "X")
     whole = Image.open(io.BytesIO(data))
-    essential = Image.open(io.BytesIO(essential_bytes(data, header)), formats=[header.format])
+    essential = Image.open(io.BytesIO(strip_metadata(data, header)), formats=[header.format])
     assert header.format == name.partition(" ")[0]
     assert whole.size == essential.size == (header.width, header.height)
     assert header.orientation == whole.getexif().get(0x0112, 1)
@@ -112,8 +112,8 @@ def test_a_real_file_is_what_pillow_says_and_nothing_is_lost_without_its_metadat
 
 def test_scans_are_counted_and_cost_as_much_as_they_take() -> None:
     single, progressive = read_image_header(jpeg(), "X"), read_image_header(jpeg_of_scans(64), "X")
-    assert (single.scans, single.decoding_cost) == (1, 256)
-    assert (progressive.scans, progressive.decoding_cost) == (64, 256 + 256 * 63 // 4)
+    assert (single.scan_count, single.decoding_cost) == (1, 256)
+    assert (progressive.scan_count, progressive.decoding_cost) == (64, 256 + 256 * 63 // 4)
     assert read_pixels(jpeg_of_scans(64)).shape == (16, 16, 3)
 
 
@@ -285,9 +285,9 @@ def test_the_limits_of_pixels_hold_before_anything_is_decoded() -> None:
     limits = ImageLimits(max_pixels=100, max_side=50)
     for data in (jpeg(11, 11), png(11, 11), encoded(Image.new("RGB", (11, 11)), "WEBP")):
         with pytest.raises(TooLarge, match="11 × 11 pixels; the limit is 100"):
-            screen_image(data, limits, "X")
+            inspect_image(data, limits, "X")
     with pytest.raises(TooLarge, match="the limit is 50 along a side"):
-        screen_image(png(51, 1), limits, "X")
+        inspect_image(png(51, 1), limits, "X")
 
 
 # Whatever is done to a sound file.
@@ -314,8 +314,8 @@ def test_a_mutated_file_is_decoded_or_refused_with_a_sentence(data: bytes) -> No
     limits = ImageLimits(max_pixels=100_000)
     for mode, height in (("RGB", -1), ("L", 5), ("RGBA", -1)):
         with suppress(GatewayError):
-            image = screen_image(data, limits, "X")
-            spec = ImageSpec(Layout.CHANNELS_LAST, mode, height, height)
+            image = inspect_image(data, limits, "X")
+            spec = ImageSpec(ChannelLayout.CHANNELS_LAST, mode, height, height)
             decode_image(image, spec, "X")
 
 
@@ -323,4 +323,4 @@ def test_a_mutated_file_is_decoded_or_refused_with_a_sentence(data: bytes) -> No
 @given(st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF"]), st.binary(max_size=300))
 def test_any_bytes_are_an_image_or_refused_with_a_sentence(start: bytes, data: bytes) -> None:
     with suppress(GatewayError):
-        essential_bytes(start + data, read_image_header(start + data, "X"))
+        strip_metadata(start + data, read_image_header(start + data, "X"))

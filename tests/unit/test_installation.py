@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from gateway.triton.installation import (
+from gateway.embedded.installation import (
     CannotInstall,
-    Platform,
+    HostPlatform,
     cache_folder,
-    check_place,
+    check_cache_path,
     check_platform,
+    explain_pip_failure,
     find_libpython,
+    find_lock_file,
     library_folders,
-    reason,
-    requirements,
 )
 
-WORKS = Platform("Linux", "x86_64", "CPython", "3.11", ("glibc", "2.36"))
+WORKS = HostPlatform("Linux", "x86_64", "CPython", "3.11", ("glibc", "2.36"))
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
@@ -38,7 +38,7 @@ def test_three_pythons_work(python: str) -> None:
         (replace(WORKS, libc=("", "")), "glibc 2.35 or newer, not this libc"),
     ],
 )
-def test_elsewhere_it_says_what_works(here: Platform, words: str) -> None:
+def test_elsewhere_it_says_what_works(here: HostPlatform, words: str) -> None:
     with pytest.raises(CannotInstall) as caught:
         check_platform(here)
     assert words in str(caught.value)
@@ -59,9 +59,9 @@ def test_a_cache_that_the_python_backend_cannot_be_started_from_is_named(
 ) -> None:
     monkeypatch.setenv("TRITON_GATEWAY_CACHE", f"/{name}")
     with pytest.raises(CannotInstall, match=f"with {odd} in it; name another with"):
-        check_place(cache_folder())
+        check_cache_path(cache_folder())
     monkeypatch.setenv("TRITON_GATEWAY_CACHE", "/my-c@che")
-    check_place(cache_folder())
+    check_cache_path(cache_folder())
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_cache_that_the_python_backend_cannot_be_started_from_is_named(
     ],
 )
 def test_pips_complaint_becomes_a_sentence(stderr: str, words: str) -> None:
-    assert words in reason(stderr)
+    assert words in explain_pip_failure(stderr)
 
 
 LOCKS = [
@@ -91,7 +91,7 @@ LOCKS = [
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_lock_has_hashes_and_no_address(name: str) -> None:
-    lock = requirements(name).read_text()
+    lock = find_lock_file(name).read_text()
     pins = [line for line in lock.splitlines() if "==" in line]
     assert pins
     assert lock.count("--hash=sha256:") >= len(pins)

@@ -11,33 +11,33 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import DoesNotFit, GatewayError, Malformed
-from gateway.triton.screening import (
-    DISGUISED,
-    GENERATE_KEYS,
-    INFER_KEYS,
-    MOST_DEPTH,
-    MOST_ELEMENTS_BESIDE_0,
-    MOST_KEY_BYTES,
-    MOST_SHAPE_BYTES,
-    PIECE_BYTES,
-    JsonScreening,
+from gateway.errors import GatewayError, InputMismatch, MalformedRequest
+from gateway.triton.json_guard import (
+    ESCAPED_LETTER,
+    GENERATE_KEY_LIMITS,
+    GUARD_CHUNK_BYTES,
+    INFER_KEY_LIMITS,
+    MAX_EMPTY_SHAPE_PRODUCT,
+    MAX_JSON_DEPTH,
+    MAX_KEY_BYTES,
+    MAX_SHAPE_BYTES,
+    JsonGuard,
     KeyLimits,
 )
 
-FEW = KeyLimits(total=8, in_a_row=4)
+FEW = KeyLimits(total=8, consecutive=4)
 ROOM = 1000
 
 
 def verdict(pieces: Iterable[bytes], keys: KeyLimits = FEW, room: int = ROOM) -> str:
     """«refused», or «passed» and whether classes are asked for."""
-    screening = JsonScreening(room, keys=keys)
+    screening = JsonGuard(room, key_limits=keys)
     try:
         for piece in pieces:
             screening.feed(piece)
-    except (DoesNotFit, Malformed):
+    except (InputMismatch, MalformedRequest):
         return "refused"
-    return "classes" if screening.asks_for_classes else "passed"
+    return "classes" if screening.has_classification else "passed"
 
 
 def cut(body: bytes, cuts: Iterable[int]) -> list[bytes]:
@@ -48,7 +48,7 @@ def cut(body: bytes, cuts: Iterable[int]) -> list[bytes]:
 def expected(body: bytes, keys: KeyLimits = FEW, room: int = ROOM) -> str:
     """The verdict of a reading byte by byte, which has all of the body at once."""
     text = blanked(body)
-    if DISGUISED.search(text) or is_too_structured(text, keys) or has_bad_shape(text, room):
+    if ESCAPED_LETTER.search(text) or is_too_structured(text, keys) or has_bad_shape(text, room):
         return "refused"
     return "classes" if re.search(rb'"classification"[ \t\r\n]*:', text) else "passed"
 
@@ -86,24 +86,24 @@ def is_too_structured(text: bytes, keys: KeyLimits) -> bool:
             row = 0 if byte in b"{}" else row + (byte == b":")
             longest_row = max(longest_row, row)
             count += byte == b":"
-            if byte == b":" and key > MOST_KEY_BYTES:
+            if byte == b":" and key > MAX_KEY_BYTES:
                 return True
             if byte not in b" \t\r\n":
                 key = 0
-    return deepest > MOST_DEPTH or count > keys.total or longest_row > keys.in_a_row
+    return deepest > MAX_JSON_DEPTH or count > keys.total or longest_row > keys.consecutive
 
 
 def has_bad_shape(text: bytes, room: int) -> bool:
     position = 0
     while found := re.compile(rb'"shape"[ \t\r\n]*:[ \t\r\n]*\[').search(text, position):
         dims, bracket, rest = text[found.end() :].partition(b"]")
-        if not bracket or len(dims) >= MOST_SHAPE_BYTES:
-            return len(dims) + len(rest) >= MOST_SHAPE_BYTES
+        if not bracket or len(dims) >= MAX_SHAPE_BYTES:
+            return len(dims) + len(rest) >= MAX_SHAPE_BYTES
         sizes = [int(number[:20]) for number in re.findall(rb"[0-9]+", dims)]
         elements = 1
         for size in sizes:
             elements *= size or 1
-        if elements > (MOST_ELEMENTS_BESIDE_0 if 0 in sizes else room):
+        if elements > (MAX_EMPTY_SHAPE_PRODUCT if 0 in sizes else room):
             return True
         position = found.end()
     return False
@@ -152,16 +152,18 @@ def test_keys_and_depth_of_json_are_those_of_a_parser(
     document: object, cuts: list[int], ascii_only: bool
 ) -> None:
     body = json.dumps(document, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
-    if verdict([body], INFER_KEYS, room=1 << 62) == "refused":  # such as a list of texts as a shape
+    if (
+        verdict([body], INFER_KEY_LIMITS, room=1 << 62) == "refused"
+    ):  # such as a list of texts as a shape
         assert b'"shape"' in body or b"\\u00" in body
         return
     count, depth = keys_of(document), depth_of(document)
     assert verdict(cut(body, cuts), KeyLimits(count, count), 1 << 62) != "refused"
     if count:
         assert verdict(cut(body, cuts), KeyLimits(count - 1, count), 1 << 62) == "refused"
-    deep = b"[" * (MOST_DEPTH - depth) + body
-    assert verdict(cut(deep, cuts), INFER_KEYS, 1 << 62) != "refused"
-    assert verdict(cut(b"[" + deep, cuts), INFER_KEYS, 1 << 62) == "refused"
+    deep = b"[" * (MAX_JSON_DEPTH - depth) + body
+    assert verdict(cut(deep, cuts), INFER_KEY_LIMITS, 1 << 62) != "refused"
+    assert verdict(cut(b"[" + deep, cuts), INFER_KEY_LIMITS, 1 << 62) == "refused"
 
 
 def children(document: object) -> list[object]:
@@ -193,47 +195,47 @@ def body_with(count: int, in_a_row: int) -> bytes:
     return json.dumps(objects).encode()
 
 
-@pytest.mark.parametrize("limits", [INFER_KEYS, GENERATE_KEYS])
+@pytest.mark.parametrize("limits", [INFER_KEY_LIMITS, GENERATE_KEY_LIMITS])
 @pytest.mark.parametrize("size", [7, 1000, 1 << 20])
 def test_the_most_keys(limits: KeyLimits, size: int) -> None:
-    rows = min(limits.in_a_row, limits.total)
+    rows = min(limits.consecutive, limits.total)
     for count, in_a_row, right in (
         (limits.total, rows, "passed"),
         (limits.total + 1, rows, "refused"),
-        (limits.in_a_row + 1, limits.in_a_row + 1, "refused"),
+        (limits.consecutive + 1, limits.consecutive + 1, "refused"),
     ):
         body = body_with(count, in_a_row)
         assert verdict(cut(body, range(0, len(body), size)), limits) == right
 
 
-@pytest.mark.parametrize("length", [MOST_KEY_BYTES, MOST_KEY_BYTES + 1])
+@pytest.mark.parametrize("length", [MAX_KEY_BYTES, MAX_KEY_BYTES + 1])
 @pytest.mark.parametrize("value", ["1", '"' + "y" * 5000 + '"'])
 def test_the_longest_key(length: int, value: str) -> None:
     body = f'{{"a": "{"z" * 5000}", "{"x" * length}" : {value}, "b": ["{"w" * 5000}"]}}'.encode()
-    right = "passed" if length == MOST_KEY_BYTES else "refused"
+    right = "passed" if length == MAX_KEY_BYTES else "refused"
     for size in (1, 7, 300, 5000, 1 << 20):
         assert verdict(cut(body, range(0, len(body), size))) == right
 
 
 def test_a_body_of_unknown_length_has_no_more_elements_than_bytes_in_the_end() -> None:
     body = b'{"shape":[500],"data":[1,2]}'
-    screening = JsonScreening(1000)
+    screening = JsonGuard(1000)
     screening.feed(body)
-    with pytest.raises(DoesNotFit, match=r"the shape \[500\] has more elements"):
-        screening.end()
-    screening = JsonScreening(1000)
+    with pytest.raises(InputMismatch, match=r"the shape \[500\] has more elements"):
+        screening.finish()
+    screening = JsonGuard(1000)
     screening.feed(body)
     screening.feed(b" " * 500)
-    screening.end()
+    screening.finish()
 
 
 def test_the_binary_part_is_counted_and_not_read() -> None:
     head = b'{"shape":[500]}'
-    screening = JsonScreening(1000, len(head))
+    screening = JsonGuard(1000, len(head))
     screening.feed(head + b'"shape":[9999999],"\\u0073' + b"[" * 2000)
     assert screening.is_past_json
     screening.skip(500)
-    screening.end()
+    screening.finish()
 
 
 # Cost.
@@ -266,7 +268,7 @@ def seconds(body: bytes, piece_bytes: int) -> float:
     """The least CPU time of several rounds, as long as it is not refused."""
     best = float("inf")
     for _ in range(3):
-        screening = JsonScreening(1 << 62, keys=KeyLimits(1 << 60, 1 << 60))
+        screening = JsonGuard(1 << 62, key_limits=KeyLimits(1 << 60, 1 << 60))
         began = time.process_time()
         try:
             for start in range(0, len(body), piece_bytes):
@@ -277,7 +279,9 @@ def seconds(body: bytes, piece_bytes: int) -> float:
     return best
 
 
-@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 6, 1 << 30], ids=["pieces", "six", "whole"])
+@pytest.mark.parametrize(
+    "piece_bytes", [GUARD_CHUNK_BYTES, 6, 1 << 30], ids=["pieces", "six", "whole"]
+)
 @pytest.mark.parametrize("start", [b"", b'"', b'"a'], ids=["", "a quote", "a string"])
 def test_the_cost_is_linear_whatever_the_bytes(start: bytes, piece_bytes: int) -> None:
     """Eight times the bytes cost eight times the time, and not sixty-four times."""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.decoding.decoders import Decoders
+from gateway.admission import AdmissionQueue, AdmissionQueueFull, WeightedSemaphore
+from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import DeadlinePassed
-from gateway.limits import Budget, Gate, TooMany
 from gateway.metrics import Metrics
 from tests.support.wait import TIMEOUT_S
 
@@ -23,10 +23,10 @@ async def settled() -> None:
 
 def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
     async def scenario() -> None:
-        budget, order = Budget(10), list[str]()
+        budget, order = WeightedSemaphore(10), list[str]()
 
         async def taking(name: str, weight: int) -> int:
-            taken = await budget.take(weight)
+            taken = await budget.acquire(weight)
             order.append(name)
             return taken
 
@@ -35,10 +35,10 @@ def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
         small = asyncio.create_task(taking("c", 1))
         await settled()
         assert order == ["a"]  # c would fit, but b came before
-        budget.give(6)
+        budget.release(6)
         assert await large == 10
         assert not small.done()
-        budget.give(10)
+        budget.release(10)
         assert await small == 1
         assert order == ["a", "b", "c"]
 
@@ -47,24 +47,27 @@ def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
 
 def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
     async def scenario() -> None:
-        budget = Budget(10)
-        await budget.take(6)
-        large, small = asyncio.create_task(budget.take(8)), asyncio.create_task(budget.take(4))
+        budget = WeightedSemaphore(10)
+        await budget.acquire(6)
+        large, small = (
+            asyncio.create_task(budget.acquire(8)),
+            asyncio.create_task(budget.acquire(4)),
+        )
         await settled()
         large.cancel()
         assert await asyncio.wait_for(small, TIMEOUT_S) == 4
         with pytest.raises(asyncio.CancelledError):
             await large
-        budget.give(6)
-        budget.give(4)
-        assert await asyncio.wait_for(budget.take(10), TIMEOUT_S) == 10
+        budget.release(6)
+        budget.release(4)
+        assert await asyncio.wait_for(budget.acquire(10), TIMEOUT_S) == 10
 
     asyncio.run(scenario())
 
 
 def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
     async def scenario() -> None:
-        decoders = Decoders(workers=1, max_pixels_in_flight=10, metrics=Metrics())
+        decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
         go, began = threading.Event(), threading.Event()
 
         def work() -> str:
@@ -72,12 +75,12 @@ def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
             go.wait(TIMEOUT_S)
             return "done"
 
-        first = asyncio.create_task(decoders.run(10, work))
+        first = asyncio.create_task(decoders.run_in_thread(10, work))
         await asyncio.to_thread(began.wait, TIMEOUT_S)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        second = asyncio.create_task(decoders.run(10, lambda: "second"))
+        second = asyncio.create_task(decoders.run_in_thread(10, lambda: "second"))
         await settled()
         assert not second.done()
         go.set()
@@ -89,10 +92,10 @@ def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
 
 def test_an_error_in_a_thread_reaches_who_waits() -> None:
     async def scenario() -> None:
-        decoders = Decoders(workers=1, max_pixels_in_flight=10, metrics=Metrics())
+        decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
         with pytest.raises(ZeroDivisionError):
-            await decoders.run(10, lambda: 1 // 0)
-        assert await decoders.run(10, lambda: 5) == 5
+            await decoders.run_in_thread(10, lambda: 1 // 0)
+        assert await decoders.run_in_thread(10, lambda: 5) == 5
         await decoders.close()
 
     asyncio.run(scenario())
@@ -101,17 +104,17 @@ def test_an_error_in_a_thread_reaches_who_waits() -> None:
 # The gate.
 
 
-def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> Gate:
-    return Gate(places, per_model, queue, Metrics())
+def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> AdmissionQueue:
+    return AdmissionQueue(places, per_model, queue, Metrics())
 
 
-async def waiting(door: Gate, model: str, caller: str = "") -> asyncio.Task[None]:
-    task = asyncio.create_task(door.enter(model, TIMEOUT_S, caller))
+async def waiting(door: AdmissionQueue, model: str, caller: str = "") -> asyncio.Task[None]:
+    task = asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))
     await settled()
     return task
 
 
-async def enters_at_once(door: Gate, model: str) -> None:
+async def enters_at_once(door: AdmissionQueue, model: str) -> None:
     """Without a place that somebody leaves."""
     task = await waiting(door, model)
     assert task.done()
@@ -121,11 +124,11 @@ async def enters_at_once(door: Gate, model: str) -> None:
 def test_one_model_cannot_take_every_place() -> None:
     async def scenario() -> None:
         door = gate()
-        assert [door.enters("a") for _ in range(4)] == [True, True, True, False]
-        assert door.enters("b")
-        assert not door.enters("c")
-        door.leave("b")
-        assert door.enters("c")
+        assert [door.try_acquire("a") for _ in range(4)] == [True, True, True, False]
+        assert door.try_acquire("b")
+        assert not door.try_acquire("c")
+        door.release("b")
+        assert door.try_acquire("c")
 
     asyncio.run(scenario())
 
@@ -133,20 +136,20 @@ def test_one_model_cannot_take_every_place() -> None:
 def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1, queue=8)
-        assert door.enters("a")
+        assert door.try_acquire("a")
         order: list[str] = []
 
         async def served(model: str) -> None:
-            await door.enter(model, TIMEOUT_S)
+            await door.acquire(model, TIMEOUT_S)
             order.append(model)
             await settled()
-            door.leave(model)
+            door.release(model)
 
         tasks = []
         for model in ("a", "a", "a", "b", "c"):
             tasks.append(asyncio.create_task(served(model)))
             await settled()
-        door.leave("a")
+        door.release("a")
         await asyncio.gather(*tasks)
         assert order == ["a", "b", "c", "a", "a"]
         assert (door.running, door.waiting) == (0, 0)
@@ -157,11 +160,11 @@ def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
 def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1, queue=8)
-        assert door.enters("m")
+        assert door.try_acquire("m")
         noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
         other = await waiting(door, "m", "other")
         for done in (1, 1, 2, 3):
-            door.leave("m")
+            door.release("m")
             await settled()
             assert sum(task.done() for task in noisy) == done
         assert other.done()
@@ -172,10 +175,10 @@ def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
 def test_a_full_queue_says_so_at_once() -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1, queue=4)
-        assert door.enters("a")
+        assert door.try_acquire("a")
         tasks = [await waiting(door, "a") for _ in range(2)]
-        with pytest.raises(TooMany, match="'a'") as refused:
-            await door.enter("a", TIMEOUT_S)
+        with pytest.raises(AdmissionQueueFull, match="'a'") as refused:
+            await door.acquire("a", TIMEOUT_S)
         assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
         for task in tasks:
             task.cancel()
@@ -189,12 +192,14 @@ def test_a_full_queue_says_so_at_once() -> None:
 def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str, str]) -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1, queue=8)
-        assert door.enters("a")
+        assert door.try_acquire("a")
         crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
         late = [await waiting(door, *others) for _ in range(20)]
         assert sum(not task.done() for task in crowd) == 4
         assert sum(not task.done() for task in late) == 2
-        assert all(isinstance(task.exception(), TooMany) for task in crowd + late if task.done())
+        assert all(
+            isinstance(task.exception(), AdmissionQueueFull) for task in crowd + late if task.done()
+        )
         for task in crowd + late:
             task.cancel()
         await asyncio.gather(*crowd, *late, return_exceptions=True)
@@ -205,11 +210,11 @@ def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str,
 def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
     async def scenario() -> None:
         door = gate(places=4, per_model=2, queue=1)
-        assert door.enters("a")
-        assert door.enters("a")
+        assert door.try_acquire("a")
+        assert door.try_acquire("a")
         stuck = await waiting(door, "a")
         await enters_at_once(door, "b")
-        assert door.enters("b")
+        assert door.try_acquire("b")
         stuck.cancel()
 
     asyncio.run(scenario())
@@ -218,12 +223,12 @@ def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
 def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None:
     async def scenario() -> None:
         door = gate(places=4, per_model=2, queue=4)
-        assert door.enters("a")
-        assert door.enters("a")
+        assert door.try_acquire("a")
+        assert door.try_acquire("a")
         stuck = await waiting(door, "a")
         assert not stuck.done()
         await enters_at_once(door, "b")
-        door.leave("a")
+        door.release("a")
         await asyncio.wait_for(stuck, TIMEOUT_S)
         assert (door.running, door.waiting) == (3, 0)
 
@@ -233,12 +238,12 @@ def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None
 def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1)
-        assert door.enters("a")
+        assert door.try_acquire("a")
         with pytest.raises(DeadlinePassed):
-            await door.enter("a", 0.05)
+            await door.acquire("a", 0.05)
         assert (door.running, door.waiting) == (1, 0)
-        door.leave("a")
-        assert door.enters("a")
+        door.release("a")
+        assert door.try_acquire("a")
 
     asyncio.run(scenario())
 
@@ -256,9 +261,9 @@ def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]])
         tasks: list[tuple[str, asyncio.Task[None]]] = []
         for model, caller, step in steps:
             if step == "enter":
-                tasks.append((model, asyncio.create_task(door.enter(model, TIMEOUT_S, caller))))
+                tasks.append((model, asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))))
             elif step == "leave" and held:
-                door.leave(held.pop())
+                door.release(held.pop())
             elif step == "cancel" and tasks:
                 tasks.pop()[1].cancel()
             await settled()
@@ -275,7 +280,7 @@ def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]])
             task.cancel()
         await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
         for name in held:
-            door.leave(name)
+            door.release(name)
         assert (door.running, door.waiting) == (0, 0)
 
     asyncio.run(scenario())

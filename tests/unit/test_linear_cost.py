@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.tensors.data_uri import from_base64
-from gateway.tensors.image_header import essential_bytes, read_image_header
+from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import to_inputs
-from gateway.tensors.media_type import media_type, split_parameters
+from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser
-from gateway.tensors.npy import read_entries, read_npy, read_shape
+from gateway.tensors.npy import parse_npy_entries, parse_npy_shape, read_npy
 from gateway.tensors.npz import read_npz
-from gateway.tensors.outputs import media_ranges
-from gateway.tensors.payload import Limits, Part, Payload, read_payload
-from gateway.tensors.signature import signature
+from gateway.tensors.outputs import parse_accept
+from gateway.tensors.payload import Part, Payload, PayloadLimits, read_payload
+from gateway.tensors.signature import build_signature
 from tests.support import hostile_files as hostile
 from tests.support.linearity import cpu_s
 
@@ -57,11 +57,11 @@ def feed_form(body: bytes) -> list[Any]:
 
 
 def read_image(data: bytes) -> bytes:
-    return essential_bytes(data, read_image_header(data, "X"))
+    return strip_metadata(data, read_image_header(data, "X"))
 
 
 def read_text(charset: str) -> Callable[[bytes], object]:
-    return lambda body: read_payload(body, f"text/plain; charset={charset}", Limits())
+    return lambda body: read_payload(body, f"text/plain; charset={charset}", PayloadLimits())
 
 
 def webp(content: bytes) -> bytes:
@@ -92,7 +92,7 @@ def read_archive(body: bytes) -> object:
 def convert_to(datatype: str) -> Callable[[list[Any]], object]:
     """The conversion of a value for an input of any length."""
     metadata = {"name": "X", "datatype": datatype, "shape": [-1]}
-    model = signature({"name": "m", "inputs": [metadata]}, {})
+    model = build_signature({"name": "m", "inputs": [metadata]}, {})
     return lambda value: to_inputs(Payload({"X": [Part(value)]}), model, ImageLimits())
 
 
@@ -104,25 +104,25 @@ ENTRIES = b"{'descr':'','fortran_order':True,'shape':()"
 
 # A parser or regular expression of what clients or replicas send belongs here.
 PARSERS = (
-    Parser("Content-Type", repeated(";", 'text/plain; a="'), media_type),
-    Parser("parameters: empty", repeated(";", "a"), split_parameters),
-    Parser("parameters: unclosed quotes", repeated('="', "a;b"), split_parameters),
-    Parser("parameters: escaped quotes", repeated('\\"', 'a;b="'), split_parameters),
-    Parser("parameters: semicolons in quotes", repeated(";", 'a; b="', '"'), split_parameters),
-    Parser("parameters: many", repeated(';a="\\""'), split_parameters),
-    Parser("Accept", repeated(","), media_ranges),
+    Parser("Content-Type", repeated(";", 'text/plain; a="'), parse_content_type),
+    Parser("parameters: empty", repeated(";", "a"), parse_header_parameters),
+    Parser("parameters: unclosed quotes", repeated('="', "a;b"), parse_header_parameters),
+    Parser("parameters: escaped quotes", repeated('\\"', 'a;b="'), parse_header_parameters),
+    Parser("parameters: semicolons in quotes", repeated(";", 'a; b="', '"'), parse_header_parameters),
+    Parser("parameters: many", repeated(';a="\\""'), parse_header_parameters),
+    Parser("Accept", repeated(","), parse_accept),
     Parser("multipart: line ends", repeated_bytes(b"\r\n", FORM_START), feed_form),
     Parser("multipart: almost delimiters", repeated_bytes(b"\r\n--bX", FORM_START), feed_form),
     Parser("multipart: blanks", repeated_bytes(b" ", FORM_START + b"\r\n--b"), feed_form),
     Parser("multipart: a long header", repeated_bytes(b"a", b"--b\r\nX: "), feed_form),
     Parser("multipart: many headers", repeated_bytes(b"X: y\r\n", b"--b\r\n"), feed_form),
     Parser("multipart: preamble", repeated_bytes(b"\r\n--"), feed_form),
-    Parser("data: URI without a comma", repeated(";", "data:"), from_base64),
-    Parser("data: URI with escapes", repeated("%41", "data:,"), from_base64),
-    Parser("data: URI with half escapes", repeated("%4", "data:,"), from_base64),
-    Parser("base64", repeated("abcd"), from_base64),
-    Parser("base64 with blanks", repeated("a "), from_base64),
-    Parser("base64 with padding", repeated("=", "aaaa"), from_base64),
+    Parser("data: URI without a comma", repeated(";", "data:"), decode_base64_text),
+    Parser("data: URI with escapes", repeated("%41", "data:,"), decode_base64_text),
+    Parser("data: URI with half escapes", repeated("%4", "data:,"), decode_base64_text),
+    Parser("base64", repeated("abcd"), decode_base64_text),
+    Parser("base64 with blanks", repeated("a "), decode_base64_text),
+    Parser("base64 with padding", repeated("=", "aaaa"), decode_base64_text),
     Parser("JPEG: padding", repeated_bytes(b"\xff", JPEG[:2], JPEG[2:]), read_image),
     Parser("JPEG: bytes between", repeated_bytes(b"\0", JPEG[:20], JPEG[20:]), read_image),
     Parser("JPEG: segments", repeated_bytes(b"\xff\xfe\0\2", JPEG[:2], JPEG[2:]), read_image),
@@ -140,12 +140,12 @@ PARSERS = (
         read_image,
     ),
     Parser("EXIF: entries", lambda size: hostile.with_exif(JPEG, bytes(min(size, 65_000))), read_image),
-    Parser(".npy: blanks", repeated_bytes(b" ", b"{"), read_entries),
-    Parser(".npy: blanks in a shape", repeated_bytes(b" ", b"{'shape': ("), read_entries),
-    Parser(".npy: digits", repeated_bytes(b"1", b"{'shape': ("), read_entries),
-    Parser(".npy: a datatype", repeated_bytes(b"<", b"{'descr': '"), read_entries),
-    Parser(".npy: blanks at the end", repeated_bytes(b" ", ENTRIES, b"x"), read_entries),
-    Parser(".npy: a shape", repeated_bytes(b"1,"), read_shape),
+    Parser(".npy: blanks", repeated_bytes(b" ", b"{"), parse_npy_entries),
+    Parser(".npy: blanks in a shape", repeated_bytes(b" ", b"{'shape': ("), parse_npy_entries),
+    Parser(".npy: digits", repeated_bytes(b"1", b"{'shape': ("), parse_npy_entries),
+    Parser(".npy: a datatype", repeated_bytes(b"<", b"{'descr': '"), parse_npy_entries),
+    Parser(".npy: blanks at the end", repeated_bytes(b" ", ENTRIES, b"x"), parse_npy_entries),
+    Parser(".npy: a shape", repeated_bytes(b"1,"), parse_npy_shape),
     Parser(".npy: a header", lambda size: hostile.npy_of(" " * size + "(1,)", version=2), read_npy),
     Parser(".npz: signatures", repeated_bytes(b"PK\5\6"), read_archive),
     Parser(".npz: empty blocks", lambda size: deflated(b"\0\0\0\xff\xff" * (size // 5)), read_archive),

@@ -13,24 +13,25 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from gateway import auth, keys, names, tracing, words
+from gateway import auth, keys, messages, names, tracing
+from gateway.embedded.log_filter import LogFilter
 from gateway.errors import GatewayError
-from gateway.exposition.layout import Layout
-from gateway.exposition.reading import lines_of, read
-from gateway.exposition.writing import Form, help_of, write
-from gateway.fleet.index import index_of
-from gateway.fleet.uploads import FILE
-from gateway.protocol.connection import HOST
-from gateway.routes import forwarding, inspection, v2
-from gateway.routes.bodies import WINDOWS, Inflater
-from gateway.routes.metrics import quality, timeout_of
-from gateway.sse import ScrubbedErrors
-from gateway.triton import channel, complaints, grpc
-from gateway.triton.chatter import Chatter
-from gateway.triton.http import Reply
-from gateway.triton.infer import decoded
-from gateway.triton.screening import JsonScreening
-from gateway.words import printable
+from gateway.exposition.encoder import PageFormat, encode_page, escape_help
+from gateway.exposition.page_cache import PageCache
+from gateway.exposition.parser import parse_families, split_page_lines
+from gateway.fleet.index import parse_index
+from gateway.fleet.uploads import FILE_PARAMETER
+from gateway.messages import escape_unprintable
+from gateway.protocol.connection import VALID_HOST
+from gateway.routes import body_guard, proxy_headers, v2
+from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
+from gateway.routes.request_body import ZLIB_WBITS, Inflater
+from gateway.sse import EventStreamScrubber
+from gateway.triton import error_mapping
+from gateway.triton.grpc import channel, management
+from gateway.triton.http.client import CompleteResponse
+from gateway.triton.inference import parse_http_response
+from gateway.triton.json_guard import JsonGuard
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
 ROUNDS = 4
@@ -59,36 +60,36 @@ def of(
 
 
 def page(text: str) -> None:
-    read(lines_of(text), "a:8000")
+    parse_families(split_page_lines(text), "a:8000")
 
 
 def rewritten(text: str) -> None:
-    families = read(lines_of(text), "a:8000")
-    for form in Form:
-        for _ in write(families, form):
+    families = parse_families(split_page_lines(text), "a:8000")
+    for form in PageFormat:
+        for _ in encode_page(families, form):
             pass
 
 
 def header(name: bytes) -> Callable[[bytes], object]:
-    return lambda value: forwarding.sent_on([(b"host", b"a"), (name, value)])
+    return lambda value: proxy_headers.prepare_request_headers([(b"host", b"a"), (name, value)])
 
 
 def events(data: bytes) -> None:
-    scrubber = ScrubbedErrors(complaints.scrubbed_event)
+    scrubber = EventStreamScrubber(error_mapping.sanitize_event)
     for start in range(0, len(data), 1 << 20):
         scrubber.feed(data[start : start + (1 << 20)])
     scrubber.end()
 
 
 def dripped_events(data: bytes) -> None:
-    scrubber = ScrubbedErrors(lambda _: b"{}")
+    scrubber = EventStreamScrubber(lambda _: b"{}")
     for start in range(0, len(data), 64):
         scrubber.feed(data[start : start + 64])
     scrubber.end()
 
 
 def complained(body: bytes) -> object:
-    return complaints.complaint(400, body, complaints.Asked("m"))
+    return error_mapping.map_triton_error(400, body, error_mapping.RequestTarget("m"))
 
 
 def said(text: str) -> bytes:
@@ -100,10 +101,10 @@ def spoken(unit: str, before: str = "") -> Callable[[int], bytes]:
 
 
 def screening(data: bytes) -> None:
-    found = JsonScreening(1 << 30)
+    found = JsonGuard(1 << 30)
     for start in range(0, len(data), 1 << 14):
         found.feed(data[start : start + (1 << 14)])
-    found.end()
+    found.finish()
 
 
 async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
@@ -113,7 +114,7 @@ async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
 
 def inflated(data: bytes) -> None:
     async def run() -> None:
-        inflater = Inflater(WINDOWS["gzip"])
+        inflater = Inflater(ZLIB_WBITS["gzip"])
         async for _ in inflater.feed(data):
             pass
         inflater.end()
@@ -123,14 +124,16 @@ def inflated(data: bytes) -> None:
 
 def grouped(data: bytes) -> None:
     async def run() -> None:
-        async for _ in inspection.in_large_pieces(pieces(data, 6)):
+        async for _ in body_guard.coalesce_chunks(pieces(data, 6)):
             pass
 
     asyncio.run(run())
 
 
 def read_answer(body: bytes) -> object:
-    return decoded(Reply(200, [(b"inference-header-content-length", b"%d" % len(body))], body))
+    return parse_http_response(
+        CompleteResponse(200, [(b"inference-header-content-length", b"%d" % len(body))], body)
+    )
 
 
 def outputs(size: int) -> bytes:
@@ -146,15 +149,15 @@ def index(size: int) -> list[Any]:
 
 
 def translated(text: str) -> object:
-    return channel.translated("UNAVAILABLE", text, complaints.Asked(), 1)
+    return channel.map_grpc_error("UNAVAILABLE", text, error_mapping.RequestTarget(), 1)
 
 
 def step_in(body: bytes) -> object:
-    return v2.step_in(body, None)
+    return v2.find_sequence_step(body, None)
 
 
 def globs(name: str) -> bool:
-    return keys.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).sees(name)
+    return keys.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).can_see(name)
 
 
 PARSERS = (
@@ -173,9 +176,9 @@ PARSERS = (
     Parser("… of families", rewritten, lambda size: "".join(f"a{n} 1\n" for n in range(size // 9))),
     Parser("… of buckets", rewritten, of('a_bucket{le="1"} 1\n', "# TYPE a histogram\n")),
     Parser("… of the label replica", page, of('replica="c",', "a{", "} 1\n")),
-    Parser("a layout of numbers", lambda text: Layout().read(text.encode(), "a"), of("a 1\n")),
-    Parser("a layout of half numbers", lambda text: Layout().read(text.encode(), "a"), of("1 ", " ", "\n")),
-    Parser("a help of backslashes", help_of, of("\\")),
+    Parser("a layout of numbers", lambda text: PageCache().parse_page(text.encode(), "a"), of("a 1\n")),
+    Parser("half numbers", lambda text: PageCache().parse_page(text.encode(), "a"), of("1 ", " ", "\n")),
+    Parser("a help of backslashes", escape_help, of("\\")),
     Parser("events", events, of(b"data: 1\n\n")),
     Parser("events of errors", events, of(b'data: {"error":"a"}\n\n')),
     Parser("an error that does not end", dripped_events, of(b"\n.", b'data: {"error":"')),
@@ -187,15 +190,15 @@ PARSERS = (
     Parser("… of lines", complained, spoken("\n At:")),
     Parser("… of no JSON", complained, of(b'{"error":')),
     Parser("… of brackets", complained, of(b"[")),
-    Parser("an error in a stream", complaints.scrubbed_event, spoken("in ensemble 'a', ")),
+    Parser("an error in a stream", error_mapping.sanitize_event, spoken("in ensemble 'a', ")),
     Parser("gRPC's words", translated, of("fail")),
-    Parser("gRPC's words of a load", grpc.UNREACHABLE.search, of("connection ")),
-    Parser("a line of Triton's log", Chatter().hear, of("tritonserver", "E0101 00:00:00.0 1 a.cc:1] ")),
-    Parser("… of no blank", Chatter().hear, of("tritonserver:")),
-    Parser("… of a load", Chatter().hear, of("a' ", "E0101 00:00:00.0 1 a.cc:1] failed to load '")),
-    Parser("… of a date", Chatter().hear, of("1:", "I0101 ")),
-    Parser("a log line", printable, of("\x1b\n")),
-    Parser("a quotation", words.quoted, of("\0")),
+    Parser("gRPC's words of a load", management.UNREACHABLE_MESSAGE.search, of("connection ")),
+    Parser("a log line", LogFilter().filter_line, of("tritonserver", "E0101 00:00:00.0 1 a.cc:1] ")),
+    Parser("… of no blank", LogFilter().filter_line, of("tritonserver:")),
+    Parser("… of a load", LogFilter().filter_line, of("a' ", "E0101 00:00:00.0 1 a.cc:1] failed to load '")),
+    Parser("… of a date", LogFilter().filter_line, of("1:", "I0101 ")),
+    Parser("a log line", escape_unprintable, of("\x1b\n")),
+    Parser("a quotation", messages.quote_text, of("\0")),
     Parser("Accept-Encoding of commas", header(b"accept-encoding"), of(b"gzip;q=1,")),
     Parser("… of semicolons", header(b"accept-encoding"), of(b";")),
     Parser("… of a weight", header(b"accept-encoding"), of(b"0", b"gzip;q=0.")),
@@ -207,33 +210,33 @@ PARSERS = (
     Parser("X-Sequence-ID", header(b"x-sequence-id"), of(b"9")),
     Parser("a name of a model", names.is_model_name, of("%25")),
     Parser("… of escapes", names.is_model_name, of("%e2%")),
-    Parser("… that is plain", keys.is_plain, of("é")),
+    Parser("… that is plain", keys.is_path_safe, of("é")),
     Parser("… against patterns", globs, of("a")),
     Parser("… against other patterns", globs, of("abc")),
-    Parser("a version", names.normalized_version, of("0")),
-    Parser("a key", lambda value: auth.presented([(b"authorization", value)]), of(b" ", b"Bearer")),
+    Parser("a version", names.normalize_version, of("0")),
+    Parser("a key", lambda value: auth.extract_key([(b"authorization", value)]), of(b" ", b"Bearer")),
     Parser(
-        "… as a password", lambda value: auth.presented([(b"authorization", value)]),
+        "… as a password", lambda value: auth.extract_key([(b"authorization", value)]),
         of(b"OjpB", b"Basic "),
     ),
-    Parser("an origin", lambda text: auth.is_loopback(auth.host_of(text)), of(":", "http://[")),
-    Parser("… of dots", lambda text: auth.is_loopback(auth.host_of(text)), of("1.", "http://")),
-    Parser("… of names", auth.host_of, of("@[", "http://")),
-    Parser("X-Request-ID", lambda value: tracing.request_id_of([(b"x-request-id", value)]), of(b"a")),
-    Parser("Host", HOST.fullmatch, of(b"a:", b"")),
-    Parser("… of spaces", HOST.fullmatch, of(b" ", b"a:1", b"x")),
-    Parser("… of digits", HOST.fullmatch, of(b"1", b"a:", b"x")),
-    Parser("a path of names", lambda path: v2.found(path, "GET"), of("/models", "/v2")),
-    Parser("… of versions", lambda path: v2.found(path, "GET"), of("/versions", "/v2/models/a")),
-    Parser("… of shared memory", lambda path: v2.found(path, "GET"), of("/", "/v2/systemsharedmemory")),
-    Parser("an Accept of commas", lambda text: quality(text, ("*/*",)), of("a/b,")),
-    Parser("… of parameters", lambda text: quality(text, ("*/*",)), of(";a=b", "a/b")),
-    Parser("a time of digits", timeout_of, of("1")),
-    Parser("a file of a load", FILE.fullmatch, of("a/", "file:")),
-    Parser("… of dots", FILE.fullmatch, of("./", "file:a/")),
-    Parser("a wish for classes", inspection.outputs_with_classes, of(b"[")),
-    Parser("… of many keys", inspection.outputs_with_classes, of(b'"a":1,', b'{"outputs":{', b'"b":1}}')),
-    Parser("… of a long number", inspection.outputs_with_classes, of(b"9", b'{"outputs":', b"}")),
+    Parser("an origin", lambda text: auth.is_loopback(auth.parse_host(text)), of(":", "http://[")),
+    Parser("… of dots", lambda text: auth.is_loopback(auth.parse_host(text)), of("1.", "http://")),
+    Parser("… of names", auth.parse_host, of("@[", "http://")),
+    Parser("X-Request-ID", lambda value: tracing.choose_request_id([(b"x-request-id", value)]), of(b"a")),
+    Parser("Host", VALID_HOST.fullmatch, of(b"a:", b"")),
+    Parser("… of spaces", VALID_HOST.fullmatch, of(b" ", b"a:1", b"x")),
+    Parser("… of digits", VALID_HOST.fullmatch, of(b"1", b"a:", b"x")),
+    Parser("a path of names", lambda path: v2.match_route_rule(path, "GET"), of("/models", "/v2")),
+    Parser("… of versions", lambda path: v2.match_route_rule(path, "GET"), of("/versions", "/v2/models/a")),
+    Parser("… of regions", lambda path: v2.match_route_rule(path, "GET"), of("/", "/v2/systemsharedmemory")),
+    Parser("an Accept of commas", lambda text: parse_quality_value(text, ("*/*",)), of("a/b,")),
+    Parser("… of parameters", lambda text: parse_quality_value(text, ("*/*",)), of(";a=b", "a/b")),
+    Parser("a time of digits", parse_scrape_timeout, of("1")),
+    Parser("a file of a load", FILE_PARAMETER.fullmatch, of("a/", "file:")),
+    Parser("… of dots", FILE_PARAMETER.fullmatch, of("./", "file:a/")),
+    Parser("a wish for classes", body_guard.find_class_outputs, of(b"[")),
+    Parser("… of many keys", body_guard.find_class_outputs, of(b'"a":1,', b'{"outputs":{', b'"b":1}}')),
+    Parser("… of a long number", body_guard.find_class_outputs, of(b"9", b'{"outputs":', b"}")),
     Parser("a step of a sequence", step_in, of(b"[1],", b'{"sequence_id":[', b"1]}")),
     Parser("… of a long number", step_in, of(b"9", b'{"sequence_id":', b"}")),
     Parser("JSON of shapes", screening, of(b'"shape":[', b'"')),
@@ -249,7 +252,7 @@ PARSERS = (
     Parser("a body of small pieces", grouped, of(b"abcdef")),
     Parser("an answer of many outputs", read_answer, outputs),
     Parser("an answer of levels", read_answer, of(b"[")),
-    Parser("an index", index_of, index),
+    Parser("an index", parse_index, index),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from gateway.linewriter import LineWriter, missing
+from gateway.linewriter import LineWriter, format_dropped_notice
 from tests.support.wait import wait_until
 
 PIPE_BYTES = 64 << 10  # as Linux makes them
@@ -42,12 +42,12 @@ def test_lines_come_whole_and_in_their_order() -> None:
     with pipe() as (reading, writing):
         writer = LineWriter(writing)
         for number in range(2000):
-            writer.put(f"{number}\n")
+            writer.enqueue(f"{number}\n")
         assert writer.flush(10)
-        writer.say("the\nend \x1b[2J")
+        writer.write_message("the\nend \x1b[2J")
         found = read_lines(reading, "end")
     assert found == [*map(str, range(2000)), r"the\nend \x1b[2J"]
-    assert writer.dropped == 0
+    assert writer.dropped_count == 0
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -55,18 +55,18 @@ def test_who_does_not_read_costs_lines_which_are_counted_and_said_in_their_place
     blocking: bool,
 ) -> None:
     with pipe(blocking=blocking) as (reading, writing):
-        writer = LineWriter(writing, most_bytes=20_000)
+        writer = LineWriter(writing, max_bytes=20_000)
         count = 500
         for number in range(count):  # 500 KB; the pipe and the batch that waits for it take 130
-            writer.put(f"{number:04} {LINE}\n")
+            writer.enqueue(f"{number:04} {LINE}\n")
             if number % 50 == 0:
                 writer.flush(0.05)
-        assert writer.dropped > 0
-        assert writer._size <= 20_000
+        assert writer.dropped_count > 0
+        assert writer._queued_size <= 20_000
         assert not writer.flush(0.01)
-        dropped = writer.dropped
+        dropped = writer.dropped_count
         found = read_lines(reading, "were dropped here")
-        writer.put("after\n")
+        writer.enqueue("after\n")
         found += read_lines(reading, "after")
         assert writer.flush(10)
     told = [line for line in found if "were dropped here" in line]
@@ -75,21 +75,23 @@ def test_who_does_not_read_costs_lines_which_are_counted_and_said_in_their_place
     assert numbers == sorted(numbers)
     assert found[-1] == "after"
     assert sum(int(line.split()[0]) for line in told) == dropped
-    assert set(told) <= {missing(number) for number in range(count)}
+    assert set(told) <= {format_dropped_notice(number) for number in range(count)}
 
 
 def test_the_notice_comes_by_itself_when_nothing_more_is_said() -> None:
     with pipe() as (reading, writing):
-        writer = LineWriter(writing, most_bytes=1000)
-        while not writer.dropped:
-            writer.put(f"{LINE}\n")
-        assert read_lines(reading, "were dropped here")[-1] == missing(writer.dropped)
+        writer = LineWriter(writing, max_bytes=1000)
+        while not writer.dropped_count:
+            writer.enqueue(f"{LINE}\n")
+        assert read_lines(reading, "were dropped here")[-1] == format_dropped_notice(
+            writer.dropped_count
+        )
 
 
 def test_a_line_larger_than_the_queue_is_written_where_there_is_room() -> None:
     with pipe() as (reading, writing):
-        writer = LineWriter(writing, most_bytes=10)
-        writer.put(f"{LINE}\n")
+        writer = LineWriter(writing, max_bytes=10)
+        writer.enqueue(f"{LINE}\n")
         assert read_lines(reading, "x") == [LINE]
 
 
@@ -98,9 +100,9 @@ def test_a_reader_that_is_gone_stops_nothing() -> None:
         writer = LineWriter(writing)
         os.close(reading)
         for _ in range(10):
-            writer.put("nobody\n")
+            writer.enqueue("nobody\n")
             assert writer.flush(10)
-        assert writer.dropped == 10
+        assert writer.dropped_count == 10
 
 
 def test_what_several_threads_say_is_all_there() -> None:
@@ -109,7 +111,7 @@ def test_what_several_threads_say_is_all_there() -> None:
 
         def speak(name: str) -> None:
             for number in range(300):
-                writer.put(f"{name} {number}\n")
+                writer.enqueue(f"{name} {number}\n")
 
         threads = [threading.Thread(target=speak, args=(name,)) for name in "abcd"]
         for thread in threads:
@@ -117,7 +119,7 @@ def test_what_several_threads_say_is_all_there() -> None:
         for thread in threads:
             thread.join()
         wait_until(lambda: writer.flush(0))
-        writer.put("the end\n")
+        writer.enqueue("the end\n")
         found = read_lines(reading, "the end")[:-1]
     for name in "abcd":
         own = [line for line in found if line.startswith(name)]
@@ -126,5 +128,5 @@ def test_what_several_threads_say_is_all_there() -> None:
 
 def test_a_half_character_is_written_as_an_escape() -> None:
     with pipe() as (reading, writing):
-        LineWriter(writing).put("a\udc80b\n")
+        LineWriter(writing).enqueue("a\udc80b\n")
         assert read_lines(reading, "a") == [r"a\udc80b"]

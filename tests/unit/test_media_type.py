@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import Malformed, UnsupportedBody
-from gateway.tensors.media_type import MAX_CONTENT_TYPE, media_type, split_parameters
-from gateway.tensors.outputs import MAX_ACCEPT, media_ranges, preferences
+from gateway.errors import MalformedRequest, UnsupportedBody
+from gateway.tensors.media_type import (
+    MAX_CONTENT_TYPE_CHARS,
+    parse_content_type,
+    parse_header_parameters,
+)
+from gateway.tensors.outputs import MAX_ACCEPT_CHARS, list_accepted_types, parse_accept
 
 TOKENS = st.text(string.ascii_lowercase + string.digits + "-._", min_size=1, max_size=10)
 
@@ -39,7 +43,7 @@ TOKENS = st.text(string.ascii_lowercase + string.digits + "-._", min_size=1, max
 def test_a_header_is_a_value_and_parameters(
     header: str, value: str, parameters: dict[str, str]
 ) -> None:
-    assert split_parameters(header) == (value, parameters)
+    assert parse_header_parameters(header) == (value, parameters)
 
 
 @given(TOKENS, st.dictionaries(TOKENS, st.text(max_size=20), max_size=5))
@@ -49,30 +53,30 @@ def test_what_is_quoted_is_read_back(value: str, parameters: dict[str, str]) -> 
         return f'"{escaped}"'
 
     header = "; ".join([value, *(f"{name}={quote(text)}" for name, text in parameters.items())])
-    assert split_parameters(header) == (value, parameters)
+    assert parse_header_parameters(header) == (value, parameters)
 
 
 @given(st.text(alphabet='ab;="\\ ,/\t', max_size=60))
 def test_no_header_does_any_harm(header: str) -> None:
-    value, parameters = split_parameters(header)
+    value, parameters = parse_header_parameters(header)
     assert ";" not in value
     assert all(parameters)
 
 
 def test_a_content_type_has_a_length_that_types_have() -> None:
-    longest = "text/plain; a=".ljust(MAX_CONTENT_TYPE, "b")
-    assert media_type(longest)[0] == "text/plain"
+    longest = "text/plain; a=".ljust(MAX_CONTENT_TYPE_CHARS, "b")
+    assert parse_content_type(longest)[0] == "text/plain"
     with pytest.raises(UnsupportedBody, match="send a Content-Type of at most 1024 bytes"):
-        media_type(longest + "b")
+        parse_content_type(longest + "b")
 
 
 def test_an_accept_header_has_a_length_that_they_have() -> None:
-    assert preferences("a/a;q=0.1, b/b" + ", " * 100) == ["b/b", "a/a"]
-    assert len(media_ranges("a," * (MAX_ACCEPT // 2))) == MAX_ACCEPT // 2
-    with pytest.raises(Malformed, match="longer than 2048 characters"):
-        media_ranges("a" * (MAX_ACCEPT + 1))
+    assert list_accepted_types("a/a;q=0.1, b/b" + ", " * 100) == ["b/b", "a/a"]
+    assert len(parse_accept("a," * (MAX_ACCEPT_CHARS // 2))) == MAX_ACCEPT_CHARS // 2
+    with pytest.raises(MalformedRequest, match="longer than 2048 characters"):
+        parse_accept("a" * (MAX_ACCEPT_CHARS + 1))
 
 
 @pytest.mark.parametrize("quality", ["1" * 2000, "nan", "inf", "-1", "1e999", '"', ""])
 def test_a_quality_that_is_none_does_no_harm(quality: str) -> None:
-    preferences(f"a/a;q={quality}, b/b;q=0.5")
+    list_accepted_types(f"a/a;q={quality}, b/b;q=0.5")

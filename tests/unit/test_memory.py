@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import TooLarge
-from gateway.memory import SMALL_BYTES, Charge, MemoryBudget, OutOfBudget, memory_limit
+from gateway.memory import (
+    SMALL_REQUEST_BYTES,
+    MemoryBudget,
+    MemoryBudgetExceeded,
+    MemoryCharge,
+    memory_limit_bytes,
+)
 from gateway.metrics import Metrics
 
 MIB = 1 << 20
@@ -18,7 +24,7 @@ def budget(mib: int = 64) -> MemoryBudget:
 def test_released_memory_can_be_taken_again() -> None:
     memory = budget()
     for _ in range(3):
-        charge = Charge(memory)
+        charge = MemoryCharge(memory)
         charge.add(20 * MIB)
         charge.add(20 * MIB)
         assert memory.used_bytes == 40 * MIB
@@ -28,9 +34,9 @@ def test_released_memory_can_be_taken_again() -> None:
 
 def test_a_refused_charge_takes_nothing() -> None:
     memory = budget()
-    first, second = Charge(memory), Charge(memory)
+    first, second = MemoryCharge(memory), MemoryCharge(memory)
     first.add(40 * MIB)
-    with pytest.raises(OutOfBudget) as refused:
+    with pytest.raises(MemoryBudgetExceeded) as refused:
         second.add(20 * MIB)
     assert (refused.value.status_code, refused.value.headers) == (429, {"Retry-After": "1"})
     assert memory.used_bytes == 40 * MIB
@@ -41,26 +47,26 @@ def test_a_refused_charge_takes_nothing() -> None:
 
 def test_large_requests_leave_room_for_small_ones() -> None:
     memory = budget()
-    large, late, small = Charge(memory), Charge(memory), Charge(memory)
+    large, late, small = MemoryCharge(memory), MemoryCharge(memory), MemoryCharge(memory)
     large.add(48 * MIB)
-    with pytest.raises(OutOfBudget):
+    with pytest.raises(MemoryBudgetExceeded):
         late.add(2 * MIB)
-    small.add(SMALL_BYTES)
-    with pytest.raises(OutOfBudget):
+    small.add(SMALL_REQUEST_BYTES)
+    with pytest.raises(MemoryBudgetExceeded):
         small.add(1)  # it is a large one now
 
 
 def test_a_request_that_can_never_fit_is_too_large() -> None:
     with pytest.raises(TooLarge, match="GATEWAY_MAX_BYTES_IN_FLIGHT"):
-        Charge(budget()).add(49 * MIB)
+        MemoryCharge(budget()).add(49 * MIB)
 
 
 def test_refusals_for_memory_are_counted() -> None:
     metrics = Metrics()
-    charge = Charge(MemoryBudget(4 * MIB, metrics))
+    charge = MemoryCharge(MemoryBudget(4 * MIB, metrics))
     charge.add(2 * MIB)
-    with pytest.raises(OutOfBudget):
-        Charge(charge._budget).add(2 * MIB)
+    with pytest.raises(MemoryBudgetExceeded):
+        MemoryCharge(charge._budget).add(2 * MIB)
     samples = {
         sample.labels["reason"]: sample.value
         for family in metrics.registry.collect()
@@ -71,4 +77,4 @@ def test_refusals_for_memory_are_counted() -> None:
 
 
 def test_the_memory_limit_is_at_most_what_the_machine_has() -> None:
-    assert 64 * MIB < memory_limit() < 1 << 50
+    assert 64 * MIB < memory_limit_bytes() < 1 << 50

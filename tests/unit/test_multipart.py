@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import GatewayError, Malformed, TooLarge
+from gateway.errors import GatewayError, MalformedRequest, TooLarge
 from gateway.tensors.multipart import MultipartParser, RawPart
-from gateway.tensors.payload import Form, Limits, read_payload
+from gateway.tensors.payload import MultipartForm, PayloadLimits, read_payload
 from tests.support.hostile_files import field, form
 
 TYPE = "multipart/form-data; boundary=b"
@@ -65,7 +65,7 @@ def test_what_a_client_library_sends_is_read() -> None:
         "text": (None, "hello ☕"),
     }
     request = httpx.Request("POST", "http://here", files=files)
-    payload = read_payload(request.read(), request.headers["content-type"], Limits())
+    payload = read_payload(request.read(), request.headers["content-type"], PayloadLimits())
     assert [part.value for part in payload.parts["é"]] == [b"\0\xff\r\n"]
     assert payload.parts["text"][0].value == "hello ☕"
 
@@ -75,7 +75,7 @@ def test_what_a_mail_library_writes_is_read() -> None:
     part["Content-Disposition"] = 'form-data; name="X"'
     part["Content-Type"] = 'text/plain; charset="iso-8859-1"'
     head = part.as_bytes().replace(b"\n", b"\r\n")
-    payload = read_payload(form(head + "é".encode("latin-1")), TYPE, Limits())
+    payload = read_payload(form(head + "é".encode("latin-1")), TYPE, PayloadLimits())
     assert payload.parts["X"][0].value == "é"
 
 
@@ -84,16 +84,16 @@ def test_what_a_mail_library_writes_is_read() -> None:
     [
         (b"X: " + b"y" * 9000 + b"\r\n\r\n", TooLarge, "a header of more than 8192 bytes"),
         (b"X: y\r\n" * 17 + b"\r\n", TooLarge, "more than 16 header fields"),
-        (b"no colon\r\n\r\n", Malformed, "header field that is malformed"),
-        (b" folded: x\r\n\r\n", Malformed, "header field that is malformed"),
-        (b"\r\nx", Malformed, "has no name"),
-        (b"Content-Disposition: form-data\r\n\r\nx", Malformed, "has no name"),
-        (b'Content-Disposition: form-data; name="\xff"\r\n\r\nx', Malformed, "not UTF-8"),
+        (b"no colon\r\n\r\n", MalformedRequest, "header field that is malformed"),
+        (b" folded: x\r\n\r\n", MalformedRequest, "header field that is malformed"),
+        (b"\r\nx", MalformedRequest, "has no name"),
+        (b"Content-Disposition: form-data\r\n\r\nx", MalformedRequest, "has no name"),
+        (b'Content-Disposition: form-data; name="\xff"\r\n\r\nx', MalformedRequest, "not UTF-8"),
     ],
 )
 def test_a_part_that_is_none_is_refused(part: bytes, error: type[GatewayError], words: str) -> None:
     with pytest.raises(error, match=words):
-        read_payload(form(part), TYPE, Limits())
+        read_payload(form(part), TYPE, PayloadLimits())
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_part_that_is_none_is_refused(part: bytes, error: type[GatewayError], 
     ],
 )
 def test_a_boundary_that_is_none_is_malformed(content_type: str, words: str) -> None:
-    with pytest.raises(Malformed, match=words):
-        read_payload(form(field(b"x")), content_type, Limits())
+    with pytest.raises(MalformedRequest, match=words):
+        read_payload(form(field(b"x")), content_type, PayloadLimits())
 
 
 def test_a_header_is_refused_while_it_comes() -> None:
@@ -121,7 +121,7 @@ def test_a_header_is_refused_while_it_comes() -> None:
 
 
 def test_parts_are_counted_when_they_begin() -> None:
-    limited = Form(TYPE, Limits(max_parts=3))
+    limited = MultipartForm(TYPE, PayloadLimits(max_parts=3))
     with pytest.raises(TooLarge, match="more than 3 parts"):
         limited.feed(form(*[field(b"x")] * 4))
 

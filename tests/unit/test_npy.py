@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import GatewayError, Malformed
+from gateway.errors import GatewayError, MalformedRequest
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import to_inputs
 from gateway.tensors.npy import read_npy
-from gateway.tensors.payload import NPY, Limits, read_payload
-from gateway.tensors.signature import signature
+from gateway.tensors.payload import NPY, PayloadLimits, read_payload
+from gateway.tensors.signature import build_signature
 from tests.support.hostile_files import NPY_HEADERS, npy, npy_of, npy_with
 
 ARRAYS = [
@@ -56,7 +56,7 @@ def test_what_other_programs_write_is_read_too(header: bytes) -> None:
 
 @pytest.mark.parametrize("name", NPY_HEADERS)
 def test_a_hostile_header_is_malformed(name: str) -> None:
-    with pytest.raises(Malformed, match=r"\.npy file"):
+    with pytest.raises(MalformedRequest, match=r"\.npy file"):
         read_npy(NPY_HEADERS[name])
 
 
@@ -84,16 +84,16 @@ def test_a_hostile_header_is_malformed(name: str) -> None:
     ],
 )
 def test_a_header_that_is_none_is_malformed(header: bytes) -> None:
-    with pytest.raises(Malformed, match=r"\.npy file"):
+    with pytest.raises(MalformedRequest, match=r"\.npy file"):
         read_npy(npy_with(header, bytes(8)))
 
 
 def test_a_file_has_the_size_that_it_claims() -> None:
     whole = npy(np.zeros(3, np.float32))
     for data in (whole[:-1], whole + b"x", whole[:5], whole[:9], whole[:20], b""):
-        with pytest.raises(Malformed, match=r"\.npy file"):
+        with pytest.raises(MalformedRequest, match=r"\.npy file"):
             read_npy(data)
-    with pytest.raises(Malformed, match="claims 10000000000 × 4 bytes, and 0 came"):
+    with pytest.raises(MalformedRequest, match="claims 10000000000 × 4 bytes, and 0 came"):
         read_npy(npy_of("(100000, 100000)"))
 
 
@@ -109,7 +109,9 @@ def test_an_array_without_elements_takes_no_memory_of_its_width() -> None:
 # Whatever is done to a sound file, for every datatype of a model.
 
 MODELS = [
-    signature({"name": "m", "inputs": [{"name": "X", "datatype": datatype, "shape": [-1, -1]}]}, {})
+    build_signature(
+        {"name": "m", "inputs": [{"name": "X", "datatype": datatype, "shape": [-1, -1]}]}, {}
+    )
     for datatype in ("BOOL", "INT8", "UINT64", "FP16", "BF16", "FP32", "BYTES")
 ]
 
@@ -128,11 +130,11 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 @given(mutated_files(), st.sampled_from(MODELS))
 def test_a_mutated_file_is_converted_or_refused_with_a_sentence(data: bytes, model: object) -> None:
     with suppress(GatewayError):
-        to_inputs(read_payload(data, NPY, Limits()), model, ImageLimits())  # type: ignore[arg-type]
+        to_inputs(read_payload(data, NPY, PayloadLimits()), model, ImageLimits())  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="{}()':, 0123456789TrueFalsdcihp_on<f4\\\"", max_size=80))
 def test_any_header_is_read_or_malformed(header: str) -> None:
-    with suppress(Malformed):
+    with suppress(MalformedRequest):
         read_npy(npy_with(header.encode(), bytes(4)))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import Malformed, TooLarge
+from gateway.errors import MalformedRequest, TooLarge
 from gateway.tensors.npz import read_npz
 from tests.support.hostile_files import MIB, archive, claiming_size, npy, overlapping
 
@@ -102,7 +102,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_what_contradicts_itself_is_malformed(name: str) -> None:
     data, words = MALFORMED[name]
-    with pytest.raises(Malformed, match=words):
+    with pytest.raises(MalformedRequest, match=words):
         read(data)
 
 
@@ -120,7 +120,7 @@ def test_one_budget_bounds_what_all_of_it_inflates_to() -> None:
 def test_a_bomb_takes_no_more_memory_than_its_budget(size: int) -> None:
     bomb = claiming_size(archive([("x.npy", npy(np.zeros(100 * MIB, np.uint8)))]), size)
     tracemalloc.start()
-    with pytest.raises((TooLarge, Malformed)):
+    with pytest.raises((TooLarge, MalformedRequest)):
         read(bomb, 8 * MIB)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -142,5 +142,5 @@ def test_a_mutated_archive_is_read_or_refused_with_a_sentence(data: st.DataObjec
         mutated[at] = data.draw(st.sampled_from([0, 1, 0xFF]) | st.integers(0, 255))
     if data.draw(st.booleans()):
         del mutated[data.draw(st.integers(0, len(mutated))) :]
-    with suppress(Malformed, TooLarge):
+    with suppress(MalformedRequest, TooLarge):
         read(bytes(mutated), MIB)

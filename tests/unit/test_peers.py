@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gateway.peers import knows_peers, user_of_peer
+from gateway.peers import can_identify_peers, find_peer_uid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked by netlink")
 
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is a
 def test_an_open_connection_is_its_users_and_a_closed_one_nobodys(
     family: socket.AddressFamily, listen: str, connect: str
 ) -> None:
-    assert knows_peers()
+    assert can_identify_peers()
     both = family == socket.AF_INET6 and listen == "::"
     with socket.create_server((listen, 0), family=family, dualstack_ipv6=both) as listening:
         client = socket.create_connection((connect, listening.getsockname()[1]))
         accepted, _ = listening.accept()
         with accepted:
             ends = accepted.getpeername()[:2], accepted.getsockname()[:2]
-            assert user_of_peer(*ends) == os.geteuid()
+            assert find_peer_uid(*ends) == os.geteuid()
             client.close()  # a socket without a process reads as root's
-            assert user_of_peer(*ends) is None
-    assert user_of_peer(*ends) is None
+            assert find_peer_uid(*ends) is None
+    assert find_peer_uid(*ends) is None
 
 
 def test_a_connection_that_there_is_not_is_nobodys() -> None:
-    assert user_of_peer(("127.0.0.1", 1), ("127.0.0.1", 2)) is None
+    assert find_peer_uid(("127.0.0.1", 1), ("127.0.0.1", 2)) is None

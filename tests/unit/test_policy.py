@@ -15,37 +15,44 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.fleet.balance import IDLE_S, LEAST, MOST, SIMILAR, Pace, less_loaded
-from gateway.fleet.declared import BadModelsFile, Declared, ModelsFile, declared_in
-from gateway.fleet.health import Budget, Health, State, may_eject
+from gateway.fleet.balancer import (
+    COLD_AFTER_S,
+    MAX_RELATIVE_LATENCY,
+    MIN_RELATIVE_LATENCY,
+    SIMILAR_RATIO,
+    RelativeLatency,
+    choose_less_loaded,
+)
+from gateway.fleet.health import Health, HealthState, RetryBudget, can_eject
 from gateway.fleet.index import (
     LOADING,
     READY,
     UNAVAILABLE,
     UNLOADING,
     Index,
-    Version,
-    index_of,
-    merged,
-    names,
+    VersionState,
+    merge_indexes,
+    model_names,
+    parse_index,
 )
-from gateway.fleet.plan import (
-    Action,
+from gateway.fleet.models_file import BadModelsFile, DeclaredModel, ModelsFile, parse_models_file
+from gateway.fleet.reconcile_plan import (
     Backoff,
+    ModelAction,
     Readiness,
-    Seen,
-    actions,
+    ReplicaStatus,
+    check_readiness,
     is_behind,
-    next_required,
-    readiness,
-    wanted,
+    merge_declared_models,
+    plan_actions,
+    update_required_models,
 )
-from gateway.fleet.replica import Address, BadAddress, Source, source
-from gateway.fleet.repository import merged_detail
-from gateway.state.loads import is_under_way, new_token
-from gateway.state.wishes import Wish
+from gateway.fleet.replica import BadAddress, ReplicaAddress, ReplicaSource, parse_replica_url
+from gateway.fleet.repository import build_index_entry
+from gateway.state.desired import DesiredModel
+from gateway.state.loads import is_in_progress, new_load_token
 
-UP = Health().answered()
+UP = Health().with_probe_answer()
 
 
 # Health.
@@ -53,55 +60,59 @@ UP = Health().answered()
 
 def failed(health: Health, times: int, now: float) -> Health:
     for _ in range(times):
-        health = health.failed(now, may_eject=True)
+        health = health.with_failure(now, can_eject=True)
     return health
 
 
 def test_a_replica_is_down_until_its_first_answer() -> None:
-    assert Health().state(0) is State.DOWN
-    assert Health().missed().missed().state(0) is State.DOWN
-    assert Health().answered().state(0) is State.UP
+    assert Health().state(0) is HealthState.DOWN
+    assert Health().with_probe_timeout().with_probe_timeout().state(0) is HealthState.DOWN
+    assert Health().with_probe_answer().state(0) is HealthState.UP
 
 
 def test_a_refused_connection_means_down_at_once_and_an_answer_up_again() -> None:
-    assert UP.refused().state(0) is State.DOWN
-    assert UP.refused().answered().state(0) is State.UP
+    assert UP.with_refusal().state(0) is HealthState.DOWN
+    assert UP.with_refusal().with_probe_answer().state(0) is HealthState.UP
 
 
 def test_two_missed_probes_in_a_row_mean_slow() -> None:
-    assert UP.missed().state(0) is State.UP
-    assert UP.missed().missed().state(0) is State.SLOW
-    assert UP.missed().answered().missed().state(0) is State.UP
-    assert UP.missed().missed().answered().state(0) is State.UP
+    assert UP.with_probe_timeout().state(0) is HealthState.UP
+    assert UP.with_probe_timeout().with_probe_timeout().state(0) is HealthState.SLOW
+    assert (
+        UP.with_probe_timeout().with_probe_answer().with_probe_timeout().state(0) is HealthState.UP
+    )
+    assert (
+        UP.with_probe_timeout().with_probe_timeout().with_probe_answer().state(0) is HealthState.UP
+    )
 
 
 def test_five_failures_in_a_row_eject_for_five_seconds() -> None:
-    assert failed(UP, 4, 1000).state(1000) is State.UP
+    assert failed(UP, 4, 1000).state(1000) is HealthState.UP
     ejected = failed(UP, 5, 1000)
-    assert ejected.state(1000) is State.EJECTED
-    assert ejected.state(1004.999) is State.EJECTED
-    assert ejected.state(1005) is State.UP
+    assert ejected.state(1000) is HealthState.EJECTED
+    assert ejected.state(1004.999) is HealthState.EJECTED
+    assert ejected.state(1005) is HealthState.UP
 
 
 def test_a_success_between_failures_makes_them_count_anew() -> None:
-    assert failed(failed(UP, 4, 1000).succeeded(), 4, 1000).state(1000) is State.UP
-    back = failed(UP, 5, 1000).succeeded()
-    assert failed(back, 4, 1006).state(1006) is State.UP
-    assert failed(back, 5, 1006).state(1006) is State.EJECTED
+    assert failed(failed(UP, 4, 1000).with_success(), 4, 1000).state(1000) is HealthState.UP
+    back = failed(UP, 5, 1000).with_success()
+    assert failed(back, 4, 1006).state(1006) is HealthState.UP
+    assert failed(back, 5, 1006).state(1006) is HealthState.EJECTED
 
 
 def test_the_first_failure_after_its_return_ejects_a_replica_again_and_for_longer() -> None:
     health, now = failed(UP, 5, 1000), 1000.0
     for nth in range(1, 80):
         lasts_s = min(5.0 * nth, 300.0)
-        assert health.state(now + lasts_s - 0.001) is State.EJECTED
+        assert health.state(now + lasts_s - 0.001) is HealthState.EJECTED
         now += lasts_s
-        assert health.state(now) is State.UP
+        assert health.state(now) is HealthState.UP
         health = failed(health, 1, now)
 
 
 def test_failures_while_it_is_ejected_do_not_lengthen_the_ejection() -> None:
-    assert failed(failed(UP, 5, 1000), 50, 1004).state(1005) is State.UP
+    assert failed(failed(UP, 5, 1000), 50, 1004).state(1005) is HealthState.UP
 
 
 def test_a_replica_that_was_well_for_five_minutes_is_ejected_as_if_for_the_first_time() -> None:
@@ -116,25 +127,33 @@ def test_a_replica_that_was_well_for_five_minutes_is_ejected_as_if_for_the_first
 def test_what_may_not_be_ejected_is_when_it_may() -> None:
     health = UP
     for _ in range(20):
-        health = health.failed(1000, may_eject=False)
-        assert health.state(1000) is State.UP
-    assert failed(health, 1, 1000).state(1000) is State.EJECTED
+        health = health.with_failure(1000, can_eject=False)
+        assert health.state(1000) is HealthState.UP
+    assert failed(health, 1, 1000).state(1000) is HealthState.EJECTED
 
 
 def test_of_several_states_the_worst_is_told() -> None:
     ejected = failed(UP, 5, 1000)
-    assert ejected.missed().missed().state(1000) is State.SLOW
-    assert ejected.missed().missed().refused().state(1000) is State.DOWN
-    assert sorted(State) == [State.UP, State.EJECTED, State.SLOW, State.DOWN]
+    assert ejected.with_probe_timeout().with_probe_timeout().state(1000) is HealthState.SLOW
+    assert (
+        ejected.with_probe_timeout().with_probe_timeout().with_refusal().state(1000)
+        is HealthState.DOWN
+    )
+    assert sorted(HealthState) == [
+        HealthState.UP,
+        HealthState.EJECTED,
+        HealthState.SLOW,
+        HealthState.DOWN,
+    ]
 
 
 EVENTS: Mapping[str, Callable[[Health, float], Health]] = {
-    "answered": lambda health, _: health.answered(),
-    "missed": lambda health, _: health.missed(),
-    "refused": lambda health, _: health.refused(),
-    "succeeded": lambda health, _: health.succeeded(),
-    "failed": lambda health, now: health.failed(now, may_eject=True),
-    "failed, but spared": lambda health, now: health.failed(now, may_eject=False),
+    "answered": lambda health, _: health.with_probe_answer(),
+    "missed": lambda health, _: health.with_probe_timeout(),
+    "refused": lambda health, _: health.with_refusal(),
+    "succeeded": lambda health, _: health.with_success(),
+    "failed": lambda health, now: health.with_failure(now, can_eject=True),
+    "failed, but spared": lambda health, now: health.with_failure(now, can_eject=False),
 }
 
 
@@ -150,39 +169,39 @@ def test_whatever_happens_an_ejection_has_a_reason_and_an_end(
             in_a_row = 0
         in_a_row += event.startswith("failed")
         assert health.ejected_until <= now + 300
-        assert health.state(health.ejected_until) is not State.EJECTED
+        assert health.state(health.ejected_until) is not HealthState.EJECTED
         if health.ejected_until != before.ejected_until:
             assert event == "failed"
             assert in_a_row >= 5
-            assert before.state(now) is not State.EJECTED
+            assert before.state(now) is not HealthState.EJECTED
 
 
 @given(st.integers(0, 200))
 def test_never_more_than_half_of_a_fleet_is_ejected(fleet: int) -> None:
     ejected = 0
-    while may_eject(fleet, ejected):
+    while can_eject(fleet, ejected):
         ejected += 1
     assert ejected == fleet // 2
 
 
 @given(st.lists(st.booleans(), max_size=400))
 def test_retries_are_a_fifth_of_the_requests_and_what_was_saved(wanted: list[bool]) -> None:
-    budget, spent = Budget(), 0
+    budget, spent = RetryBudget(), 0
     for sent, retry in enumerate(wanted, 1):
         budget.earn()
-        spent += retry and budget.spend()
+        spent += retry and budget.try_spend()
         assert spent <= 10 + 0.2 * sent + 1e-9
-        assert 0 <= budget.saved < 10.2 + 1e-9
+        assert 0 <= budget.tokens < 10.2 + 1e-9
 
 
 def test_over_a_long_time_a_fifth_of_the_requests_is_retried_and_no_more_is_saved_up() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     for _ in range(100_000):
         budget.earn()
     spent = 0
     for _ in range(100_000):
         budget.earn()
-        spent += budget.spend()
+        spent += budget.try_spend()
     assert 20_000 <= spent <= 20_011
 
 
@@ -192,10 +211,10 @@ def test_over_a_long_time_a_fifth_of_the_requests_is_retried_and_no_more_is_save
 @dataclass(eq=False)
 class Candidate:
     outstanding: int = 0
-    slowness: float = 1.0
+    relative_latency: float = 1.0
 
 
-PACES = st.floats(LEAST, MOST)
+PACES = st.floats(MIN_RELATIVE_LATENCY, MAX_RELATIVE_LATENCY)
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), PACES, PACES)
@@ -204,18 +223,18 @@ def test_the_replica_that_is_expected_to_answer_first_is_chosen(
 ) -> None:
     """Small differences of the pace count for nothing."""
     one, other = Candidate(few, fast), Candidate(many, slow)
-    chosen = less_loaded([one, other])
+    chosen = choose_less_loaded([one, other])
     left = other if chosen is one else one
-    if 1 / SIMILAR <= fast / slow <= SIMILAR:
+    if 1 / SIMILAR_RATIO <= fast / slow <= SIMILAR_RATIO:
         assert chosen.outstanding <= left.outstanding
     else:
-        expected = (chosen.outstanding + 1) * chosen.slowness
-        assert expected <= (left.outstanding + 1) * left.slowness * (1 + 1e-9)
+        expected = (chosen.outstanding + 1) * chosen.relative_latency
+        assert expected <= (left.outstanding + 1) * left.relative_latency * (1 + 1e-9)
 
 
 def test_the_only_candidate_is_chosen() -> None:
-    only = Candidate(10**9, MOST)
-    assert less_loaded([only]) is only
+    only = Candidate(10**9, MAX_RELATIVE_LATENCY)
+    assert choose_less_loaded([only]) is only
 
 
 @pytest.fixture
@@ -231,7 +250,7 @@ def chi_squared(seen: Sequence[int], expected: Sequence[float]) -> float:
 
 
 def chosen_often(candidates: Sequence[Candidate], times: int) -> list[int]:
-    chosen = Counter(id(less_loaded(candidates)) for _ in range(times))
+    chosen = Counter(id(choose_less_loaded(candidates)) for _ in range(times))
     return [chosen[id(candidate)] for candidate in candidates]
 
 
@@ -253,55 +272,55 @@ def test_the_more_loaded_the_more_rarely_chosen_and_the_most_loaded_never() -> N
 
 @given(PACES, PACES)
 def test_the_pace_becomes_what_the_answers_show(start: float, ratio: float) -> None:
-    pace = Pace(start)
+    pace = RelativeLatency(start)
     for _ in range(80):
-        pace.learn(ratio * 10.0, 10.0)
-    assert pace.slowness == pytest.approx(ratio, rel=0.01)
+        pace.update(ratio * 10.0, 10.0)
+    assert pace.ratio == pytest.approx(ratio, rel=0.01)
 
 
 @given(st.lists(st.floats(0, 0.003)))
 def test_some_milliseconds_of_chance_are_not_taken_for_the_pace(took_s: list[float]) -> None:
-    pace = Pace()
+    pace = RelativeLatency()
     for each_s in took_s:
-        pace.learn(each_s, 0.001)
-    assert 0.8 < pace.slowness < 1.4
+        pace.update(each_s, 0.001)
+    assert 0.8 < pace.ratio < 1.4
 
 
 @given(st.floats(0, 1e9))
 def test_one_answer_that_took_long_is_not_taken_for_the_pace(took_s: float) -> None:
-    pace = Pace()
-    pace.learn(took_s, 0.001)
-    assert pace.slowness < SIMILAR
+    pace = RelativeLatency()
+    pace.update(took_s, 0.001)
+    assert pace.ratio < SIMILAR_RATIO
 
 
 def test_the_first_answers_after_idleness_say_nothing_of_the_pace() -> None:
-    pace = Pace()
-    assert not pace.is_warm("m", began=10.0, now=12.0)
-    assert not pace.is_warm("m", began=11.0, now=13.0)  # was under way with the first
-    assert pace.is_warm("m", began=12.0, now=12.1)
-    assert not pace.is_warm("other", began=12.0, now=12.1)
-    assert pace.is_warm("m", began=14.0, now=14.1)
+    pace = RelativeLatency()
+    assert not pace.record_response("m", started_at=10.0, now=12.0)
+    assert not pace.record_response("m", started_at=11.0, now=13.0)  # was under way with the first
+    assert pace.record_response("m", started_at=12.0, now=12.1)
+    assert not pace.record_response("other", started_at=12.0, now=12.1)
+    assert pace.record_response("m", started_at=14.0, now=14.1)
     later = 19.0
-    assert pace.is_warm("m", began=14.2, now=later)
-    assert not pace.is_warm("m", began=later, now=later + IDLE_S + 1)
+    assert pace.record_response("m", started_at=14.2, now=later)
+    assert not pace.record_response("m", started_at=later, now=later + COLD_AFTER_S + 1)
 
 
 @given(PACES)
 def test_what_was_learned_of_the_pace_fades(start: float) -> None:
-    pace, before = Pace(start), abs(start - 1)
+    pace, before = RelativeLatency(start), abs(start - 1)
     for _ in range(120):  # a minute
-        pace.tick()
-        assert abs(pace.slowness - 1) <= before
-        before = abs(pace.slowness - 1)
-    assert pace.slowness == pytest.approx(1, abs=0.01)
+        pace.decay()
+        assert abs(pace.ratio - 1) <= before
+        before = abs(pace.ratio - 1)
+    assert pace.ratio == pytest.approx(1, abs=0.01)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9))))
 def test_no_answer_makes_the_pace_extreme(answers: list[tuple[float, float]]) -> None:
-    pace = Pace()
+    pace = RelativeLatency()
     for took_s, usual_s in answers:
-        pace.learn(took_s, usual_s)
-        assert LEAST - 1e-9 <= pace.slowness <= MOST + 1e-9
+        pace.update(took_s, usual_s)
+        assert MIN_RELATIVE_LATENCY - 1e-9 <= pace.ratio <= MAX_RELATIVE_LATENCY + 1e-9
 
 
 # The index.
@@ -317,44 +336,44 @@ SAID = [
 
 
 def test_an_index_says_what_can_be_asked() -> None:
-    index = index_of(SAID)
-    assert index.ready("well")
-    assert index.ready("well", "1")
-    assert not index.ready("well", "2")
-    assert not index.ready("well", "9")
+    index = parse_index(SAID)
+    assert index.is_ready("well")
+    assert index.is_ready("well", "1")
+    assert not index.is_ready("well", "2")
+    assert not index.is_ready("well", "9")
     for model in ("never", "coming", "going", "gone", "unheard of"):
-        assert not index.ready(model)
-    assert [model for model in index.models if index.busy(model)] == ["coming", "going"]
-    assert [model for model in index.models if index.settled(model)] == ["never", "gone"]
-    assert names([index]) == {"never", "well", "coming", "going", "gone"}
+        assert not index.is_ready(model)
+    assert [model for model in index.models if index.is_changing(model)] == ["coming", "going"]
+    assert [model for model in index.models if index.is_unloaded(model)] == ["never", "gone"]
+    assert model_names([index]) == {"never", "well", "coming", "going", "gone"}
 
 
 def test_the_state_of_a_model_is_that_of_its_best_version() -> None:
-    index = index_of(SAID)
-    assert index.state("well") == Version(READY)
-    assert index.state("gone") == Version(UNAVAILABLE, "unloaded")
-    assert index.state("never") == Version(UNAVAILABLE)
-    assert index.state("unheard of").reason == "unknown to this replica"
+    index = parse_index(SAID)
+    assert index.model_state("well") == VersionState(READY)
+    assert index.model_state("gone") == VersionState(UNAVAILABLE, "unloaded")
+    assert index.model_state("never") == VersionState(UNAVAILABLE)
+    assert index.model_state("unheard of").reason == "unknown to this replica"
 
 
 def test_a_model_that_contradicts_the_index_is_taken_for_unloaded_and_no_other() -> None:
-    index = index_of(SAID).without("well")
-    assert not index.ready("well")
-    assert index.settled("well")
-    assert index.busy("coming")
-    assert "unheard of" in index.without("unheard of").models
+    index = parse_index(SAID).with_model_unloaded("well")
+    assert not index.is_ready("well")
+    assert index.is_unloaded("well")
+    assert index.is_changing("coming")
+    assert "unheard of" in index.with_model_unloaded("unheard of").models
 
 
 def test_a_state_that_triton_may_have_one_day_is_not_ready() -> None:
-    index = index_of([{"name": "m", "version": "1", "state": "DREAMING"}])
-    assert not index.ready("m")
-    assert merged({"a": index, "b": index_of(SAID[1:2])})[0]["state"] == "DREAMING"
+    index = parse_index([{"name": "m", "version": "1", "state": "DREAMING"}])
+    assert not index.is_ready("m")
+    assert merge_indexes({"a": index, "b": parse_index(SAID[1:2])})[0]["state"] == "DREAMING"
 
 
 @pytest.mark.parametrize("document", [None, {}, "READY", 1, [1], [{}], [{"name": 1}], [["name"]]])
 def test_what_is_no_index_is_a_value_error(document: Any) -> None:
     with pytest.raises(ValueError, match="repository index"):
-        index_of(document)
+        parse_index(document)
 
 
 JSON = st.recursive(
@@ -381,26 +400,31 @@ DEEP = orjson.loads("[" * 1000 + "]" * 1000)
 @example([{"name": "m", "version": "9" * 5000}])
 def test_a_hostile_document_is_a_value_error_or_an_index_that_can_be_used(document: Any) -> None:
     try:
-        index = index_of(document)
+        index = parse_index(document)
     except ValueError:
         return
-    entries = merged({"a": index, "b": index_of(SAID)})
-    assert {entry["name"] for entry in entries} == names([index, index_of(SAID)])
+    entries = merge_indexes({"a": index, "b": parse_index(SAID)})
+    assert {entry["name"] for entry in entries} == model_names([index, parse_index(SAID)])
     for model in index.models:
-        index.ready(model), index.busy(model), index.settled(model), index.state(model)
-        assert not index.without(model).ready(model)
+        (
+            index.is_ready(model),
+            index.is_changing(model),
+            index.is_unloaded(model),
+            index.model_state(model),
+        )
+        assert not index.with_model_unloaded(model).is_ready(model)
 
 
 @pytest.mark.parametrize("key", ["name", "version", "state", "reason"])
 def test_a_document_as_deep_as_json_can_be_is_a_value_error(key: str) -> None:
     with pytest.raises(ValueError, match="repository index"):
-        index_of([{"name": "m", "version": "1", "state": READY, key: DEEP}])
+        parse_index([{"name": "m", "version": "1", "state": READY, key: DEEP}])
     with pytest.raises(ValueError, match="repository index"):
-        index_of(DEEP)
+        parse_index(DEEP)
 
 
 def versions_of(**states: str) -> Index:
-    return Index({"m": {number[1:]: Version(state) for number, state in states.items()}})
+    return Index({"m": {number[1:]: VersionState(state) for number, state in states.items()}})
 
 
 @pytest.mark.parametrize(
@@ -417,28 +441,28 @@ def test_of_several_replicas_the_worst_state_is_told_and_where(
     states: tuple[str, ...], state: str, reason: str | None
 ) -> None:
     indexes = {name: versions_of(v1=said) for name, said in zip("abc", states, strict=True)}
-    (entry,) = merged(indexes)
+    (entry,) = merge_indexes(indexes)
     assert (entry["state"], entry.get("reason")) == (state, reason)
 
 
 def test_a_version_that_a_replica_does_not_have_is_named_with_that_replica() -> None:
     indexes = {"a": versions_of(v1=READY, v2=READY), "b": versions_of(v1=READY), "c": Index({})}
-    assert merged(indexes) == [
+    assert merge_indexes(indexes) == [
         {"name": "m", "version": "1", "state": UNAVAILABLE, "reason": "on c: not loaded"},
         {"name": "m", "version": "2", "state": UNAVAILABLE, "reason": "on b, c: not loaded"},
     ]
-    detail = merged_detail(indexes, merged(indexes)[1])
+    detail = build_index_entry(indexes, merge_indexes(indexes)[1])
     missing = {"state": UNAVAILABLE, "reason": "not loaded"}
     assert detail["replicas"] == {"a": {"state": READY}, "b": missing, "c": missing}
 
 
 def test_versions_follow_one_another_as_numbers() -> None:
     index = versions_of(v10=READY, v9=READY, v1=READY)
-    assert [entry["version"] for entry in merged({"a": index})] == ["1", "9", "10"]
+    assert [entry["version"] for entry in merge_indexes({"a": index})] == ["1", "9", "10"]
 
 
 MODELS = st.sampled_from(["a", "b", "c", "d"])
-VERSIONS = st.builds(Version, STATES, st.sampled_from(["", "unloaded", "no file"]))
+VERSIONS = st.builds(VersionState, STATES, st.sampled_from(["", "unloaded", "no file"]))
 INDEXES = st.builds(
     Index,
     st.dictionaries(MODELS, st.dictionaries(st.sampled_from(["1", "2", "10"]), VERSIONS)),
@@ -447,17 +471,17 @@ INDEXES = st.builds(
 
 @given(INDEXES)
 def test_the_index_of_one_replica_is_told_as_it_was_said(index: Index) -> None:
-    assert index_of(merged({"a": index})) == index
+    assert parse_index(merge_indexes({"a": index})) == index
 
 
 @given(st.dictionaries(st.sampled_from(["x", "y", "z"]), INDEXES, min_size=1))
 def test_a_version_is_ready_in_the_fleet_if_it_is_on_every_replica(
     indexes: dict[str, Index],
 ) -> None:
-    for entry in merged(indexes):
+    for entry in merge_indexes(indexes):
         if "version" in entry:
             everywhere = all(
-                index.ready(entry["name"], entry["version"]) for index in indexes.values()
+                index.is_ready(entry["name"], entry["version"]) for index in indexes.values()
             )
             assert everywhere == (entry["state"] == READY)
 
@@ -472,23 +496,23 @@ def test_a_version_is_ready_in_the_fleet_if_it_is_on_every_replica(
         ("# nothing\n---\n", {}),
         ("models:\n", {}),
         ("models: []", {}),
-        ("models: [a, b]", {"a": Declared("a"), "b": Declared("b")}),
-        ("models:\n- name: a\n  versions: [1, '3']\n", {"a": Declared("a", ("1", "3"))}),
+        ("models: [a, b]", {"a": DeclaredModel("a"), "b": DeclaredModel("b")}),
+        ("models:\n- name: a\n  versions: [1, '3']\n", {"a": DeclaredModel("a", ("1", "3"))}),
         (
             "models: [{name: a, config: {max_batch_size: 4}}]",
-            {"a": Declared("a", (), {"max_batch_size": 4})},
+            {"a": DeclaredModel("a", (), {"max_batch_size": 4})},
         ),
-        ("models: [{name: a, config: '{}'}]", {"a": Declared("a", (), "{}")}),
-        ("models: ['no', '1', grün]", {name: Declared(name) for name in ("no", "1", "grün")}),
+        ("models: [{name: a, config: '{}'}]", {"a": DeclaredModel("a", (), "{}")}),
+        ("models: ['no', '1', grün]", {name: DeclaredModel(name) for name in ("no", "1", "grün")}),
     ],
 )
-def test_a_models_file_names_models(text: str, models: dict[str, Declared]) -> None:
-    assert declared_in(text) == models
+def test_a_models_file_names_models(text: str, models: dict[str, DeclaredModel]) -> None:
+    assert parse_models_file(text) == models
 
 
 def test_the_config_of_a_declared_model_is_that_of_its_load() -> None:
-    assert Declared("a").parameters == {}
-    assert Declared("a", (), {"x": 1}).parameters == {"config": {"x": 1}}
+    assert DeclaredModel("a").load_parameters == {}
+    assert DeclaredModel("a", (), {"x": 1}).load_parameters == {"config": {"x": 1}}
 
 
 BOMB = "models:\n-\n  - &a0 [x, x]\n" + "".join(
@@ -559,7 +583,7 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
 )  # fmt: skip
 def test_a_broken_models_file_is_told_of_in_one_sentence(text: str) -> None:
     with pytest.raises(BadModelsFile) as told:
-        declared_in(text)
+        parse_models_file(text)
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 400
 
@@ -568,7 +592,7 @@ def test_a_broken_models_file_is_told_of_in_one_sentence(text: str) -> None:
 def test_no_text_makes_the_models_file_fail_in_another_way(text: str) -> None:
     for written in (text, f"models: {text}", f"models: [{text}]"):
         try:
-            models = declared_in(written)
+            models = parse_models_file(written)
         except BadModelsFile:
             continue
         assert all(name == model.name for name, model in models.items())
@@ -576,8 +600,8 @@ def test_no_text_makes_the_models_file_fail_in_another_way(text: str) -> None:
 
 def test_without_a_models_file_nothing_is_declared() -> None:
     file = ModelsFile(None)
-    file.open()
-    assert not file.look()
+    file.load()
+    assert not file.reload_if_changed()
     assert file.models == {}
 
 
@@ -586,30 +610,30 @@ def test_a_gateway_does_not_start_with_a_broken_models_file(tmp_path: Path) -> N
     for make in (lambda: None, lambda: path.write_text("["), lambda: path.write_bytes(b"\xff\xfe")):
         make()
         with pytest.raises(BadModelsFile, match=r"models\.yaml"):
-            ModelsFile(path).open()
+            ModelsFile(path).load()
     path.unlink()
     path.mkdir()
     with pytest.raises(BadModelsFile, match=r"models\.yaml"):
-        ModelsFile(path).open()
+        ModelsFile(path).load()
 
 
 def opened(path: Path, text: str) -> ModelsFile:
     path.write_text(text)
     file = ModelsFile(path)
-    file.open()
+    file.load()
     return file
 
 
 def test_a_change_of_the_models_file_is_noticed_once(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     file = opened(path, "models: [a]")
-    assert not file.look()
+    assert not file.reload_if_changed()
     path.write_text("models: [a, b]")
-    assert file.look()
+    assert file.reload_if_changed()
     assert set(file.models) == {"a", "b"}
-    assert not file.look()
+    assert not file.reload_if_changed()
     path.write_text("models: [a, b]  # the same, said otherwise")
-    assert not file.look()
+    assert not file.reload_if_changed()
 
 
 def test_a_change_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
@@ -620,7 +644,7 @@ def test_a_change_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
     status = path.stat()
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
     new.replace(path)
-    assert file.look()
+    assert file.reload_if_changed()
     assert set(file.models) == {"b"}
 
 
@@ -636,11 +660,11 @@ def test_a_broken_new_file_leaves_the_old_one_in_force_and_is_complained_of_once
     file = opened(path, "models: [a]")
     path.write_text(broken)
     for _ in range(3):
-        assert not file.look()
+        assert not file.reload_if_changed()
         assert set(file.models) == {"a"}
     assert len(caplog.records) == 1
     path.write_text("models: [repaired]")
-    assert file.look()
+    assert file.reload_if_changed()
     assert set(file.models) == {"repaired"}
 
 
@@ -651,11 +675,11 @@ def test_a_models_file_may_vanish_and_return(
     file = opened(path, "models: [a]")
     path.unlink()
     for _ in range(3):
-        assert not file.look()
+        assert not file.reload_if_changed()
         assert set(file.models) == {"a"}
     assert len(caplog.records) == 1
     path.write_text("models: [b]")
-    assert file.look()
+    assert file.reload_if_changed()
     assert set(file.models) == {"b"}
 
 
@@ -674,113 +698,120 @@ def test_the_swapped_links_of_a_config_map_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.symlink_to("..data/models.yaml")
     file = ModelsFile(path)
-    file.open()
+    file.load()
     publish(2, "models: [b]")
-    assert file.look()
+    assert file.reload_if_changed()
     assert set(file.models) == {"b"}
-    assert not file.look()
+    assert not file.reload_if_changed()
 
 
 # The plan.
 
 WISHES = st.dictionaries(
     MODELS,
-    st.builds(Wish, st.booleans(), st.just({}) | st.just({"config": "{}"}), st.integers(0, 2)),
+    st.builds(
+        DesiredModel, st.booleans(), st.just({}) | st.just({"config": "{}"}), st.integers(0, 2)
+    ),
 )
 DECLARED = st.dictionaries(MODELS, st.just({}), max_size=3).map(
-    lambda found: {name: Declared(name, (), {"declared": True}) for name in found}
+    lambda found: {name: DeclaredModel(name, (), {"declared": True}) for name in found}
 )
-LOADS = st.dictionaries(MODELS, st.sampled_from(["1", "2", new_token("another")]))
+LOADS = st.dictionaries(MODELS, st.sampled_from(["1", "2", new_load_token("another")]))
 
 
-def done(index: Index, action: Action) -> Index:
-    if action.load:
-        return Index({**index.models, action.model: {"1": Version(READY)}})
-    return index.without(action.model)
+def done(index: Index, action: ModelAction) -> Index:
+    if action.is_load:
+        return Index({**index.models, action.model: {"1": VersionState(READY)}})
+    return index.with_model_unloaded(action.model)
 
 
 @given(WISHES, DECLARED, INDEXES, LOADS)
 def test_what_was_planned_and_done_leaves_nothing_to_do(
-    wishes: dict[str, Wish],
-    declared: dict[str, Declared],
+    wishes: dict[str, DesiredModel],
+    declared: dict[str, DeclaredModel],
     index: Index,
     loads: dict[str, str],
 ) -> None:
-    should = wanted(wishes, declared)
-    for action in list(actions(should, index, loads)):
+    should = merge_declared_models(wishes, declared)
+    for action in list(plan_actions(should, index, loads)):
         index = done(index, action)
         loads = {**loads, action.model: action.load_id}
-    assert not list(actions(should, index, loads))
+    assert not list(plan_actions(should, index, loads))
     for model, wish in should.items():
         load = loads.get(model, "")
-        if not index.busy(model) and not is_under_way(load):
-            assert index.ready(model) == wish.loaded
-            assert not wish.loaded or wish.load_id in ("", load)
+        if not index.is_changing(model) and not is_in_progress(load):
+            assert index.is_ready(model) == wish.is_loaded
+            assert not wish.is_loaded or wish.load_id in ("", load)
 
 
 @given(WISHES, DECLARED, INDEXES, LOADS)
 def test_only_what_is_wished_is_done_and_nothing_to_a_busy_model(
-    wishes: dict[str, Wish],
-    declared: dict[str, Declared],
+    wishes: dict[str, DesiredModel],
+    declared: dict[str, DeclaredModel],
     index: Index,
     loads: dict[str, str],
 ) -> None:
-    should = wanted(wishes, declared)
-    planned = list(actions(should, index, loads))
+    should = merge_declared_models(wishes, declared)
+    planned = list(plan_actions(should, index, loads))
     assert len({action.model for action in planned}) == len(planned)
     for action in planned:
         assert action.model in wishes or action.model in declared
-        assert should[action.model].loaded == action.load
-        assert not index.busy(action.model)
-        assert not is_under_way(loads.get(action.model, ""))
-        if not action.load:
+        assert should[action.model].is_loaded == action.is_load
+        assert not index.is_changing(action.model)
+        assert not is_in_progress(loads.get(action.model, ""))
+        if not action.is_load:
             assert action.model not in declared
-            assert wishes[action.model].loaded is False
-            assert index.ready(action.model)
+            assert wishes[action.model].is_loaded is False
+            assert index.is_ready(action.model)
         else:
-            assert not index.ready(action.model) or is_behind(
+            assert not index.is_ready(action.model) or is_behind(
                 should[action.model], loads.get(action.model, "")
             )
 
 
 def test_a_declared_model_is_wanted_whatever_the_api_was_asked() -> None:
-    a = Declared("a", (), {"x": 1})
+    a = DeclaredModel("a", (), {"x": 1})
     declared = {"a": a}
-    assert wanted({}, declared)["a"] == Wish(True, {"config": {"x": 1}}, 0, a.digest)
-    assert wanted({"a": Wish(False, {}, 6)}, declared)["a"] == wanted({}, declared)["a"]
-    assert wanted({"a": Wish(True, {}, 6)}, declared)["a"] == Wish(
-        True, {"config": {"x": 1}}, 6, a.digest
+    assert merge_declared_models({}, declared)["a"] == DesiredModel(
+        True, {"config": {"x": 1}}, 0, a.config_digest
     )
-    kept = Wish(True, {"config": {"x": 2}}, 7)
-    assert wanted({"a": kept}, declared)["a"] == kept
+    assert (
+        merge_declared_models({"a": DesiredModel(False, {}, 6)}, declared)["a"]
+        == merge_declared_models({}, declared)["a"]
+    )
+    assert merge_declared_models({"a": DesiredModel(True, {}, 6)}, declared)["a"] == DesiredModel(
+        True, {"config": {"x": 1}}, 6, a.config_digest
+    )
+    kept = DesiredModel(True, {"config": {"x": 2}}, 7)
+    assert merge_declared_models({"a": kept}, declared)["a"] == kept
 
 
 def test_a_model_whose_last_load_was_not_confirmed_is_loaded_though_an_older_one_is_ready() -> None:
     parameters = {"config": "{}"}
-    wishes, index = {"m": Wish(True, parameters, 2)}, versions_of(v1=READY)
-    assert not list(actions(wishes, index, {"m": "2"}))
+    wishes, index = {"m": DesiredModel(True, parameters, 2)}, versions_of(v1=READY)
+    assert not list(plan_actions(wishes, index, {"m": "2"}))
     for load in ({}, {"m": "1"}, {"m": "2/digest"}):
-        assert list(actions(wishes, index, load)) == [Action("m", True, parameters, "2")]
-    assert not list(actions(wishes, index, {"m": new_token("another")}))
-    assert not list(actions({"m": Wish(False, {}, 3)}, Index({}), {"m": "2"}))
+        assert list(plan_actions(wishes, index, load)) == [ModelAction("m", True, parameters, "2")]
+    assert not list(plan_actions(wishes, index, {"m": new_load_token("another")}))
+    assert not list(plan_actions({"m": DesiredModel(False, {}, 3)}, Index({}), {"m": "2"}))
 
 
 def test_a_declared_model_is_loaded_again_when_its_config_changes() -> None:
     index = versions_of(v1=READY)
-    declared = {"m": Declared("m", (), {"max_batch_size": 1})}
-    (first,) = actions(wanted({}, declared), index, {})
+    declared = {"m": DeclaredModel("m", (), {"max_batch_size": 1})}
+    (first,) = plan_actions(merge_declared_models({}, declared), index, {})
     confirmed = {"m": first.load_id}
-    assert not list(actions(wanted({}, declared), index, confirmed))
-    changed = {"m": Declared("m", (), {"max_batch_size": 2})}
-    (again,) = actions(wanted({}, changed), index, confirmed)
+    assert not list(plan_actions(merge_declared_models({}, declared), index, confirmed))
+    changed = {"m": DeclaredModel("m", (), {"max_batch_size": 2})}
+    (again,) = plan_actions(merge_declared_models({}, changed), index, confirmed)
     assert again.parameters == {"config": {"max_batch_size": 2}}
-    assert not list(actions(wanted({}, {"m": Declared("m")}), index, {}))
+    assert not list(plan_actions(merge_declared_models({}, {"m": DeclaredModel("m")}), index, {}))
 
 
 @given(st.integers(0, 5000))
 @example(1024)
 def test_the_pauses_between_tries_double_up_to_five_minutes(failures: int) -> None:
-    backoff = replace(Backoff(), failures=failures).failed(1000)
+    backoff = replace(Backoff(), failures=failures).with_failure(1000)
     assert backoff.failures == failures + 1
     assert backoff.not_before == 1000 + min(2.0 ** min(failures, 20), 300)
 
@@ -788,33 +819,38 @@ def test_the_pauses_between_tries_double_up_to_five_minutes(failures: int) -> No
 # Readiness.
 
 
-def seen(address: str, state: State = State.UP, reason: str = "", **models: str) -> Seen:
-    index = Index({name: {"1": Version(state)} for name, state in models.items()})
-    return Seen(address, state, index, reason)
+def seen(
+    address: str, state: HealthState = HealthState.UP, reason: str = "", **models: str
+) -> ReplicaStatus:
+    index = Index({name: {"1": VersionState(state)} for name, state in models.items()})
+    return ReplicaStatus(address, state, index, reason)
 
 
 def ready_with(
-    *replicas: Seen, declared: Sequence[Declared] = (), quorum: int = 1, draining: bool = False
+    *replicas: ReplicaStatus,
+    declared: Sequence[DeclaredModel] = (),
+    quorum: int = 1,
+    draining: bool = False,
 ) -> Readiness:
     models = {model.name: model for model in declared}
-    return readiness(replicas, models, models, quorum, draining=draining)
+    return check_readiness(replicas, models, models, quorum, is_draining=draining)
 
 
 def test_without_declared_models_one_living_replica_is_enough() -> None:
     assert ready_with(seen("a")).document == {"ready": True, "replicas": {"a": "ready"}}
-    assert ready_with(seen("a", State.DOWN, "refused"), seen("b")).ready
-    assert ready_with(seen("a", State.EJECTED)).ready
+    assert ready_with(seen("a", HealthState.DOWN, "refused"), seen("b")).is_ready
+    assert ready_with(seen("a", HealthState.EJECTED)).is_ready
 
 
 def test_it_is_not_ready_while_nobody_lives_or_while_it_drains() -> None:
-    assert not ready_with().ready
-    found = ready_with(seen("a", State.DOWN, "nobody there"), seen("b", State.SLOW))
+    assert not ready_with().is_ready
+    found = ready_with(seen("a", HealthState.DOWN, "nobody there"), seen("b", HealthState.SLOW))
     assert found.document == {
         "ready": False,
         "replicas": {"a": "down: nobody there", "b": "slow"},
     }
     draining = ready_with(seen("a"), draining=True)
-    assert (draining.ready, draining.document["draining"]) == (False, True)
+    assert (draining.is_ready, draining.document["draining"]) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -834,59 +870,61 @@ def test_a_declared_model_must_be_ready_on_a_quorum(
     quorum: int, states: tuple[str, ...], ready: bool
 ) -> None:
     replicas = [seen(name, m=state) for name, state in zip("abc", states, strict=True)]
-    found = ready_with(*replicas, declared=[Declared("m")], quorum=quorum)
-    assert found.ready == found.document["ready"] == ready
+    found = ready_with(*replicas, declared=[DeclaredModel("m")], quorum=quorum)
+    assert found.is_ready == found.document["ready"] == ready
     missing = found.document.get("missing", {}).get("m", {})
     expected = {name for name, state in zip("abc", states, strict=True) if state != READY}
     assert set(missing) == (set() if ready else expected)
 
 
 def test_a_model_on_a_replica_that_cannot_be_asked_does_not_count() -> None:
-    dead = seen("a", State.DOWN, "refused", m=READY)
-    found = ready_with(dead, seen("b", m=UNAVAILABLE), declared=[Declared("m")])
-    assert not found.ready
+    dead = seen("a", HealthState.DOWN, "refused", m=READY)
+    found = ready_with(dead, seen("b", m=UNAVAILABLE), declared=[DeclaredModel("m")])
+    assert not found.is_ready
     assert found.document["missing"] == {"m": {"a": "down: refused", "b": UNAVAILABLE}}
 
 
 def test_declared_versions_must_all_be_ready_on_the_same_replica() -> None:
-    both = Seen("a", State.UP, versions_of(v1=READY, v2=READY))
-    one = Seen("b", State.UP, versions_of(v1=READY))
-    other = Seen("c", State.UP, versions_of(v2=READY))
-    declared = [Declared("m", ("1", "2"))]
-    assert ready_with(both, one, declared=declared).ready
-    assert not ready_with(one, other, declared=declared).ready
-    assert not ready_with(both, one, declared=declared, quorum=2).ready
+    both = ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY))
+    one = ReplicaStatus("b", HealthState.UP, versions_of(v1=READY))
+    other = ReplicaStatus("c", HealthState.UP, versions_of(v2=READY))
+    declared = [DeclaredModel("m", ("1", "2"))]
+    assert ready_with(both, one, declared=declared).is_ready
+    assert not ready_with(one, other, declared=declared).is_ready
+    assert not ready_with(both, one, declared=declared, quorum=2).is_ready
 
 
 def test_a_declared_model_counts_once_it_was_ready() -> None:
-    m, added = {"m": Declared("m")}, {"m": Declared("m"), "added": Declared("added")}
+    m, added = {"m": DeclaredModel("m")}, {"m": DeclaredModel("m"), "added": DeclaredModel("added")}
     without, loaded = [seen("a", m=READY)], [seen("a", m=READY, added=READY)]
-    assert next_required(m, added, without, 1) == m
-    found = readiness(without, added, m, 1, draining=False)
-    assert found.ready
+    assert update_required_models(m, added, without, 1) == m
+    found = check_readiness(without, added, m, 1, is_draining=False)
+    assert found.is_ready
     assert found.document["pending"] == {"added": {"a": "UNAVAILABLE: unknown to this replica"}}
-    assert next_required(m, added, loaded, 1) == added
-    assert next_required(m, added, loaded, 2) == added  # on all, if there are fewer
-    assert next_required(m, added, [*loaded, *without], 2) == m
-    found = readiness(without, added, added, 1, draining=False)
-    assert not found.ready
+    assert update_required_models(m, added, loaded, 1) == added
+    assert update_required_models(m, added, loaded, 2) == added  # on all, if there are fewer
+    assert update_required_models(m, added, [*loaded, *without], 2) == m
+    found = check_readiness(without, added, added, 1, is_draining=False)
+    assert not found.is_ready
     assert "pending" not in found.document
-    assert next_required(added, m, without, 1) == m
+    assert update_required_models(added, m, without, 1) == m
 
 
 def test_other_versions_of_a_declared_model_count_once_they_were_ready() -> None:
-    old, new = {"m": Declared("m", ("1",))}, {"m": Declared("m", ("2",))}
-    only_old = [Seen("a", State.UP, versions_of(v1=READY))]
-    both = [Seen("a", State.UP, versions_of(v1=READY, v2=READY))]
-    assert next_required(old, new, only_old, 1) == old
-    assert readiness(only_old, new, old, 1, draining=False).ready
-    assert not readiness([seen("a")], new, old, 1, draining=False).ready
-    assert next_required(old, new, both, 1) == new
+    old, new = {"m": DeclaredModel("m", ("1",))}, {"m": DeclaredModel("m", ("2",))}
+    only_old = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY))]
+    both = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY))]
+    assert update_required_models(old, new, only_old, 1) == old
+    assert check_readiness(only_old, new, old, 1, is_draining=False).is_ready
+    assert not check_readiness([seen("a")], new, old, 1, is_draining=False).is_ready
+    assert update_required_models(old, new, both, 1) == new
 
 
 def test_the_reason_why_a_model_is_missing_is_tritons() -> None:
-    index = Index({"m": {"1": Version(UNAVAILABLE, "no model file")}})
-    found = ready_with(Seen("a", State.UP, index), seen("b"), declared=[Declared("m")])
+    index = Index({"m": {"1": VersionState(UNAVAILABLE, "no model file")}})
+    found = ready_with(
+        ReplicaStatus("a", HealthState.UP, index), seen("b"), declared=[DeclaredModel("m")]
+    )
     assert found.document["missing"]["m"] == {
         "a": "UNAVAILABLE: no model file",
         "b": "UNAVAILABLE: unknown to this replica",
@@ -894,22 +932,22 @@ def test_the_reason_why_a_model_is_missing_is_tritons() -> None:
 
 
 REPLICAS = st.lists(
-    st.builds(Seen, st.uuids().map(str), st.sampled_from(State), INDEXES), max_size=6
+    st.builds(ReplicaStatus, st.uuids().map(str), st.sampled_from(HealthState), INDEXES), max_size=6
 )
 
 
 @given(REPLICAS, DECLARED, st.integers(1, 8), st.booleans())
 def test_what_is_not_ready_says_why_and_what_is_ready_has_it_all(
-    replicas: list[Seen], declared: dict[str, Declared], quorum: int, draining: bool
+    replicas: list[ReplicaStatus], declared: dict[str, DeclaredModel], quorum: int, draining: bool
 ) -> None:
-    found = readiness(replicas, declared, declared, quorum, draining=draining)
+    found = check_readiness(replicas, declared, declared, quorum, is_draining=draining)
     assert orjson.loads(orjson.dumps(found.document)) == found.document
-    alive = [replica for replica in replicas if replica.state <= State.EJECTED]
+    alive = [replica for replica in replicas if replica.state <= HealthState.EJECTED]
     reasons = not alive or "missing" in found.document or "draining" in found.document
-    assert found.ready != reasons
-    if found.ready:
+    assert found.is_ready != reasons
+    if found.is_ready:
         for name in declared:
-            there = sum(replica.index.ready(name) for replica in alive)
+            there = sum(replica.index.is_ready(name) for replica in alive)
             assert there >= min(quorum, len(replicas))
 
 
@@ -919,33 +957,41 @@ def test_what_is_not_ready_says_why_and_what_is_ready_has_it_all(
 @pytest.mark.parametrize(
     ("url", "found", "shown"),
     [
-        ("http://triton", Source(Address("triton", 8000)), "triton:8000"),
-        ("http://triton:9000/", Source(Address("triton", 9000)), "triton:9000"),
-        ("triton", Source(Address("triton", 8000)), "triton:8000"),
-        ("triton:9000", Source(Address("triton", 9000)), "triton:9000"),
-        ("10.0.0.1:9000", Source(Address("10.0.0.1", 9000)), "10.0.0.1:9000"),
-        ("http://h:1?grpc=2&metrics=3", Source(Address("h", 1, 2, 3)), "h:1"),
-        ("http://h?metrics=65535", Source(Address("h", 8000, 8001, 65535)), "h:8000"),
-        ("https://h", Source(Address("h", 8000, tls=True)), "h:8000"),
-        ("http://[::1]", Source(Address("::1", 8000)), "[::1]:8000"),
-        ("https://[2001:db8::7]:9", Source(Address("2001:db8::7", 9, tls=True)), "[2001:db8::7]:9"),
-        ("dns+http://triton:9000", Source(Address("triton", 9000), by_dns=True), "triton:9000"),
+        ("http://triton", ReplicaSource(ReplicaAddress("triton", 8000)), "triton:8000"),
+        ("http://triton:9000/", ReplicaSource(ReplicaAddress("triton", 9000)), "triton:9000"),
+        ("triton", ReplicaSource(ReplicaAddress("triton", 8000)), "triton:8000"),
+        ("triton:9000", ReplicaSource(ReplicaAddress("triton", 9000)), "triton:9000"),
+        ("10.0.0.1:9000", ReplicaSource(ReplicaAddress("10.0.0.1", 9000)), "10.0.0.1:9000"),
+        ("http://h:1?grpc=2&metrics=3", ReplicaSource(ReplicaAddress("h", 1, 2, 3)), "h:1"),
+        ("http://h?metrics=65535", ReplicaSource(ReplicaAddress("h", 8000, 8001, 65535)), "h:8000"),
+        ("https://h", ReplicaSource(ReplicaAddress("h", 8000, tls=True)), "h:8000"),
+        ("http://[::1]", ReplicaSource(ReplicaAddress("::1", 8000)), "[::1]:8000"),
+        (
+            "https://[2001:db8::7]:9",
+            ReplicaSource(ReplicaAddress("2001:db8::7", 9, tls=True)),
+            "[2001:db8::7]:9",
+        ),
+        (
+            "dns+http://triton:9000",
+            ReplicaSource(ReplicaAddress("triton", 9000), is_dns_name=True),
+            "triton:9000",
+        ),
         (
             "dns+https://triton.ml.svc?grpc=7",
-            Source(Address("triton.ml.svc", 8000, 7, tls=True), by_dns=True),
+            ReplicaSource(ReplicaAddress("triton.ml.svc", 8000, 7, tls=True), is_dns_name=True),
             "triton.ml.svc:8000",
         ),
-        ("HTTP://TRITON", Source(Address("triton", 8000)), "triton:8000"),
+        ("HTTP://TRITON", ReplicaSource(ReplicaAddress("triton", 8000)), "triton:8000"),
     ],
 )
-def test_an_address_is_read(url: str, found: Source, shown: str) -> None:
-    assert source(url) == found
+def test_an_address_is_read(url: str, found: ReplicaSource, shown: str) -> None:
+    assert parse_replica_url(url) == found
     assert str(found.address) == shown
 
 
 def test_grpc_is_on_the_same_host() -> None:
-    assert source("http://[::1]:9?grpc=10").address.grpc == "[::1]:10"
-    assert source("http://h").address.grpc == "h:8001"
+    assert parse_replica_url("http://[::1]:9?grpc=10").address.grpc_target == "[::1]:10"
+    assert parse_replica_url("http://h").address.grpc_target == "h:8001"
 
 
 @pytest.mark.parametrize(
@@ -978,14 +1024,14 @@ def test_grpc_is_on_the_same_host() -> None:
 )
 def test_what_is_no_address_is_told_of(url: str) -> None:
     with pytest.raises(BadAddress):
-        source(url)
+        parse_replica_url(url)
 
 
 @given(st.text() | st.text("dnshttp+:/[]?=&grpc.0189%"))
 def test_no_text_makes_an_address_fail_in_another_way(text: str) -> None:
     for url in (text, f"http://{text}", f"http://h?{text}", f"dns+https://h:{text}"):
         try:
-            address = source(url).address
+            address = parse_replica_url(url).address
         except BadAddress:
             continue
         assert address.host

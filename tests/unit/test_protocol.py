@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.protocol.connection import Protocol
+from gateway.protocol.connection import HttpProtocol
 from tests.support.http_server import (
     ENOUGH,
     GET,
@@ -1664,7 +1664,7 @@ def test_a_connection_that_ended_leaves_nothing_to_the_collector(stage: Stage, h
                 assert client.answer().status == 413
         wait_until(stage.quiet)
         stage.settle()
-        assert [each for each in gc.get_objects() if type(each) is Protocol] == []
+        assert [each for each in gc.get_objects() if type(each) is HttpProtocol] == []
     finally:
         gc.enable()
 

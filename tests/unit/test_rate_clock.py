@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.metrics import Metrics
-from gateway.rates import LEAST_WAIT_S, MovingWindows, Rates, TooFast, window_of
+from gateway.rate_limit import (
+    MIN_RATE_WAIT_S,
+    LocalRateWindows,
+    RateLimiter,
+    RateLimitExceeded,
+    create_rate_window,
+)
 
 
 @dataclass
@@ -22,11 +28,11 @@ class Clock:
         return self.now
 
 
-def ask(rates: Rates, per_second: float = 5) -> str:
+def ask(rates: RateLimiter, per_second: float = 5) -> str:
     """What one request gets: nothing, or the Retry-After of its refusal."""
     try:
-        asyncio.run(rates.count("shop", per_second))
-    except TooFast as exc:
+        asyncio.run(rates.count_request("shop", per_second))
+    except RateLimitExceeded as exc:
         return str((exc.headers or {})["Retry-After"])
     return ""
 
@@ -36,7 +42,7 @@ def test_the_time_of_day_may_be_set_and_locks_nobody_out(
     monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     clock = Clock()
-    rates = Rates(Metrics(), clock=clock)
+    rates = RateLimiter(Metrics(), clock=clock)
     assert [ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
@@ -47,7 +53,7 @@ def test_the_time_of_day_may_be_set_and_locks_nobody_out(
 
 def test_a_refusal_says_when_there_is_room() -> None:
     clock = Clock()
-    rates = Rates(Metrics(), clock=clock)
+    rates = RateLimiter(Metrics(), clock=clock)
     assert ask(rates, 0.1) == ""
     for later_s, wait in ((0, "10"), (2.5, "8"), (7.4, "3"), (9.9, "1")):
         clock.now = 1000 + later_s
@@ -67,8 +73,8 @@ ROUNDING = 1e-9
 def test_no_window_has_more_than_its_requests_and_none_is_refused_without_need(
     pauses: list[float], per_second: float
 ) -> None:
-    clock, window = Clock(0.0), window_of(per_second)
-    windows = MovingWindows(clock)
+    clock, window = Clock(0.0), create_rate_window(per_second)
+    windows = LocalRateWindows(clock)
     length_s = window.get_expiry()
     admitted: list[float] = []
     for pause in pauses:
@@ -80,12 +86,12 @@ def test_no_window_has_more_than_its_requests_and_none_is_refused_without_need(
         if not wait_s:
             admitted.append(clock.now)
         else:
-            assert wait_s == max(recent[0] + length_s - clock.now, LEAST_WAIT_S)
+            assert wait_s == max(recent[0] + length_s - clock.now, MIN_RATE_WAIT_S)
 
 
 def test_what_is_kept_is_no_more_than_a_windows_requests() -> None:
-    clock, window = Clock(), window_of(100_000)
-    windows = MovingWindows(clock)
+    clock, window = Clock(), create_rate_window(100_000)
+    windows = LocalRateWindows(clock)
     for _ in range(30_000):
         clock.now += 0.001
         assert not windows.wait_s(window, "a")

@@ -23,7 +23,7 @@ def test_one_begins_in_each_pass_of_the_event_loop_and_others_go_on_in_between()
 
     async def serve() -> None:
         clients, loop = RefusedClients(), asyncio.get_running_loop()
-        refused = [run(f"refused {at}", clients.turn(loop)) for at in range(CLIENTS)]
+        refused = [run(f"refused {at}", clients.enqueue(loop)) for at in range(CLIENTS)]
         await asyncio.gather(*refused, run("good", None))
 
     asyncio.run(serve())
@@ -36,11 +36,11 @@ def test_one_begins_in_each_pass_of_the_event_loop_and_others_go_on_in_between()
 def test_a_request_that_is_given_up_keeps_nobody_waiting() -> None:
     async def give_up() -> list[bool]:
         clients, loop = RefusedClients(), asyncio.get_running_loop()
-        turns = [clients.turn(loop) for _ in range(6)]
+        turns = [clients.enqueue(loop) for _ in range(6)]
         for turn in turns[:5]:
             turn.cancel()
         await asyncio.wait_for(turns[5], 60)
-        await asyncio.wait_for(clients.turn(loop), 60)
+        await asyncio.wait_for(clients.enqueue(loop), 60)
         return [turn.cancelled() for turn in turns]
 
     assert asyncio.run(give_up()) == [True] * 5 + [False]

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway.settings import read_settings, unknown
-from gateway.words import Failure
+from gateway.messages import CommandError
+from gateway.settings import describe_unknown_settings, read_settings
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     for name, value in environment.items():
         monkeypatch.setenv(f"GATEWAY_{name}", value)
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(CommandError) as refused:
         read_settings()
     sentence = str(refused.value)
     assert "Value error" not in sentence
@@ -124,10 +124,12 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(
 
 
 def test_a_misspelt_setting_is_warned_of() -> None:
-    assert unknown(["GATEWAY_MAX_BODY_BYTE", "GATEWAY_QXJZ", "GATEWAY_DRAIN_S", "PATH"]) == [
+    assert describe_unknown_settings(
+        ["GATEWAY_MAX_BODY_BYTE", "GATEWAY_QXJZ", "GATEWAY_DRAIN_S", "PATH"]
+    ) == [
         "GATEWAY_MAX_BODY_BYTE is no setting; is GATEWAY_MAX_BODY_BYTES meant?",
         "GATEWAY_QXJZ is no setting",
     ]
     of_services = ["PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP"]
     of_services += ["PORT_8080_TCP_ADDR", "KEYS_SERVICE_HOST", "KEYS_PORT_80_TCP_PROTO"]
-    assert unknown(f"GATEWAY_{name}" for name in of_services) == []
+    assert describe_unknown_settings(f"GATEWAY_{name}" for name in of_services) == []

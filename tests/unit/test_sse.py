@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sse import MOST_HELD_BYTES, ScrubbedErrors
+from gateway.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 
 GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
 BAD = b'data: {"error":"boom /srv/x"}\n\n'
@@ -13,7 +13,7 @@ OTHER = b": a comment\n\nevent: x\ndata: 1\n\n"
 
 
 def passed(stream: bytes, cuts: list[int]) -> bytes:
-    scrubber = ScrubbedErrors(lambda payload: b"<" + payload[:9] + b">")
+    scrubber = EventStreamScrubber(lambda payload: b"<" + payload[:9] + b">")
     ends = sorted({cut % (len(stream) + 1) for cut in cuts} | {len(stream)})
     pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     return b"".join(map(scrubber.feed, pieces)) + scrubber.end()
@@ -34,7 +34,7 @@ def test_what_is_no_error_passes_byte_for_byte(junk: bytes, cuts: list[int]) -> 
 
 
 def test_an_event_goes_on_as_soon_as_it_is_whole_and_others_at_once() -> None:
-    scrubber = ScrubbedErrors(bytes)
+    scrubber = EventStreamScrubber(bytes)
     assert scrubber.feed(b'data: {"te') == b'data: {"te'
     assert scrubber.feed(b'xt": 1}\n\ndata: {"err') == b'xt": 1}\n\n'
     assert scrubber.feed(b'or": 2}\n') == b""
@@ -43,22 +43,22 @@ def test_an_event_goes_on_as_soon_as_it_is_whole_and_others_at_once() -> None:
     assert scrubber.end() == b'data: {"error": 3\n\n'
 
 
-@given(st.lists(st.integers(0, 9 * MOST_HELD_BYTES), max_size=9))
+@given(st.lists(st.integers(0, 9 * MAX_HELD_EVENT_BYTES), max_size=9))
 def test_an_error_that_does_not_end_is_cut(cuts: list[int]) -> None:
-    scrubber = ScrubbedErrors(lambda payload: b"<%d>" % len(payload))
-    stream = b'data: {"error":"' + b"x\n" * (4 * MOST_HELD_BYTES) + b"\n" + GOOD + BAD
+    scrubber = EventStreamScrubber(lambda payload: b"<%d>" % len(payload))
+    stream = b'data: {"error":"' + b"x\n" * (4 * MAX_HELD_EVENT_BYTES) + b"\n" + GOOD + BAD
     ends = sorted({cut % len(stream) for cut in cuts} | {len(stream)})
     pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     got = b"".join(map(scrubber.feed, pieces)) + scrubber.end()
     kept, whole = (
         len(event.removeprefix(b"data: ").rstrip(b"\n"))
-        for event in (stream[:MOST_HELD_BYTES], BAD)
+        for event in (stream[:MAX_HELD_EVENT_BYTES], BAD)
     )
     assert got == b"data: <%d>\n\n" % kept + GOOD + b"data: <%d>\n\n" % whole
 
 
 def test_no_more_of_an_error_is_held_than_that() -> None:
-    scrubber = ScrubbedErrors(lambda _: b"an error")
+    scrubber = EventStreamScrubber(lambda _: b"an error")
     scrubber.feed(b'data: {"error":"')
     got = b"".join(scrubber.feed(b"x" * 1000) for _ in range(1000))
     assert got == b"data: an error\n\n"

@@ -14,8 +14,8 @@ from urllib.parse import quote
 import pytest
 
 from gateway.errors import StateUnavailable
-from gateway.state.store import store
-from gateway.state.wishes import BadState, Wish
+from gateway.state.desired import BadState, DesiredModel
+from gateway.state.store import open_state_store
 from tests.support.state_contract import (
     ID,
     LOADED,
@@ -78,14 +78,14 @@ class TestSharedState(SharedStateContract):
 )
 def test_what_is_no_address_of_a_state_is_refused_without_telling_it(url: str) -> None:
     with pytest.raises(BadState, match="GATEWAY_STATE is none of memory:, none:, file:") as refused:
-        store(url)
+        open_state_store(url)
     told = "".join(traceback.format_exception(refused.value))
     assert not any(secret in told for secret in ("hunter2", "ter2@", ":hun#"))
 
 
 def test_a_file_for_tls_that_is_not_there_is_told() -> None:
     with pytest.raises(BadState, match=r"there is no file /nowhere/ca\.pem for ssl_ca_certs"):
-        store("rediss://host/0?ssl_ca_certs=/nowhere/ca.pem")
+        open_state_store("rediss://host/0?ssl_ca_certs=/nowhere/ca.pem")
 
 
 # A file.
@@ -98,9 +98,9 @@ def mode(path: Path) -> int:
 def test_the_file_and_its_folder_are_for_this_user_only(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{tmp_path}/new/folder/state.json") as (kept,):
-            await kept.wish("core", Wish(True, {"config": "a secret"}))
-            await kept.record(ID, {"state": "running"})
-            assert await kept.leads()
+            await kept.set_desired_model("core", DesiredModel(True, {"config": "a secret"}))
+            await kept.record_operation(ID, {"state": "running"})
+            assert await kept.renew_leadership()
 
     asyncio.run(scenario())
     folder = tmp_path / "new" / "folder"
@@ -114,9 +114,9 @@ def test_the_file_and_its_folder_are_for_this_user_only(tmp_path: Path) -> None:
 def test_a_state_that_is_not_used_yet_or_no_more_holds_no_file_open(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(url, 2) as (kept, _):
-            await kept.wish("core", LOADED)
-            await kept.wishes()
-            assert await kept.leads()
+            await kept.set_desired_model("core", LOADED)
+            await kept.read_desired_models()
+            assert await kept.renew_leadership()
             assert held()
 
     def held() -> list[str]:
@@ -125,7 +125,7 @@ def test_a_state_that_is_not_used_yet_or_no_more_holds_no_file_open(tmp_path: Pa
 
     url = f"file://{tmp_path}/state.json"
     asyncio.run(scenario())
-    unused = store(url)
+    unused = open_state_store(url)
     assert unused
     assert not held()
 
@@ -133,7 +133,7 @@ def test_a_state_that_is_not_used_yet_or_no_more_holds_no_file_open(tmp_path: Pa
 def test_a_path_may_hold_what_a_url_must_quote(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://localhost{quote(str(path))}") as (kept,):
-            await kept.wish("core", LOADED)
+            await kept.set_desired_model("core", LOADED)
 
     path = tmp_path / "what? #1 & 100% ü" / "state.json"
     asyncio.run(scenario())
@@ -157,7 +157,7 @@ def test_a_damaged_file_is_told_and_left_alone(tmp_path: Path, damage: str) -> N
     path = tmp_path / "state.json"
     path.write_bytes(DAMAGED[damage])
     with pytest.raises(BadState) as refused:
-        store(f"file://{path}")
+        open_state_store(f"file://{path}")
     assert str(refused.value).startswith(
         f"GATEWAY_STATE: {path} is not the state of a gateway (it "
     )
@@ -170,17 +170,17 @@ def test_a_damaged_file_is_told_and_left_alone(tmp_path: Path, damage: str) -> N
 def test_a_file_that_is_damaged_later_is_not_written_over(tmp_path: Path, damage: str) -> None:
     async def scenario() -> None:
         async with opened(f"file://{path}") as (kept,):
-            await kept.wish("core", LOADED)
-            await kept.wishes()
+            await kept.set_desired_model("core", LOADED)
+            await kept.read_desired_models()
             whole = path.read_bytes()
             path.write_bytes(DAMAGED[damage])
             with pytest.raises(StateUnavailable, match="read now: the state file is damaged"):
-                await kept.wishes()
+                await kept.read_desired_models()
             with pytest.raises(StateUnavailable, match="kept now: the state file is damaged"):
-                await kept.wish("core", UNLOADED)
+                await kept.set_desired_model("core", UNLOADED)
             assert path.read_bytes() == DAMAGED[damage]
             path.write_bytes(whole)
-            assert await kept.wishes() == {"core": Wish(True, {}, 1)}
+            assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
 
     path = tmp_path / "state.json"
     asyncio.run(scenario())
@@ -189,12 +189,12 @@ def test_a_file_that_is_damaged_later_is_not_written_over(tmp_path: Path, damage
 def test_a_file_that_is_taken_away_is_a_state_with_nothing_in_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{path}") as (kept,):
-            await kept.wish("core", LOADED)
-            await kept.wishes()
+            await kept.set_desired_model("core", LOADED)
+            await kept.read_desired_models()
             path.unlink()
-            assert await kept.wishes() == {}
-            await kept.wish("text_core", LOADED)
-            assert list(await kept.wishes()) == ["text_core"]
+            assert await kept.read_desired_models() == {}
+            await kept.set_desired_model("text_core", LOADED)
+            assert list(await kept.read_desired_models()) == ["text_core"]
 
     path = tmp_path / "state.json"
     asyncio.run(scenario())
@@ -205,35 +205,35 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / below
     with pytest.raises(BadState) as refused:
-        store(f"file://{path}")
+        open_state_store(f"file://{path}")
     assert str(refused.value).startswith(f"GATEWAY_STATE: {path} cannot be used (")
     assert str(refused.value).endswith("; it needs a folder where this user may write")
 
 
 def test_a_folder_in_place_of_the_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadState, match=r"cannot be used \(is a directory\)"):
-        store(f"file://{tmp_path}")
+        open_state_store(f"file://{tmp_path}")
 
 
 def test_a_folder_that_is_lost_later_loses_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{folder}/state.json", 2) as (kept, other):
-            await kept.wish("core", LOADED)
-            assert await kept.leads()
+            await kept.set_desired_model("core", LOADED)
+            assert await kept.renew_leadership()
             folder.rename(tmp_path / "elsewhere")
             folder.touch()
-            for change in (kept.wish("core", UNLOADED), kept.record(ID, {})):
+            for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
                 with pytest.raises(StateUnavailable, match="kept now: not a directory"):
                     await change
-            for question in (kept.wishes(), kept.operation(ID)):
+            for question in (kept.read_desired_models(), kept.read_operation(ID)):
                 with pytest.raises(StateUnavailable, match="read now: not a directory"):
                     await question
-            assert await kept.leads()
-            assert await other.leads()
+            assert await kept.renew_leadership()
+            assert await other.renew_leadership()
             folder.unlink()
             (tmp_path / "elsewhere").rename(folder)
-            assert await kept.wishes() == {"core": Wish(True, {}, 1)}
-            assert [await kept.leads(), await other.leads()] == [True, False]
+            assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
+            assert [await kept.renew_leadership(), await other.renew_leadership()] == [True, False]
 
     folder = tmp_path / "folder"
     asyncio.run(scenario())
@@ -243,8 +243,8 @@ def test_every_change_is_seen_however_quickly_it_follows_another(tmp_path: Path)
     async def scenario() -> None:
         async with opened(f"file://{tmp_path}/state.json", 2) as (writer, reader):
             for turn in range(1000, 1050):
-                await writer.wish("core", Wish(True, {"turn": turn}))
-                assert (await reader.wishes())["core"].parameters == {"turn": turn}
+                await writer.set_desired_model("core", DesiredModel(True, {"turn": turn}))
+                assert (await reader.read_desired_models())["core"].parameters == {"turn": turn}
 
     asyncio.run(scenario())
 
@@ -266,7 +266,7 @@ def test_a_file_of_the_same_size_and_time_is_not_taken_for_the_one_that_was_read
             for revision in range(1000, 1100, 2):
                 change(revision)
                 change(revision + 1)
-                assert (await kept.wishes())["core"].revision == revision + 1
+                assert (await kept.read_desired_models())["core"].revision == revision + 1
 
     path, new = tmp_path / "state.json", tmp_path / "new"
     asyncio.run(scenario())
@@ -279,13 +279,13 @@ def test_who_waits_for_the_lock_waits_beside_the_loop_and_not_for_ever(tmp_path:
         async with opened(f"file://{tmp_path}/state.json") as (kept,):
             with (tmp_path / "state.json.lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                waiting = asyncio.create_task(kept.wish("core", LOADED))
+                waiting = asyncio.create_task(kept.set_desired_model("core", LOADED))
                 for _ in range(20):  # turns of the loop, which nothing holds up
                     await asyncio.sleep(0)
                     assert not waiting.done()
                 with pytest.raises(StateUnavailable, match="another process holds its lock"):
                     await waiting
-            await kept.wish("core", LOADED)
+            await kept.set_desired_model("core", LOADED)
 
     asyncio.run(scenario())
 
@@ -293,10 +293,10 @@ def test_who_waits_for_the_lock_waits_beside_the_loop_and_not_for_ever(tmp_path:
 def test_a_lock_file_that_is_removed_gives_the_lead_to_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{tmp_path}/state.json", 3) as several:
-            assert await several[0].leads()
+            assert await several[0].renew_leadership()
             (tmp_path / "state.json.leader").unlink()
-            assert await several[1].leads()
-            assert [await kept.leads() for kept in several] == [False, True, False]
+            assert await several[1].renew_leadership()
+            assert [await kept.renew_leadership() for kept in several] == [False, True, False]
 
     asyncio.run(scenario())
 
@@ -305,14 +305,14 @@ def test_operations_of_more_than_an_hour_ago_are_removed(tmp_path: Path) -> None
     async def scenario() -> None:
         async with opened(f"file://{tmp_path}/state.json") as (kept,):
             for number in range(3):
-                await kept.record(f"{number:032}", {"number": number})
+                await kept.record_operation(f"{number:032}", {"number": number})
             folder = tmp_path / "state.json.operations"
             ages_s = {"0" * 32: 3700, f"{1:032}": 3500}
             for name, age_s in ages_s.items():
                 os.utime(folder / f"{name}.json", (time.time() - age_s,) * 2)
-            await kept.record(ID, {})
-            assert await kept.operation("0" * 32) is None
-            assert await kept.operation(f"{1:032}") == {"number": 1}
+            await kept.record_operation(ID, {})
+            assert await kept.read_operation("0" * 32) is None
+            assert await kept.read_operation(f"{1:032}") == {"number": 1}
             assert len(list(folder.iterdir())) == 3
 
     asyncio.run(scenario())

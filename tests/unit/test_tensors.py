@@ -13,15 +13,28 @@ import numpy as np
 import orjson
 import pytest
 
-from gateway.errors import DoesNotFit, Malformed, ModelFault, NotAcceptable
-from gateway.tensors.examples import curl, example, python
+from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
+from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import Inputs, screen, to_inputs
-from gateway.tensors.outputs import Result, joined, preferences, renderer
-from gateway.tensors.payload import CHARSETS, JSON, OCTETS, Limits, Part, Payload, read_payload
-from gateway.tensors.predict import from_rows, predictions
-from gateway.tensors.schema import openapi
-from gateway.tensors.signature import Signature, signature
+from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
+from gateway.tensors.kserve_v1 import encode_predictions, payload_from_rows
+from gateway.tensors.outputs import (
+    InferResult,
+    choose_result_encoder,
+    concatenate_results,
+    list_accepted_types,
+)
+from gateway.tensors.payload import (
+    JSON,
+    OCTET_STREAM,
+    SUPPORTED_CODECS,
+    Part,
+    Payload,
+    PayloadLimits,
+    read_payload,
+)
+from gateway.tensors.schema import build_model_openapi
+from gateway.tensors.signature import Signature, build_signature
 
 
 def model(
@@ -46,17 +59,17 @@ def model(
         "input": [{"name": name, "optional": optional} for name in inputs],
         "parameters": {key: {"string_value": value} for key, value in hints.items()},
     }
-    return signature({"name": "m", "inputs": told(inputs), "outputs": told(outputs)}, config)
+    return build_signature({"name": "m", "inputs": told(inputs), "outputs": told(outputs)}, config)
 
 
-def result(model: Signature, *, batched: bool = True, **arrays: np.ndarray) -> Result:
+def result(model: Signature, *, batched: bool = True, **arrays: np.ndarray) -> InferResult:
     return result_of(model, arrays, batched=batched)
 
 
 def result_of(
     model: Signature, arrays: Mapping[str, np.ndarray], *, batched: bool = True
-) -> Result:
-    return Result(model, dict(arrays), batched)
+) -> InferResult:
+    return InferResult(model, dict(arrays), batched)
 
 
 WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
@@ -88,26 +101,28 @@ def test_a_hint_that_cannot_be_is_named(kind: str, text: str, words: str) -> Non
 def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
     answers = {"Y": ("FP32", [1])}
     several = model({"A": ("INT32", [2]), "B": ("BYTES", [1])}, answers, 8, optional=True)
-    assert example(several).json == {"inputs": {"A": [1, 1]}}
-    assert '{"inputs":{"A":[1,1]}}' in curl(several, "http://here")
-    assert "{'inputs': {'A': [1] * 2}}" in python(several, "http://here")
-    assert "'example': {'inputs': {'A': [1, 1]}}" in str(openapi(several))
+    assert build_example_body(several).json == {"inputs": {"A": [1, 1]}}
+    assert '{"inputs":{"A":[1,1]}}' in format_curl_example(several, "http://here")
+    assert "{'inputs': {'A': [1] * 2}}" in format_python_example(several, "http://here")
+    assert "'example': {'inputs': {'A': [1, 1]}}" in str(build_model_openapi(several))
     only = model({"B": ("BYTES", [1])}, answers, 8, optional=True)
-    shown = example(only)
+    shown = build_example_body(only)
     inputs = to_inputs(
-        read_payload(shown.text.encode(), shown.content_type, Limits()), only, ImageLimits()
+        read_payload(shown.text.encode(), shown.content_type, PayloadLimits()), only, ImageLimits()
     )
     assert inputs.arrays["B"].tolist() == [[b"some text"]]
-    assert example(model({}, answers, 8)).json == {"inputs": {}}
+    assert build_example_body(model({}, answers, 8)).json == {"inputs": {}}
 
 
 def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is() -> None:
     same = [result(WORDS, IDS=np.ones((2, 3))), result(WORDS, IDS=np.zeros((1, 3)))]
-    assert joined(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert concatenate_results(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     short, scalar = np.ones((2, 2)), np.array(1)
     for other in ({"IDS": short}, {"IDS": scalar}, {}):
-        with pytest.raises(DoesNotFit, match="different shapes; send at most 32 items at a time"):
-            joined([same[0], result_of(WORDS, other)])
+        with pytest.raises(
+            InputMismatch, match="different shapes; send at most 32 items at a time"
+        ):
+            concatenate_results([same[0], result_of(WORDS, other)])
 
 
 def test_an_archive_takes_any_name_for_an_output() -> None:
@@ -115,14 +130,14 @@ def test_an_archive_takes_any_name_for_an_output() -> None:
     arrays = {name: np.array([[number]], np.int32) for number, name in enumerate(names)}
     arrays["text"] = np.array([[b"x"]], object)
     plain = model({"X": ("INT32", [1])}, dict.fromkeys(arrays, ("INT32", [-1, 1])))
-    render = renderer("application/x-npz", plain, list(arrays))
+    render = choose_result_encoder("application/x-npz", plain, list(arrays))
     body = render(result_of(plain, arrays)).body
     with np.load(io.BytesIO(body)) as loaded:
         assert {name: loaded[name].tolist() for name in names} == {
             name: [[number]] for number, name in enumerate(names)
         }
         assert loaded["text"].tolist() == [[b"x"]]
-    assert set(read_payload(body, "application/x-npz", Limits()).parts) >= set(names)
+    assert set(read_payload(body, "application/x-npz", PayloadLimits()).parts) >= set(names)
 
 
 @pytest.mark.parametrize("accept", ["application/x-npy", "application/octet-stream", "image/png"])
@@ -132,13 +147,13 @@ def test_an_output_that_the_model_leaves_out_is_its_fault(accept: str) -> None:
         {"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, hints=hints
     )
     with pytest.raises(ModelFault, match="did not answer the output"):
-        renderer(accept, several, ["PNG"])(result(several))
+        choose_result_encoder(accept, several, ["PNG"])(result(several))
 
 
 def test_an_answer_without_a_batch_dimension_is_given_as_it_is() -> None:
     for array in (np.array(7), np.zeros((0,)), np.array([1, 2, 3])):
         answer = result(WORDS, batched=False, IDS=array)
-        assert np.array_equal(answer.array("IDS"), array)
+        assert np.array_equal(answer.get_array("IDS"), array)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +183,27 @@ def test_accept_goes_by_the_most_specific_range(accept: str, content_type: str |
     pictures = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1])}, hints=hints)
     if content_type is None:
         with pytest.raises(NotAcceptable):
-            renderer(accept, pictures, ["PNG"])
+            choose_result_encoder(accept, pictures, ["PNG"])
         return
-    render = renderer(accept, pictures, ["PNG"])
+    render = choose_result_encoder(accept, pictures, ["PNG"])
     assert render(result(pictures, PNG=np.array([b"x"], object))).content_type == content_type
 
 
 def test_the_ranges_of_accept_are_in_the_order_of_preference() -> None:
-    assert preferences("a/a;q=0.5, b/b, c/c;q=0, d/d, e/e;q=0.9") == ["b/b", "d/d", "e/e", "a/a"]
+    assert list_accepted_types("a/a;q=0.5, b/b, c/c;q=0, d/d, e/e;q=0.9") == [
+        "b/b",
+        "d/d",
+        "e/e",
+        "a/a",
+    ]
 
 
 # What is stacked.
 
 
-def converted(payload: Payload, shape: list[int], batch: int, datatype: str = "INT32") -> Inputs:
+def converted(
+    payload: Payload, shape: list[int], batch: int, datatype: str = "INT32"
+) -> InferInputs:
     tensor = {"X": (datatype, shape)}
     return to_inputs(payload, model(tensor, tensor, batch), ImageLimits())
 
@@ -206,12 +228,14 @@ def fields(*values: Any) -> Payload:
 def test_what_is_stacked_is_a_batch(
     shape: list[int], batch: int, values: list[Any], stacked: list[Any]
 ) -> None:
-    for payload in (from_rows(values), fields(*values)):
+    for payload in (payload_from_rows(values), fields(*values)):
         inputs = converted(payload, shape, batch)
         assert inputs.arrays["X"].tolist() == stacked
-        assert inputs.batched == bool(batch)
+        assert inputs.is_batched == bool(batch)
         assert inputs.batch_size == (len(values) if batch else 0)
-    assert converted(from_rows(values[:1]), shape, batch).arrays["X"].tolist() == stacked[:1]
+    assert (
+        converted(payload_from_rows(values[:1]), shape, batch).arrays["X"].tolist() == stacked[:1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,8 +252,8 @@ def test_what_is_stacked_is_a_batch(
 def test_what_is_stacked_is_never_one_item(
     shape: list[int], batch: int, values: list[Any], words: str
 ) -> None:
-    for payload in (from_rows(values), fields(*values)):
-        with pytest.raises(DoesNotFit, match=words):
+    for payload in (payload_from_rows(values), fields(*values)):
+        with pytest.raises(InputMismatch, match=words):
             converted(payload, shape, batch)
 
 
@@ -252,31 +276,34 @@ def test_a_model_that_does_not_answer_each_instance_is_at_fault(
 ) -> None:
     several = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1]), "MORE": ("INT32", [1])}, 2)
     with pytest.raises(ModelFault, match=words):
-        predictions([Result(several, answer, batched=True, rows=3)])
+        encode_predictions([InferResult(several, answer, is_batched=True, instance_count=3)])
 
 
 def test_pieces_of_a_batch_of_instances_are_counted_together() -> None:
     tensor = {"X": ("INT32", [-1])}
     pair = model(tensor, tensor, 2)
-    pieces = list(to_inputs(from_rows([5, 6, 7]), pair, ImageLimits()).cut(2))
-    results = [Result(pair, piece.arrays, piece.batched, rows=piece.rows) for piece in pieces]
-    answer = orjson.loads(predictions([joined(results)]).body)
+    pieces = list(to_inputs(payload_from_rows([5, 6, 7]), pair, ImageLimits()).split(2))
+    results = [
+        InferResult(pair, piece.arrays, piece.is_batched, instance_count=piece.instance_count)
+        for piece in pieces
+    ]
+    answer = orjson.loads(encode_predictions([concatenate_results(results)]).body)
     assert answer == {"predictions": [[5], [6], [7]]}
 
 
 @pytest.mark.parametrize("written", ["9007199254740993.0", "-9007199254740993.0", "1e18", "1.0e17"])
 def test_an_integer_that_may_have_been_rounded_is_refused(written: str) -> None:
     def sent(number: str, datatype: str = "INT64") -> Any:
-        payload = read_payload(f'{{"inputs": [{number}]}}'.encode(), JSON, Limits())
+        payload = read_payload(f'{{"inputs": [{number}]}}'.encode(), JSON, PayloadLimits())
         return converted(payload, [1], 8, datatype).arrays["X"].item()
 
-    with pytest.raises(DoesNotFit, match="written with a fraction or an exponent"):
+    with pytest.raises(InputMismatch, match="written with a fraction or an exponent"):
         sent(written)
     assert sent("9007199254740993") == 9007199254740993
     assert sent("18446744073709551615", "UINT64") == 18446744073709551615
     assert sent("9007199254740991.0") == 9007199254740991
     assert sent("-2e3") == -2000
-    with pytest.raises(DoesNotFit, match="outside"):
+    with pytest.raises(InputMismatch, match="outside"):
         sent("1e18", "INT32")
 
 
@@ -286,11 +313,13 @@ def test_for_numbers_a_numpy_file_is_one_whatever_its_type() -> None:
     whole = file.getvalue()
     for shape in ([3, 2], [1, 3, 2]):  # of which the second is an image's
         tensor = {"X": ("FP32", shape)}
-        for payload in (read_payload(whole, OCTETS, Limits()), form("X", whole)):
+        for payload in (read_payload(whole, OCTET_STREAM, PayloadLimits()), form("X", whole)):
             inputs = to_inputs(payload, model(tensor, tensor, 8), ImageLimits())
             assert inputs.arrays["X"].ravel().tolist() == [0, 1, 2, 3, 4, 5]
-            assert not screen(payload, model(tensor, tensor, 8), ImageLimits()).decoding_cost
-    with pytest.raises(Malformed, match="npy file"):
+            assert not inspect_payload(
+                payload, model(tensor, tensor, 8), ImageLimits()
+            ).decoding_cost
+    with pytest.raises(MalformedRequest, match="npy file"):
         converted(form("X", whole[:-1]), [3, 2], 8)
     assert converted(form("X", whole), [1], 8, "BYTES").arrays["X"].item() == whole
 
@@ -298,15 +327,15 @@ def test_for_numbers_a_numpy_file_is_one_whatever_its_type() -> None:
 def form(name: str, file: bytes) -> Payload:
     """What `curl -F name=@file` sends."""
     head = f'Content-Disposition: form-data; name="{name}"; filename="a.npy"\r\n'
-    part = f"--b\r\n{head}Content-Type: {OCTETS}\r\n\r\n".encode() + file
-    return read_payload(part + b"\r\n--b--\r\n", "multipart/form-data; boundary=b", Limits())
+    part = f"--b\r\n{head}Content-Type: {OCTET_STREAM}\r\n\r\n".encode() + file
+    return read_payload(part + b"\r\n--b--\r\n", "multipart/form-data; boundary=b", PayloadLimits())
 
 
 # Bodies.
 
 
 def text_of(body: bytes, charset: str) -> Any:
-    payload = read_payload(body, f"text/plain; charset={charset}", Limits())
+    payload = read_payload(body, f"text/plain; charset={charset}", PayloadLimits())
     return payload.parts[""][0].value
 
 
@@ -319,7 +348,7 @@ def text_of(body: bytes, charset: str) -> Any:
 )  # fmt: skip
 def test_what_is_no_encoding_of_characters_is_no_charset(charset: str) -> None:
     for body in (b"text", b"+2AA-", b"\\ud800", b"xn--a"):
-        with pytest.raises(Malformed, match=r"charset .* is not known; send UTF-8"):
+        with pytest.raises(MalformedRequest, match=r"charset .* is not known; send UTF-8"):
             text_of(body, charset)
 
 
@@ -342,14 +371,14 @@ def test_a_charset_goes_by_the_names_that_people_know(name: str) -> None:
 
 def test_whatever_a_charset_makes_is_unicode() -> None:
     bodies = [random.Random(seed).randbytes(12) for seed in range(100)]
-    for charset in CHARSETS:
+    for charset in SUPPORTED_CODECS:
         assert text_of("abc".encode(charset), charset) == "abc"
         for body in (*bodies, b"\xd8\x00", b"\x00\xd8", b"\xed\xa0\x80", b"\x00\xd8\0\0"):
-            with suppress(Malformed):
+            with suppress(MalformedRequest):
                 text_of(body, charset).encode()
 
 
 def test_a_boundary_that_is_too_long_is_malformed() -> None:
     for length, told in ((300, "boundary is too long"), (70, "ends before its last boundary")):
-        with pytest.raises(Malformed, match=told):
-            read_payload(b"", f"multipart/form-data; boundary={'b' * length}", Limits())
+        with pytest.raises(MalformedRequest, match=told):
+            read_payload(b"", f"multipart/form-data; boundary={'b' * length}", PayloadLimits())

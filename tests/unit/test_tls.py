@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway.app import tls_context
+from gateway.app import create_tls_context
 from gateway.errors import GatewayError
-from gateway.fleet.replica import Wire, source
+from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
 from gateway.settings import Settings
-from gateway.triton.http import Reply, Upstream
+from gateway.triton.http.client import CompleteResponse, HttpClient
 from tests.support.wait import TIMEOUT_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -42,7 +42,7 @@ def server_context(authority: trustme.CA, *, name: str, wants_client: bool) -> s
     return context
 
 
-async def asked(context: ssl.SSLContext, settings: Settings) -> Reply:
+async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse:
     """A request to a server with this TLS, by a client with these settings."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -57,12 +57,12 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> Reply:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
-    entry = source(f"https://127.0.0.1:{port}")
+    entry = parse_replica_url(f"https://127.0.0.1:{port}")
     replica = entry.address
-    wire = Wire(TIMEOUT_S, tls_context(settings, [entry]))
-    upstream = Upstream(replica.host, replica.port, tls=wire.tls, connect_timeout_s=TIMEOUT_S)
+    wire = ReplicaConnectionOptions(TIMEOUT_S, create_tls_context(settings, [entry]))
+    upstream = HttpClient(replica.host, replica.port, tls=wire.tls, connect_timeout_s=TIMEOUT_S)
     try:
-        return await upstream.ask(b"GET", b"/", timeout_s=TIMEOUT_S)
+        return await upstream.request(b"GET", b"/", timeout_s=TIMEOUT_S)
     finally:
         upstream.close()
         server.close()
@@ -100,4 +100,4 @@ def test_the_gateway_shows_its_own_certificate(authority: trustme.CA, files: Pat
 
 
 def test_plain_addresses_need_no_tls() -> None:
-    assert tls_context(Settings(), [source("http://127.0.0.1:8000")]) is None
+    assert create_tls_context(Settings(), [parse_replica_url("http://127.0.0.1:8000")]) is None

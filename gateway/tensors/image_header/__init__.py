@@ -11,54 +11,60 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.errors import BadImage, TooLarge
+from gateway.messages import quote_text
 from gateway.tensors.image_header import jpeg, png, webp
 from gateway.tensors.image_header.header import DamagedImage, ExcessiveImage, ImageHeader
-from gateway.words import quoted
 
-__all__ = ["ImageHeader", "essential_bytes", "find_reader", "read_image_header"]
+__all__ = ["ImageHeader", "find_header_reader", "read_image_header", "strip_metadata"]
 
-Reader = Callable[[bytes], ImageHeader]
-READERS: Final[dict[bytes, Reader]] = {
-    jpeg.SIGNATURE: jpeg.read_jpeg,
-    png.SIGNATURE: png.read_png,
-    webp.SIGNATURE: webp.read_webp,
+HeaderReader = Callable[[bytes], ImageHeader]
+HEADER_READERS: Final[dict[bytes, HeaderReader]] = {
+    jpeg.JPEG_SIGNATURE: jpeg.read_jpeg,
+    png.PNG_SIGNATURE: png.read_png,
+    webp.RIFF_SIGNATURE: webp.read_webp,
 }
 
 
-def read_image_header(data: bytes, name: str) -> ImageHeader:
+def read_image_header(data: bytes, input_name: str) -> ImageHeader:
     """The header of a JPEG, PNG or WebP. `name` is the input's, for the sentence of an error.
 
     Raises `BadImage` for what is none, and `TooLarge` for more scans, segments or padding than is taken.
     """
     if not data:
-        raise BadImage(f"the image for {quoted(name)} is empty")
-    reader = find_reader(data)
+        raise BadImage(f"the image for {quote_text(input_name)} is empty")
+    reader = find_header_reader(data)
     if reader is None:
-        raise BadImage(f"what came for {quoted(name)} is not an image in JPEG, PNG or WebP")
+        raise BadImage(
+            f"what came for {quote_text(input_name)} is not an image in JPEG, PNG or WebP"
+        )
     try:
         header = reader(data)
         if not header.pixels:
             raise DamagedImage("it declares no size")
     except DamagedImage as exc:
-        raise BadImage(f"the image for {quoted(name)} is truncated or damaged: {exc}") from None
+        raise BadImage(
+            f"the image for {quote_text(input_name)} is truncated or damaged: {exc}"
+        ) from None
     except ExcessiveImage as exc:
-        raise TooLarge(f"the image for {quoted(name)} has {exc}") from None
+        raise TooLarge(f"the image for {quote_text(input_name)} has {exc}") from None
     except (IndexError, ValueError, struct.error):
         raise BadImage(
-            f"the image for {quoted(name)} is truncated or damaged: it ends within its header"
+            f"the image for {quote_text(input_name)} is truncated or damaged: it ends within its header"
         ) from None
     return header
 
 
-def find_reader(data: bytes) -> Reader | None:
+def find_header_reader(data: bytes) -> HeaderReader | None:
     """The reader of the format that the first bytes name; None if they name none."""
-    found = next((reader for start, reader in READERS.items() if data.startswith(start)), None)
-    if found is webp.read_webp and data[8:12] != webp.KIND:
+    found = next(
+        (reader for start, reader in HEADER_READERS.items() if data.startswith(start)), None
+    )
+    if found is webp.read_webp and data[8:12] != webp.WEBP_FORM_TYPE:
         return None
     return found
 
 
-def essential_bytes(data: bytes, header: ImageHeader) -> bytes:
+def strip_metadata(data: bytes, header: ImageHeader) -> bytes:
     """The same image without metadata; `data` itself if it has none."""
     kept = sum(end - start for start, end in header.spans) + len(header.prefix)
     if kept == len(data):

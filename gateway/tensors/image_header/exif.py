@@ -5,36 +5,36 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-PREFIX: Final = b"Exif\0\0"
+EXIF_PREFIX: Final = b"Exif\0\0"
 BYTE_ORDERS: Final = {b"II*\0": "<", b"MM\0*": ">"}
-ORIENTATION: Final = 0x0112
+ORIENTATION_TAG: Final = 0x0112
 # The first directory of a real file has some twenty entries.
-MAX_ENTRIES: Final = 512
+MAX_EXIF_ENTRIES: Final = 512
 # By datatype: a number at the beginning of the entry's four bytes of value.
-NUMBERS: Final = {1: "B", 3: "H", 4: "L"}
-UPRIGHT: Final = 1
+INTEGER_FORMATS: Final = {1: "B", 3: "H", 4: "L"}
+UPRIGHT_ORIENTATION: Final = 1
 
 
 def read_orientation(block: bytes) -> int:
     """1 to 8 as the block says, and 1 for a block that is damaged, says nothing or something else."""
     try:
-        return find_orientation(block.removeprefix(PREFIX))
+        return find_orientation(block.removeprefix(EXIF_PREFIX))
     except struct.error:
-        return UPRIGHT
+        return UPRIGHT_ORIENTATION
 
 
 def find_orientation(tiff: bytes) -> int:
     order = BYTE_ORDERS.get(tiff[:4])
     if order is None:
-        return UPRIGHT
+        return UPRIGHT_ORIENTATION
     (directory,) = struct.unpack_from(f"{order}L", tiff, 4)
     (count,) = struct.unpack_from(f"{order}H", tiff, directory)
     entry = struct.Struct(f"{order}HHL4s")
-    for number in range(min(count, MAX_ENTRIES)):
+    for number in range(min(count, MAX_EXIF_ENTRIES)):
         tag, datatype, values, value = entry.unpack_from(tiff, directory + 2 + entry.size * number)
-        if tag == ORIENTATION:
-            if datatype not in NUMBERS or values != 1:
-                return UPRIGHT
-            (orientation,) = struct.unpack_from(order + NUMBERS[datatype], value)
-            return orientation if 1 <= orientation <= 8 else UPRIGHT
-    return UPRIGHT
+        if tag == ORIENTATION_TAG:
+            if datatype not in INTEGER_FORMATS or values != 1:
+                return UPRIGHT_ORIENTATION
+            (orientation,) = struct.unpack_from(order + INTEGER_FORMATS[datatype], value)
+            return orientation if 1 <= orientation <= 8 else UPRIGHT_ORIENTATION
+    return UPRIGHT_ORIENTATION

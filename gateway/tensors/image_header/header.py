@@ -33,7 +33,7 @@ class ImageHeader:
     spans: tuple[Span, ...]
     prefix: bytes = b""
     orientation: int = 1  # as EXIF counts: 1 is upright
-    scans: int = 1
+    scan_count: int = 1
 
     @property
     def pixels(self) -> int:
@@ -42,10 +42,10 @@ class ImageHeader:
     @property
     def decoding_cost(self) -> int:
         """The pixels of ordinary images that would take as long to decode."""
-        return self.pixels + self.pixels * (self.scans - 1) // SCANS_PER_PASS
+        return self.pixels + self.pixels * (self.scan_count - 1) // SCANS_PER_PASS
 
 
-def join_spans(spans: list[Span]) -> tuple[Span, ...]:
+def merge_spans(spans: list[Span]) -> tuple[Span, ...]:
     """The same spans, neighbours made one."""
     joined: list[Span] = []
     for start, end in spans:

@@ -9,75 +9,79 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.tensors.image_header.exif import PREFIX, UPRIGHT, read_orientation
+from gateway.tensors.image_header.exif import EXIF_PREFIX, UPRIGHT_ORIENTATION, read_orientation
 from gateway.tensors.image_header.header import (
     MAX_SEGMENTS,
     DamagedImage,
     ExcessiveImage,
     ImageHeader,
     Span,
-    join_spans,
+    merge_spans,
 )
 
-SIGNATURE: Final = b"\xff\xd8\xff"
+JPEG_SIGNATURE: Final = b"\xff\xd8\xff"
 # Each scan costs a pass over the picture, however few its bytes are. Encoders write about ten.
 MAX_SCANS: Final = 64
-MAX_FILL: Final = 16  # bytes of padding before a marker
-SEARCHED: Final = 64 << 10  # bytes at a time: a search holds the interpreter's lock
+MAX_FILL_BYTES: Final = 16  # bytes of padding before a marker
+SEARCH_CHUNK_BYTES: Final = 64 << 10  # bytes at a time: a search holds the interpreter's lock
 
-START, END, SCAN = 0xD8, 0xD9, 0xDA
-EXIF, ADOBE, JFIF = 0xE1, 0xEE, 0xE0
-FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+SOI, EOI, SOS = 0xD8, 0xD9, 0xDA
+EXIF_MARKER, ADOBE, JFIF = 0xE1, 0xEE, 0xE0
+FRAME_MARKERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # By marker: the longest segment of tables that there is a use for.
-TABLES: Final = {
+MAX_TABLE_BYTES: Final = {
     0xDB: 2 + 4 * (1 + 2 * 64),  # quantization
     0xC4: 2 + 8 * (1 + 16 + 256),  # Huffman
     0xCC: 2 + 32 * 2,  # arithmetic conditioning
     0xDD: 4,  # restart interval
 }
 # Applications' segments that decoders read: how they begin, and how long a whole one is.
-COLOURS: Final = {JFIF: (b"JFIF\0", 16), ADOBE: (b"Adobe", 14)}
-LONGEST_COLOURS: Final = 256
-WITHOUT_LENGTH: Final = frozenset({0x00, 0x01, START, *range(0xD0, 0xD8)})
+COLOUR_SEGMENTS: Final = {JFIF: (b"JFIF\0", 16), ADOBE: (b"Adobe", 14)}
+MAX_COLOUR_SEGMENT_BYTES: Final = 256
+STANDALONE_MARKERS: Final = frozenset({0x00, 0x01, SOI, *range(0xD0, 0xD8)})
 # Reserved, or of hierarchical JPEG, which nobody writes.
-UNKNOWN: Final = frozenset({*range(0x02, 0xC0), 0xC8, 0xDE, 0xDF, *range(0xF0, 0xFE)})
+UNSUPPORTED_MARKERS: Final = frozenset({*range(0x02, 0xC0), 0xC8, 0xDE, 0xDF, *range(0xF0, 0xFE)})
 
 # A marker in entropy-coded data that is no restart, or more padding than is taken.
-MARKER: Final = re.compile(b"\xff(?:[\xc0-\xcf\xd8-\xfe]|\xff{%d})" % MAX_FILL)
+ENTROPY_DATA_MARKER: Final = re.compile(b"\xff(?:[\xc0-\xcf\xd8-\xfe]|\xff{%d})" % MAX_FILL_BYTES)
 
 
 def read_jpeg(data: bytes) -> ImageHeader:
     """Raises `DamagedImage` and `ExcessiveImage`; `IndexError` or `ValueError` where the data ends."""
     spans: list[Span] = [(0, 2)]
     frames: list[tuple[int, int]] = []
-    orientation = UPRIGHT
+    orientation = UPRIGHT_ORIENTATION
     position = 2
     for _ in range(MAX_SEGMENTS):
         start, marker = find_marker(data, position)
         position = start + 2
-        if marker in WITHOUT_LENGTH:
+        if marker in STANDALONE_MARKERS:
             continue
-        if marker in UNKNOWN or marker == END:
+        if marker in UNSUPPORTED_MARKERS or marker == EOI:
             raise DamagedImage("an unknown segment stands before its data")
-        end = end_of_segment(data, position)
-        if marker == SCAN:
-            return header_of(frames, spans, start, orientation, *read_scans(data, end))
-        if marker in FRAMES:
+        end = find_segment_end(data, position)
+        if marker == SOS:
+            return build_jpeg_header(frames, spans, start, orientation, *read_scans(data, end))
+        if marker in FRAME_MARKERS:
             frames.append(read_frame(data, position, end))
-        elif marker == EXIF and orientation == UPRIGHT and data.startswith(PREFIX, position + 2):
+        elif (
+            marker == EXIF_MARKER
+            and orientation == UPRIGHT_ORIENTATION
+            and data.startswith(EXIF_PREFIX, position + 2)
+        ):
             orientation = read_orientation(data[position + 2 : end])
-        if is_needed(data, marker, position, end):
+        if is_needed_segment(data, marker, position, end):
             spans.append((start, end))
         position = end
     raise ExcessiveImage(f"more than {MAX_SEGMENTS} segments")
 
 
-def header_of(
+def build_jpeg_header(
     frames: list[tuple[int, int]],
     spans: list[Span],
     data_start: int,
     orientation: int,
-    scans: int,
+    scan_count: int,
     data_end: int,
 ) -> ImageHeader:
     if len(frames) != 1:
@@ -85,20 +89,20 @@ def header_of(
     width, height = frames[0]
     spans.append((data_start, data_end))
     return ImageHeader(
-        "JPEG", width, height, join_spans(spans), orientation=orientation, scans=scans
+        "JPEG", width, height, merge_spans(spans), orientation=orientation, scan_count=scan_count
     )
 
 
 def find_marker(data: bytes, position: int) -> tuple[int, int]:
     """Where the next marker stands, and which it is. What stands between segments is skipped."""
     first = data.index(0xFF, position)
-    for start in range(first, first + MAX_FILL):
+    for start in range(first, first + MAX_FILL_BYTES):
         if data[start + 1] != 0xFF:
             return start, data[start + 1]
-    raise ExcessiveImage(f"more than {MAX_FILL} bytes of padding before a marker")
+    raise ExcessiveImage(f"more than {MAX_FILL_BYTES} bytes of padding before a marker")
 
 
-def end_of_segment(data: bytes, position: int) -> int:
+def find_segment_end(data: bytes, position: int) -> int:
     """Where the segment ends whose length stands at `position`."""
     end = position + (data[position] << 8 | data[position + 1])
     if end < position + 2 or end > len(data):
@@ -115,14 +119,16 @@ def read_frame(data: bytes, start: int, end: int) -> tuple[int, int]:
     return width, height
 
 
-def is_needed(data: bytes, marker: int, start: int, end: int) -> bool:
+def is_needed_segment(data: bytes, marker: int, start: int, end: int) -> bool:
     """Whether decoders read the segment."""
-    if marker in COLOURS:
-        name, length = COLOURS[marker]
-        return data.startswith(name, start + 2) and length <= end - start <= LONGEST_COLOURS
-    if marker not in TABLES:
-        return marker in FRAMES
-    if end - start > TABLES[marker]:
+    if marker in COLOUR_SEGMENTS:
+        name, length = COLOUR_SEGMENTS[marker]
+        return (
+            data.startswith(name, start + 2) and length <= end - start <= MAX_COLOUR_SEGMENT_BYTES
+        )
+    if marker not in MAX_TABLE_BYTES:
+        return marker in FRAME_MARKERS
+    if end - start > MAX_TABLE_BYTES[marker]:
         raise DamagedImage("a segment of tables is too long")
     return True
 
@@ -131,28 +137,28 @@ def read_scans(data: bytes, position: int) -> tuple[int, int]:
     """How many scans there are, of which the first begins before `position`, and where the last ends."""
     scans = 1
     for _ in range(MAX_SEGMENTS):
-        position = find_marker_in_data(data, position)
+        position = find_entropy_marker(data, position)
         if position > len(data):
             return scans, len(data)  # without an end: decoders judge whether it is enough
         marker = data[position - 1]
         if marker == 0xFF:
-            raise ExcessiveImage(f"more than {MAX_FILL} bytes of padding in its data")
-        if marker == END:
+            raise ExcessiveImage(f"more than {MAX_FILL_BYTES} bytes of padding in its data")
+        if marker == EOI:
             return scans, position
-        if marker == START or marker in FRAMES or marker in UNKNOWN:
+        if marker == SOI or marker in FRAME_MARKERS or marker in UNSUPPORTED_MARKERS:
             raise DamagedImage("an unknown segment stands in its data")
-        scans += marker == SCAN
+        scans += marker == SOS
         if scans > MAX_SCANS:
             raise ExcessiveImage(f"more than {MAX_SCANS} scans; save it as a baseline JPEG")
-        position = end_of_segment(data, position)
+        position = find_segment_end(data, position)
     raise ExcessiveImage(f"more than {MAX_SEGMENTS} segments")
 
 
-def find_marker_in_data(data: bytes, position: int) -> int:
+def find_entropy_marker(data: bytes, position: int) -> int:
     """Behind which byte the next marker ends; beyond the end of the data if there is none."""
     while position < len(data):
-        end = position + SEARCHED
-        if match := MARKER.search(data, position, end + MAX_FILL):
+        end = position + SEARCH_CHUNK_BYTES
+        if match := ENTROPY_DATA_MARKER.search(data, position, end + MAX_FILL_BYTES):
             return match.end()
         position = end
     return len(data) + 1

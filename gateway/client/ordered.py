@@ -1,0 +1,111 @@
+"""Many things at a time, and their outcomes in the order in which they were begun."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, Generic, TypeVar
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+# How many outcomes may wait for an earlier one, for each that is under way.
+BACKLOG_FACTOR: Final = 16
+# Outcomes are written together with those that come this soon after: a write each costs as much as an answer.
+WRITE_DELAY_S: Final = 0.01
+
+
+class OrderedExecutor(Generic[J, R]):
+    """Does each job of a source, `concurrency` at a time, and writes what came of them in order.
+
+    What can be written is written at once, as much as there is; a slow writer holds the source back.
+    """
+
+    def __init__(
+        self,
+        run_job: Callable[[J], Awaitable[R]],
+        write: Callable[[list[R]], Awaitable[None]],
+        concurrency: int,
+    ) -> None:
+        self._run_job = run_job
+        self._write = write
+        self._job_slots = asyncio.Semaphore(concurrency)
+        self._backlog_slots = asyncio.Semaphore(concurrency * (1 + BACKLOG_FACTOR))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._results: dict[int, R] = {}
+        self._next_number = 0
+        self._result_ready = asyncio.Event()
+        self._producer: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._stop_count = 0
+
+    def stop(self) -> None:
+        """Begin nothing more. The second time, wait for nothing; the third, do not even write."""
+        self._stop_count += 1
+        doomed = {1: [self._producer], 2: self._tasks}.get(self._stop_count, [self._writer])
+        for task in doomed:
+            if task is not None:
+                task.cancel()
+
+    async def run(self, jobs: AsyncIterator[J]) -> None:
+        """Raises what a job or the writer raised first; what was done until then is written."""
+        self._producer = asyncio.create_task(self._produce(jobs))
+        self._writer = asyncio.create_task(self._write_results())
+        for task in (self._producer, self._writer):
+            task.add_done_callback(self._on_task_done)
+        await asyncio.wait({self._producer})
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._is_closing = True
+        self._result_ready.set()
+        await asyncio.wait({self._writer})
+        if self._error is not None:
+            raise self._error
+
+    async def _produce(self, jobs: AsyncIterator[J]) -> None:
+        number = 0
+        async for job in jobs:
+            await self._backlog_slots.acquire()
+            await self._job_slots.acquire()
+            task = asyncio.create_task(self._execute_job(number, job))
+            self._tasks.add(task)
+            task.add_done_callback(self._on_task_done)
+            number += 1
+
+    async def _execute_job(self, number: int, job: J) -> None:
+        try:
+            self._results[number] = await self._run_job(job)
+        finally:
+            self._job_slots.release()
+        if number == self._next_number:
+            self._result_ready.set()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            for other in (self._producer, *self._tasks):
+                if other is not None:
+                    other.cancel()
+
+    async def _write_results(self) -> None:
+        while not self._is_closing:
+            await self._result_ready.wait()
+            self._result_ready.clear()
+            await asyncio.sleep(WRITE_DELAY_S)
+            while chunk := self._take_ready_results():
+                await self._write(chunk)
+                for _ in chunk:
+                    self._backlog_slots.release()
+        # Something before these is missing for ever: they are written nevertheless, for they were done.
+        if self._results:
+            await self._write([self._results[number] for number in sorted(self._results)])
+
+    def _take_ready_results(self) -> list[R]:
+        chunk = []
+        while self._next_number in self._results:
+            chunk.append(self._results.pop(self._next_number))
+            self._next_number += 1
+        return chunk

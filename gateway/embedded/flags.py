@@ -1,0 +1,114 @@
+"""The flags of the embedded Triton, which `triton-gateway up` and `triton-gateway triton` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, Concatenate, Final, ParamSpec
+
+import typer
+
+from gateway.embedded.options import LOAD_ALL, ModelControl, TritonOptions
+
+DEFAULT_REPOSITORY: Final = "triton_repo"
+DEFAULT_MODELS: Final = ("ensemble", "text_ensemble")
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class TritonFlags:
+    """Each field is a flag, named after it unless it says otherwise."""
+
+    triton_http_port: Annotated[int, typer.Option(help="Triton's HTTP port.")] = 8000
+    triton_grpc_port: Annotated[int, typer.Option(help="Triton's gRPC port.")] = 8001
+    triton_metrics_port: Annotated[int, typer.Option(help="Triton's metrics port.")] = 8002
+    model_repository: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder, or an s3://, gs:// or as:// address; may be repeated. "
+            f"Default: {DEFAULT_REPOSITORY}."
+        ),
+    ] = None
+    model_control: Annotated[ModelControl, typer.Option(help="Triton's model control mode.")] = (
+        ModelControl.explicit
+    )
+    poll_secs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="In mode poll: seconds between two looks at the repository. Default: 15."
+        ),
+    ] = None
+    load: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="In mode explicit: a model to load at the start; may be repeated, * is all. "
+            "Default: the two ensembles of triton_repo, or all models of a repository of yours."
+        ),
+    ] = None
+    exit_on_error: Annotated[
+        bool, typer.Option(help="Whether a model that fails at the start ends it.")
+    ] = True
+    start_timeout: Annotated[
+        int,
+        typer.Option(min=1, help="Seconds within which Triton must be ready, with its models."),
+    ] = 120
+    backend_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A setting of a backend, such as python,shm-default-byte-size=4194304; "
+            "may be repeated."
+        ),
+    ] = None
+    log_verbose: Annotated[
+        int, typer.Option(min=0, help="Triton's verbosity; above 0 its whole log is shown.")
+    ] = 0
+    triton_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further argument of tritonserver, such as --pinned-memory-pool-byte-size=0; "
+            "may be repeated."
+        ),
+    ] = None
+
+    def to_options(self) -> TritonOptions:
+        return TritonOptions(
+            tuple(self.model_repository or [DEFAULT_REPOSITORY]),
+            tuple(self.load or self._default_models()),
+            self.model_control,
+            self.poll_secs,
+            self.exit_on_error,
+            tuple(self.backend_config or ()),
+            self.log_verbose,
+            tuple(self.triton_arg or ()),
+            http_port=self.triton_http_port,
+            grpc_port=self.triton_grpc_port,
+            metrics_port=self.triton_metrics_port,
+            start_timeout_s=self.start_timeout,
+        )
+
+    def _default_models(self) -> tuple[str, ...]:
+        if self.model_control is not ModelControl.explicit:
+            return ()
+        return (LOAD_ALL,) if self.model_repository else DEFAULT_MODELS
+
+
+def add_triton_flags(command: Callable[Concatenate[TritonFlags, P], None]) -> Callable[..., None]:
+    """The command with Triton's flags after its own: its first parameter gets them together.
+
+    Typer reads a command's flags from its signature, and knows no groups of them.
+    """
+    own = list(signature(command, eval_str=True).parameters.values())[1:]
+    shared = list(signature(TritonFlags, eval_str=True).parameters.values())
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        flags = TritonFlags(**{flag.name: given.pop(flag.name) for flag in shared})
+        command(flags, **given)  # type: ignore[call-arg]
+
+    parameters = [flag.replace(kind=Parameter.KEYWORD_ONLY) for flag in (*own, *shared)]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {flag.name: flag.annotation for flag in parameters}
+    return run

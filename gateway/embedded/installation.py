@@ -1,0 +1,295 @@
+"""A tritonserver for this machine without Docker: fetched once, by hash, into the user's cache.
+
+The server's files come out of the `nvidia-pytriton` wheel; none of its dependencies are wanted. The
+models run in an environment of their own, because this Triton's Python backend cannot live with
+numpy 2, which
+the gateway uses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.embedded.python_stub import find_unsafe_characters
+from gateway.messages import CommandError, join_names, quote_text
+
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+SUPPORTED_PYTHON_VERSIONS = ("3.10", "3.11", "3.12")
+MIN_GLIBC_VERSION = (2, 35)
+DOCKER_HINT = "elsewhere run Triton in Docker and use: triton-gateway serve"
+COMPLETE_MARKER = ".complete"
+
+
+class CannotInstall(CommandError):
+    """Why there can be no embedded Triton here, in a sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where the parts of a runnable tritonserver are."""
+
+    server: Path
+    libraries: Path
+    backends: Path
+    models_bin: Path
+    libpython: Path
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables under which the server and its Python models run."""
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GATEWAY_"))
+        }
+        return inherited | {
+            "LD_LIBRARY_PATH": f"{self.libpython}:{self.libraries}",
+            "PATH": f"{self.models_bin}:{os.environ.get('PATH', os.defpath)}",
+            "VIRTUAL_ENV": str(self.models_bin.parent),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def cache_folder() -> Path:
+    """`TRITON_GATEWAY_CACHE`, or the user's cache."""
+    named = os.environ.get("TRITON_GATEWAY_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named).expanduser().absolute() if named else base / "triton-gateway"
+
+
+def install_triton(on_message: Callable[[str], None]) -> Installation:
+    """Fetch and assemble what is missing; a second call finds everything in place.
+
+    Raises `CannotInstall` where this platform cannot run it or a download fails.
+    """
+    check_platform(HostPlatform.detect())
+    libpython = find_libpython(library_folders())
+    cache = cache_folder()
+    check_cache_path(cache)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise CannotInstall(
+            f"the cache folder {cache} cannot be made ({exc.strerror}); "
+            "name another with TRITON_GATEWAY_CACHE"
+        ) from exc
+    models = prepare_models_environment(cache, on_message)
+    files = fetch_server(cache, models, on_message)
+    triton = files / "pytriton" / "tritonserver"
+    return Installation(
+        server=triton / "bin" / "tritonserver",
+        libraries=files / "nvidia_pytriton.libs",
+        backends=assemble_backends(files, triton),
+        models_bin=models / "bin",
+        libpython=libpython,
+    )
+
+
+def check_cache_path(cache: Path) -> None:
+    """The Python backend is started from there. Raises `CannotInstall`."""
+    if odd := find_unsafe_characters(cache):
+        raise CannotInstall(
+            f"the cache folder cannot be {quote_text(str(cache), 200)}: Triton's Python backend "
+            "takes no path "
+            f"with {join_names(odd)} in it; name another with TRITON_GATEWAY_CACHE"
+        )
+
+
+@dataclass(frozen=True)
+class HostPlatform:
+    """What decides whether the embedded server can run."""
+
+    system: str
+    machine: str
+    implementation: str
+    python: str
+    libc: tuple[str, str]
+
+    @classmethod
+    def detect(cls) -> HostPlatform:
+        implementation = platform.python_implementation()
+        return cls(
+            platform.system(),
+            platform.machine(),
+            implementation,
+            PYTHON_VERSION,
+            platform.libc_ver(),
+        )
+
+
+def check_platform(host_platform: HostPlatform) -> None:
+    """Raises `CannotInstall` where the server's files cannot run."""
+    shown = (
+        f"{host_platform.system} {host_platform.machine}, "
+        f"{host_platform.implementation} {host_platform.python}"
+    )
+    if (host_platform.system, host_platform.machine) != ("Linux", "x86_64"):
+        raise CannotInstall(
+            f"the embedded Triton runs on Linux x86-64 only, not on {shown}; {DOCKER_HINT}"
+        )
+    if (
+        host_platform.implementation != "CPython"
+        or host_platform.python not in SUPPORTED_PYTHON_VERSIONS
+    ):
+        raise CannotInstall(
+            f"the embedded Triton runs with CPython {SUPPORTED_PYTHON_VERSIONS[0]} to "
+            f"{SUPPORTED_PYTHON_VERSIONS[-1]}, not with {shown}; "
+            f"use such a Python, or {DOCKER_HINT}"
+        )
+    name, version = host_platform.libc
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if name != "glibc" or numbers < MIN_GLIBC_VERSION:
+        wanted = ".".join(map(str, MIN_GLIBC_VERSION))
+        raise CannotInstall(
+            f"the embedded Triton needs glibc {wanted} or newer, not {name or 'this libc'} {version}; "
+            f"use a newer distribution, or {DOCKER_HINT}"
+        )
+
+
+def library_folders() -> list[Path]:
+    libdir = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    return [libdir, libdir / multiarch, Path(sys.base_prefix) / "lib"]
+
+
+def find_libpython(folders: Iterable[Path]) -> Path:
+    """The folder of the running Python's shared library, which the backend's stub links against."""
+    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    for folder in folders:
+        if (folder / name).exists():
+            return folder
+    raise CannotInstall(
+        f"Triton's Python backend needs {name}, and this Python has none; install it "
+        f"(Debian, Ubuntu: apt-get install libpython{PYTHON_VERSION}; pyenv: build with --enable-shared)"
+    )
+
+
+def find_lock_file(name: str) -> Path:
+    """A lock file: inside an installed package, or at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    packaged = package / "requirements" / name
+    return packaged if packaged.exists() else package.parent / "requirements" / name
+
+
+def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -> Path:
+    lock = find_lock_file("models.txt")
+    with build_once(cache / f"models-py{PYTHON_VERSION}-{hash_lock_file(lock)}") as (
+        folder,
+        needed,
+    ):
+        if needed:
+            on_message("preparing the models' own Python environment, 35 MB (once)")
+            venv = [sys.executable, "-m", "venv", str(folder)]
+            if subprocess.run(venv, stdout=subprocess.DEVNULL, check=False).returncode:
+                raise CannotInstall(
+                    "python -m venv failed; install it (Debian, Ubuntu: apt-get install "
+                    f"python{PYTHON_VERSION}-venv)"
+                )
+            # Quiet: for a lock of several Python versions pip names each entry that it passes over.
+            pip_install(folder, lock, "--quiet")
+    return folder
+
+
+def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -> Path:
+    lock = find_lock_file("tritonserver.txt")
+    with build_once(cache / f"tritonserver-{hash_lock_file(lock)}") as (folder, needed):
+        if needed:
+            on_message("fetching tritonserver, 55 MB (once)")
+            pip_install(models, lock, "--target", str(folder))
+    return folder
+
+
+def assemble_backends(files: Path, triton: Path) -> Path:
+    """The backend folder, with the stub of the running Python's version."""
+    parts = {
+        "libtriton_python.so": triton / "backends/python/libtriton_python.so",
+        "triton_python_backend_utils.py": triton / "backends/python/triton_python_backend_utils.py",
+        "triton_python_backend_stub": triton
+        / f"python_backend_stubs/{PYTHON_VERSION}/triton_python_backend_stub",
+    }
+    with build_once(
+        files.with_name(f"backends-py{PYTHON_VERSION}-{files.name.rpartition('-')[2]}")
+    ) as (
+        folder,
+        needed,
+    ):
+        if needed:
+            (folder / "python").mkdir(parents=True)
+            for name, source in parts.items():
+                (folder / "python" / name).symlink_to(os.path.relpath(source, folder / "python"))
+    return folder
+
+
+def pip_install(environment: Path, lock: Path, *arguments: str) -> None:
+    """Install a lock file by hash, with pip's own progress shown on standard error."""
+    python = str(environment / "bin" / "python")
+    command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    command += ["--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(lock), *arguments]
+    run = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
+        raise CannotInstall(explain_pip_failure(run.stderr))
+
+
+def explain_pip_failure(stderr: str) -> str:
+    """What pip's complaint means."""
+    if "HASHES" in stderr:
+        return "a downloaded file is not the one that the lock names: its hash differs; nothing was installed"
+    unreachable = (
+        "Connection",
+        "connection",
+        "Name or service",
+        "resolution",
+        "Network is",
+        "ProxyError",
+    )
+    if any(word in stderr for word in unreachable):
+        return "the package index cannot be reached; the first start needs the network, later ones do not"
+    if "No matching distribution" in stderr:
+        return (
+            "the package index cannot be reached or lacks what the lock names; "
+            "the first start needs the network, later ones do not"
+        )
+    lines = [
+        line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR")
+    ]
+    return f"pip could not install what is needed: {(lines or ['it gave no reason'])[-1]}"
+
+
+@contextmanager
+def build_once(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """A folder that is either complete or rebuilt, by one process at a time: (folder, is work needed)."""
+    complete = folder / COMPLETE_MARKER
+    if complete.exists():
+        yield folder, False
+        return
+    try:
+        lock = folder.with_name(f".{folder.name}.lock").open("w")
+    except OSError as exc:
+        raise CannotInstall(
+            f"nothing can be written to {folder.parent} ({exc.strerror}); "
+            "name another cache folder with TRITON_GATEWAY_CACHE"
+        ) from exc
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if complete.exists():
+            yield folder, False
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            yield folder, True
+            complete.touch()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def hash_lock_file(lock: Path) -> str:
+    return hashlib.sha256(lock.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,100 @@
+"""What of tritonserver's log a person wants to see, and why it failed."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+
+import orjson
+
+from gateway.triton.error_mapping import sanitize_message
+
+# glog's prefix: level, month and day, time, thread, file:line]
+GLOG_PREFIX = re.compile(r"^([IWEF])(\d{4}) [\d:.]+ \d+ [\w.]+:\d+\] ?")
+
+# A machine without a GPU says these at every start; they mean nothing.
+IGNORED_MESSAGES = (
+    "CudaDriverHelper has not been initialized",
+    "unable to create stream for",
+    "Failed to initialize NVML",
+    "DCGM unable to start",
+    "Unable to allocate pinned system memory",
+    "failed to allocate pinned system memory",
+    "CUDA memory pool disabled",
+    "GPU metrics",
+)
+
+PROGRESS_MESSAGE = re.compile(r"successfully (un)?loaded '[^']+'|Started (HTTP|GRPC)\w* at ")
+LOAD_FAILURE = re.compile(
+    r"failed to (?:load|poll model) '(?P<model>[^']+)'(?: version \d+)?: (?P<reason>.*)", re.S
+)
+# How it complains of its command line, before any log.
+COMMAND_LINE_ERROR = re.compile(r"^(?:error: |\S*tritonserver: |failed to | *what\(\): )")
+
+MAX_REMEMBERED_MESSAGES = 16  # complaints that are not told twice
+
+
+@dataclass
+class LogFilter:
+    """Hears the log line by line; remembers each model's reason for not loading."""
+
+    verbose: bool = False  # a person wants every line, as it is
+    failures: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+    last_line: str = "it said nothing"
+    _recent_messages: deque[str] = field(
+        default_factory=lambda: deque(maxlen=MAX_REMEMBERED_MESSAGES)
+    )
+
+    def filter_line(self, line: str) -> str | None:
+        """The essence of one more line, or None where a person need not see it."""
+        essence = self._summarize_line(line)
+        return (line or None) if self.verbose else essence
+
+    def _summarize_line(self, line: str) -> str | None:
+        self.last_line = line or self.last_line
+        match = GLOG_PREFIX.match(line)
+        if match is None:
+            if not COMMAND_LINE_ERROR.match(line):
+                return None
+            line = line.strip().removeprefix("what():").strip()
+            self.error = self.error or line
+            return f"Triton: {line}"
+        message = unquote_message(line[match.end() :])
+        if any(noise in message for noise in IGNORED_MESSAGES):
+            return None
+        if failure := LOAD_FAILURE.match(message):
+            reason = sanitize_message(failure["reason"])
+            self.failures[failure["model"]] = reason
+            return self._report_once(f"failed to load '{failure['model']}': {reason}")
+        message = " ".join(message.split())
+        if match[1] in "EF":
+            self.error = message
+        if match[1] in "WEF":
+            return self._report_once(message)
+        if essence := PROGRESS_MESSAGE.search(message):
+            if essence[0].startswith("successfully"):
+                self._recent_messages.clear()
+            return f"Triton: {message}"
+        return None
+
+    def _report_once(self, message: str) -> str | None:
+        """In poll mode a model that fails is tried again at every look, and fails in the same words."""
+        if message in self._recent_messages:
+            return None
+        self._recent_messages.append(message)
+        return f"Triton: {message}"
+
+    def clear_failures(self) -> None:
+        """The server is up: what it complained of does not explain a later end."""
+        self.failures.clear()
+        self.error = ""
+
+
+def unquote_message(message: str) -> str:
+    """Newer Tritons write each message as a JSON string, so that it stays on one line."""
+    try:
+        return str(orjson.loads(message))
+    except orjson.JSONDecodeError:
+        return message

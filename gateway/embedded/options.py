@@ -1,0 +1,274 @@
+"""What an embedded tritonserver is started with, and what of it cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from gateway.embedded.installation import Installation
+from gateway.embedded.python_stub import find_unsafe_characters, find_unsupported_path
+from gateway.messages import CommandError, join_names, quote_text
+from gateway.triton.restricted_api import RestrictedApi
+
+EXIT_GRACE_S: Final = 4.0  # Triton's own limit for running requests is a second less
+MAX_PORT: Final = 65535
+REPLICA_PORT_STEP: Final = 100  # from one replica's ports to the next one's
+LOAD_ALL: Final = "*"
+URL_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+OBJECT_STORE_SCHEMES: Final = ("s3://", "gs://", "as://")
+# The setting by which the guard finds what a crash leaves behind.
+SHM_PREFIX_SETTING: Final = re.compile(r"python,\s*shm-region-prefix-name\s*=")
+
+# Triton's own flags that `--triton-arg` may not give: there is a flag of ours for it, …
+GATEWAY_FLAGS: Final = {
+    "http-port": "--triton-http-port",
+    "grpc-port": "--triton-grpc-port",
+    "metrics-port": "--triton-metrics-port",
+    "model-repository": "--model-repository",
+    "model-store": "--model-repository",
+    "model-control-mode": "--model-control",
+    "repository-poll-secs": "--poll-secs",
+    "load-model": "--load",
+    "exit-on-error": "--exit-on-error",
+    "backend-config": "--backend-config",
+    "log-verbose": "--log-verbose",
+}
+# … or what is around the server relies on it.
+RESERVED_ARGUMENTS: Final = {
+    **dict.fromkeys(
+        ("http-address", "grpc-address", "metrics-address"), "the embedded Triton is on 127.0.0.1"
+    ),
+    **dict.fromkeys(
+        ("allow-http", "allow-grpc", "allow-metrics"), "the gateway needs all three of its ports"
+    ),
+    **dict.fromkeys(("grpc-use-ssl", "grpc-use-ssl-mutual"), "the gateway asks it without TLS"),
+    **dict.fromkeys(
+        ("log-file", "log-format", "log-error"), "its log tells the gateway why a model fails"
+    ),
+    **dict.fromkeys(
+        ("http-restricted-api", "grpc-restricted-protocol"),
+        "GATEWAY_TRITON_RESTRICTED_API names the header and secret for it",
+    ),
+    "backend-directory": "it has the backends of the embedded Triton",
+    "model-config-name": "the embedded Triton reads configs/embedded.pbtxt",
+    "exit-timeout-secs": f"it has {EXIT_GRACE_S:g} s to end",
+}
+REFUSED_ARGUMENTS: Final = {
+    name: f"say it with {flag}" for name, flag in GATEWAY_FLAGS.items()
+} | RESERVED_ARGUMENTS
+
+
+class ModelControl(str, Enum):
+    """Triton's `--model-control-mode`."""
+
+    explicit = "explicit"
+    none = "none"
+    poll = "poll"
+
+
+class CannotStart(CommandError):
+    """Why Triton did not start, in a sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class TritonOptions:
+    """What the embedded Triton is started with."""
+
+    model_repositories: tuple[Path | str, ...]  # folders, or addresses of an object store
+    load_models: tuple[str, ...] = ()
+    model_control: ModelControl = ModelControl.explicit
+    poll_interval_s: int | None = None  # None is Triton's own, 15
+    exit_on_error: bool = True
+    backend_configs: tuple[str, ...] = ()  # BACKEND,SETTING=VALUE
+    log_verbose: int = 0
+    extra_arguments: tuple[str, ...] = ()  # further ones of Triton's own
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    start_timeout_s: float = 120.0
+    restricted_api: RestrictedApi | None = None  # is not among the arguments of `command`
+    port_offset: int = 0  # how far the ports are from those that the flags name
+
+    def for_replica(self, number: int) -> TritonOptions:
+        """The same on other ports: replica 0 has these, each further one `REPLICA_STEP` more."""
+        shift = number * REPLICA_PORT_STEP
+        return replace(
+            self,
+            http_port=self.http_port + shift,
+            grpc_port=self.grpc_port + shift,
+            metrics_port=self.metrics_port + shift,
+            port_offset=self.port_offset + shift,
+        )
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by the flag that names them."""
+        plus = f" (+ {self.port_offset})" if self.port_offset else ""
+        return {
+            f"--triton-http-port{plus}": self.http_port,
+            f"--triton-grpc-port{plus}": self.grpc_port,
+            f"--triton-metrics-port{plus}": self.metrics_port,
+        }
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.http_port}"
+
+    @property
+    def url(self) -> str:
+        """This Triton as a replica in `GATEWAY_TRITON_URLS`."""
+        return (
+            f"http://{self.host}:{self.http_port}?grpc={self.grpc_port}&metrics={self.metrics_port}"
+        )
+
+    @property
+    def remote_repositories(self) -> list[str]:
+        """The repositories that are no folders."""
+        return [str(place) for place in self.model_repositories if is_remote_repository(place)]
+
+    def validate(self) -> None:
+        """Raises `CannotStart` for what no Triton could be started with, or none of ours."""
+        for repository in self.model_repositories:
+            check_repository(repository)
+        self._check_mode()
+        self._check_paths()
+        for value in self.backend_configs:
+            if SHM_PREFIX_SETTING.match(value):
+                raise CannotStart(
+                    f"--backend-config cannot be {value}: "
+                    "what a crash leaves behind is found by the name of its shared memory"
+                )
+        for argument in self.extra_arguments:
+            check_argument(argument)
+
+    def _check_mode(self) -> None:
+        mode = self.model_control
+        if self.load_models and mode is not ModelControl.explicit:
+            raise CannotStart(
+                f"--load is for --model-control explicit; in mode {mode.value} Triton loads every "
+                "model of the repository"
+            )
+        if self.poll_interval_s is not None and mode is not ModelControl.poll:
+            raise CannotStart(
+                f"--poll-secs is for --model-control poll; in mode {mode.value} Triton does not "
+                "look at the repository again"
+            )
+
+    def _check_paths(self) -> None:
+        everything = LOAD_ALL in self.load_models or self.model_control is not ModelControl.explicit
+        names = None if everything else frozenset(self.load_models)
+        for place in self.model_repositories:
+            if is_remote_repository(place):
+                continue  # Triton copies it to a path of its own
+            if (folder := find_unsupported_path(Path(format_repository(place)), names)) is not None:
+                raise CannotStart(
+                    f"Triton cannot run a Python model at {quote_text(str(folder), 200)}: its Python backend "
+                    f"takes no path with {join_names(find_unsafe_characters(folder))} in it; "
+                    "rename that, or make a "
+                    "link to it with a plain name"
+                )
+
+    def build_command(self, installation: Installation, shared_memory_prefix: str) -> list[str]:
+        poll = (
+            []
+            if self.poll_interval_s is None
+            else [f"--repository-poll-secs={self.poll_interval_s}"]
+        )
+        return [
+            str(installation.server),
+            *(
+                f"--model-repository={format_repository(place)}"
+                for place in self.model_repositories
+            ),
+            f"--model-control-mode={self.model_control.value}",
+            *poll,
+            *(f"--load-model={model}" for model in self.load_models),
+            f"--exit-on-error={str(self.exit_on_error).lower()}",
+            # Else Triton is not ready during every load, and after one that failed until it ends.
+            "--strict-readiness=false",
+            "--model-config-name=embedded",
+            f"--backend-directory={installation.backends}",
+            f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix}",
+            *(f"--backend-config={value}" for value in self.backend_configs),
+            *(f"--{api}-address={self.host}" for api in ("http", "grpc", "metrics")),
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            f"--exit-timeout-secs={int(EXIT_GRACE_S) - 1}",
+            f"--log-verbose={self.log_verbose}",
+            *self.extra_arguments,
+        ]
+
+
+def is_remote_repository(repository: Path | str) -> bool:
+    return isinstance(repository, str) and URL_SCHEME.match(repository) is not None
+
+
+def format_repository(repository: Path | str) -> str:
+    """As Triton takes it: an address as it is, a folder from the root on."""
+    return str(repository) if is_remote_repository(repository) else str(Path(repository).absolute())
+
+
+def check_repository(repository: Path | str) -> None:
+    if is_remote_repository(repository):
+        if not str(repository).startswith(OBJECT_STORE_SCHEMES):
+            raise CannotStart(
+                f"{repository} is no model repository; beside folders Triton reads "
+                f"{join_names(OBJECT_STORE_SCHEMES)}"
+            )
+    elif not Path(repository).is_dir():
+        raise CannotStart(
+            f"there is no model repository at {repository}; name one with --model-repository"
+        )
+
+
+def check_argument(argument: str) -> None:
+    """Raises `CannotStart` for what is ours to say. Triton takes the beginning of a flag for the flag."""
+    if not argument.startswith("--"):
+        return  # the value of the one before
+    given = argument[2:].partition("=")[0]
+    for name, why in REFUSED_ARGUMENTS.items():
+        if given and name.startswith(given):
+            raise CannotStart(f"--triton-arg cannot be {argument}: {why}")
+
+
+def collect_ports(fleet: Sequence[TritonOptions]) -> dict[str, int]:
+    """The ports of replicas by the flag that names each."""
+    return {flag: port for options in fleet for flag, port in options.ports.items()}
+
+
+def check_distinct_ports(ports: Mapping[str, int]) -> None:
+    """Raise `CannotStart` when two flags name one port, or one names none."""
+    flags: dict[int, str] = {}
+    for flag, port in ports.items():
+        check_port_number(port, flag)
+        if port in flags:
+            raise CannotStart(f"{flags[port]} and {flag} both name port {port}; give each its own")
+        flags[port] = flag
+
+
+def check_port_number(port: int, flag: str) -> None:
+    if not 0 <= port <= MAX_PORT:
+        raise CannotStart(f"{flag} cannot be {port}; a port is between 1 and {MAX_PORT}")
+
+
+def check_port_free(host: str, port: int, flag: str) -> None:
+    """Raise `CannotStart` if the port is taken; Triton's own words hide which flag names it."""
+    check_port_number(port, flag)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise CannotStart(
+                f"port {port} cannot be used ({os.strerror(exc.errno or 0).lower()}); "
+                f"name another with {flag}"
+            ) from exc

@@ -1,0 +1,117 @@
+"""The fleet as metrics: read when a page is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import STATE_RANKS
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.repository import Repository
+from gateway.state.desired import StateStore
+
+
+class FleetCollector(Collector):
+    """What this process knows of the replicas and models."""
+
+    def __init__(self, pool: ReplicaPool, repository: Repository) -> None:
+        self._pool = pool
+        self._repository = repository
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        replicas = list(self._pool.replicas.values())
+        state = GaugeMetricFamily(
+            "gateway_replica_state",
+            "1 for the state that a replica is in.",
+            labels=["replica", "state"],
+        )
+        outstanding = GaugeMetricFamily(
+            "gateway_upstream_outstanding",
+            "Requests that a replica has not answered yet.",
+            labels=["replica"],
+        )
+        models = GaugeMetricFamily(
+            "gateway_replica_models", "Models of a replica by state.", labels=["replica", "state"]
+        )
+        ready: Counter[str] = Counter()
+        versions: dict[str, set[frozenset[str]]] = {}
+        for replica in replicas:
+            address, found = str(replica.address), self._pool.replica_state(replica)
+            for each in HealthState:
+                state.add_metric([address, each.name.lower()], float(each is found))
+            outstanding.add_metric([address], replica.outstanding)
+            index = self._pool.known_index(replica)
+            states = Counter(index.model_state(name).state for name in index.models)
+            for name in STATE_RANKS.keys() | states.keys():
+                models.add_metric([address, name], states[name])
+            usable = found <= HealthState.EJECTED
+            for name in replica.index.models:
+                is_ready = usable and replica.index.is_ready(name)
+                ready[name] += is_ready
+                if is_ready:
+                    versions.setdefault(name, set()).add(replica.index.ready_versions(name))
+        yield from (state, outstanding, models)
+        yield from self._collect_models(ready, versions)
+
+    def _collect_models(
+        self, ready: Counter[str], versions: Mapping[str, set[frozenset[str]]]
+    ) -> Iterator[GaugeMetricFamily]:
+        count = GaugeMetricFamily(
+            "gateway_model_ready_replicas",
+            "On how many replicas a model is ready.",
+            labels=["model"],
+        )
+        declared = GaugeMetricFamily(
+            "gateway_model_declared", "1 for every model of the models file.", labels=["model"]
+        )
+        skew = GaugeMetricFamily(
+            "gateway_model_version_skew",
+            "1 while replicas serve different versions of a model.",
+            labels=["model"],
+        )
+        behind = GaugeMetricFamily(
+            "gateway_model_behind_replicas",
+            "Replicas that have not confirmed the last load of a model.",
+            labels=["model"],
+        )
+        for name in sorted(ready.keys() | self._repository.declared_models.keys()):
+            count.add_metric([name], ready[name])
+            skew.add_metric([name], len(versions.get(name, ())) > 1)
+            behind.add_metric([name], len(self._repository.outdated_replicas(name)))
+        for name in sorted(self._repository.declared_models):
+            declared.add_metric([name], 1)
+        yield from (count, declared, skew, behind)
+
+
+class WatchedFile(Protocol):
+    """A file that is read again when it changes; a broken one leaves the last good one in force."""
+
+    @property
+    def is_valid(self) -> bool: ...
+
+
+class StateCollector(Collector):
+    """Whether this process can use its state, and whether the files it was given are in force."""
+
+    def __init__(self, store: StateStore, files: Mapping[str, WatchedFile]) -> None:
+        self._store = store
+        self._files = files
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        state = GaugeMetricFamily(
+            "gateway_state_up", "1 if the state (GATEWAY_STATE) can be read and written."
+        )
+        state.add_metric([], float(self._store.is_available))
+        valid = GaugeMetricFamily(
+            "gateway_file_valid",
+            "1 if the file (keys, models) is in force, 0 while it is rejected and the last good one stays.",
+            labels=["file"],
+        )
+        for name, file in self._files.items():
+            valid.add_metric([name], float(file.is_valid))
+        yield from (state, valid)

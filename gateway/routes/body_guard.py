@@ -1,0 +1,229 @@
+"""The body of a request that passes through, as Triton gets it: read, inflated, in sizeable pieces, screened.
+
+Triton has nothing to do before a body is whole, so holding a small piece back delays nothing. Many small
+ones end it: it keeps a buffer for each, and a list of them on its stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from gateway.errors import BodyTooLarge, MalformedRequest
+from gateway.request_info import RequestInfo
+from gateway.routes.request_body import ZLIB_WBITS, inflate_chunks
+from gateway.tensors.signature import Signature
+from gateway.triton.http.connection import Headers
+from gateway.triton.inference import find_outputs_without_classes
+from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
+
+PassthroughBody = bytes | AsyncIterator[bytes]
+
+MIN_CHUNK_BYTES: Final = 32 * 1024
+# A body that inflates to no more is sent whole, and may then go to a second replica.
+MAX_BUFFERED_BYTES: Final = 1 << 20
+# Of the JSON that is parsed to see of which outputs classes are wanted.
+MAX_PARSED_BYTES: Final = 64 * 1024
+BODY_FRAMING_HEADERS: Final = frozenset(
+    (b"content-length", b"transfer-encoding", b"content-encoding")
+)
+
+
+async def buffer_small_body(message: Message, receive: Receive) -> Message:
+    """A small body whole: one that trickles is to hold neither a place nor a connection to Triton."""
+    pieces: list[bytes] = []
+    while message["type"] == "http.request":
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return {"type": "http.request", "body": b"".join(pieces)}
+        message = await receive()
+    raise ClientDisconnect
+
+
+def build_passthrough_body(
+    message: Message,
+    receive: Receive,
+    headers: Headers,
+    content_length: int | None,
+    limit: int,
+    info: RequestInfo,
+) -> PassthroughBody:
+    """The body whole when it came at once, else as it comes; `notes` count its bytes."""
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    first: bytes = message.get("body", b"")
+    if message.get("more_body", False):
+        return stream_limited_body(first, receive, limit, info)
+    if content_length is not None and len(first) != content_length:
+        raise MalformedRequest(
+            f"the body has {len(first)} bytes, and its Content-Length says {content_length}"
+        )
+    if content_length is None:
+        headers[:] = [header for header in headers if header[0] != b"transfer-encoding"]
+        headers.append((b"content-length", b"%d" % len(first)))
+    if len(first) > limit:
+        raise BodyTooLarge(limit)
+    info.bytes_in = len(first)
+    return first
+
+
+async def stream_limited_body(
+    first: bytes, receive: Receive, limit: int, info: RequestInfo
+) -> AsyncIterator[bytes]:
+    info.bytes_in = len(first)
+    yield first
+    more = True
+    while more:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data: bytes = message.get("body", b"")
+        info.bytes_in += len(data)
+        if info.bytes_in > limit:
+            raise BodyTooLarge(limit)
+        more = message.get("more_body", False)
+        yield data
+
+
+async def coalesce_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes, in pieces of `LEAST_PIECE_BYTES` or more but for the last."""
+    small: list[bytes] = []
+    size = 0
+    async for data in body:
+        small.append(data)
+        size += len(data)
+        if size >= MIN_CHUNK_BYTES:
+            yield b"".join(small) if len(small) > 1 else data
+            small.clear()
+            size = 0
+    if size:
+        yield b"".join(small)
+
+
+# Compression: Triton keeps the memory of a compressed body that it refuses, and inflates without a limit.
+
+
+async def inflate_body(
+    body: PassthroughBody, encoding: str, limit: int, headers: Headers
+) -> PassthroughBody:
+    """The body inflated, with the headers that frame it then. Raises `BodyTooLarge` or `Malformed`."""
+    chunks = iterate_once(body) if isinstance(body, bytes) else body
+    pieces = limit_length(inflate_chunks(chunks, ZLIB_WBITS[encoding]), limit)
+    headers[:] = [header for header in headers if header[0] not in BODY_FRAMING_HEADERS]
+    if isinstance(body, bytes):
+        begun: list[bytes] = []
+        left = MAX_BUFFERED_BYTES
+        async for piece in pieces:
+            begun.append(piece)
+            left -= len(piece)
+            if left < 0:
+                break
+        else:
+            body = b"".join(begun)
+            headers.append((b"content-length", b"%d" % len(body)))
+            return body
+        pieces = prepend_chunks(begun, pieces)
+    headers.append((b"transfer-encoding", b"chunked"))
+    return pieces
+
+
+async def iterate_once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+async def limit_length(chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
+    length = 0
+    async for piece in chunks:
+        length += len(piece)
+        if length > limit:
+            raise BodyTooLarge(limit)
+        yield piece
+
+
+async def prepend_chunks(
+    first_chunks: Iterable[bytes], remaining_chunks: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    for piece in first_chunks:
+        yield piece
+    async for piece in remaining_chunks:
+        yield piece
+
+
+# Screening.
+
+
+async def guard_body(
+    body: PassthroughBody, guard: JsonGuard, load_signature: Callable[[], Awaitable[Signature]]
+) -> PassthroughBody:
+    """The body, of which Triton gets no byte that has not been screened.
+
+    Raises `DoesNotFit` or `Malformed`, where it is streamed as it is read.
+    """
+    if not isinstance(body, bytes):
+        return guard_chunks(body, guard, load_signature)
+    await guard_chunk(body, guard)
+    guard.finish()
+    if guard.has_classification:
+        check_class_outputs(await load_signature(), find_class_outputs(body[: guard.json_bytes]))
+    return body
+
+
+async def guard_chunks(
+    body: AsyncIterator[bytes],
+    guard: JsonGuard,
+    load_signature: Callable[[], Awaitable[Signature]],
+) -> AsyncIterator[bytes]:
+    """Of which outputs classes are wanted is not known before the end: none may be one that has none."""
+    checked = False
+    async for data in body:
+        await guard_chunk(data, guard)
+        if guard.has_classification and not checked:
+            checked = True
+            check_class_outputs(await load_signature(), None)
+        yield data
+    guard.finish()
+
+
+async def guard_chunk(data: bytes, guard: JsonGuard) -> None:
+    """Screen a piece of any size; others run in between."""
+    if len(data) <= GUARD_CHUNK_BYTES:
+        guard.feed(data)
+        return
+    for start in range(0, len(data), GUARD_CHUNK_BYTES):
+        if guard.is_past_json:
+            guard.skip(len(data) - start)
+            return
+        guard.feed(data[start : start + GUARD_CHUNK_BYTES])
+        await asyncio.sleep(0)
+
+
+def check_class_outputs(signature: Signature, output_names: list[str] | None) -> None:
+    """Of any output, where it cannot be said of which. Raises `DoesNotFit`."""
+    names = list(signature.outputs) if output_names is None else output_names
+    if names:
+        find_outputs_without_classes(signature, names)
+
+
+def find_class_outputs(body: bytes) -> list[str] | None:
+    """The outputs of which the JSON of an inference wants classes; None where it can be read in two ways."""
+    if len(body) > MAX_PARSED_BYTES:
+        return None
+    try:
+        outputs = json.loads(body, object_pairs_hook=reject_duplicate_keys)["outputs"]
+        return [each["name"] for each in outputs if "classification" in each.get("parameters", {})]
+    except KeyError:
+        return []  # it names no outputs
+    except (ValueError, RecursionError, TypeError, AttributeError):
+        return None
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found

@@ -1,0 +1,105 @@
+"""`/`: for a browser the fleet, a form for every model and live numbers; for programs, that it is alive.
+
+The files of `gateway/static/` are public; what the page shows comes from the API, with the key that its
+user typed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.errors import NotFound
+from gateway.messages import quote_text
+from gateway.routes.dependencies import ServicesForAnyCaller
+from gateway.tensors.outputs import list_accepted_types
+from gateway.tensors.payload import JSON
+
+router = APIRouter(include_in_schema=False)  # the page's files
+root_router = APIRouter(include_in_schema=False)
+
+ASSET_CONTENT_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+# A model's name and answer are strangers' words: nothing inline runs, nor does a string become markup.
+UI_SECURITY_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob: data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+# The files name one another without a version: each is asked for again, and seldom sent.
+CACHE_CONTROL: Final = "no-cache"
+
+
+@dataclass(frozen=True)
+class Asset:
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def load_assets(folder: Path) -> dict[str, Asset]:
+    """Every file below the folder that has a type of `TYPES`, by its path there."""
+    found: dict[str, Asset] = {}
+    for path in folder.rglob("*"):
+        if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
+            body = path.read_bytes()
+            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+            found[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
+    return found
+
+
+ASSETS: Final = load_assets(Path(__file__).parents[1] / "static")
+HTML_TYPE: Final = "text/html"
+ALIVE_BODY: Final = b'{"status":"alive"}'
+
+
+@root_router.api_route("/", methods=["GET", "HEAD"])
+async def get_root(request: Request, services: ServicesForAnyCaller) -> Response:
+    """Return the page if it is switched on and `Accept` names HTML, as a browser's does; otherwise what
+    KServe answers here."""
+    if services.settings.page and HTML_TYPE in list_accepted_types(
+        request.headers.get("accept", "")
+    ):
+        response = build_asset_response(request, ASSETS["index.html"])
+    else:
+        response = Response(ALIVE_BODY, headers={"Cache-Control": CACHE_CONTROL}, media_type=JSON)
+    response.headers["Vary"] = "Accept"
+    return response
+
+
+@router.api_route("/static/{name:path}", methods=["GET", "HEAD"])
+async def get_static_file(request: Request, name: str) -> Response:
+    if name not in ASSETS:
+        raise NotFound(f"the page has no file {quote_text(name)}")
+    return build_asset_response(request, ASSETS[name])
+
+
+def build_asset_response(request: Request, asset: Asset) -> Response:
+    """With `If-None-Match`, nothing but that it is the same (RFC 9110, section 13.1.2)."""
+    headers = {
+        "ETag": asset.etag,
+        "Cache-Control": CACHE_CONTROL,
+        "Content-Security-Policy": UI_SECURITY_POLICY,
+    }
+    known = request.headers.get("if-none-match", "").split(",")
+    if any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, 200, headers, asset.content_type)

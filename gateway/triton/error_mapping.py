@@ -1,0 +1,254 @@
+"""Triton's errors become ours: corrected by one table, and scrubbed of what no caller should see.
+
+Triton's own statuses mislead: everything but INTERNAL, NOT_FOUND, UNAVAILABLE and UNSUPPORTED is 400,
+a body that is not JSON is 500, a full queue is 503. So both the status and the words decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import orjson
+
+from gateway.errors import (
+    BadUpstream,
+    DeadlinePassed,
+    GatewayError,
+    InputMismatch,
+    MalformedRequest,
+    ModelControlModeConflict,
+    ModelFault,
+    ModelNotReady,
+    NotFound,
+    Overloaded,
+    RefusedByModel,
+    SequenceNotRunning,
+    Unavailable,
+    UnknownModel,
+)
+from gateway.messages import quote_text
+from gateway.tensors.sequence import SequenceStep
+
+log = logging.getLogger(__name__)
+
+# Clients' words come back in Triton's errors: what is searched is bounded.
+MAX_ERROR_CHARS = 2048
+MAX_LOGGED_BYTES = 16_384
+# Python's stack, as Triton's Python backend appends it.
+STACK_TRACE = re.compile(r"\n[ \t]*At:[ \t]*\n.*", re.S)
+FOLDER_PATH = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
+POINTER = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+SHARED_MEMORY_REGION = re.compile(r"\b/?triton_(?:python_backend_shm_region|gateway)_[\w-]+")
+# What surrounds the reason and helps nobody to mend a request.
+WRAPPER_PATTERNS = (
+    re.compile(r"^\[request id: [^\]]*\] "),
+    re.compile(r"^(?:load failed for model '[^']*': |failed to (?:un)?load '[^']*', )"),
+    re.compile(r"^version \d+ is at UNAVAILABLE state: "),
+    re.compile(
+        r"^(?:Internal|Invalid argument|Not found|Unknown|Unsupported|Unavailable)(?:: | - )(?:- )?"
+    ),
+    re.compile(r"^in ensemble '[^']*', "),
+    re.compile(r"^Failed to process the request\(s\) for model(?: instance)? '[^']*', message: "),
+    re.compile(r"^(?:\w*Exception|ValueError|RuntimeError|TypeError): "),
+)
+
+
+def sanitize_message(text: str) -> str:
+    """Triton's reason without stack, folders, addresses and names of shared memory; one line."""
+    text = STACK_TRACE.sub("", text[:MAX_ERROR_CHARS].strip())
+    before = ""
+    while text != before:
+        before = text
+        for wrapping in WRAPPER_PATTERNS:
+            text = wrapping.sub("", text)
+    for secret in (FOLDER_PATH, POINTER, SHARED_MEMORY_REGION):
+        text = secret.sub("", text)
+    return " ".join(text.split()).rstrip(" ;")
+
+
+class LoadFailed(GatewayError):
+    """Triton could not load or unload the model, for a reason that lies in the model."""
+
+    status, code = 422, "LOAD_FAILED"
+
+    def __init__(self, model: str, reason: str, verb: str = "load") -> None:
+        super().__init__(f"failed to {verb} {quote_text(model)}: {reason}")
+
+
+class RequestTarget(NamedTuple):
+    """What is asked of Triton: for the choice of a replica, and for the sentence of an error."""
+
+    model: str = ""
+    version: str = ""
+    timeout_s: float = 0.0
+    is_health_check: bool = False
+    sequence_step: SequenceStep | None = None
+    not_found_error: type[UnknownModel] = UnknownModel  # the error for a model that is not found
+
+
+@dataclass(frozen=True)
+class ErrorRule:
+    """One row of the table: which answers it concerns, and what they mean."""
+
+    statuses: frozenset[int]
+    pattern: re.Pattern[str]
+    make_error: Callable[[str, RequestTarget], GatewayError]
+
+
+def make_error_rule(
+    statuses: set[int], pattern: str, make_error: Callable[[str, RequestTarget], GatewayError]
+) -> ErrorRule:
+    return ErrorRule(frozenset(statuses), re.compile(pattern, re.I | re.S), make_error)
+
+
+ANY_ERROR_STATUS = {400, 404, 500, 501, 503}
+# In mode none as well it speaks of polling.
+CONTROL_MODE_MESSAGE = re.compile(r"explicit model load / unload is not allowed", re.I)
+
+ERROR_RULES = (
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"has no available versions",
+        lambda _, target: ModelNotReady(target.model, target.version),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository|"
+        r"requested model '[^']{0,300}' is not available",
+        lambda _, target: target.not_found_error(target.model, target.version),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"is not (at )?ready|not ready for inference|is unloaded",
+        lambda _, target: ModelNotReady(target.model, target.version),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"model version is not available|\bstol\b",
+        lambda _, target: target.not_found_error(target.model, target.version),
+    ),
+    make_error_rule(
+        {400, 500},
+        r"must specify the START flag",
+        lambda _, target: SequenceNotRunning(
+            target.model, target.sequence_step.sequence_id if target.sequence_step else None
+        ),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"Failed to process the request\(s\)",
+        lambda text, target: ModelFault(f"model '{target.model}' failed: {text}"),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"queue size|queue is full",
+        lambda _, target: Overloaded(
+            f"the queue of model '{target.model}' is full; try again shortly"
+        ),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"timeout expired|timed out|deadline exceeded",
+        lambda _, target: DeadlinePassed(target.timeout_s),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"server is (stopping|shutting|not ready|exiting)|exit timeout",
+        lambda *_: Unavailable("the replica is stopping; try again"),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
+        r"Unable to find 'inputs'|failed to get request params|attempt to access JSON",
+        lambda text, _: MalformedRequest(f"Triton cannot read the request: {text}"),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS, CONTROL_MODE_MESSAGE.pattern, lambda *_: ModelControlModeConflict()
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        r"decoupled transaction",
+        lambda _, target: RefusedByModel(
+            f"model '{target.model}' answers several times (decoupled): stream it, by POST "
+            f"/v1/models/{target.model}/infer with Accept: text/event-stream"
+        ),
+    ),
+    make_error_rule(
+        {400, 501},
+        r"\bcuda\b|\bgpu\b|out of memory",
+        lambda text, target: ModelFault(f"model '{target.model}' failed: {text}"),
+    ),
+    make_error_rule(
+        {400},
+        r"unexpected (shape|data-?type|size|number)|expected [^,]{0,40} inputs? but got|"
+        r"input .* not found|unexpected inference (input|output)|byte size|batch[- ]size",
+        lambda text, _: InputMismatch(text),
+    ),
+    make_error_rule({404}, "", lambda text, _: NotFound(text or "Triton has nothing at this path")),
+    make_error_rule(
+        {400, 501}, "", lambda text, _: RefusedByModel(text or "Triton refused the request")
+    ),
+    make_error_rule({503}, "", lambda text, _: Unavailable(text or "Triton cannot serve this now")),
+    make_error_rule(
+        {500},
+        "",
+        lambda text, target: ModelFault(
+            f"model '{target.model}' failed: {text}" if target.model else f"Triton failed: {text}"
+        ),
+    ),
+)
+
+
+def extract_error_text(body: bytes) -> str:
+    """The `error` of a Triton answer; empty where the body is something else."""
+    try:
+        document = orjson.loads(body.removeprefix(b"data: ").rstrip())  # bare, or as an event
+    except orjson.JSONDecodeError:
+        return ""
+    error = document.get("error", "") if isinstance(document, dict) else ""
+    return error if isinstance(error, str) else ""
+
+
+def sanitize_event(payload: bytes) -> bytes:
+    """The JSON of an error that comes in the middle of a stream, without what must not leave."""
+    log.warning("Triton's stream failed: %s", payload[:MAX_LOGGED_BYTES].decode(errors="replace"))
+    text = extract_error_text(payload)[:MAX_ERROR_CHARS]
+    code = next(
+        row.make_error("", RequestTarget()).code
+        for row in ERROR_RULES
+        if 400 in row.statuses and row.pattern.search(text)
+    )
+    return orjson.dumps({"error": sanitize_message(text) or "the stream failed", "code": code})
+
+
+def map_triton_error(status: int, body: bytes, target: RequestTarget) -> GatewayError:
+    """The error of ours that an answer of Triton's with this status means. The log has all of it."""
+    if target.is_health_check:  # Triton says 400 with an empty body
+        return (
+            ModelNotReady(target.model, target.version)
+            if target.model
+            else Unavailable("not ready")
+        )
+    log.warning("Triton answered %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace"))
+    text = extract_error_text(body)[:MAX_ERROR_CHARS]
+    shown = sanitize_message(text)
+    for row in ERROR_RULES:
+        if status in row.statuses and row.pattern.search(text):
+            return row.make_error(shown, target)
+    return BadUpstream(f"the replica answered {status}")
+
+
+def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayError:
+    """Why a load or an unload was refused: by Triton's mode, or by what the model is."""
+    log.warning("Triton answered %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace"))
+    text = extract_error_text(body)[:MAX_ERROR_CHARS]
+    shown = sanitize_message(text)
+    if CONTROL_MODE_MESSAGE.search(text):
+        return ModelControlModeConflict()
+    if not shown:
+        return BadUpstream(f"the replica answered {status}")
+    return LoadFailed(model, shown, verb)

@@ -1,0 +1,205 @@
+"""A replica's gRPC, for inferences: the connection, how answers are read, and what failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+from collections.abc import Coroutine
+from random import random
+from time import perf_counter
+from typing import Any, Final
+
+import orjson
+import tritonclient.grpc
+from tritonclient.grpc import InferResult
+from tritonclient.grpc.aio import InferenceServerClient
+
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, UpstreamResponseTooLarge
+from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.grpc.management import (
+    HTTP_STATUS_BY_GRPC_CODE,
+    GrpcTlsFiles,
+    GrpcUnreachable,
+    build_tls_arguments,
+    channel_options,
+)
+from gateway.triton.http.client import MAX_RESPONSE_BYTES
+from gateway.triton.http.connection import Headers
+from gateway.triton.inference import (
+    INT64_RANGE,
+    MAX_INLINE_RESPONSE_BYTES,
+    TRITONCLIENT_DECODE_ERRORS,
+    InferCall,
+    InferResponse,
+    check_output_entry,
+)
+
+CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
+# How long what nobody waits for any more may end by itself before it is cancelled.
+MIN_CANCEL_GRACE_S: Final = 0.1
+MAX_CANCEL_GRACE_S: Final = 0.6
+GRPC_UNAVAILABLE_S: Final = 30.0
+# How gRPC's own words begin, which a model's may hold as well: nothing was sent; it may have run.
+NOT_SENT_MESSAGE: Final = re.compile(
+    r"failed to connect|connections to all backends|dns resolution|name resolution|empty address",
+    re.I,
+)
+TOO_LARGE_MESSAGE: Final = re.compile(
+    r"(?:stream removed \()?(?:client: )?(?:received|decompressed) message larger than max", re.I
+)
+CUT_OFF_MESSAGE: Final = re.compile(
+    r"stream removed|socket closed|recvmsg|endpoint|connection (?:reset|closed)|broken pipe|goaway",
+    re.I,
+)
+
+
+class GrpcChannel:
+    """To one replica, while it is used: an idle one would be waited for by a Triton that stops."""
+
+    def __init__(
+        self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int = MAX_RESPONSE_BYTES
+    ) -> None:
+        self._address = address
+        self._tls = tls
+        self.max_answer_bytes = max_answer_bytes
+        self._client: InferenceServerClient | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._has_abandoned_call = False  # a call in its middle
+        self._unavailable_until = 0.0
+        self.is_new = True  # nothing has come from there yet
+        self.active_calls = 0
+
+    @property
+    def is_unavailable(self) -> bool:
+        """Lately nobody answered there, though the replica was well."""
+        return perf_counter() < self._unavailable_until
+
+    def mark_unavailable(self) -> bool:
+        """Do without it for a while; whether that is news."""
+        is_news = not self._unavailable_until
+        self._unavailable_until = perf_counter() + GRPC_UNAVAILABLE_S
+        return is_news
+
+    def mark_available(self) -> None:
+        self.is_new = False
+        self._unavailable_until = 0.0
+
+    def acquire(self) -> InferenceServerClient:
+        """Give it back with `give`."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        if self._client is None:
+            options = channel_options(self.max_answer_bytes)
+            self._client = InferenceServerClient(
+                self._address, channel_args=options, **build_tls_arguments(self._tls)
+            )
+            self.is_new = True
+        self.active_calls += 1
+        return self._client
+
+    def release(self, *, is_complete: bool) -> None:
+        self.active_calls -= 1
+        self._has_abandoned_call = self._has_abandoned_call or not is_complete
+        if not self.active_calls:
+            self._idle_timer = asyncio.get_running_loop().call_later(
+                CHANNEL_IDLE_TIMEOUT_S, self.drop_idle
+            )
+
+    def drop_idle(self) -> None:
+        """Another is made when one is wanted."""
+        if self._client is not None and not self.active_calls:
+            closing, self._client = self._client, None
+            asyncio.ensure_future(closing.close())  # noqa: RUF006 - the channel holds it
+            if self._has_abandoned_call:
+                # The cancellation's traceback holds the call in a cycle, and a call the connection.
+                self._has_abandoned_call = False
+                gc.collect()
+
+
+def choose_grace_s() -> float:
+    """Return how long to wait for a call to end by itself before it is cancelled.
+
+    tritonserver before 2.59 can die of a call that is cancelled in the very moment it completes: after
+    some tens of thousands of calls of a millisecond that were cancelled at any moment 2.51 did. What
+    is short ends within this time; for the rest, chance makes it hard to meet the moment on purpose.
+    """
+    return MIN_CANCEL_GRACE_S + random() * (MAX_CANCEL_GRACE_S - MIN_CANCEL_GRACE_S)  # noqa: S311 - no secret
+
+
+BACKGROUND_TASKS: set[asyncio.Task[None]] = set()  # nobody else holds them
+
+
+def run_in_background(cleanup: Coroutine[Any, Any, None]) -> None:
+    """Run what ends a call that nobody waits for any more."""
+    task = asyncio.create_task(cleanup)
+    BACKGROUND_TASKS.add(task)
+    task.add_done_callback(BACKGROUND_TASKS.discard)
+
+
+async def prepare_grpc_arguments(inference: InferCall) -> dict[str, Any]:
+    """Return the arguments of a call, made in a thread if they are large. Raises `DoesNotFit`."""
+    if inference.is_large:
+        return await asyncio.to_thread(build_grpc_arguments, inference)
+    return build_grpc_arguments(inference)
+
+
+async def decode_grpc_response(result: InferResult) -> InferResponse:
+    """Return the answer, decoded in a thread if it is large. Raises `BadUpstream`."""
+    if count_output_bytes(result) > MAX_INLINE_RESPONSE_BYTES:
+        return await asyncio.to_thread(parse_grpc_response, result)
+    return parse_grpc_response(result)
+
+
+def build_grpc_arguments(inference: InferCall) -> dict[str, Any]:
+    """As tritonclient's gRPC takes it. Raises `DoesNotFit`."""
+    found = inference.build_arguments(tritonclient.grpc)
+    sequence_id = found.get("sequence_id")
+    if isinstance(sequence_id, int) and sequence_id not in INT64_RANGE:
+        found["sequence_id"] = sequence_id - (1 << 64)  # the field has a sign; Triton takes it away
+    signature = inference.signature
+    return {"model_name": signature.model, "model_version": signature.version, **found}
+
+
+def parse_grpc_response(result: InferResult) -> InferResponse:
+    """Raises `BadUpstream`."""
+    try:
+        response = result.get_response()
+        for output in response.outputs:
+            check_output_entry(output.name, output.datatype)
+        arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
+    except TRITONCLIENT_DECODE_ERRORS as exc:
+        raise BadUpstream("the replica's answer to an inference cannot be read") from exc
+    return InferResponse(arrays, str(response.model_version), count_output_bytes(result))
+
+
+def count_output_bytes(result: InferResult) -> int:
+    return sum(map(len, result.get_response().raw_output_contents))
+
+
+def map_grpc_error(
+    code: str, details: str, target: RequestTarget, max_answer_bytes: int
+) -> GatewayError:
+    """What a failed call means."""
+    if code == "RESOURCE_EXHAUSTED" and TOO_LARGE_MESSAGE.match(details):
+        return UpstreamResponseTooLarge(max_answer_bytes)
+    if code == "DEADLINE_EXCEEDED":
+        return DeadlinePassed(target.timeout_s)
+    if code == "UNAVAILABLE" and NOT_SENT_MESSAGE.match(details):
+        return GrpcUnreachable("nobody answers at the replica's gRPC port", is_refused=False)
+    if code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details):
+        return BadUpstream("the replica's gRPC connection was cut off")
+    return map_triton_error(
+        HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details), target
+    )
+
+
+def encode_triton_error(message: str) -> bytes:
+    return orjson.dumps({"error": message})
+
+
+def build_grpc_metadata(headers: Headers) -> dict[str, str]:
+    """gRPC takes printable ASCII only; anything else would be a fault of ours."""
+    texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    return {name: value for name, value in texts if value.isascii() and value.isprintable()}

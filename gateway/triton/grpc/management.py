@@ -1,0 +1,164 @@
+"""One replica's management API over gRPC: a load over Triton's HTTP would stall everybody's inference.
+
+A channel per call: an open one would be waited for by a Triton that stops, and loads are rare.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import orjson
+from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from gateway.errors import DeadlinePassed, GatewayError, MalformedRequest
+from gateway.triton.error_mapping import RequestTarget, map_load_error
+from gateway.triton.http.client import MAX_METADATA_BYTES
+from gateway.triton.http.connection import RequestNotSent
+
+log = logging.getLogger(__name__)
+
+GRPC_CONNECT_TIMEOUT_S: Final = 2.0
+# The HTTP status that Triton's HTTP API has for the same code; the rest is 400 there as well.
+HTTP_STATUS_BY_GRPC_CODE: Final = {
+    "INTERNAL": 500,
+    "NOT_FOUND": 404,
+    "UNAVAILABLE": 503,
+    "UNIMPLEMENTED": 501,
+}
+UNREACHABLE_MESSAGE: Final = re.compile(
+    r"failed to connect|connection (?:refused|reset|closed|attempt timed out)|socket closed|"
+    r"recvmsg|endpoint read failed|name resolution|dns resolution|tls handshake|handshak",
+    re.I,
+)
+FILE_PARAMETER_PREFIX: Final = "file:"
+GrpcMetadata = Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
+class GrpcTlsFiles:
+    """How an `https://` replica is trusted, and how the gateway shows itself to it."""
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
+class GrpcUnreachable(RequestNotSent):
+    """Nobody answers at the gRPC port."""
+
+
+async def load_model_via_grpc(
+    address: str,
+    model: str,
+    parameters: Mapping[str, Any],
+    timeout_s: float,
+    tls: GrpcTlsFiles | None,
+    metadata: GrpcMetadata = None,
+) -> None:
+    """Load a model; returns when Triton has. Raises `NoGrpc`, `DeadlinePassed` or Triton's reason."""
+    config, files = parse_load_parameters(parameters)
+    async with open_management_client(
+        address, RequestTarget(model, timeout_s=timeout_s), tls, "load"
+    ) as triton:
+        await triton.load_model(
+            model, config=config, files=files, client_timeout=timeout_s, headers=metadata
+        )
+
+
+async def unload_model_via_grpc(
+    address: str,
+    model: str,
+    unload_dependents: bool,
+    timeout_s: float,
+    tls: GrpcTlsFiles | None,
+    metadata: GrpcMetadata = None,
+) -> None:
+    """Ask for an unload; Triton answers before it is done. Raises as `load` does."""
+    async with open_management_client(
+        address, RequestTarget(model, timeout_s=timeout_s), tls, "unload"
+    ) as triton:
+        await triton.unload_model(
+            model,
+            unload_dependents=unload_dependents,
+            client_timeout=timeout_s,
+            headers=metadata,
+        )
+
+
+def parse_load_parameters(
+    parameters: Mapping[str, Any],
+) -> tuple[str | None, dict[str, bytes] | None]:
+    """The config and files that a load brings, as Triton's gRPC API takes them. Raises `Malformed`."""
+    config = parameters.get("config")
+    if config is not None and not isinstance(config, str):
+        config = orjson.dumps(config).decode()
+    files = {}
+    for name, content in parameters.items():
+        if name.startswith(FILE_PARAMETER_PREFIX):
+            try:
+                files[name] = base64.b64decode(str(content), validate=True)
+            except (binascii.Error, ValueError):
+                raise MalformedRequest(f"the content of {name!r} is not base64") from None
+    return config, files or None
+
+
+@asynccontextmanager
+async def open_management_client(
+    address: str, target: RequestTarget, tls: GrpcTlsFiles | None, verb: str
+) -> AsyncIterator[InferenceServerClient]:
+    """A connected client; what goes wrong inside leaves as an error of ours."""
+    options = channel_options(MAX_METADATA_BYTES)
+    triton = InferenceServerClient(address, channel_args=options, **build_tls_arguments(tls))
+    try:
+        with anyio.fail_after(GRPC_CONNECT_TIMEOUT_S):
+            await triton.is_server_live()
+        yield triton
+    except TimeoutError:
+        raise GrpcUnreachable(f"nobody answers gRPC at {address}", is_refused=False) from None
+    except InferenceServerException as exc:
+        raise map_management_error(exc, address, target, verb) from exc
+    finally:
+        await triton.close()
+
+
+def channel_options(max_answer_bytes: int) -> list[tuple[str, int]]:
+    """The most bytes of one message that comes; what is sent has its own limits."""
+    return [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", max_answer_bytes),
+    ]
+
+
+def build_tls_arguments(tls: GrpcTlsFiles | None) -> dict[str, Any]:
+    """As tritonclient's gRPC client takes it."""
+    if tls is None:
+        return {}
+    return {
+        "ssl": True,
+        "root_certificates": tls.ca_file and str(tls.ca_file),
+        "private_key": tls.key_file and str(tls.key_file),
+        "certificate_chain": tls.cert_file and str(tls.cert_file),
+    }
+
+
+def map_management_error(
+    exc: InferenceServerException, address: str, target: RequestTarget, verb: str
+) -> GatewayError:
+    code = str(exc.status()).removeprefix("StatusCode.")
+    message = str(exc.message())
+    if code == "DEADLINE_EXCEEDED":
+        return DeadlinePassed(target.timeout_s)
+    if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(message):
+        return GrpcUnreachable(f"nobody answers gRPC at {address}")
+    body = orjson.dumps({"error": message})
+    return map_load_error(HTTP_STATUS_BY_GRPC_CODE.get(code, 400), body, target.model, verb)

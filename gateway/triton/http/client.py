@@ -1,0 +1,334 @@
+"""One replica's HTTP API: an HTTP/1.1 client for this one purpose.
+
+A general client costs more per request than everything else the gateway does together. This one keeps
+a stack of idle connections per replica, writes a small request at once, and streams both ways with
+back-pressure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Final
+
+import anyio
+
+from gateway.errors import DeadlinePassed, UpstreamResponseTooLarge
+from gateway.sse import SSE_MEDIA_TYPE
+from gateway.triton.http.connection import Headers, RequestNotSent, UpstreamConnection
+
+COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
+MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
+MAX_METADATA_BYTES: Final = 16 << 20  # of a repository's index, or of what is known of a model
+
+
+def find_header(headers: Headers, name: bytes) -> bytes:
+    """The first of that name; empty if there is none."""
+    for header in headers:
+        if header[0] == name:
+            return header[1]
+    return b""
+
+
+class UpstreamResponse:
+    """A replica's answer: status and headers now, the body as it comes. Leave it with `close()`."""
+
+    __slots__ = ("_connection", "_max_bytes", "_release", "_send_task", "headers", "status")
+
+    def __init__(
+        self,
+        connection: UpstreamConnection,
+        release: Callable[[UpstreamConnection], None],
+        max_bytes: int,
+    ) -> None:
+        self._connection: UpstreamConnection | None = connection
+        self._release = release
+        self._max_bytes = max_bytes
+        self._send_task: asyncio.Task[None] | None = None
+        self.status = connection.status
+        self.headers = connection.headers
+
+    def set_send_task(self, task: asyncio.Task[None]) -> None:
+        """The request's body is still on its way, by this task, which ends with the answer."""
+        self._send_task = task
+
+    @property
+    def is_complete(self) -> bool:
+        return self._connection is None or self._connection.is_complete
+
+    @property
+    def is_event_stream(self) -> bool:
+        return find_header(self.headers, b"content-type").startswith(SSE_MEDIA_TYPE)
+
+    def take_buffered(self) -> bytes:
+        """What has arrived of the body, and was not taken yet."""
+        return b"" if self._connection is None else self._connection.take_buffered()
+
+    async def next_chunk(self) -> bytes:
+        return b"" if self._connection is None else await self._connection.next_chunk()
+
+    async def read(self, max_bytes: int = MAX_RESPONSE_BYTES) -> bytes:
+        """The whole body. Raises `AnswerTooLarge` for more than that, or than the replica may answer."""
+        max_bytes = min(max_bytes, self._max_bytes)
+        chunks: list[bytes] = []
+        length = 0
+        while chunk := await self.next_chunk():
+            chunks.append(chunk)
+            length += len(chunk)
+            if length > max_bytes:
+                raise UpstreamResponseTooLarge(max_bytes)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """What is waited for next may take this long."""
+        if self._connection is not None and not self._connection.is_complete:
+            self._connection.set_timeout(timeout_s)
+
+    def header(self, name: bytes) -> bytes:
+        return find_header(self.headers, name)
+
+    def close(self) -> None:
+        """Give the connection back; one that is not at its answer's end is closed."""
+        if self._send_task is not None:
+            self._send_task.cancel()
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            self._release(connection)
+
+
+@dataclass(frozen=True)
+class CompleteResponse:
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    def header(self, name: bytes) -> bytes:
+        return find_header(self.headers, name)
+
+
+class HttpClient:
+    """The connections to one replica's HTTP API."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        server_name: str = "",
+        connect_timeout_s: float = 0.5,
+        idle_timeout_s: float = 4.0,
+        max_answer_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._server_name = server_name or host
+        self.keep_alive = True  # whether a connection that has served waits for the next request
+        self.outstanding = 0
+        self.last_response_at = 0.0  # by perf_counter
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._max_answer_bytes = max_answer_bytes
+        # Kept: asking for the running loop is a system call each time.
+        self._loop = asyncio.get_running_loop()
+        self._idle_connections: list[
+            UpstreamConnection
+        ] = []  # a stack: the most recently used first
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._host_header = f"host: {self._authority}\r\n".encode("latin-1")
+
+    async def send(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: bytes | AsyncIterator[bytes] = b"",
+        *,
+        timeout_s: float,
+        fresh: bool = False,
+    ) -> UpstreamResponse:
+        """Send a request; the answer's head is here when this returns.
+
+        `headers` hold the framing (Content-Length, or Transfer-Encoding: chunked, for which a streamed
+        `body` is then cut into chunks). `fresh` asks for a new connection. Raises `NotSent`,
+        `BadUpstream` or `DeadlinePassed`.
+        """
+        connection: UpstreamConnection | None = None
+        sending: asyncio.Task[None] | None = None
+        finish = self._release_fresh if fresh else self._release
+        self.outstanding += not fresh  # which only looks whether somebody is there
+        try:
+            connection = None if fresh else self._take_idle()
+            if connection is None:
+                connection = await self._connect(timeout_s)
+                if not connection.is_usable:
+                    raise RequestNotSent(f"the replica {self._authority} closes connections")
+            head, chunked = self._build_head(method, target, headers)
+            connection.begin_request(timeout_s)
+            if isinstance(body, bytes):
+                write_request(connection, head, body)
+            else:
+                connection.write(head)
+                sending = self._loop.create_task(
+                    write_body_chunks(connection, body, chunked=chunked)
+                )
+                sending.add_done_callback(partial(on_body_written, connection))
+            while connection.is_awaiting_head:
+                await connection.wait_for_data()
+            if connection.error is not None and not connection.is_complete:
+                raise connection.error
+        except BaseException:
+            if sending is not None:
+                sending.cancel()
+            finish(connection)
+            raise
+        self.last_response_at = perf_counter()
+        answer = UpstreamResponse(connection, finish, self._max_answer_bytes)
+        if sending is not None:
+            answer.set_send_task(sending)
+        return answer
+
+    async def request(
+        self,
+        method: bytes,
+        target: bytes,
+        body: bytes = b"",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        *,
+        timeout_s: float,
+        fresh: bool = False,
+        max_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> CompleteResponse:
+        """Send a whole request and read the whole answer, of so many bytes. Raises as `send` does, and
+        `AnswerTooLarge`."""
+        framing = (b"content-length", str(len(body)).encode())
+        answer = await self.send(
+            method, target, [framing, *headers], body, timeout_s=timeout_s, fresh=fresh
+        )
+        try:
+            return CompleteResponse(answer.status, answer.headers, await answer.read(max_bytes))
+        finally:
+            answer.close()
+
+    def close(self) -> None:
+        """Close the idle connections; a busy one closes itself when its exchange ends."""
+        self._idle_timeout_s = 0.0
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        for connection in self._idle_connections:
+            connection.close()
+        self._idle_connections.clear()
+
+    def _build_head(
+        self, method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]
+    ) -> tuple[bytes, bool]:
+        lines = [method, b" ", target, b" HTTP/1.1\r\n", self._host_header]
+        chunked = False
+        for name, value in headers:
+            chunked = chunked or name == b"transfer-encoding"
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines), chunked
+
+    def _take_idle(self) -> UpstreamConnection | None:
+        while self._idle_connections:
+            connection = self._idle_connections.pop()
+            fresh = self._loop.time() - connection.idle_since < self._idle_timeout_s
+            if fresh and connection.is_usable:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, timeout_s: float) -> UpstreamConnection:
+        if timeout_s <= 0:
+            raise DeadlinePassed(0)
+        try:
+            with anyio.fail_after(min(self._connect_timeout_s, timeout_s)):
+                _, connection = await self._loop.create_connection(
+                    lambda: UpstreamConnection(self._loop),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name if self._tls else None,
+                )
+        except (OSError, UnicodeError) as exc:
+            if timeout_s < self._connect_timeout_s and isinstance(exc, TimeoutError):
+                raise DeadlinePassed(round(timeout_s, 3)) from exc
+            refused = not isinstance(exc, TimeoutError)
+            raise RequestNotSent(
+                f"the replica {self._authority} cannot be reached", is_refused=refused
+            ) from exc
+        return connection
+
+    def _release_fresh(self, connection: UpstreamConnection | None) -> None:
+        """A fresh connection was asked for to see that there is one: it is not kept."""
+        if connection is not None and connection.end_request():
+            connection.close()
+
+    def _release(self, connection: UpstreamConnection | None) -> None:
+        """The exchange is over; its connection waits for the next, if it can."""
+        self.outstanding -= 1
+        if connection is None or not connection.end_request():
+            return
+        if self._idle_timeout_s <= 0 or not self.keep_alive:
+            connection.close()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle_connections.append(connection)
+        if self._sweep_timer is None:
+            self._sweep_timer = self._loop.call_later(self._idle_timeout_s, self._close_expired)
+
+    def _close_expired(self) -> None:
+        """Triton's shutdown waits for idle connections: none stays longer than the limit."""
+        now = self._loop.time()
+        kept = []
+        for connection in self._idle_connections:
+            if now - connection.idle_since < self._idle_timeout_s and connection.is_usable:
+                kept.append(connection)
+            else:
+                connection.close()
+        self._idle_connections = kept
+        self._sweep_timer = None
+        if kept:
+            wait = self._idle_timeout_s - (now - kept[0].idle_since)
+            self._sweep_timer = self._loop.call_later(max(wait, 0.05), self._close_expired)
+
+
+def write_request(connection: UpstreamConnection, head: bytes, body: bytes) -> None:
+    """A small request leaves in one write, and so in one packet."""
+    if len(body) < COALESCE_REQUEST_UNDER_BYTES:
+        connection.write(head + body)
+    else:
+        connection.write(head)
+        connection.write(body)
+    connection.mark_request_sent()
+
+
+async def write_body_chunks(
+    connection: UpstreamConnection, body: AsyncIterator[bytes], *, chunked: bool
+) -> None:
+    """Pass a request's body on as it comes."""
+    async for data in body:
+        if data:
+            connection.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+            await connection.drain()
+    if chunked:
+        connection.write(b"0\r\n\r\n")
+    connection.mark_request_sent()
+
+
+def on_body_written(connection: UpstreamConnection, task: asyncio.Task[None]) -> None:
+    """What the client did wrong while sending ends the exchange."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        connection.fail(error)

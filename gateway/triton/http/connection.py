@@ -1,0 +1,306 @@
+"""A connection to a replica's HTTP API, and the one exchange that is on it: HTTP/1.1 on httptools.
+
+It is used again only after a complete and clean answer (RFC 9112, section 9.3). Every failure of the wire
+leaves here as one of our errors, body iteration included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, cast
+
+import httptools
+
+from gateway.errors import BadUpstream, DeadlinePassed, Unavailable
+
+Headers = list[tuple[bytes, bytes]]
+
+RESPONSE_HIGH_WATER_BYTES: Final = 256 * 1024
+MAX_RESPONSE_HEADERS: Final = 200
+MAX_RESPONSE_HEAD_BYTES: Final = 128 * 1024
+RESPONSE_FRAMING_HEADERS: Final = (b"content-length", b"transfer-encoding")
+
+
+class RequestNotSent(Unavailable):
+    """Nothing of the request reached the replica: it cannot have run, and may go to another.
+
+    `refused` when nobody listens there; else no connection came about in time.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = True) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+
+
+# The states of an exchange; bare numbers, because they are compared a dozen times per request.
+STATE_IDLE: Final = 0
+STATE_HEAD: Final = 1  # the request is on its way; no answer yet
+STATE_BODY: Final = 2
+STATE_DONE: Final = 3
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """A connection to a replica, and the exchange that is on it. One exchange at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._state = STATE_IDLE
+        self._can_keep_alive = True
+        self._is_request_sent = True
+        self.error: BaseException | None = None
+        self._read_waiter: asyncio.Future[None] | None = None
+        self._write_waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._deadline = 0.0
+        self._timeout_s = 0.0
+        self._chunks: list[bytes] = []
+        self._buffered_bytes = 0
+        self._is_reading_paused = False
+        self._is_close_delimited = False
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self.status = 0
+        self.headers: Headers = []
+        self.idle_since = 0.0
+
+    # The transport calls these.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._state == STATE_IDLE:
+            self.abort()  # nobody asked: whatever it is, it must not become somebody's answer
+            return
+        body_bytes = self._body_bytes
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self.fail(BadUpstream("the replica's answer is not HTTP/1.1"), exc)
+        # Without end, neither a header nor a trailer would ever reach a callback.
+        if self._state in (STATE_HEAD, STATE_BODY) and self._body_bytes == body_bytes:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_RESPONSE_HEAD_BYTES:
+                self.fail(BadUpstream("the replica's answer has too large a header"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._can_keep_alive = False
+        if self._state == STATE_BODY and self._is_close_delimited and self.error is exc is None:
+            self.on_message_complete()  # RFC 9112, section 6.3: without a length it ends here
+        elif self._state in (STATE_HEAD, STATE_BODY):
+            self.fail(
+                BadUpstream("the replica closed the connection before its answer was complete"), exc
+            )
+        self._wake_writer()
+
+    def pause_writing(self) -> None:
+        if self._write_waiter is None:
+            self._write_waiter = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        self._wake_writer()
+
+    # The parser calls these.
+
+    def on_message_begin(self) -> None:
+        if self._state == STATE_DONE:
+            raise httptools.HttpParserError("a second answer, for which nobody asked")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._state == STATE_HEAD:  # and not in the trailers, which nobody announced
+            self.headers.append((name.lower(), value))
+            if len(self.headers) > MAX_RESPONSE_HEADERS:
+                raise httptools.HttpParserError("too many headers")
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 100:
+            raise httptools.HttpParserError("a status that is none")
+        if self.status < 200:
+            return
+        if not self._parser.should_keep_alive():
+            self._can_keep_alive = False
+            self._is_close_delimited = not any(
+                name in RESPONSE_FRAMING_HEADERS for name, _ in self.headers
+            )
+        self._state = STATE_BODY
+        self._wake_reader()
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._buffered_bytes += len(body)
+        self._body_bytes += len(body)
+        self._head_bytes = 0
+        if (
+            self._buffered_bytes > RESPONSE_HIGH_WATER_BYTES
+            and not self._is_reading_paused
+            and self._transport is not None
+        ):
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+        self._wake_reader()
+
+    def on_message_complete(self) -> None:
+        if self._state == STATE_HEAD:  # an interim answer, such as 100 Continue
+            self.headers = []
+        elif self._state == STATE_BODY:
+            self._can_keep_alive = (
+                self._can_keep_alive and self._parser.should_keep_alive()
+            )  # a trailer may close
+            self._state = STATE_DONE
+            self._wake_reader()
+
+    # The exchange calls these.
+
+    @property
+    def is_usable(self) -> bool:
+        return (
+            self._can_keep_alive
+            and self._transport is not None
+            and not self._transport.is_closing()
+        )
+
+    @property
+    def is_awaiting_head(self) -> bool:
+        """The answer's status and headers are not here yet; nor has it failed."""
+        return self._state == STATE_HEAD
+
+    def begin_request(self, timeout_s: float) -> None:
+        """Open an exchange that must be answered within that time."""
+        self._state = STATE_HEAD
+        self._is_request_sent = False
+        self.error = None
+        self._is_close_delimited = False
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self.headers = []
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """What is waited for must come within this time from now.
+
+        A timer per exchange would cost more than reading its answer: the one that is running stays,
+        and looks, when it fires, whether it is time.
+        """
+        self._timeout_s = timeout_s
+        self._deadline = self._loop.time() + timeout_s
+        if self._timer is None or self._timer_due > self._deadline:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = self._deadline
+        self._timer = self._loop.call_at(self._deadline, self._check_deadline)
+
+    def _check_deadline(self) -> None:
+        self._timer = None
+        if self._state == STATE_IDLE or self._state == STATE_DONE:
+            return
+        if self._loop.time() >= self._deadline:
+            self.fail(DeadlinePassed(round(self._timeout_s, 3)))
+        else:
+            self._start_timer()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def mark_request_sent(self) -> None:
+        """The request is complete: with a complete answer the connection may serve again."""
+        self._is_request_sent = True
+
+    async def drain(self) -> None:
+        """Wait until the replica takes more; raises when it no longer can."""
+        if self._write_waiter is not None:
+            await self._write_waiter
+        if self.error is not None:
+            raise self.error
+
+    async def next_chunk(self) -> bytes:
+        """What has arrived of the body since the last call; empty at its end."""
+        while not self._chunks and self._state == STATE_BODY:
+            if self.error is not None:
+                raise self.error
+            await self.wait_for_data()
+        return self.take_buffered()
+
+    def take_buffered(self) -> bytes:
+        if not self._chunks:
+            return b""
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        if self._is_reading_paused and self._transport is not None:
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+        return data
+
+    @property
+    def is_complete(self) -> bool:
+        """The whole answer is here; `next_chunk` will not wait."""
+        return self._state == STATE_DONE
+
+    def end_request(self) -> bool:
+        """Close the exchange: true if the connection can serve another."""
+        reusable = (
+            self._state == STATE_DONE
+            and self._is_request_sent
+            and self.is_usable
+            and self._is_drained
+        )
+        self._state = STATE_IDLE
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        if not reusable:
+            self.abort()
+        return reusable
+
+    @property
+    def _is_drained(self) -> bool:
+        """Nothing of this exchange is left, on its way out or in, that would meet the next one."""
+        transport = cast(asyncio.Transport, self._transport)
+        return not self._is_reading_paused and transport.get_write_buffer_size() == 0
+
+    def abort(self) -> None:
+        self._can_keep_alive = False
+        self._cancel_timer()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        self._cancel_timer()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+        """End the exchange: whoever waits for anything of it gets this error."""
+        error.__cause__ = cause or error.__cause__
+        if self.error is None:
+            self.error = error
+        if self._state == STATE_HEAD:
+            self._state = STATE_BODY  # whoever waits for the head finds the error
+        self.abort()
+        self._wake_reader()
+        self._wake_writer()
+
+    def wait_for_data(self) -> asyncio.Future[None]:
+        self._read_waiter = self._loop.create_future()
+        return self._read_waiter
+
+    def _wake_reader(self) -> None:
+        if self._read_waiter is not None and not self._read_waiter.done():
+            self._read_waiter.set_result(None)
+
+    def _wake_writer(self) -> None:
+        if self._write_waiter is not None and not self._write_waiter.done():
+            self._write_waiter.set_result(None)
+        self._write_waiter = None

@@ -1,0 +1,224 @@
+"""An inference as tritonclient encodes it for either wire; for HTTP in the binary extension, without I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import tritonclient.http
+from tritonclient.http import InferenceServerClient, InferResult
+from tritonclient.utils import InferenceServerException
+
+from gateway.errors import BadUpstream, InputMismatch
+from gateway.messages import quote_text
+from gateway.tensors import sequence
+from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.sequence import SequenceStep
+from gateway.tensors.signature import Signature
+from gateway.triton.http.client import CompleteResponse
+from gateway.triton.http.connection import Headers
+
+# What tritonclient lets escape when an answer is not one.
+TRITONCLIENT_DECODE_ERRORS = (
+    RecursionError,
+    ValueError,
+    OverflowError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    struct.error,
+    InferenceServerException,
+)
+# What is encoded or decoded on the event loop; more takes a thread.
+MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, each of which is a step in Python
+MAX_INLINE_REQUEST_BYTES: Final = 1 << 20
+MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # which may be of BYTES, four bytes an element
+MAX_OUTPUTS: Final = 2048
+INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
+
+
+class InferResponse(NamedTuple):
+    """What a model answered."""
+
+    outputs: dict[str, np.ndarray]
+    version: str
+    size_bytes: int  # as it came
+
+
+@dataclass(frozen=True)
+class InferCall:
+    """What is asked of a model. `classification` among the parameters asks for that many classes of each
+    output; `timeout` and `priority` are Triton's own."""
+
+    signature: Signature
+    arrays: Mapping[str, np.ndarray]
+    outputs: Sequence[str]
+    parameters: Mapping[str, Any]
+    request_id: str
+    timeout_us: int
+    sequence_step: SequenceStep | None = None
+
+    @property
+    def is_large(self) -> bool:
+        """Whether encoding it takes too long for the event loop."""
+        arrays = self.arrays.values()
+        elements = sum(array.size for array in arrays if array.dtype.kind == "O")
+        return (
+            elements > MAX_INLINE_REQUEST_ELEMENTS
+            or sum(a.nbytes for a in arrays) > MAX_INLINE_REQUEST_BYTES
+        )
+
+    def build_arguments(self, client_module: ModuleType) -> dict[str, Any]:
+        """As `tritonclient.http` or `tritonclient.grpc` take it. Raises `DoesNotFit`."""
+        inputs = []
+        for name, array in self.arrays.items():
+            datatype = self.signature.inputs[name].datatype.name
+            tensor = client_module.InferInput(name, list(array.shape), datatype)
+            inputs.append(tensor.set_data_from_numpy(array))
+        custom = {
+            key: value
+            for key, value in self.parameters.items()
+            if key not in sequence.SEQUENCE_KEYS
+        }
+        classes = parse_integer_parameter(
+            "classification", custom.pop("classification", 0), "a count"
+        )
+        named = self.outputs or (self.signature.outputs if classes else ())
+        none = find_outputs_without_classes(self.signature, self.outputs) if classes else ()
+        counts = {name: 0 if name in none else classes for name in named}
+        arguments = {
+            "inputs": inputs,
+            "outputs": [
+                client_module.InferRequestedOutput(name, class_count=count)
+                for name, count in counts.items()
+            ]
+            or None,
+            "request_id": self.request_id,
+            "timeout": parse_integer_parameter(
+                "timeout", custom.pop("timeout", self.timeout_us), "microseconds", minimum=1
+            ),
+            "priority": parse_integer_parameter("priority", custom.pop("priority", 0), "a level"),
+            "parameters": custom or None,
+        }
+        for key, value in custom.items():
+            if isinstance(value, int) and value not in INT64_RANGE:
+                raise InputMismatch(f"the parameter {quote_text(key)} does not fit into 64 bits")
+        if self.sequence_step is not None:
+            values = (
+                self.sequence_step.sequence_id,
+                self.sequence_step.is_start,
+                self.sequence_step.is_end,
+            )
+            arguments |= zip(sequence.SEQUENCE_KEYS, values, strict=True)
+        return arguments
+
+
+def find_outputs_without_classes(signature: Signature, output_names: Collection[str]) -> list[str]:
+    """The outputs of which there are no classes. Raises `DoesNotFit` for one that is asked for by name, or
+    when that leaves none."""
+    every = {
+        name: tensor
+        for name, tensor in signature.outputs.items()
+        if name in (output_names or {name})
+    }
+    none = [tensor for tensor in every.values() if not tensor.can_classify]
+    if none and (output_names or len(none) == len(every)):
+        tensor = none[0]
+        dims = ",".join(map(str, tensor.shape))
+        raise InputMismatch(
+            f"classification is of numbers, as many as the model's config says; the output "
+            f"{quote_text(tensor.name)} is {tensor.datatype.name} [{dims}]"
+        )
+    return [tensor.name for tensor in none]
+
+
+async def encode_http_request(inference: InferCall) -> tuple[Headers, bytes]:
+    """Return headers and body of an inference over HTTP, encoded in a thread if it is large."""
+    if inference.is_large:
+        return await asyncio.to_thread(build_http_request, inference)
+    return build_http_request(inference)
+
+
+async def decode_http_response(reply: CompleteResponse) -> InferResponse:
+    """Return the answer, decoded in a thread if it is large. Raises `BadUpstream`."""
+    if len(reply.body) > MAX_INLINE_RESPONSE_BYTES:
+        return await asyncio.to_thread(parse_http_response, reply)
+    return parse_http_response(reply)
+
+
+def build_http_request(inference: InferCall) -> tuple[Headers, bytes]:
+    """Headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
+    try:
+        body, header_length = InferenceServerClient.generate_request_body(
+            **inference.build_arguments(tritonclient.http)
+        )
+    except InferenceServerException as exc:
+        raise map_tritonclient_error(exc) from exc
+    headers = [
+        (b"content-length", b"%d" % len(body)),
+        (b"content-type", b"application/octet-stream"),
+    ]
+    if header_length is not None:
+        headers.append((b"inference-header-content-length", b"%d" % header_length))
+    return headers, body
+
+
+def map_tritonclient_error(exc: InferenceServerException) -> InputMismatch:
+    """What tritonclient itself refuses, before it sends."""
+    return InputMismatch(f"the parameters do not fit: {exc.message()}")
+
+
+def parse_integer_parameter(key: str, value: Any, unit: str, minimum: int = 0) -> int:
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and minimum <= value < INT64_RANGE.stop
+    ):
+        return value
+    raise InputMismatch(f"the parameter '{key}' takes {unit}, not {quote_text(str(value))}")
+
+
+def parse_http_response(reply: CompleteResponse) -> InferResponse:
+    """Raises `BadUpstream`."""
+    length = reply.header(b"inference-header-content-length")
+    try:
+        result = InferResult.from_response_body(
+            reply.body, header_length=int(length) if length else None
+        )
+        response = result.get_response()
+        outputs = response.get("outputs", ())
+        if len(outputs) > MAX_OUTPUTS:  # tritonclient looks for each of them from the first one on
+            raise ValueError("too many outputs")
+        arrays = {entry["name"]: read_output_array(result, entry) for entry in outputs}
+        version = str(response.get("model_version", ""))
+        version.encode()
+    except TRITONCLIENT_DECODE_ERRORS as exc:
+        raise BadUpstream("the replica's answer to an inference cannot be read") from exc
+    return InferResponse(arrays, version, len(reply.body))
+
+
+def read_output_array(result: InferResult, entry: Mapping[str, Any]) -> np.ndarray:
+    """An output. Triton was asked for binary tensors; in JSON the elements of BYTES are texts.
+
+    Raises one of `UNREADABLE`.
+    """
+    check_output_entry(entry["name"], entry["datatype"])
+    array: np.ndarray = result.as_numpy(entry["name"])
+    if array.dtype.kind != "O" or "data" not in entry:
+        return array
+    values = np.empty(array.size, object)
+    values[:] = [text.encode() for text in array.flat]
+    return values.reshape(array.shape)
+
+
+def check_output_entry(name: Any, datatype: Any) -> None:
+    """Raises `ValueError` for a name that is no text, and for an unknown datatype, of which tritonclient
+    would make some numbers."""
+    if not isinstance(name, str) or datatype not in DATATYPES:
+        raise ValueError("an output without a name, or of no datatype of Triton's")
+    name.encode()
