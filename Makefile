@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 RESNET50 := .venv-resnet50
-# Test processes side by side: tests wait more than they compute. JOBS=0 runs them in one, for a debugger.
+# Number of parallel test processes: tests wait more than they compute. JOBS=0 uses one process, for a debugger.
 JOBS ?= 4
-# COVERAGE=1 measures which lines the tests run, in the processes that they start as well.
+# COVERAGE=1 measures line coverage, including the processes that the tests start.
 PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
@@ -26,11 +26,11 @@ run: $(VENV)/.gateway models ## Start an embedded Triton with two demonstration 
 test: $(VENV)/.dev models examples ## Run every test but the longest; ARGS="-k name" selects
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not containers" $(ARGS)
 
-# The tests that start no process, for the inner loop.
+# Tests that start no other process, for fast feedback.
 test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long" tests/unit $(ARGS)
 
-# What failed in the last run, once more; a test that passes now is reported as flaky.
+# Rerun the tests that failed in the last run; one that passes now is reported as flaky.
 rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones
 	@$(BIN)/python -m tests.rerun_failed $(ARGS)
 
@@ -39,30 +39,30 @@ coverage: ## Run the tests and report the least covered modules
 	@$(MAKE) test COVERAGE=1
 	@$(MAKE) coverage-report
 
-# The ten least covered modules and the total; fails below the floor in pyproject.toml.
+# Print the ten least covered modules and the total; fails below the minimum in pyproject.toml.
 coverage-report: $(VENV)/.dev
-	@$(BIN)/python -m coverage combine --quiet 2>/dev/null; rm -f .coverage.*  # of a process that was killed
+	@$(BIN)/python -m coverage combine --quiet 2>/dev/null; rm -f .coverage.*  # files of processes that were killed
 	@$(BIN)/python -m coverage report --sort=cover --skip-empty --fail-under=0 | sed -n 1,12p
 	@echo "covered, in percent: $$($(BIN)/python -m coverage report --format=total --fail-under=0)"
 	@$(BIN)/python -m coverage report --format=total > /dev/null
 
-# One after the other: most of them measure.
+# Run sequentially, because most of these tests measure.
 faults: $(VENV)/.dev models ## Provoke every fault of docs/faults.md and print what was measured
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-# Hostile requests at full speed beside good traffic, for an hour; MINUTES=5 for less.
+# Hostile requests at full speed alongside good traffic, for an hour; MINUTES=5 for less.
 soak: $(VENV)/.dev models ## Send hostile and good requests for an hour; MINUTES=5 for less
 	@MINUTES=$(or $(MINUTES),60) $(BIN)/python -m tests.soak
 
-# Mutated bytes for everything that reads a client's or a replica's, for ten minutes; MINUTES=1 for less.
+# Mutated bytes for every parser of client or replica data, for ten minutes; MINUTES=1 for less.
 fuzz: $(VENV)/.dev ## Mutate bytes for every parser for ten minutes; MINUTES=1 for less
 	@MINUTES=$(or $(MINUTES),10) $(BIN)/python -m tests.fuzz
 
-# The images, built and run without a registry and a cluster; what is missing for it is said.
+# Build and run the images without a registry or a cluster; reports missing tools.
 containers: $(VENV)/.dev ## Build and run the images without a registry
 	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
 
-# The page in a real Chromium, also part of `make test`. PAGE_PICTURE=FILE keeps a screenshot.
+# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURE=FILE saves a screenshot.
 page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/system/test_page.py $(ARGS)
 
@@ -81,7 +81,7 @@ bench: $(VENV)/.dev ## Measure beside nginx and a plain FastAPI application
 bench-peers: $(PEERS)/.ready ## Install KServe, so that `make bench` compares with it
 	@echo "make bench now includes KServe's transformer"
 
-# A model repository in resnet50_repo/; ARGS="--weights none" for one without a download.
+# Create a model repository in resnet50_repo/; ARGS="--weights none" avoids the download.
 resnet50: $(RESNET50)/.ready ## Export ResNet-50 as a model repository in resnet50_repo/
 	@$(RESNET50)/bin/python -m models.export_resnet50 --output resnet50_repo $(ARGS)
 
@@ -90,7 +90,7 @@ models: $(VENV)/.gateway ## Build the demonstration models
 
 examples: $(OWN_ENV)/.ready ## Build the environment of the example model that brings its own
 
-# Hash-locked installs; the stamp is renewed when a lock changes.
+# Hash-locked installs; repeated when a lock file changes.
 $(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "triton-gateway needs Python 3.10 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@echo "preparing the gateway's environment in $(VENV)"
@@ -104,33 +104,33 @@ $(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
 
-# KServe, only to be measured; its pins are not ours.
+# KServe, for benchmarks only; pinned separately.
 $(PEERS)/.ready: requirements/peers.txt
 	@echo "preparing the peers' environment in $(PEERS)"
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/peers.txt
 	@touch $@
 
-# The environment that one example model brings along; of the same Python as the gateway's.
+# The environment of the example model own_env, with the same Python as the gateway.
 $(OWN_ENV)/.ready: triton_repo_examples/own_env/requirements.txt $(VENV)/.gateway
 	@echo "preparing the environment of the example model own_env in $(OWN_ENV)"
 	@$(BIN)/python -m venv --clear --without-pip $(OWN_ENV)
 	@$(PIP) --python $(OWN_ENV) install --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
-# PyTorch, only to export; on Linux its wheels bring CUDA along.
+# PyTorch, for the export only; on Linux its wheels include CUDA.
 $(RESNET50)/.ready: requirements/resnet50.txt
 	@echo "preparing PyTorch's environment in $(RESNET50) (about 3 GB on Linux, once)"
 	@test -x $(RESNET50)/bin/python || $(PYTHON) -m venv $(RESNET50)
 	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
 	@touch $@
 
-# What k8s/ takes from elsewhere in a form of its own; a test compares. RUNBOOKS=https://… is where docs/ is
-# read by whoever an alert wakes up.
+# Generate k8s/components/monitoring/rules.yaml from deploy/monitoring; a test compares them. RUNBOOKS=https://…
+# is the address where docs/ is published, for the links in alerts.
 manifests: $(VENV)/.dev ## Generate k8s/components/monitoring from deploy/monitoring
 	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
 
-# Schemas of custom resources, locked by hash; without them the test of those is skipped.
+# Schemas of custom resources, locked by hash; without them, their test is skipped.
 crds: ## Install the schemas of custom resources
 	@npm ci --prefix tests/crds --ignore-scripts --no-audit --no-fund
 

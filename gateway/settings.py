@@ -58,206 +58,231 @@ class Settings(BaseSettings):
 
     triton_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         ("http://127.0.0.1:8000",),
-        description="The Triton replicas, separated by commas. gRPC and metrics are on 8001 and 8002 of the "
-        "same host unless the address says otherwise: http://127.0.0.1:9000?grpc=9001&metrics=9002. "
-        "dns+http://NAME:8000 stands for every address of a name, looked up again and again.",
+        description="Comma-separated URLs of the Triton replicas. gRPC and metrics are expected on ports "
+        "8001 and 8002 of the same host unless the URL sets others: "
+        "http://127.0.0.1:9000?grpc=9001&metrics=9002. dns+http://NAME:8000 stands for every "
+        "address that NAME resolves to; the name is resolved periodically.",
     )
     poll_interval_s: PositiveSeconds = Field(
-        0.5, le=60, description="How often every replica is looked at."
+        0.5, le=60, description="Interval between health probes of each replica."
     )
     dns_interval_s: PositiveSeconds = Field(
-        5.0, description="How often the names of dns+http:// are looked up."
+        5.0, description="Interval between DNS lookups of dns+http:// names."
     )
     models_file: Path | None = Field(
         None,
-        description="A YAML file of the models that must be served: models: [NAME, …]. They are kept loaded, "
-        "and /readyz waits for them.",
+        description="YAML file that declares the models that must be served: models: [NAME, …]. The gateway "
+        "keeps them loaded, and /readyz waits for them.",
     )
     ready_quorum: int = Field(
-        1, gt=0, description="On how many replicas a declared model must be ready for /readyz."
+        1,
+        gt=0,
+        description="Number of replicas on which each declared model must be ready for /readyz to succeed.",
     )
     state: str = Field(
         "",
-        description="Where it is kept what was loaded and unloaded by the API: file:///path/state.json, "
-        "redis://host:6379/0 when several gateways share it, memory:, or none: for several gateways that "
-        "share nothing, where only the models file says what is loaded. Empty: a file for this fleet in the "
-        "user's state folder (XDG_STATE_HOME); memory: for up.",
+        description="Where the gateway stores which models were loaded and unloaded through the API: "
+        "file:///path/state.json; redis://host:6379/0 if several gateways share the state; "
+        "memory:; or none: for several gateways that share no state, where only the models file "
+        "decides what is loaded. Empty: one file per fleet in the user's state directory "
+        "(XDG_STATE_HOME), or memory: for up.",
     )
     cancellable_models: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="Models whose inference stops in Triton when the client leaves or the deadline passes, "
-        "as globs separated by commas: llm-*,detector. They are asked over gRPC, which costs more than HTTP. "
-        "A model's config can say so itself: gateway.cancellable is true.",
+        description="Comma-separated glob patterns, such as llm-*,detector, of models whose inference is "
+        "cancelled in Triton when the client disconnects or the deadline expires. The gateway "
+        "calls these models over gRPC, which costs more than HTTP. A model's config can also "
+        "set gateway.cancellable to true.",
     )
-    load_timeout_s: PositiveSeconds = Field(300.0, description="How long a model's load may take.")
+    load_timeout_s: PositiveSeconds = Field(300.0, description="Timeout for loading a model.")
     triton_ca_file: Path | None = Field(
-        None, description="The authority that signed the certificates of https:// replicas."
+        None, description="CA certificate that signed the certificates of https:// replicas."
     )
     triton_cert_file: Path | None = Field(
-        None, description="The gateway's own certificate for replicas that ask for one (PEM)."
+        None,
+        description="Client certificate that the gateway presents to replicas that request one (PEM).",
     )
-    triton_key_file: Path | None = Field(None, description="The key of that certificate (PEM).")
+    triton_key_file: Path | None = Field(
+        None, description="Private key of that client certificate (PEM)."
+    )
     triton_restricted_api: SecretStr | None = Field(
         None,
-        description="The header and secret that the replicas' management APIs expect, KEY=SECRET, as in "
-        "Triton's --http-restricted-api=model-repository,shared-memory,logging,trace:KEY=SECRET and "
-        "--grpc-restricted-protocol. The gateway sends it with its own calls. Empty: none; up makes one.",
+        description="Header and secret that the replicas' management APIs require, KEY=SECRET, as in "
+        "Triton's --http-restricted-api=model-repository,shared-memory,logging,trace:KEY=SECRET "
+        "and --grpc-restricted-protocol. The gateway sends the header with its own calls. "
+        "Empty: no header; up generates a secret.",
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="Whose pages may call from a browser, separated by commas: https://app.example.com; "
-        "* for anybody's. None if empty.",
+        description="Comma-separated origins whose pages may call the gateway from a browser: "
+        "https://app.example.com; * allows every origin. Empty: none.",
     )
     keys_file: Path | None = Field(
         None,
-        description="A YAML file of the keys that open the gateway; triton-gateway key create writes it. "
-        "Without it inference is open to everybody, and administration to the gateway's own user on the "
-        "same machine.",
+        description="YAML file of the API keys; triton-gateway key create writes it. Without it, inference "
+        "is open to everyone, and administration to the gateway's own user on the same machine.",
     )
     local_admin: bool = Field(
         True,
-        description="Whether, without a keys file, programs of the gateway's own user on its own machine may "
-        "administer. false: nobody may.",
+        description="Whether, without a keys file, programs of the gateway's own user on the same machine "
+        "may administer. false: nobody may.",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="The hosts that a request may name in its Host header, separated by commas: "
-        "models.example.com,*.test; localhost always may, * is any. Empty: localhost alone where the "
-        "gateway listens on loopback and has no keys file, else any.",
+        description="Comma-separated values that the Host header may have: models.example.com,*.test; "
+        "localhost is always allowed, * allows any host. Empty: only localhost if the gateway "
+        "listens on loopback and has no keys file, otherwise any host.",
     )
     allow_model_upload: bool = Field(
         False,
-        description="Whether an administrator's load may bring a config and files, which Triton executes.",
+        description="Whether an administrator's load request may include a config and files, which Triton "
+        "executes.",
     )
     # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
     max_body_bytes: int = Field(
         64 << 20,
         gt=0,
         le=1 << 30,
-        description="The largest body of a request, as it comes and inflated; 1 GiB at most.",
+        description="Maximum size of a request body, as received and decompressed; 1 GiB at most.",
     )
     max_answer_bytes: int = Field(
         256 << 20,
         gt=0,
         lt=1 << 31,
-        description="The largest answer of a replica that /v1 holds as a whole, over HTTP and gRPC; a larger "
-        "one is 502. What passes through /v2 may be of any size.",
+        description="Maximum size of a replica's response that /v1 buffers, over HTTP and gRPC; a larger "
+        "response becomes a 502. Responses that pass through /v2 may have any size.",
     )
     max_bytes_in_flight: int = Field(
         0,
         ge=0,
-        description="The memory that the bodies and answers of requests may take together, in each process; "
-        "0 means a quarter of the memory limit, shared by the workers. The next request is 429.",
+        description="Memory that the bodies of requests and responses may use together in each process; 0 "
+        "means a quarter of the memory limit, divided among the workers. Further requests are "
+        "rejected with 429.",
     )
     max_image_pixels: int = Field(
         25_000_000,
         gt=0,
-        description="The most pixels of one image, and of all images of a request as its model takes them.",
+        description="Maximum number of pixels of one image, and of all images of a request at the size that "
+        "the model takes.",
     )
     max_pixels_in_flight: int = Field(
-        100_000_000, gt=0, description="The most pixels that are decoded at the same time."
+        100_000_000, gt=0, description="Maximum number of pixels that are decoded at the same time."
     )
     decode_threads: int = Field(
-        0, ge=0, description="Threads that decode images; 0 means one per core, four at most."
+        0,
+        ge=0,
+        description="Number of threads that decode images; 0 means one per core, four at most.",
     )
     max_inflight: int = Field(
-        2048, gt=0, description="Inferences that are served at a time, by each process."
+        2048, gt=0, description="Maximum number of concurrent inferences in each process."
     )
     max_model_inflight: int = Field(
-        0, ge=0, description="Those of one model; 0 means half of GATEWAY_MAX_INFLIGHT."
+        0,
+        ge=0,
+        description="Maximum number of concurrent inferences of one model; 0 means half of "
+        "GATEWAY_MAX_INFLIGHT.",
     )
     max_queue: int = Field(
-        512, ge=0, description="Inferences that may wait for a place; the next one is 429 at once."
+        512,
+        ge=0,
+        description="Maximum number of inferences in the admission queue; further ones are rejected with "
+        "429 at once.",
     )
     max_request_timeout_s: PositiveSeconds = Field(
-        300.0, description="The most that a client may ask for with X-Request-Timeout."
+        300.0, description="Maximum timeout that a client may set with X-Request-Timeout."
     )
     request_timeout_s: PositiveSeconds = Field(
         30.0,
         validate_default=True,
-        description="How long a request may take when the client does not say.",
+        description="Timeout of a request if the client sets none.",
     )
-    connect_timeout_s: PositiveSeconds = Field(
-        0.5, description="How long connecting to a replica may take."
-    )
+    connect_timeout_s: PositiveSeconds = Field(0.5, description="Timeout for connecting to a replica.")
     keep_alive_s: int = Field(
         75,
         gt=0,
         le=int(MAX_SETTING_S),
-        description="How long a client's connection may be idle, in seconds.",
+        description="Time after which an idle client connection is closed.",
     )
     max_header_bytes: int = Field(
         64 << 10,
         ge=1 << 10,
-        description="The largest header of a request, with its first line; and the largest trailers.",
+        description="Maximum size of a request's header, including the request line; also the maximum size "
+        "of its trailers.",
     )
-    max_header_fields: int = Field(100, ge=16, description="The most fields of a request's header.")
-    max_url_bytes: int = Field(8 << 10, ge=256, description="The longest URL of a request.")
+    max_header_fields: int = Field(
+        100, ge=16, description="Maximum number of header fields of a request."
+    )
+    max_url_bytes: int = Field(8 << 10, ge=256, description="Maximum length of a request's URL.")
     max_pipelined: int = Field(
         16,
         gt=0,
-        description="How many requests of one connection may wait for the answer of the one before; "
-        "what follows is read later.",
+        description="Maximum number of pipelined requests that wait for the previous response on one "
+        "connection; further ones are read later.",
     )
     header_timeout_s: PositiveSeconds = Field(
         10.0,
-        description="How long a request's header may take, and a new connection until its first one.",
+        description="Timeout for receiving a request's header, and for the first request on a new "
+        "connection.",
     )
     body_stall_s: PositiveSeconds = Field(
         10.0,
-        description="How far a request's body may fall behind GATEWAY_MIN_BYTES_PER_S before it is given up.",
+        description="How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is "
+        "aborted.",
     )
     write_timeout_s: PositiveSeconds = Field(
         30.0,
-        description="How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in taking its answer before "
-        "it is cut off.",
+        description="How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response "
+        "before it is disconnected.",
     )
     min_bytes_per_s: int = Field(
         1 << 10,
         gt=0,
-        description="How fast a request's body must come and its answer be taken, on average.",
+        description="Minimum average rate at which a client must send a request body and read a response.",
     )
     max_connections: int = Field(
         4096,
         gt=0,
-        description="The most connections of each process; fewer where it may not open as many files. "
-        "The next one is 503.",
+        description="Maximum number of connections of each process, or fewer if it may not open as many "
+        "files. Further connections are answered with 503.",
     )
     max_connections_per_client: int = Field(
-        1024, ge=0, description="Those of one address, or of one /64 of IPv6; 0 means any number."
+        1024,
+        ge=0,
+        description="Maximum number of connections of one IP address, or of one IPv6 /64 network; 0 means "
+        "no limit.",
     )
     tls_cert_file: Path | None = Field(
         None,
-        description="The certificate chain that makes the gateway speak HTTPS (PEM). It is read again when "
-        "it changes.",
+        description="Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it "
+        "changes.",
     )
     tls_key_file: Path | None = Field(
         None,
         validate_default=True,
-        description="The key of that certificate (PEM); empty when it is in the same file.",
+        description="Private key of that certificate (PEM); empty if it is in the same file.",
     )
     drain_s: NonNegativeSeconds = Field(
         10.0,
-        description="How long serve goes on after SIGTERM, saying at /readyz that it is not ready.",
+        description="How long serve keeps serving after SIGTERM while /readyz reports that it is not ready.",
     )
     shutdown_s: PositiveSeconds = Field(
         30.0,
-        description="How long running requests may then take before they are cut. Five seconds later the "
-        "process is ended, whatever it is doing.",
+        description="How long requests in progress may then take before they are aborted. Five seconds "
+        "later the process is terminated, whatever it is doing.",
     )
     page: bool = Field(
         True,
-        description="Whether / shows browsers the page with the fleet, a form for every model and live "
-        "numbers.",
+        description="Whether / serves browsers a page with the fleet, a form for every model and live "
+        "metrics.",
     )
     otlp_endpoint: str = Field(
         "",
-        description="Where traces are sent, as OTLP over HTTP: http://collector:4318. Empty: no traces. "
-        "Needs the extra triton-gateway[otel].",
+        description="OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. "
+        "Requires the extra triton-gateway[otel].",
     )
     log_level: LogLevel = Field(LogLevel.info, description="debug, info, warning or error.")
     log_format: LogFormat = Field(
-        LogFormat.console, description="console for people, json for one JSON object a line."
+        LogFormat.console, description="console for people, json for one JSON object per line."
     )
 
     @field_validator("request_timeout_s")

@@ -42,7 +42,7 @@ def test_the_document_has_exactly_these_rows() -> None:
         heading: re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.M)
         for heading, section in sections.items()
     }
-    header = [("what happens", "what becomes of it")]
+    header = [("fault", "outcome")]
     assert documented == {
         heading: header + [(row.fault, row.outcome) for row in rows]
         for heading, rows in ROWS.items()

@@ -1,4 +1,4 @@
-"""What the gateway survives, row by row, and the tests that show it: `make faults` runs them all."""
+"""Faults, their expected outcomes and the tests that show them; `make faults` runs these tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """What happens, what the gateway makes of it, and the tests that show it, by their files below tests/."""
+    """A fault, its expected outcome, and the tests that show it, by their files below tests/."""
 
     fault: str
     outcome: str
@@ -22,8 +22,8 @@ class Row(NamedTuple):
 TRITON = (
     Row(
         "the only Triton is killed under load",
-        "502 or 503 for what was under way, then 503 with `Retry-After` within 10 ms; `/readyz` "
-        "503, `/livez` 200; served again within 2 s of its return",
+        "502 or 503 for requests in progress, then 503 with `Retry-After` within 10 ms; `/readyz` "
+        "returns 503, `/livez` 200; requests are served again within 2 s of its return",
         {
             "faults/test_triton_faults": [
                 "killing_the_only_triton_under_load_gives_503_until_it_is_back"
@@ -36,7 +36,7 @@ TRITON = (
     ),
     Row(
         "one of three Tritons is killed under load",
-        "only what it was working on fails; its models come back with it",
+        "only its requests in progress fail; its models are loaded again when it is back",
         {
             "system/test_fleet_failures": [
                 "one_of_three_killed_costs_only_the_requests_that_it_had_and_comes_back"
@@ -44,8 +44,9 @@ TRITON = (
         },
     ),
     Row(
-        "a Triton accepts requests and never answers",
-        "504 at the deadline for those it had, then it is left alone; the others do not notice",
+        "a Triton accepts requests and never responds",
+        "its requests in progress time out with 504, then it is ejected; other replicas are not "
+        "affected",
         {
             "system/test_fleet_failures": ["one_of_three_that_never_answers_is_left_alone"],
             "faults/test_upstream": [
@@ -57,8 +58,8 @@ TRITON = (
         },
     ),
     Row(
-        "a Triton cannot be connected to: refused, swallowed, reset",
-        "another one answers, at most 0.5 s later",
+        "a Triton cannot be connected to: refused, dropped, reset",
+        "another replica responds, at most 0.5 s later",
         {
             "faults/test_upstream": [
                 "a_replica_that_cannot_be_reached_costs_the_connect_timeout_and_then_nothing"
@@ -71,7 +72,7 @@ TRITON = (
     ),
     Row(
         "a Triton becomes 500 ms slower than the others",
-        "it gets at most a quarter of its share",
+        "it receives at most a quarter of its share",
         {
             "faults/test_upstream": ["a_replica_that_is_500_ms_slower_gets_a_quarter_of_its_share"],
             "integration/test_fleet_simulation": [
@@ -80,9 +81,9 @@ TRITON = (
         },
     ),
     Row(
-        "an answer is garbage, cut short, of a wrong length, or followed by another",
-        "502, or an answer that is visibly cut where it had begun; its connection is not used "
-        "again, and nobody gets another's answer",
+        "a response is garbage, truncated, of the wrong length, or followed by another one",
+        "502, or a visibly truncated response if it had already started; its connection is not "
+        "reused, and no client receives another client's response",
         {
             "faults/test_upstream": [
                 "a_spoilt_answer_is_502_or_cut_and_its_connection_is_not_used_again",
@@ -94,16 +95,16 @@ TRITON = (
         },
     ),
     Row(
-        "an answer comes byte by byte",
-        "it is passed on byte for byte",
+        "a response arrives byte by byte",
+        "it is forwarded byte for byte",
         {
             "faults/test_upstream": ["an_answer_in_pieces_is_right_byte_for_byte"],
             "unit/test_http": ["an_answer_is_read_the_same_wherever_it_is_cut"],
         },
     ),
     Row(
-        "Triton closes an idle connection as it is used again",
-        "200 or 502; nothing runs twice",
+        "Triton closes an idle connection while it is being reused",
+        "200 or 502; no request runs twice",
         {
             "faults/test_upstream": ["a_connection_that_closes_as_it_is_reused_runs_nothing_twice"],
             "unit/test_http": [
@@ -113,7 +114,7 @@ TRITON = (
     ),
     Row(
         "a model's queue in Triton is full",
-        "429 with `Retry-After`; other models are served as before",
+        "429 with `Retry-After`; other models are not affected",
         {
             "faults/test_triton_faults": [
                 "a_full_queue_of_a_model_is_429_and_other_models_are_served"
@@ -121,8 +122,8 @@ TRITON = (
         },
     ),
     Row(
-        "a model is unloaded behind the gateway's back",
-        "503 within 1 s, or another Triton that has it; other models are served",
+        "a model is unloaded without the gateway's knowledge",
+        "503 within 1 s, or the response of another Triton that has it; other models are not affected",
         {
             "faults/test_triton_faults": [
                 "a_model_unloaded_behind_the_gateways_back_is_503_and_others_are_served"
@@ -133,12 +134,12 @@ TRITON = (
     ),
     Row(
         "a model takes long to load",
-        "other models are served at their usual pace",
+        "other models are served at their usual speed",
         {"system/test_fleet_models": ["a_slow_load_disturbs_no_other_model"]},
     ),
     Row(
-        "a load fails: a bad config, no version, an exception at the start",
-        "422 with Triton's reason, without its paths; the version that served goes on",
+        "a load fails: an invalid config, no version, an exception at startup",
+        "422 with Triton's reason, without its paths; the loaded version keeps serving",
         {
             "faults/test_triton_faults": [
                 "a_load_that_fails_is_422_without_secrets_and_the_version_that_served_goes_on"
@@ -149,8 +150,8 @@ TRITON = (
         },
     ),
     Row(
-        "fifty loads and unloads of one model at once",
-        "one after the other; the last one counts",
+        "fifty concurrent loads and unloads of one model",
+        "they run one after another; the last one takes effect",
         {
             "system/test_fleet_models": ["fifty_calls_for_one_model_end_as_the_last_of_them_says"],
             "integration/test_fleet_simulation": [
@@ -160,7 +161,8 @@ TRITON = (
     ),
     Row(
         "a load reaches two of three Tritons",
-        "502 that says where; asked only there; made up for within 15 s",
+        "502 with a report per replica; requests go only to those two; the load is completed within "
+        "15 s",
         {
             "system/test_fleet_models": [
                 "a_load_that_fails_on_one_replica_is_reported_routed_around_and_made_good"
@@ -172,13 +174,13 @@ TRITON = (
     ),
     Row(
         "a model is replaced by one of another shape",
-        "its new shape holds at once, or from the first answer that contradicts; nothing is "
-        "reshaped",
+        "the new shape applies at once, or from the first response that contradicts the old one; "
+        "nothing is reshaped",
         {"integration/test_models": ["a_model_replaced_by_one_of_another_shape_is_seen"]},
     ),
     Row(
         "a Triton's metrics page hangs or is garbage",
-        "the page is whole within 2 s without its samples, and says that it is down",
+        "`/metrics` is complete within 2 s without its samples, and reports it as down",
         {
             "integration/test_metrics_page": [
                 "a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_samples"
@@ -186,8 +188,8 @@ TRITON = (
         },
     ),
     Row(
-        "an answer is well-formed HTTP, and no answer of a Triton: JSON of other types, shapes and names",
-        "502; 200 where it can be read",
+        "a response is valid HTTP but not a Triton response: JSON of other types, shapes and names",
+        "502, or 200 if it can be read",
         {
             "faults/test_replica_answers": [
                 "an_inference_that_cannot_be_read_is_502",
@@ -197,9 +199,8 @@ TRITON = (
         },
     ),
     Row(
-        "an answer has no end, or is larger than may be held",
-        "502 from `/v1`, and no more than `GATEWAY_MAX_ANSWER_BYTES` in memory; `/v2` passes it on as "
-        "it comes",
+        "a response does not end, or is larger than the limit",
+        "502 from `/v1`, with at most `GATEWAY_MAX_ANSWER_BYTES` in memory; `/v2` streams it",
         {
             "faults/test_replica_answers": ["an_answer_without_an_end_is_502_and_not_kept"],
             "faults/test_shield": [
@@ -209,8 +210,8 @@ TRITON = (
         },
     ),
     Row(
-        "DNS has new addresses, none, or an error",
-        "new ones are used at the next look; else the last good ones stay",
+        "DNS returns new addresses, none, or an error",
+        "new addresses are used from the next lookup on; otherwise the last known ones are kept",
         {
             "integration/test_fleet_simulation": [
                 "a_name_that_cannot_be_looked_up_keeps_what_it_stood_for",
@@ -224,8 +225,8 @@ TRITON = (
 
 OURSELVES = (
     Row(
-        "SIGTERM under load, restarts one after the other",
-        "`/readyz` 503 first, then what is under way ends; no request fails",
+        "SIGTERM under load, rolling restarts",
+        "`/readyz` returns 503 first, then requests in progress finish; no request fails",
         {
             "system/test_shutdown": [
                 "it_says_that_it_is_not_ready_finishes_what_it_has_and_ends_with_0"
@@ -237,7 +238,7 @@ OURSELVES = (
     ),
     Row(
         "a worker process is killed",
-        "the others serve, it is replaced, and what it was doing is not counted any more",
+        "the other workers serve, it is replaced, and its requests in progress are no longer counted",
         {
             "system/test_workers": ["a_killed_worker_is_replaced_while_the_other_serves"],
             "faults/test_gateway_faults": [
@@ -247,8 +248,8 @@ OURSELVES = (
     ),
     Row(
         "32 images of 25 megapixels at once",
-        "all are answered; 99 of 100 `/livez` within 100 ms, and no more than 100 megapixels in "
-        "memory",
+        "all are answered; 99 of 100 `/livez` requests take less than 100 ms, and at most 100 "
+        "megapixels are in memory",
         {
             "faults/test_gateway_faults": [
                 "thirty_two_images_of_25_megapixels_do_not_hold_up_the_loop"
@@ -258,12 +259,13 @@ OURSELVES = (
     ),
     Row(
         "no file descriptors are left",
-        "connections are shed without spinning, and taken again afterwards",
+        "connections are rejected without busy-waiting, and accepted again afterwards",
         {"integration/test_serve_process": ["it_sheds_and_recovers_when_there_are_no_descriptors"]},
     ),
     Row(
         "the state file is damaged, cannot be written, or its disk is full",
-        "a sentence at the start; later the change is 503, and nothing that was kept is lost",
+        "an error message at startup; later, the change is rejected with 503, and no stored state "
+        "is lost",
         {
             "faults/test_gateway_faults": [
                 "a_state_that_cannot_be_read_ends_the_start_with_a_sentence",
@@ -281,7 +283,7 @@ OURSELVES = (
     ),
     Row(
         "Redis goes away and comes back",
-        "serving goes on as last known; changes are 503 meanwhile",
+        "serving continues with the last known state; changes are rejected with 503 meanwhile",
         {
             "system/test_fleet_state": ["two_gateways_share_their_wishes_in_redis"],
             "integration/test_state_redis": [
@@ -295,8 +297,8 @@ OURSELVES = (
     ),
     Row(
         "a gateway, Redis or a Triton is killed or paused while models are loaded and unloaded",
-        "within 15 s every Triton serves what was asked for last, every gateway says so, and nothing "
-        "changes back and forth; the other models are served",
+        "within 15 s every Triton serves what was requested last, every gateway reports it, and "
+        "nothing flaps; other models are not affected",
         {
             "system/test_fleet_random": [
                 "a_fleet_of_two_gateways_comes_to_rest_whatever_happens",
@@ -305,9 +307,9 @@ OURSELVES = (
         },
     ),
     Row(
-        "a gateway ends in the midst of a load, or a Triton misses one",
-        "the gateway that leads finishes it, also after a restart; an older version that is ready there "
-        "does not count",
+        "a gateway exits in the middle of a load, or a Triton misses one",
+        "the leading gateway finishes it, also after a restart; an older version that is ready "
+        "there does not count",
         {
             "integration/test_fleet_simulation": [
                 "a_load_that_a_replica_missed_is_made_good",
@@ -317,8 +319,8 @@ OURSELVES = (
         },
     ),
     Row(
-        "a misspelt or slow model is added to the models file",
-        "every gateway stays ready, and says that it is pending",
+        "a misspelled or slow model is added to the models file",
+        "every gateway stays ready and reports the model as pending",
         {
             "integration/test_fleet_simulation": [
                 "what_is_declared_while_the_gateway_runs_counts_once_it_was_ready"
@@ -326,8 +328,8 @@ OURSELVES = (
         },
     ),
     Row(
-        "the clock is set back or forward by an hour, here or in Redis",
-        "no key is locked out, and each has its requests per second as before",
+        "the clock is set back or forward by an hour, on the gateway or in Redis",
+        "no key is locked out, and all rate limits stay the same",
         {
             "unit/test_rate_clock": ["the_time_of_day_may_be_set_and_locks_nobody_out"],
             "integration/test_rate_clock": [
@@ -338,8 +340,8 @@ OURSELVES = (
     ),
     Row(
         "standard error is a pipe that nobody reads",
-        "requests are served as before; lines are dropped, counted, and said to be missing; the end "
-        "comes in time",
+        "requests are served as before; log lines are dropped, counted and reported as missing; the "
+        "gateway exits in time",
         {
             "integration/test_log_queue": [
                 "every_request_is_answered_and_what_is_missing_of_the_log_is_said",
@@ -350,9 +352,9 @@ OURSELVES = (
         },
     ),
     Row(
-        "a disk hangs, or a thread or the event loop, when the gateway is to end",
-        "it ends when `GATEWAY_DRAIN_S` and `GATEWAY_SHUTDOWN_S` are over, 5 s later at the latest, and "
-        "says so",
+        "a disk, a thread or the event loop hangs during shutdown",
+        "the gateway exits when `GATEWAY_DRAIN_S` and `GATEWAY_SHUTDOWN_S` are over, at most 5 s "
+        "later, and logs it",
         {
             "system/test_shutdown_deadline": [
                 "a_disk_that_hangs_is_left_behind",
@@ -363,13 +365,13 @@ OURSELVES = (
     ),
     Row(
         "two and ten times as many requests as can be served",
-        "at least 90 and 80 % of what can be served is; the others are refused within "
-        "milliseconds; as before 5 s later",
+        "at least 90 and 80 % of the capacity is still served; the others are rejected within "
+        "milliseconds; normal operation 5 s later",
         {"faults/test_load": ["more_than_its_capacity_costs_it_none_of_it"]},
     ),
     Row(
         "5,000 idle connections",
-        "at most 100 MiB, and nobody else notices",
+        "at most 100 MiB; other clients are not affected",
         {
             "faults/test_load": [
                 "five_thousand_idle_connections_cost_little_and_nobody_else_anything"
@@ -378,12 +380,12 @@ OURSELVES = (
     ),
     Row(
         "requests of all kinds for a long time",
-        "less than 1 MiB more per 10,000; as many descriptors and threads as before",
+        "memory grows by less than 1 MiB per 10,000; file descriptors and threads do not grow",
         {"faults/test_load": ["ten_thousand_requests_of_all_kinds_leave_nothing_behind"]},
     ),
     Row(
-        "a client leaves",
-        "its place is free within 200 ms, and its request to Triton is closed",
+        "a client disconnects",
+        "its concurrency slot is free within 200 ms, and its upstream request is closed",
         {
             "faults/test_gateway_faults": [
                 "a_client_that_leaves_frees_its_place",
@@ -397,8 +399,8 @@ OURSELVES = (
         },
     ),
     Row(
-        "a client does not read its answer",
-        "it is cut off after 30 s; memory stays bounded",
+        "a client does not read its response",
+        "it is disconnected after 30 s; memory stays bounded",
         {
             "unit/test_deadlines": [
                 "a_client_that_never_reads_is_cut_off",
@@ -412,7 +414,7 @@ OURSELVES = (
 
 BAD_INPUT = (
     Row(
-        "bodies over the limit, with a length or in chunks",
+        "bodies over the limit, with a length or chunked",
         "413, before the body is read or at the limit",
         {
             "integration/test_infer": [
@@ -425,7 +427,7 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "lengths that are none, several, or beside chunks; no Host, two",
+        "invalid or several lengths, or a length with chunks; no `Host` header, or two",
         "400, and the connection is closed",
         {
             "unit/test_hardening": ["what_could_be_read_in_two_ways_is_refused"],
@@ -434,7 +436,7 @@ BAD_INPUT = (
     ),
     Row(
         "headers of 1 MB, 5,000 fields, a URL of 60 KB",
-        "431 or 414 while they come, without filling memory",
+        "431 or 414 while they arrive, with bounded memory",
         {
             "unit/test_hardening": [
                 "what_is_too_large_is_refused_while_it_comes",
@@ -444,7 +446,7 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "JSON with NaN, 1e999, half a surrogate, bad UTF-8, a depth of 100,000, an integer of "
+        "JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an integer of "
         "5,000 digits",
         "400; never 500",
         {
@@ -455,15 +457,15 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "forms cut short or of 2,000 fields, a file called ../../etc/passwd",
-        "400 or 413; a file name is only a name",
+        "forms that are truncated or have 2,000 fields, a file called ../../etc/passwd",
+        "400 or 413; a file name is never used as a path",
         {
             "integration/test_infer": ["a_form_that_is_none", "a_file_name_is_only_a_name"],
             "integration/test_demo": ["a_large_form_leaves_no_file"],
         },
     ),
     Row(
-        "images that are none, cut, of another format, or claim 13,000 × 13,000 pixels",
+        "images that are invalid, truncated, of another format, or claim 13,000 × 13,000 pixels",
         "422, or 413 before a pixel is decoded",
         {
             "integration/test_images": ["an_image_that_is_none"],
@@ -472,8 +474,8 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "CMYK, palettes with transparency, 16 bits of grey, turned by EXIF",
-        "the picture that a person sees",
+        "CMYK, palettes with transparency, 16-bit grayscale, EXIF orientation",
+        "decoded to the image that a person sees",
         {
             "integration/test_images": [
                 "cmyk_grey_and_black_and_white",
@@ -485,7 +487,7 @@ BAD_INPUT = (
     ),
     Row(
         "NumPy files with pickles, or that claim 10 GB",
-        "400, or 413 for an archive that inflates beyond the limit",
+        "400, or 413 for an archive that decompresses beyond the limit",
         {
             "integration/test_infer": [
                 "pickles_are_not_taken",
@@ -496,10 +498,10 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "images, NumPy files, archives and forms that contradict themselves, or say little and would "
-        "cost much",
-        "a 4xx with the reason, before a library reads them; metadata is not read; others are "
-        "answered meanwhile",
+        "images, NumPy files, archives and forms that contradict themselves, or are small but "
+        "expensive to decode",
+        "a 4xx with the reason, before a library reads them; metadata is not read; other requests "
+        "are served meanwhile",
         {
             "faults/test_hostile_files": [
                 "a_hostile_file_is_refused_or_served_while_others_are_answered",
@@ -529,19 +531,19 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "headers, texts, values and files that a parser could look at again and again",
-        "the cost is in proportion to the length, whatever they hold",
+        "headers, texts, values and files that make a parser rescan its input",
+        "the cost is linear in the length, whatever they contain",
         {"unit/test_linear_cost": ["the_cost_is_linear"]},
     ),
     Row(
         "texts that are empty, of 1 MB, with NUL, combining marks, emoji",
-        "they arrive as they are",
+        "they arrive unchanged",
         {"integration/test_infer": ["texts_pass_as_utf8", "bytes_pass_as_they_are"]},
     ),
     Row(
-        "tensors with missing, unknown or doubled inputs, ragged, of a wrong type, count, range "
+        "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count, range "
         "or batch",
-        "422 with the input's name, what it takes and what came; never changed silently",
+        "422 with the input's name, what was expected and what was received; never changed silently",
         {
             "integration/test_infer": [
                 "a_value_that_does_not_fit_is_named",
@@ -556,8 +558,8 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "names with ../, %00, CR and LF, of 300 characters; versions that are none",
-        "404, and Triton is not asked for anything else",
+        "names with ../, %00, CR and LF, of 300 characters; invalid versions",
+        "404, and nothing else is requested from Triton",
         {
             "integration/test_infer": ["a_name_that_is_none_is_404"],
             "integration/test_demo": ["an_unknown_version_is_404"],
@@ -566,7 +568,7 @@ BAD_INPUT = (
     ),
     Row(
         "deadlines of 0, −1, `abc`, 1e9 s",
-        "400; one that is too long is shortened",
+        "400; a deadline that is too long is clamped",
         {
             "integration/test_infer": [
                 "a_deadline_that_cannot_be_is_400",
@@ -575,13 +577,13 @@ BAD_INPUT = (
         },
     ),
     Row(
-        "an `Accept` that nothing satisfies",
+        "an `Accept` header that nothing satisfies",
         "406",
         {"integration/test_infer": ["an_accept_that_nothing_satisfies_is_406"]},
     ),
     Row(
-        "gzip that is none, or 10 MB of it that inflate to 10 GB",
-        "400; 413 at the limit, and no more than that in memory",
+        "invalid gzip, or 10 MB of gzip that decompress to 10 GB",
+        "400; 413 at the limit, with no more than that in memory",
         {
             "integration/test_infer": ["a_compressed_body_that_is_none_is_400_and_a_bomb_413"],
             "faults/test_bad_input": ["ten_gigabytes_in_ten_megabytes_are_413_and_never_in_memory"],
@@ -607,7 +609,7 @@ ATTACKS = (
         },
     ),
     Row(
-        "requests smuggled through nginx, in upgrades, in trailers",
+        "request smuggling through nginx, in upgrades, in trailers",
         "nginx and the gateway count the same requests",
         {
             "integration/test_nginx": ["nginx_and_the_server_count_the_same_requests"],
@@ -620,7 +622,7 @@ ATTACKS = (
     ),
     Row(
         "65,537 chunks of six bytes, JSON with 100,000 keys",
-        "little work, and little in the answer",
+        "little CPU time and a small response",
         {
             "faults/test_bad_input": [
                 "65_537_chunks_of_six_bytes_are_a_body",
@@ -629,9 +631,10 @@ ATTACKS = (
         },
     ),
     Row(
-        "what ends a Triton, or keeps it busy for minutes: a form's type, lengths and weights in headers, "
-        "small chunks, compressed bodies that it refuses, keys",
-        "400, or taken out on the way; Triton goes on, and what is like it passes",
+        "requests that crash a Triton or keep it busy for minutes: a form content type, lengths and "
+        "weights in headers, small chunks, compressed bodies that it rejects, JSON keys",
+        "400, or sanitized before forwarding; Triton keeps running, and similar harmless requests "
+        "pass",
         {
             "faults/test_shield": [
                 "a_forms_type_is_never_sent_on",
@@ -654,7 +657,7 @@ ATTACKS = (
         },
     ),
     Row(
-        "250 KiB made to be costly to look through",
+        "250 KiB made to be expensive to inspect",
         "milliseconds; the cost is linear in the bytes, whatever they are",
         {
             "faults/test_shield": ["a_hostile_body_costs_the_gateway_milliseconds"],
@@ -667,7 +670,7 @@ ATTACKS = (
     ),
     Row(
         "names and versions that another server would decode into another path",
-        "404, and Triton is not asked",
+        "404, and Triton is not called",
         {
             "faults/test_shield": [
                 "what_is_no_version_reaches_nobody",
@@ -677,8 +680,8 @@ ATTACKS = (
         },
     ),
     Row(
-        "a model or a replica answers pages, cookies, redirections",
-        "they run no script, and change nothing in a browser",
+        "a model or a replica returns pages, cookies, redirects",
+        "they run no script and change nothing in a browser",
         {
             "faults/test_shield": [
                 "an_answer_changes_nothing_in_a_browser",
@@ -687,13 +690,13 @@ ATTACKS = (
         },
     ),
     Row(
-        "any bytes at all",
-        "an answer that is whole, or a refusal; no hanging",
+        "arbitrary bytes",
+        "a complete response or a rejection; no hang",
         {"unit/test_hardening": ["no_bytes_make_it_hang_or_fail_or_tear_an_answer"]},
     ),
     Row(
-        "more connections than are taken, from one client or many",
-        "503 at once; health can still be asked",
+        "more connections than allowed, from one client or many",
+        "503 at once; health endpoints still respond",
         {
             "unit/test_hardening": [
                 "one_connection_too_many_is_refused_and_health_can_still_be_asked",
@@ -702,7 +705,7 @@ ATTACKS = (
         },
     ),
     Row(
-        "a load that brings code, without the right to",
+        "a load that includes code, without permission",
         "403; it never reaches Triton",
         {
             "integration/test_auth": [
@@ -714,8 +717,9 @@ ATTACKS = (
         },
     ),
     Row(
-        "a proxy on the gateway's machine passes on administration, saying who asks or not",
-        "403; so it is for another user of the machine",
+        "a proxy on the gateway's machine forwards administrative calls, whether it names the "
+        "client or not",
+        "403; the same for another user of the machine",
         {
             "integration/test_local_admin": [
                 "what_a_proxy_passes_on_is_nobodys_here",
@@ -727,8 +731,8 @@ ATTACKS = (
         },
     ),
     Row(
-        "a web page has its name stand for 127.0.0.1 (DNS rebinding)",
-        "403 for all that it asks of a gateway on loopback without keys",
+        "a web page resolves its own name to 127.0.0.1 (DNS rebinding)",
+        "403 for all its requests to a gateway on loopback without keys",
         {
             "integration/test_local_admin": [
                 "a_name_that_was_made_to_stand_for_this_machine_reads_and_infers_nothing",
@@ -738,7 +742,7 @@ ATTACKS = (
     ),
     Row(
         "somebody writes code into the state, in its file or in Redis",
-        "ignored, with a warning that names the model, unless uploading is allowed",
+        "ignored, with a warning that names the model, unless uploads are allowed",
         {
             "integration/test_desired_state": [
                 "code_in_the_state_is_not_run_and_the_model_is_named"
@@ -749,8 +753,8 @@ ATTACKS = (
         },
     ),
     Row(
-        "a web page asks the embedded Triton itself to load code",
-        "403; only the gateway has the secret that each start makes",
+        "a web page asks the embedded Triton directly to load code",
+        "403; only the gateway has the secret, which every start generates",
         {
             "system/test_embedded_secret": [
                 "a_page_or_another_user_manages_nothing_and_the_gateway_does",
@@ -760,8 +764,9 @@ ATTACKS = (
         },
     ),
     Row(
-        "no key, another role's, one cut by a character, one that is revoked in use",
-        "401 or 403; a revoked one from the next look at the file",
+        "no key, a key of another role, a key that lacks a character, a key that is revoked while "
+        "in use",
+        "401 or 403; a revoked key from the next reload of the file on",
         {
             "integration/test_auth": [
                 "each_role_may_do_what_it_is_for",
@@ -773,7 +778,7 @@ ATTACKS = (
     ),
     Row(
         "a model outside the key's patterns, however it is spelled",
-        "404, as if there were none",
+        "404, as if it did not exist",
         {
             "integration/test_auth": [
                 "a_model_that_the_key_does_not_see_is_as_unknown_as_one_that_is_not",
@@ -783,22 +788,22 @@ ATTACKS = (
     ),
     Row(
         "shared memory of the machine, however it is spelled",
-        "403, or the answer of a Triton that has none registered; it never reaches Triton",
+        "403, or the response of a Triton that has none registered; it never reaches Triton",
         {"integration/test_v2": ["shared_memory_never_reaches_triton_however_it_is_spelled"]},
     ),
     Row(
         "`X-Forwarded-For` against the rate limits",
-        "it changes nothing",
+        "no effect",
         {"integration/test_rates": ["whom_a_proxy_says_it_asks_for_changes_nothing"]},
     ),
     Row(
-        "CR, LF and escape sequences in paths, names and request ids",
+        "CR, LF and escape sequences in paths, names and request IDs",
         "one line in the log, escaped",
         {"integration/test_observability": ["nothing_that_a_client_writes_ends_a_line"]},
     ),
     Row(
-        "a model, a Triton or a gateway whose words speak to the terminal",
-        "escaped in all that `up`, the log and the command line print",
+        "terminal control sequences in the output of a model, a Triton or a gateway",
+        "escaped in everything that `up`, the log and the command line print",
         {
             "system/test_terminal_escapes": [
                 "what_models_and_triton_say_is_escaped",
@@ -813,11 +818,11 @@ ATTACKS = (
     ),
     Row(
         "thousands of unknown model names",
-        "not one more series of metrics",
+        "no additional metric series",
         {"integration/test_observability": ["unknown_names_add_no_series"]},
     ),
     Row(
-        "keys in requests that fail, `Connection` headers that name the key's",
+        "keys in requests that fail, `Connection` headers that name the key's header",
         "no key in logs, metrics, traces and errors, nor at Triton",
         {
             "integration/test_auth": [
@@ -829,7 +834,7 @@ ATTACKS = (
     ),
     Row(
         "exceptions provoked in a model",
-        "their reason without paths, stacks, addresses and names of shared memory",
+        "their reason without paths, stack traces, addresses and shared memory names",
         {
             "integration/test_infer": ["an_exception_in_a_model_tells_its_reason_and_nothing_else"],
             "integration/test_v2": ["an_error_after_events_tells_nothing_of_the_inside"],
@@ -837,10 +842,10 @@ ATTACKS = (
         },
     ),
     Row(
-        "requests that once stopped everything: unfinished shapes, archives that inflate, images of "
-        "fill bytes or thousands of scans, 100,000 keys, long content types",
-        "4xx, or 503 at the deadline; meanwhile 99 of 100 `/livez` within 100 ms, and 99 of 100 "
-        "inferences with another model within 20 ms, or three times the usual",
+        "requests that once blocked the whole process: unfinished shapes, archives that decompress, "
+        "images of fill bytes or thousands of scans, 100,000 keys, long content types",
+        "4xx, or 503 at the deadline; meanwhile 99 of 100 `/livez` requests take less than 100 ms, "
+        "and 99 of 100 inferences with another model less than 20 ms, or three times the usual",
         {
             "faults/test_stalls": [
                 "a_hostile_request_is_refused_and_the_next_one_served",
@@ -849,8 +854,8 @@ ATTACKS = (
         },
     ),
     Row(
-        "callers of a model that can be cancelled leave at any moment, fifty thousand times",
-        "what is short ends by itself, the rest is cancelled 0.1 to 0.6 s later; Triton goes on",
+        "callers of a cancellable model disconnect at any moment, fifty thousand times",
+        "short inferences finish, the others are cancelled 0.1 to 0.6 s later; Triton keeps running",
         {
             "integration/test_cancellation": [
                 "tritonserver_outlives_fifty_thousand_that_leave_at_any_moment"
