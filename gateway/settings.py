@@ -196,7 +196,9 @@ class Settings(BaseSettings):
         validate_default=True,
         description="Timeout of a request if the client sets none.",
     )
-    connect_timeout_s: PositiveSeconds = Field(0.5, description="Timeout for connecting to a replica.")
+    connect_timeout_s: PositiveSeconds = Field(
+        0.5, description="Timeout for connecting to a replica."
+    )
     keep_alive_s: int = Field(
         75,
         gt=0,

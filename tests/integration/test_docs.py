@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -55,10 +56,20 @@ def test_every_setting_is_documented_and_no_other() -> None:
     assert documented == {name: field.description for name, field in Settings.model_fields.items()}
 
 
+def heading_anchors(path: Path) -> set[str]:
+    """Return the anchors of a Markdown file's headings, as GitHub derives them."""
+    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in titles)
+    return {text.replace(" ", "-") for text in words}
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in [*DOCUMENTS, *READMES]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path}: {target}"
+    for path in [*DOCUMENTS, *READMES, *ROOT.glob("*.md")]:
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text()):
+            found = path.parent / target if target else path
+            assert found.exists(), f"{path}: {target}"
+            assert not anchor or anchor in heading_anchors(found), f"{path}: {target}#{anchor}"
 
 
 def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None:
