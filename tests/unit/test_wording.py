@@ -1,0 +1,83 @@
+"""Names and sentences of the code stay standard: one name per thing, and plain English in messages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tests.support.servers import ROOT
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DOCUMENTED = (ast.Module, *DEFINITIONS)
+ENTRY_POINT = "main"
+# How a docstring does not begin: with a verb in the third person or a noun phrase it says what a thing is.
+OPENERS = re.compile(
+    r"(what|whom?|whether|how|which|where|why|whose|who(ever)?|of|as|for|with|by|until|in|after|on|from|that|those)\b",
+    re.IGNORECASE,
+)
+# Phrases that read as riddles in a message, each with the usual words for it.
+PHRASES = {
+    r"\bnobody\b": "no response from, connection refused",
+    r"\bwhoever\b|\bwho (asks|leaves|comes|goes)\b": "the client, the caller",
+    r"\b(is|are) no (?!longer)\w": "is not a, is not a valid",
+    r"\bthere (is|are) none\b": "not found, not set",
+    r"\b(is|are) gone\b": "was removed, has exited",
+    r"\bas (it|they) (was|were)\b": "unchanged",
+    r"\bwhat (came|comes|is asked)\b": "got, received, the request",
+    r"\bnot any ?more\b": "no longer",
+    r"\btakes (no|neither)\b": "does not accept",
+    r"\bmeant\?": "did you mean",
+    r"\bmay not bring\b": "must not contain",
+    r"\bcan(not)? be had\b": "is (not) available",
+    r"\bwas asked\b": "was requested",
+}
+
+
+def package() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted((ROOT / "gateway").rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def test_a_public_name_is_defined_once() -> None:
+    places = defaultdict(list)
+    for path, tree in package():
+        for node in tree.body:
+            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    assert {n: p for n, p in places.items() if len(p) > 1 and n != ENTRY_POINT} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    openers = [
+        f"{path}: {doc.splitlines()[0]}"
+        for path, tree in package()
+        for node in ast.walk(tree)
+        if isinstance(node, DOCUMENTED) and (doc := ast.get_docstring(node)) and OPENERS.match(doc)
+    ]
+    assert not openers
+
+
+def messages(tree: ast.Module) -> Iterator[str]:
+    """Yield every string of a module but docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in docstrings:
+                yield node.value
+
+
+def test_messages_use_the_usual_words() -> None:
+    riddles = [
+        f"{path}: {text!r}; better: {usual}"
+        for path, tree in package()
+        for text in messages(tree)
+        for phrase, usual in PHRASES.items()
+        if re.search(phrase, text)
+    ]
+    assert not riddles
