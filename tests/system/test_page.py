@@ -5,6 +5,7 @@ The tests in the browser need chromium and chromium-driver; `make page` runs thi
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -13,11 +14,14 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from gateway.state.desired import DesiredModel
+from gateway.state.store import open_state_store
 from tests.support import browser
 from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import MODELS, TICKING, Model, Names, write_repository
@@ -381,6 +385,23 @@ def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
     page.all(buttons)[0].click()
     assert "READY" in page.see("#report", "is loaded on every replica")
     page.find(f"{buttons}:nth-of-type(2):enabled")
+
+
+@needs_browser
+def test_a_model_that_is_to_be_loaded_and_is_nowhere_is_shown_and_can_be_given_up(
+    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
+) -> None:
+    state = f"file://{tmp_path}/state.json"
+    asyncio.run(open_state_store(state).set_desired_model("lost", DesiredModel(True)))
+    with gateway_before(triton[0], state=state) as client:
+        page.open(str(client.base_url), "#fleet")
+        row = '#models tr[data-key="lost"]'
+        page.see(row, "not loaded, to be loaded")
+        page.click(f"{row} button:nth-of-type(2):enabled")
+        page.see("#unload-dialog", "lost")
+        page.click("#unload-form button.main")
+        page.see("#report", "is unloaded on every replica")
+        page.until(lambda: not page.all(row), "the row of a model that nobody wants to go")
 
 
 @needs_browser

@@ -67,9 +67,8 @@ def messages(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docstrings:
-                yield node.value
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield str(node.value)
 
 
 def test_messages_use_the_usual_words() -> None:
