@@ -479,7 +479,7 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
         ]
         for _ in range(5):
             await asyncio.gather(*(repository.load("m", {}) for repository in repositories))
-        # Which of loads at the same time came last is unknown: there may be one more.
+        # Which of several concurrent loads was the last is unknown: a round may need one more.
         await several_looks(fakes[0], 3)
         await wait_until_async(
             lambda: not any(each.outdated_replicas("m") for each in repositories)
@@ -487,7 +487,7 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
         loads = [fake.requests["load"] for fake in fakes]
         await several_looks(fakes[0], 3)
         assert [fake.requests["load"] for fake in fakes] == loads
-        assert max(loads) <= 3 * 5 + 2
+        assert max(loads) <= 3 * 5 + 5  # at most one more in each round
 
 
 @on_uvloop
