@@ -1,1 +1,1 @@
-"""The commands of `triton-gateway` for who uses a gateway. They import nothing of the server."""
+"""The client commands of `triton-gateway`. They do not import the server."""

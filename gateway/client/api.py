@@ -1,9 +1,10 @@
-"""The gateway's API for a person at a terminal: one call at a time, by httpx."""
+"""A synchronous client of the gateway's API, on httpx."""
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
@@ -12,17 +13,18 @@ from gateway.client.errors import ClientError, GatewayUnreachable, make_client_e
 from gateway.client.target import Target
 
 API_CONNECT_TIMEOUT_S = 5.0
+ERRNO_PREFIX: Final = re.compile(r"^\[Errno -?\d+\] ")
 
 
 class ApiClient:
-    """Raises `Unreachable` when nobody answers, and else what the gateway says itself."""
+    """A synchronous API client. Raises `GatewayUnreachable` if there is no response, else `ClientError`."""
 
     def __init__(self, target: Target, timeout_s: float = 60.0) -> None:
         self.target = target
         self._client = httpx.Client(
             base_url=target.base_url,
             headers=target.headers,
-            verify=target.ssl_context or False,  # without TLS, certificates need not be read
+            verify=target.ssl_context or False,  # without TLS, skip loading the CA certificates
             timeout=httpx.Timeout(timeout_s, connect=API_CONNECT_TIMEOUT_S),
             trust_env=False,
         )
@@ -45,25 +47,25 @@ class ApiClient:
         return check_status(self.request("GET", path)).text
 
     def get_model(self, name: str, version: str = "") -> dict[str, Any]:
-        """What a model takes and gives."""
-        found: dict[str, Any] = self.get(model_api_path(name, version))
-        return found
+        model: dict[str, Any] = self.get(model_api_path(name, version))
+        return model
 
     def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """Whatever its status."""
+        """Return the response of any status. Raises `GatewayUnreachable`, or `ClientError` on timeout."""
         try:
             return self._client.request(method, path, json=body)
         except httpx.TimeoutException as exc:
             if isinstance(exc, httpx.ConnectTimeout):
-                raise self._unreachable_error("it does not answer") from None
+                raise self._unreachable_error("connection timed out") from None
             raise ClientError(
-                f"the gateway at {self.target.base_url} gave no answer in time"
+                f"the gateway at {self.target.base_url} did not respond in time"
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
-            raise self._unreachable_error(str(exc) or type(exc).__name__) from None
+            reason = ERRNO_PREFIX.sub("", str(exc)) or type(exc).__name__
+            raise self._unreachable_error(reason) from None
 
     def _unreachable_error(self, reason: str) -> GatewayUnreachable:
-        return GatewayUnreachable(f"no gateway can be reached at {self.target.base_url}: {reason}")
+        return GatewayUnreachable(f"cannot reach the gateway at {self.target.base_url}: {reason}")
 
 
 def model_api_path(name: str, version: str = "") -> str:
@@ -72,7 +74,7 @@ def model_api_path(name: str, version: str = "") -> str:
 
 
 def check_status(response: httpx.Response) -> httpx.Response:
-    """Raises `NotAllowed` or `ClientError` with the gateway's own sentence."""
+    """Raises `AccessDenied` or `ClientError` with the gateway's error message."""
     if response.is_success:
         return response
     raise make_client_error(response.status_code, extract_error_message(response))
@@ -82,19 +84,21 @@ def decode_json_response(response: httpx.Response) -> Any:
     try:
         return check_status(response).json()
     except ValueError:
-        raise GatewayUnreachable(f"what answers at {response.url} is no gateway") from None
+        raise GatewayUnreachable(
+            f"the server at {response.url} is not a gateway: its response is not JSON"
+        ) from None
 
 
 def decode_json_object(response: httpx.Response) -> dict[str, Any]:
-    """The object that it is, whatever its status; an empty one if it is none."""
+    """Return the body's JSON object whatever the status; empty if the body is anything else."""
     try:
-        told = response.json()
+        document = response.json()
     except ValueError:
-        told = None
-    return told if isinstance(told, dict) else {}
+        document = None
+    return document if isinstance(document, dict) else {}
 
 
 def extract_error_message(response: httpx.Response) -> str:
-    if isinstance(sentence := decode_json_object(response).get("error"), str):
-        return sentence
-    return f"{response.url.path} was answered with status {response.status_code}"
+    if isinstance(message := decode_json_object(response).get("error"), str):
+        return message
+    return f"the gateway returned HTTP status {response.status_code}"

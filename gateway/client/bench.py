@@ -1,4 +1,4 @@
-"""`triton-gateway bench`: one request again and again, by more and more at a time."""
+"""`triton-gateway bench`: latency and throughput at increasing concurrency."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP_REQUESTS: Final = 3  # requests before anything is measured
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What one number of requests at a time came to. Latencies are of the requests that succeeded."""
+    """The figures of one concurrency level. Latencies are those of the requests that succeeded."""
 
     concurrency: int
     requests: int
@@ -39,7 +39,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is asked, and how."""
+    """A request to repeat, its target, and how long to repeat it at each level."""
 
     target: Target
     model: str
@@ -50,11 +50,11 @@ class Benchmark:
     is_decoupled: bool = False
 
     def measure(self, concurrencies: Sequence[int]) -> list[BenchResult]:
-        """Raises `ClientError` when not even one request succeeds."""
+        """Raises `ClientError` if a warm-up request fails."""
         return uvloop.run(self._measure_all(concurrencies))
 
     async def _measure_all(self, concurrencies: Sequence[int]) -> list[BenchResult]:
-        wire = InferClient(
+        client = InferClient(
             self.target,
             self.model,
             self.version,
@@ -64,24 +64,23 @@ class Benchmark:
         )
         try:
             for _ in range(WARM_UP_REQUESTS):
-                reply = await wire.infer(self.body.content_type, self.body.data)
+                reply = await client.infer(self.body.content_type, self.body.data)
                 if failure := extract_failure(reply):
                     raise ClientError(failure[0])
-            return [await self._measure_level(wire, concurrency) for concurrency in concurrencies]
+            return [await self._measure_level(client, concurrency) for concurrency in concurrencies]
         finally:
-            wire.close()
+            client.close()
 
     async def _measure_level(self, client: InferClient, concurrency: int) -> BenchResult:
-        took: list[float] = []
+        latencies_s: list[float] = []
         failed = 0
-        began = time.perf_counter()
-        until = began + self.duration_s
+        started_at = time.perf_counter()
+        end = started_at + self.duration_s
 
-        async def one_after_the_other() -> None:
-            """Once at least, however short the time is."""
+        async def send_requests() -> None:
             nonlocal failed
-            while True:
-                sent = time.perf_counter()
+            while True:  # the shortest duration measures one request as well
+                sent_at = time.perf_counter()
                 try:
                     reply = await client.infer(self.body.content_type, self.body.data)
                     succeeded = extract_failure(reply) is None
@@ -89,39 +88,39 @@ class Benchmark:
                     succeeded = False
                 now = time.perf_counter()
                 if succeeded:
-                    took.append(now - sent)
+                    latencies_s.append(now - sent_at)
                 else:
                     failed += 1
-                if now >= until:
+                if now >= end:
                     return
 
-        await asyncio.gather(*(one_after_the_other() for _ in range(concurrency)))
-        return summarize_level(concurrency, sorted(took), failed, time.perf_counter() - began)
+        await asyncio.gather(*(send_requests() for _ in range(concurrency)))
+        duration_s = time.perf_counter() - started_at
+        return summarize_level(concurrency, sorted(latencies_s), failed, duration_s)
 
 
 def summarize_level(
-    concurrency: int, latencies_s: Sequence[float], failed: int, duration_s: float
+    concurrency: int, sorted_latencies_s: Sequence[float], failed: int, duration_s: float
 ) -> BenchResult:
-    """`took` is sorted."""
     p50, p90, p95, p99 = (
-        round(1000 * percentile(latencies_s, percent), 3) for percent in LATENCY_PERCENTILES
+        round(1000 * percentile(sorted_latencies_s, percent), 3) for percent in LATENCY_PERCENTILES
     )
     return BenchResult(
         concurrency,
-        len(latencies_s),
+        len(sorted_latencies_s),
         failed,
         round(duration_s, 3),
-        round(len(latencies_s) / duration_s, 1),
+        round(len(sorted_latencies_s) / duration_s, 1),
         p50,
         p90,
         p95,
         p99,
-        round(1000 * latencies_s[-1], 3) if latencies_s else math.nan,
+        round(1000 * sorted_latencies_s[-1], 3) if sorted_latencies_s else math.nan,
     )
 
 
 def percentile(sorted_values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many per cent do not exceed."""
+    """Return the nearest-rank percentile; NaN if there are no values."""
     return (
         sorted_values[math.ceil(len(sorted_values) * percent / 100) - 1]
         if sorted_values
@@ -130,18 +129,18 @@ def percentile(sorted_values: Sequence[float], percent: int) -> float:
 
 
 def build_bench_body(model: dict[str, Any]) -> InputBody:
-    """The request that the gateway shows for this model. Raises `Misused` where that needs a file."""
+    """Return the model's example request. Raises `UsageError` if that needs a file."""
     words = shlex.split(model["curl"])
     if words[0] != "curl" or "-d" not in words:
         raise UsageError(
-            f"{model['name']} takes a file, or many values: name a file that holds a request"
+            f"{model['name']} has no example request: pass a FILE that contains a request"
         )
     content_type = words[words.index("-H") + 1].partition(": ")[2]
     return InputBody(content_type, words[words.index("-d") + 1].encode())
 
 
 BENCH_COLUMNS: Final = (
-    "AT A TIME", "PER SECOND", "P50 MS", "P90 MS", "P95 MS", "P99 MS", "MAX MS", "FAILED",
+    "CONCURRENCY", "PER SECOND", "P50 MS", "P90 MS", "P95 MS", "P99 MS", "MAX MS", "FAILED",
 )  # fmt: skip
 
 
@@ -156,21 +155,21 @@ def format_bench_row(result: BenchResult) -> tuple[str, ...]:
 
 
 def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:
-    """Throughput and latency, a bar each, against how many at a time."""
-    label = max(len(str(found.concurrency)) for found in results)
+    label = max(len(str(result.concurrency)) for result in results)
     charts = (("requests per second", "per_second", "{:.0f}"), ("p95, ms", "p95_ms", "{:.1f}"))
     lines = []
-    for title, name, form in charts:
-        values: list[float] = [asdict(found)[name] for found in results]
-        most = max((value for value in values if not math.isnan(value)), default=0)
+    for title, name, number_format in charts:
+        values: list[float] = [asdict(result)[name] for result in results]
+        maximum = max((value for value in values if not math.isnan(value)), default=0)
         lines.append(f"\n{title}")
-        for found, value in zip(results, values, strict=True):
-            length = 0 if not most or math.isnan(value) else value / most * width
-            lines.append(f"{found.concurrency:>{label}} {format_bar(length)} {form.format(value)}")
+        for result, value in zip(results, values, strict=True):
+            length = 0 if not maximum or math.isnan(value) else value / maximum * width
+            lines.append(
+                f"{result.concurrency:>{label}} {format_bar(length)} {number_format.format(value)}"
+            )
     return "\n".join(lines)
 
 
 def format_bar(length: float) -> str:
-    """In eighths of a character."""
     whole, eighths = divmod(round(length * 8), 8)
     return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()

@@ -1,4 +1,4 @@
-"""The commands for who uses a gateway. Each imports what it needs when it is called, to answer soon."""
+"""The client commands. Each imports what it needs when it is called, so that the CLI starts fast."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ if TYPE_CHECKING:
 cli = typer.Typer()
 
 UrlOption = Annotated[
-    str, typer.Option(envvar="TRITON_GATEWAY_URL", help="Where the gateway is.", show_envvar=True)
+    str, typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True)
 ]
 KeyOption = Annotated[
     str,
     typer.Option(
-        envvar="TRITON_GATEWAY_KEY", help="The key to it, if it wants one.", show_default=False
+        envvar="TRITON_GATEWAY_KEY",
+        help="API key, if the gateway requires one.",
+        show_default=False,
     ),
 ]
 CaOption = Annotated[
     Path | None,
-    typer.Option(envvar="TRITON_GATEWAY_CA", help="Whose certificates are trusted, as a PEM file."),
+    typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
 ]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
-ModelsArgument = Annotated[list[str], typer.Argument(metavar="MODELS", help="The models' names.")]
-VersionOption = Annotated[str, typer.Option("--version", help="Of the model; else the newest.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, for scripts.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
+ModelsArgument = Annotated[list[str], typer.Argument(metavar="MODELS", help="Names of the models.")]
+VersionOption = Annotated[
+    str, typer.Option("--version", help="Model version. Default: the newest.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TextsOption = Annotated[
-    list[str] | None, typer.Option("--text", help="A text to infer; may be repeated.")
+    list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", min=0.001, help="Seconds that a request may take.")
+    float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
 ]
 
 DEFAULT_URL = "http://localhost:8080"
@@ -52,47 +56,51 @@ def infer(
         list[str] | None,
         typer.Argument(
             metavar="FILES",
-            help="Files, folders and patterns; - is standard input, a text per line.",
+            help="Files, folders and glob patterns; - is standard input, one text per line.",
         ),
     ] = None,
     text: TextsOption = None,
-    lines: Annotated[bool, typer.Option("--lines", help="Each line of a file is a text.")] = False,
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Treat each line of a file as a text.")
+    ] = False,
     version: VersionOption = "",
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at a time.")] = 16,
-    batch: Annotated[int, typer.Option(min=1, max=1024, help="Inputs in one request.")] = 1,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Number of parallel requests.")
+    ] = 16,
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Inputs per request.")] = 1,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file for the results.")
+        Path | None, typer.Option("--output", "-o", help="Output file. Default: standard output.")
     ] = None,
     format_: Annotated[
         str | None,
-        typer.Option("--format", help="jsonl or csv; else by the output's name."),
+        typer.Option("--format", help="jsonl or csv. Default: by the output file's suffix."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the output file where it stopped.")
+        bool, typer.Option("--resume", help="Continue an interrupted output file.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin the output file anew.")
+        bool, typer.Option("--overwrite", help="Overwrite an existing output file.")
     ] = False,
     retries: Annotated[
-        int, typer.Option(min=0, help="How often a request that is put off is sent again.")
+        int, typer.Option(min=0, help="Maximum number of retries of a request.")
     ] = 10,
     timeout: TimeoutOption = 60.0,
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = "",
     ca: CaOption = None,
 ) -> None:
-    """Infer many files or texts: a record for each, in their order."""
+    """Run inference on files and texts; print one record for each, in input order."""
     from gateway.client.infer import InferOptions, run_infer
     from gateway.client.inputs import InputSource, find_input_files
     from gateway.client.records import OutputFormat
 
     if resume and (output is None or overwrite):
-        raise UsageError("--resume goes on with a file: it needs --output FILE, and no --overwrite")
+        raise UsageError("--resume requires --output FILE and excludes --overwrite")
     if not (files or text):
-        raise UsageError("nothing to infer: name files, a folder, - or --text")
+        raise UsageError("nothing to infer: pass files, a folder, - or --text")
     names = [form.value for form in OutputFormat]
     if format_ not in (None, *names):
-        raise UsageError(f"--format is {' or '.join(names)}, and not {format_!r}")
+        raise UsageError(f"--format must be {' or '.join(names)}, not {format_!r}")
     suffix = output.suffix[1:] if output is not None else ""
     form = OutputFormat(format_ or (suffix if suffix in names else OutputFormat.jsonl))
     inputs = InputSource(text or (), find_input_files(files or (), output), lines)
@@ -110,7 +118,7 @@ def infer(
 def models(
     json: JsonOption = False, url: UrlOption = DEFAULT_URL, key: KeyOption = "", ca: CaOption = None
 ) -> None:
-    """The models, and whether each is ready."""
+    """List the models and whether each is ready."""
     from gateway.client import tables
 
     print_resource_list(
@@ -122,7 +130,7 @@ def models(
 def replicas(
     json: JsonOption = False, url: UrlOption = DEFAULT_URL, key: KeyOption = "", ca: CaOption = None
 ) -> None:
-    """The Tritons behind the gateway, and how each is."""
+    """List the Triton replicas and their state."""
     from gateway.client import tables
 
     print_resource_list(
@@ -141,43 +149,43 @@ def print_resource_list(
     from gateway.client.api import ApiClient
 
     with ApiClient(target) as api:
-        listed = api.get(f"/v1/{resource}")[resource]
+        entries = api.get(f"/v1/{resource}")[resource]
     if json:
-        tables.print_json(listed)
+        tables.print_json(entries)
     else:
-        tables.print_table(columns, map(format_row, listed))
+        tables.print_table(columns, map(format_row, entries))
 
 
 @cli.command()
 def ready(
     json: JsonOption = False, url: UrlOption = DEFAULT_URL, key: KeyOption = "", ca: CaOption = None
 ) -> None:
-    """Whether requests can be served; the exit status is 0 if so, and else 1."""
+    """Report whether requests can be served. The exit status is 1 if they cannot."""
     from gateway.client import tables
     from gateway.client.api import decode_json_object, extract_error_message
 
     with create_api_client(url, key, ca) as api:
         response = api.request("GET", "/readyz")
-    found = decode_json_object(response)
-    if "ready" not in found:
+    readiness = decode_json_object(response)
+    if "ready" not in readiness:
         raise make_client_error(response.status_code, extract_error_message(response))
     if json:
-        tables.print_json(found)
-    elif found["ready"]:
+        tables.print_json(readiness)
+    elif readiness["ready"]:
         typer.echo("ready")
-    if not found["ready"]:
-        raise ClientError(explain_not_ready(found))
+    if not readiness["ready"]:
+        raise ClientError(explain_not_ready(readiness))
 
 
 def explain_not_ready(readiness: dict[str, Any]) -> str:
     if readiness.get("draining"):
-        return "not ready: the gateway is about to end"
+        return "not ready: the gateway is shutting down"
     missing = readiness.get("missing") or {}
     if missing:
         return f"not ready: {', '.join(missing)} cannot be served"
     states = readiness.get("replicas", {}).items()
-    told = [f"{address} is {state}" for address, state in states if state != "up"]
-    return f"not ready: {', '.join(told) or 'no replica serves'}"
+    down = [f"{address} is {state}" for address, state in states if state != "up"]
+    return f"not ready: {', '.join(down) or 'no replica is available'}"
 
 
 @cli.command()
@@ -188,7 +196,7 @@ def load(
     key: KeyOption = "",
     ca: CaOption = None,
 ) -> None:
-    """Load models on every replica, and wait until they are."""
+    """Load models on every replica and wait for completion."""
     manage_models("load", models, {}, json, Target(url, key, ca))
 
 
@@ -196,14 +204,14 @@ def load(
 def unload(
     models: ModelsArgument,
     dependents: Annotated[
-        bool, typer.Option("--dependents", help="The models of which an ensemble is made as well.")
+        bool, typer.Option("--dependents", help="Also unload the models of an ensemble.")
     ] = False,
     json: JsonOption = False,
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = "",
     ca: CaOption = None,
 ) -> None:
-    """Unload models from every replica, and wait until they are."""
+    """Unload models from every replica and wait for completion."""
     body = {"parameters": {"unload_dependents": True}} if dependents else {}
     manage_models("unload", models, body, json, Target(url, key, ca))
 
@@ -211,7 +219,7 @@ def unload(
 def manage_models(
     action: str, names: Sequence[str], body: dict[str, Any], json: bool, target: Target
 ) -> None:
-    """One after the other; a model that fails does not keep the next from its turn."""
+    """Load or unload the models one by one; a failure does not stop the others."""
     from urllib.parse import quote
 
     from gateway.client import tables
@@ -223,9 +231,9 @@ def manage_models(
         for name in names:
             path = f"/v2/repository/models/{quote(name, safe='')}/{action}"
             response = api.request("POST", path, body)
-            told = decode_json_object(response)
-            if "replicas" in told:
-                reports.append(told)
+            report = decode_json_object(response)
+            if "replicas" in report:
+                reports.append(report)
             if not response.is_success:
                 failures.append(
                     make_client_error(response.status_code, extract_error_message(response))
@@ -235,7 +243,7 @@ def manage_models(
     elif reports:
         tables.print_table(
             tables.REPORT_COLUMNS,
-            [row for told in reports for row in tables.format_report_rows(told)],
+            [row for report in reports for row in tables.format_report_rows(report)],
         )
     if failures:
         raise type(failures[0])("; ".join(map(str, failures)))
@@ -243,12 +251,12 @@ def manage_models(
 
 @cli.command()
 def top(
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = "",
     ca: CaOption = None,
 ) -> None:
-    """What the gateway does right now; q ends it."""
+    """Show live traffic, models and replicas; press q to quit."""
     from gateway.client.top import run_top
 
     with create_api_client(url, key, ca) as api, suppress(KeyboardInterrupt):
@@ -263,10 +271,10 @@ def curl(
     key: KeyOption = "",
     ca: CaOption = None,
 ) -> None:
-    """Print a curl line that works with this model."""
+    """Print a curl command for the model."""
     with create_api_client(url, key, ca) as api:
         line = api.get_model(model, version)["curl"]
-    # The key itself is in no output.
+    # The key itself is never printed.
     header = ' -H "Authorization: Bearer $TRITON_GATEWAY_KEY"' if key else ""
     typer.echo(escape_unprintable(line) + header)
 
@@ -274,54 +282,59 @@ def curl(
 @cli.command()
 def bench(
     model: ModelArgument,
-    file: Annotated[str | None, typer.Argument(help="What is sent; else what curl shows.")] = None,
-    text: Annotated[str | None, typer.Option(help="A text that is sent.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Argument(help="File with the request. Default: the request that curl shows."),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Text to send.")] = None,
     version: VersionOption = "",
     concurrency: Annotated[
-        str, typer.Option(help="How many requests at a time, one after the other.")
+        str, typer.Option(help="Concurrency levels to measure.")
     ] = "1,2,4,8,16,32",
-    seconds: Annotated[float, typer.Option(min=0.01, help="How long each is measured.")] = 3.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, help="Duration of each measurement, in seconds.")
+    ] = 3.0,
     timeout: TimeoutOption = 60.0,
     json: JsonOption = False,
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = "",
     ca: CaOption = None,
 ) -> None:
-    """Measure latency and throughput, with more and more requests at a time."""
+    """Measure latency and throughput at increasing concurrency."""
     from gateway.client import bench, tables
     from gateway.client.inputs import Input
 
     if file and text is not None:
-        raise UsageError("a file or a text, not both")
+        raise UsageError("pass either FILE or --text, not both")
     target = Target(url, key, ca)
     with create_api_client(url, key, ca) as api:
-        described = api.get_model(model, version)
+        model_info = api.get_model(model, version)
     try:
         source = text.encode() if text is not None else file
-        body = bench.build_bench_body(described) if source is None else Input("", source).read()
+        body = bench.build_bench_body(model_info) if source is None else Input("", source).read()
     except OSError as exc:
         raise UsageError(f"{file} cannot be read: {exc.strerror}") from None
-    work = bench.Benchmark(
-        target, model, version, body, seconds, timeout, is_decoupled=described["decoupled"]
+    benchmark = bench.Benchmark(
+        target, model, version, body, seconds, timeout, is_decoupled=model_info["decoupled"]
     )
-    levels = work.measure(parse_concurrencies(concurrency))
+    results = benchmark.measure(parse_concurrencies(concurrency))
     if json:
-        tables.print_json(levels)
+        tables.print_json(results)
     else:
-        tables.print_table(bench.BENCH_COLUMNS, map(bench.format_bench_row, levels))
-        typer.echo(bench.plot_results(levels))
-    if any(found.failed for found in levels):
-        raise ClientError("not every request succeeded")
+        tables.print_table(bench.BENCH_COLUMNS, map(bench.format_bench_row, results))
+        typer.echo(bench.plot_results(results))
+    if any(result.failed for result in results):
+        raise ClientError("some requests failed")
 
 
 def parse_concurrencies(text: str) -> list[int]:
     try:
-        found = [int(word) for word in text.split(",")]
+        levels = [int(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1 or max(found) > 1024:
-        raise UsageError(f"--concurrency is numbers such as 1,2,4 up to 1024, and not {text!r}")
-    return found
+        levels = []
+    if not levels or min(levels) < 1 or max(levels) > 1024:
+        raise UsageError(f"--concurrency must be numbers up to 1024, such as 1,2,4, not {text!r}")
+    return levels
 
 
 def create_api_client(url: str, key: str, ca: Path | None) -> ApiClient:

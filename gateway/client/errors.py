@@ -1,4 +1,4 @@
-"""Why a command ends: a sentence for standard error, and an exit status for scripts (docs/cli.md)."""
+"""Errors of the client commands: a message for standard error and an exit status (docs/cli.md)."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from gateway.messages import CommandError
 
 
 class ClientError(CommandError):
-    """The gateway refused, or something failed."""
+    """A rejected or failed request."""
 
 
 class UsageError(ClientError):
-    """The command line asks for what cannot be."""
+    """An invalid command line."""
 
     status = 2
 
 
 class GatewayUnreachable(ClientError):
-    """Nobody answers there, or what answers is no gateway."""
+    """No response, or a response of something that is not a gateway."""
 
     status = 3
 
 
 class AccessDenied(ClientError):
-    """No key, a wrong one, or one that may not do this."""
+    """A missing, wrong or unauthorised key."""
 
     status = 4
 

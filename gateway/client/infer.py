@@ -1,4 +1,4 @@
-"""`triton-gateway infer`: every input asked, every outcome written, and what is said about it."""
+"""`triton-gateway infer`: batch inference with ordered records, resume and a summary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BROKEN_PIPE_STATUS: Final = 128 + signal.SIGPIPE
 
 @dataclass(frozen=True)
 class InferOptions:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     target: Target
     model: str
@@ -58,7 +58,7 @@ class InferOptions:
 
 @dataclass
 class InferStats:
-    """How far it is."""
+    """The progress of a run, and its first failures."""
 
     total: int | None
     skipped: int = 0
@@ -84,41 +84,43 @@ class InferStats:
             self.failures.append(record)
 
     def summary(self) -> str:
-        took_s = max(time.monotonic() - self.started_at, 1e-9)
-        parts = [f"{self.succeeded} answered", f"{self.failed} failed"]
+        elapsed_s = max(time.monotonic() - self.started_at, 1e-9)
+        parts = [f"{self.succeeded} succeeded", f"{self.failed} failed"]
         if self.skipped:
-            parts.append(f"{self.skipped} were there already")
-        return f"{', '.join(parts)}, in {took_s:.1f} s ({self.written_count / took_s:.0f}/s)"
+            parts.append(f"{self.skipped} skipped")
+        return f"{', '.join(parts)}, in {elapsed_s:.1f} s ({self.written_count / elapsed_s:.0f}/s)"
 
 
 def run_infer(options: InferOptions) -> int:
-    """The exit status. Raises `ClientError`."""
+    """Return the exit status. Raises `ClientError`."""
     with ApiClient(options.target) as api:
-        described = api.get_model(options.model, options.version)
-    check_batching(options, described)
-    names = [output["name"] for output in described["outputs"]]
+        model = api.get_model(options.model, options.version)
+    check_batching(options, model)
+    names = [output["name"] for output in model["outputs"]]
     to_terminal = options.output_path is None and os.isatty(STDOUT_DESCRIPTOR)
-    form = create_record_writer(options.format, names, to_terminal=to_terminal)
-    streams = described["decoupled"]
-    done: Counter[str] = Counter()
+    writer = create_record_writer(options.format, names, to_terminal=to_terminal)
+    done_counts: Counter[str] = Counter()
     if options.resume and options.output_path is not None and options.output_path.exists():
-        done = resume_output(options.output_path, form)
+        done_counts = resume_output(options.output_path, writer)
     descriptor = open_output(options)
-    gc.freeze()  # what was imported stays; looking through it again and again costs 5 % of a run
+    gc.freeze()  # the imported modules stay; collecting over them costs 5 % of a run
     try:
-        return uvloop.run(InferRun(options, form, done, descriptor, streams).run())
+        run = InferRun(options, writer, done_counts, descriptor, model["decoupled"])
+        return uvloop.run(run.run())
     finally:
         if descriptor != STDOUT_DESCRIPTOR:
             os.close(descriptor)
 
 
 def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
-    """Raises `Misused` for what this model cannot do."""
+    """Raises `UsageError` if the model does not support `batch_size`."""
     if options.batch_size == 1:
         return
     required = [tensor for tensor in model["inputs"] if not tensor.get("optional")]
     if model["decoupled"]:
-        raise UsageError(f"--batch: {options.model} answers any number of times")
+        raise UsageError(
+            f"--batch: {options.model} is decoupled: it returns any number of responses"
+        )
     if model["max_batch_size"] == 0:
         raise UsageError(f"--batch: {options.model} has no batch dimension")
     single = len(required) == 1 and (
@@ -126,28 +128,28 @@ def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
         or "image" in required[0]
     )
     if not single:
-        raise UsageError(f"--batch: an input of {options.model} is not one text or one image")
+        raise UsageError(f"--batch: the input of {options.model} is not a single text or image")
 
 
 def open_output(options: InferOptions) -> int:
-    """A descriptor of where the records go."""
+    """Return the descriptor for the records. Raises `UsageError` if the file exists."""
     if options.output_path is None:
         return STDOUT_DESCRIPTOR
-    kept = os.O_APPEND if options.resume else os.O_TRUNC if options.overwrite else os.O_EXCL
+    mode_flag = os.O_APPEND if options.resume else os.O_TRUNC if options.overwrite else os.O_EXCL
     if options.output_path.exists() and not options.output_path.is_file():
-        kept = 0  # a pipe, say
+        mode_flag = 0  # such as a pipe
     try:
-        return os.open(options.output_path, os.O_WRONLY | os.O_CREAT | kept, 0o666)
+        return os.open(options.output_path, os.O_WRONLY | os.O_CREAT | mode_flag, 0o666)
     except FileExistsError:
         raise UsageError(
-            f"{options.output_path} exists: --resume goes on with it, --overwrite begins anew"
+            f"{options.output_path} exists: --resume continues it, --overwrite replaces it"
         ) from None
     except OSError as exc:
         raise ClientError(f"{options.output_path} cannot be written: {exc.strerror}") from None
 
 
 class InferRun:
-    """One run of the command, inside the loop."""
+    """A run of the command, inside an event loop."""
 
     def __init__(
         self,
@@ -166,25 +168,25 @@ class InferRun:
         self._received_signal = 0
 
     async def run(self) -> int:
-        order, tally = self._options, self._stats
-        wire = InferClient(
-            order.target,
-            order.model,
-            order.version,
-            timeout_s=order.timeout_s,
-            retries=order.retries,
+        options, stats = self._options, self._stats
+        client = InferClient(
+            options.target,
+            options.model,
+            options.version,
+            timeout_s=options.timeout_s,
+            retries=options.retries,
             is_decoupled=self._is_decoupled,
         )
-        work: OrderedExecutor[list[Input], list[Record]] = OrderedExecutor(
-            BatchRequester(wire), self._write_groups, order.concurrency
+        executor: OrderedExecutor[list[Input], list[Record]] = OrderedExecutor(
+            BatchRequester(client), self._write_groups, options.concurrency
         )
-        self._install_signal_handlers(work)
+        self._install_signal_handlers(executor)
         try:
             async with ProgressBar(
-                lambda: (tally.skipped + tally.written_count, tally.failed), tally.total
+                lambda: (stats.skipped + stats.written_count, stats.failed), stats.total
             ):
                 await self._write_header()
-                await work.run(self._group_inputs())
+                await executor.run(self._group_inputs())
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
         except ClientError as exc:
@@ -192,8 +194,8 @@ class InferRun:
         except OSError as exc:
             raise ClientError(f"the results cannot be written: {exc.strerror}") from exc
         finally:
-            wire.close()
-        return self._report_outcome(wire.retry_count)
+            client.close()
+        return self._report_outcome(client.retry_count)
 
     def _install_signal_handlers(
         self, executor: OrderedExecutor[list[Input], list[Record]]
@@ -212,12 +214,12 @@ class InferRun:
 
     async def _group_inputs(self) -> AsyncIterator[list[Input]]:
         group: list[Input] = []
-        async for given in self._options.inputs:
-            if self._done_counts[given.name]:
-                self._done_counts[given.name] -= 1
+        async for input_ in self._options.inputs:
+            if self._done_counts[input_.name]:
+                self._done_counts[input_.name] -= 1
                 self._stats.skipped += 1
                 continue
-            group.append(given)
+            group.append(input_)
             if len(group) == self._options.batch_size:
                 yield group
                 group = []
@@ -231,21 +233,25 @@ class InferRun:
             self._stats.add_record(record)
 
     def _report_outcome(self, retry_count: int) -> int:
-        tally = self._stats
-        again = f"; asked again {retry_count} times" if retry_count else ""
-        print_message(tally.summary() + again)
-        for record in tally.failures:
+        stats = self._stats
+        retries = f"; {retry_count} retries" if retry_count else ""
+        print_message(stats.summary() + retries)
+        for record in stats.failures:
             print_message(f"  {record.name}: {record.error}")
-        if tally.failed > len(tally.failures):
-            print_message(f"  and {tally.failed - len(tally.failures)} more")
+        if stats.failed > len(stats.failures):
+            print_message(f"  and {stats.failed - len(stats.failures)} more")
         if self._received_signal:
             print_message(f"interrupted: {self._describe_remaining()}")
             return 128 + self._received_signal
-        return 1 if tally.failed else 0
+        return 1 if stats.failed else 0
 
     def _describe_remaining(self) -> str:
         remaining = self._stats.remaining_count
-        left = "the rest was not asked" if remaining is None else f"{remaining} remain"
+        message = (
+            "the remaining inputs were not sent"
+            if remaining is None
+            else f"{remaining} inputs remain"
+        )
         if self._options.output_path is None:
-            return f"{left} (with --output FILE, --resume can go on)"
-        return f"{left}; the same command with --resume goes on"
+            return f"{message} (only a run with --output FILE can be resumed)"
+        return f"{message}; run the same command with --resume to continue"

@@ -1,6 +1,6 @@
-"""The hot path: inferences over kept connections, with the gateway's own HTTP/1.1 client.
+"""The hot path: inference over keep-alive connections, with the gateway's own HTTP/1.1 client.
 
-An exchange costs it some 40 µs; httpx's takes 2 ms, which is more than a small inference itself.
+An exchange costs about 40 µs; with httpx it costs 2 ms, more than a small inference itself.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ RETRY_STATUSES: Final = (429, 503)
 NDJSON_STREAM_TYPE: Final = b"application/x-ndjson"
 MAX_RETRY_WAIT_S: Final = 60.0
 INITIAL_RETRY_WAIT_S: Final = 0.25
-# The gateway knows better than we do that the time is over.
+# The gateway enforces the timeout; the client waits longer, to receive its response.
 RESPONSE_GRACE_S: Final = 5.0
 
 
 class NoResponse(ClientError):
-    """An exchange that began and gave no answer. The inference may have run."""
+    """A request that was sent without a complete response. The inference may have run."""
 
 
 class InferClient:
-    """Inferences with one model. Inside a running loop."""
+    """An inference client for one model. Requires a running event loop."""
 
     def __init__(
         self,
@@ -40,11 +40,10 @@ class InferClient:
         model: str,
         version: str,
         *,
-        timeout_s: float,
+        timeout_s: float,  # of all responses of a stream together
         retries: int,
         is_decoupled: bool = False,
     ) -> None:
-        """`streams` of a model that answers any number of times; `timeout_s` is for all of them."""
         self._base_url = target.base_url
         self._timeout_s = timeout_s
         self._retries = retries
@@ -62,27 +61,27 @@ class InferClient:
             self._headers.append((b"accept", NDJSON_STREAM_TYPE))
 
     async def infer(self, content_type: str, body: bytes) -> CompleteResponse:
-        """The answer; one that says «later» is asked for again, when it says.
+        """Return the response; retry 429 and 503 after the delay in `Retry-After`.
 
-        Raises `Unreachable` when no connection comes about, and `NoAnswer`.
+        Raises `GatewayUnreachable` if no connection can be established, and `NoResponse`.
         """
         headers = ((b"content-type", content_type.encode()), *self._headers)
         for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+            is_last = attempt == self._retries
             try:
                 reply = await self._post(body, headers)
             except RequestNotSent:
-                if last:
+                if is_last:
                     raise GatewayUnreachable(
-                        f"no gateway can be reached at {self._base_url}"
+                        f"cannot reach the gateway at {self._base_url}"
                     ) from None
                 wait_s = min(INITIAL_RETRY_WAIT_S * 2**attempt, MAX_RETRY_WAIT_S)
             else:
-                if reply.status not in RETRY_STATUSES or last:
+                if reply.status not in RETRY_STATUSES or is_last:
                     return reply
                 wait_s = retry_after_s(reply)
             self.retry_count += 1
-            # Who was sent away together does not come back together.
+            # Jitter: requests that were rejected together must not return together.
             await asyncio.sleep(wait_s * random.uniform(1, 1.25))  # noqa: S311
         raise AssertionError("the last attempt has returned or raised")
 
@@ -92,18 +91,20 @@ class InferClient:
                 b"POST", self._path, body, headers, timeout_s=self._timeout_s + RESPONSE_GRACE_S
             )
         except DeadlinePassed:
-            raise NoResponse(f"no answer within {self._timeout_s + RESPONSE_GRACE_S:g} s") from None
+            raise NoResponse(
+                f"no response within {self._timeout_s + RESPONSE_GRACE_S:g} s"
+            ) from None
         except BadUpstream:
-            raise NoResponse("the connection ended before the answer was complete") from None
+            raise NoResponse("the connection was closed before the response was complete") from None
 
     def close(self) -> None:
         self._http_client.close()
 
 
 def retry_after_s(reply: CompleteResponse) -> float:
-    """Seconds that the gateway wants us to wait (RFC 9110, section 10.2.3); a date counts as one."""
-    told = reply.header(b"retry-after")
-    return min(float(told), MAX_RETRY_WAIT_S) if told.isdigit() else 1.0
+    """Return the delay that `Retry-After` asks for (RFC 9110, section 10.2.3); 1 s for a date."""
+    value = reply.header(b"retry-after")
+    return min(float(value), MAX_RETRY_WAIT_S) if value.isdigit() else 1.0
 
 
 def is_ndjson_stream(reply: CompleteResponse) -> bool:
@@ -111,13 +112,17 @@ def is_ndjson_stream(reply: CompleteResponse) -> bool:
 
 
 def extract_failure(reply: CompleteResponse) -> tuple[str, str] | None:
-    """What an answer that is no success says, and its code. A stream that fails says it in its last line."""
+    """Return a failed response's message and code. A stream reports a failure in its last line."""
     if reply.status == 200 and not is_ndjson_stream(reply):
         return None
     try:
-        told = orjson.loads(reply.body.rstrip(b"\n").rpartition(b"\n")[2])
+        document = orjson.loads(reply.body.rstrip(b"\n").rpartition(b"\n")[2])
     except orjson.JSONDecodeError:
-        told = None
-    if isinstance(told, dict) and isinstance(told.get("error"), str):
-        return told["error"], str(told.get("code", ""))
-    return None if reply.status == 200 else (f"status {reply.status}, without a word", "")
+        document = None
+    if isinstance(document, dict) and isinstance(document.get("error"), str):
+        return document["error"], str(document.get("code", ""))
+    return (
+        None
+        if reply.status == 200
+        else (f"HTTP status {reply.status} without an error message", "")
+    )

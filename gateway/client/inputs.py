@@ -1,4 +1,4 @@
-"""What is sent: files, folders, globs, texts, and lines; each with a name, and read when it is its turn."""
+"""Inputs of `infer`: files, folders, glob patterns, texts and lines. A file is read when it is sent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InputBody:
 
 @dataclass(frozen=True)
 class Input:
-    """One thing to infer: a file that is yet to be read, or a text."""
+    """An input: a file that has not been read yet, or a text."""
 
     name: str
     source: str | bytes  # a path, or the text itself
@@ -62,14 +62,14 @@ class Input:
         return InputBody(guess_content_type(self.source, data), data)
 
     async def read_async(self) -> InputBody:
-        """Like `read`, but the loop goes on however long the other end of a pipe takes."""
+        """Like `read`, without blocking the event loop on a pipe."""
         if isinstance(self.source, bytes) or not is_special_file(self.source):
             return self.read()
         return await run_in_daemon_thread(self.read)
 
 
 def read_input_file(path: str) -> bytes:
-    """With half of the system calls that `open` makes, which are most of what reading a small file costs."""
+    # Half the system calls of `open`, which are most of the cost of reading a small file.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         expected = os.fstat(descriptor).st_size
@@ -85,25 +85,24 @@ def read_input_file(path: str) -> bytes:
 
 
 def guess_content_type(path: str, data: bytes) -> str:
-    """By the suffix, else by the first bytes."""
-    known = TYPES_BY_SUFFIX.get(os.path.splitext(path)[1].lower())  # noqa: PTH122
-    return known or next(
+    by_suffix = TYPES_BY_SUFFIX.get(os.path.splitext(path)[1].lower())  # noqa: PTH122
+    return by_suffix or next(
         (kind for magic, kind in TYPES_BY_MAGIC.items() if data.startswith(magic)),
         OCTET_STREAM_TYPE,
     )
 
 
 def format_path(path: str) -> str:
-    """A path as it stands in JSON, whatever bytes its name has."""
+    """Return a path as valid Unicode, whatever bytes its name contains."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
 class InputSource:
-    """All that the command line names, in its order. `total` is None when nobody knows yet."""
+    """The inputs of the command line, in order. `total` is None while the number is unknown."""
 
     texts: Sequence[str]
-    paths: Sequence[str]  # files, and STDIN
+    paths: Sequence[str]  # files, and STDIN_ARGUMENT
     split_lines: bool = False  # each line of a file is a text
 
     @property
@@ -117,20 +116,20 @@ class InputSource:
             yield Input(f"text:{number}", text.encode("utf-8", "surrogateescape"))
         for path in self.paths:
             if path == STDIN_ARGUMENT:
-                async for found in read_stdin_lines():
-                    yield found
+                async for line in read_stdin_lines():
+                    yield line
             elif self.split_lines and is_special_file(path):
-                async for found in read_pipe_lines(path):
-                    yield found
+                async for line in read_pipe_lines(path):
+                    yield line
             elif self.split_lines:
-                for found in read_file_lines(path):
-                    yield found
+                for line in read_file_lines(path):
+                    yield line
             else:
                 yield Input(format_path(path), path)
 
 
 def read_file_lines(path: str) -> Iterator[Input]:
-    """Raises `Misused` of a file that cannot be read: how many texts would be missing is not known."""
+    """Raises `UsageError` if the file cannot be read: the number of missing texts is unknown."""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -140,33 +139,31 @@ def read_file_lines(path: str) -> Iterator[Input]:
 
 
 async def read_stdin_lines() -> AsyncIterator[Input]:
-    """As they come."""
-    async for found in read_descriptor_lines(0, STDIN_ARGUMENT, "standard input"):
-        yield found
+    async for line in read_descriptor_lines(0, STDIN_ARGUMENT, "standard input"):
+        yield line
 
 
 async def read_pipe_lines(path: str) -> AsyncIterator[Input]:
-    """As they come. To open it waits for the other end."""
-    try:
+    try:  # opening a pipe blocks until its other end is open
         descriptor = await run_in_daemon_thread(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as exc:
         raise UsageError(f"{format_path(path)} cannot be read: {exc.strerror}") from None
     try:
-        async for found in read_descriptor_lines(descriptor, format_path(path), format_path(path)):
-            yield found
+        async for line in read_descriptor_lines(descriptor, format_path(path), format_path(path)):
+            yield line
     finally:
         os.close(descriptor)
 
 
 async def read_descriptor_lines(descriptor: int, name: str, label: str) -> AsyncIterator[Input]:
-    number, rest = 0, b""
+    number, partial = 0, b""
     while data := await read_descriptor_chunk(descriptor, label):
-        *whole, rest = (rest + data).split(b"\n")
-        for line in whole:
+        *lines, partial = (partial + data).split(b"\n")
+        for line in lines:
             number += 1
             yield Input(f"{name}:{number}", strip_line_end(line))
-    if rest:
-        yield Input(f"{name}:{number + 1}", strip_line_end(rest))
+    if partial:
+        yield Input(f"{name}:{number + 1}", strip_line_end(partial))
 
 
 async def read_descriptor_chunk(descriptor: int, label: str) -> bytes:
@@ -181,18 +178,18 @@ def strip_line_end(line: bytes) -> bytes:
 
 
 def find_input_files(arguments: Sequence[str], exclude: Path | None = None) -> list[str]:
-    """The files that these arguments name, a folder's in the order of their names; never the file `but`.
+    """Return the files that the arguments name, those of a folder sorted by name, without `exclude`.
 
-    Raises `Misused` for what names nothing.
+    Raises `UsageError` if an argument names no file.
     """
-    left_out = exclude.resolve() if exclude is not None else None
+    excluded = exclude.resolve() if exclude is not None else None
     paths = [path for argument in arguments for path in expand_argument(argument)]
-    if left_out is None:
+    if excluded is None:
         return paths
     return [
         path
         for path in paths
-        if os.path.basename(path) != left_out.name or Path(path).resolve() != left_out  # noqa: PTH119
+        if os.path.basename(path) != excluded.name or Path(path).resolve() != excluded  # noqa: PTH119
     ]
 
 
@@ -209,24 +206,24 @@ def expand_argument(argument: str) -> list[str]:
     )
     if not files:
         raise UsageError(
-            f"{format_path(argument)} is no file, no folder and no pattern that matches any"
+            f"no such file or folder, and no file matches the pattern: {format_path(argument)}"
         )
     return files
 
 
 def is_special_file(path: str) -> bool:
-    """A pipe, a socket or a device: reading it may never end, so it must be named itself."""
+    """Return True for pipes, sockets and devices: reading them may never end, so they must be named."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except OSError:
-        return False  # it is said when it is its turn
+        return False  # reading it reports the error
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def walk_files(folder: str) -> Iterator[str]:
-    """Every file in the folder and its folders; what is hidden stays so."""
-    for at, folders, files in os.walk(folder):
+    """Yield the files of a folder, recursively and sorted, without hidden and special files."""
+    for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = sorted(name for name in files if not name.startswith("."))
-        paths = (os.path.join(at, name) for name in names)  # noqa: PTH118
+        paths = (os.path.join(directory, name) for name in names)  # noqa: PTH118
         yield from (path for path in paths if not is_special_file(path))

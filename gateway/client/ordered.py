@@ -1,4 +1,4 @@
-"""Many things at a time, and their outcomes in the order in which they were begun."""
+"""A concurrent executor that writes its results in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final, Generic, TypeVar
 J = TypeVar("J")
 R = TypeVar("R")
 
-# How many outcomes may wait for an earlier one, for each that is under way.
+# Results that may wait for an earlier one, per running job.
 BACKLOG_FACTOR: Final = 16
-# Outcomes are written together with those that come this soon after: a write each costs as much as an answer.
+# Results that arrive within this time share a write, which costs as much as a response.
 WRITE_DELAY_S: Final = 0.01
 
 
 class OrderedExecutor(Generic[J, R]):
-    """Does each job of a source, `concurrency` at a time, and writes what came of them in order.
+    """Runs the jobs of a source, `concurrency` at a time, and writes their results in order.
 
-    What can be written is written at once, as much as there is; a slow writer holds the source back.
+    All results that are ready are written together; a slow writer holds the source back.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class OrderedExecutor(Generic[J, R]):
         self._stop_count = 0
 
     def stop(self) -> None:
-        """Begin nothing more. The second time, wait for nothing; the third, do not even write."""
+        """Start no more jobs; the second call cancels running jobs, the third the writer."""
         self._stop_count += 1
-        doomed = {1: [self._producer], 2: self._tasks}.get(self._stop_count, [self._writer])
-        for task in doomed:
+        tasks = {1: [self._producer], 2: self._tasks}.get(self._stop_count, [self._writer])
+        for task in tasks:
             if task is not None:
                 task.cancel()
 
     async def run(self, jobs: AsyncIterator[J]) -> None:
-        """Raises what a job or the writer raised first; what was done until then is written."""
+        """Raises the first error of a job or the writer, after writing the results so far."""
         self._producer = asyncio.create_task(self._produce(jobs))
         self._writer = asyncio.create_task(self._write_results())
         for task in (self._producer, self._writer):
@@ -99,7 +99,7 @@ class OrderedExecutor(Generic[J, R]):
                 await self._write(chunk)
                 for _ in chunk:
                     self._backlog_slots.release()
-        # Something before these is missing for ever: they are written nevertheless, for they were done.
+        # An earlier job was cancelled: complete results after it are written nevertheless.
         if self._results:
             await self._write([self._results[number] for number in sorted(self._results)])
 

@@ -1,7 +1,7 @@
-"""Standard input and output without ever stopping the loop, whatever stands at their other end.
+"""Standard input and output without blocking the event loop, whatever is at their other end.
 
-uvloop's own watching of a descriptor makes it non-blocking, and with it the terminal of the shell that
-started us. So what would block is done in a thread, and one that nobody waits for at the end.
+uvloop makes a descriptor that it watches non-blocking, and with it the terminal of the parent shell.
+So operations that may block run in a daemon thread, which the interpreter does not wait for at exit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PIPE_READ_BYTES: Final = 256 * 1024
-# What a pipe that says it takes something takes at once.
+# A pipe that is ready for writing accepts this many bytes without blocking.
 ATOMIC_WRITE_BYTES: Final = select.PIPE_BUF
 
 
 async def read_available(descriptor: int) -> bytes:
-    """What has come; empty at the end."""
+    """Return the bytes that are available; empty at the end of the input."""
     if is_regular_file(descriptor) or is_descriptor_ready(descriptor, select.POLLIN):
         return os.read(descriptor, PIPE_READ_BYTES)
     return await run_in_daemon_thread(lambda: os.read(descriptor, PIPE_READ_BYTES))
 
 
 async def write_descriptor(descriptor: int, data: bytes) -> None:
-    """Raises `OSError`, a `BrokenPipeError` when nobody reads any more."""
+    """Raises `OSError`, which is `BrokenPipeError` when the reader has closed the pipe."""
     at_once = len(data) <= ATOMIC_WRITE_BYTES and is_descriptor_ready(descriptor, select.POLLOUT)
     if is_regular_file(descriptor) or at_once:
         write_blocking(descriptor, data)
@@ -45,8 +45,7 @@ def write_blocking(descriptor: int, data: bytes) -> None:
 
 
 def is_descriptor_ready(descriptor: int, event: int) -> bool:
-    """By poll: select knows no descriptor above 1023."""
-    poll = select.poll()
+    poll = select.poll()  # select.select() does not support descriptors above 1023
     poll.register(descriptor, event)
     return bool(poll.poll(0))
 
@@ -56,7 +55,7 @@ def is_regular_file(descriptor: int) -> bool:
 
 
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:
-    """Like `asyncio.to_thread`, but the interpreter does not wait for its end."""
+    """Like `asyncio.to_thread`, but the interpreter does not wait for the thread at exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -73,7 +72,7 @@ async def run_in_daemon_thread(function: Callable[[], T]) -> T:
             outcome: T | OSError = function()
         except OSError as exc:
             outcome = exc
-        with suppress(RuntimeError):  # the loop is gone, and so is whoever asked
+        with suppress(RuntimeError):  # the loop is closed: nobody awaits the result
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A bar on standard error while many things are done, if that is a terminal."""
+"""A progress bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REFRESH_INTERVAL_S: Final = 0.25
 
 
 class ProgressBar:
-    """Shows what `seen` says: how many are done, and how many of them failed. Inside a running loop."""
+    """Shows the counts (done, failed) of `get_counts`. Requires a running event loop."""
 
     def __init__(self, get_counts: Callable[[], tuple[int, int]], total: int | None) -> None:
         self._get_counts = get_counts
@@ -32,7 +32,7 @@ class ProgressBar:
     ) -> None:
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})  # the bar is gone before anything is said
+            await asyncio.wait({self._task})  # the bar is removed before messages follow
 
     async def _refresh_bar(self) -> None:
         from rich import progress
@@ -45,7 +45,7 @@ class ProgressBar:
             progress.TimeRemainingColumn(),
             progress.TextColumn("[red]{task.fields[failed]}"),
         )
-        # Refreshed from here: a thread of its own would take turns with the requests.
+        # Refreshed by this task: a refresh thread would compete with the requests for the GIL.
         bar = progress.Progress(
             *columns, console=Console(stderr=True), auto_refresh=False, transient=True
         )

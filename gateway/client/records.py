@@ -1,4 +1,4 @@
-"""What is written: a record for each input, as a line of JSON or of CSV; and what a file holds already."""
+"""Output records as JSON lines or CSV: writing them, and reading them to resume a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DELETE = b"\x7f"
 
 @dataclass(frozen=True)
 class Record:
-    """What came of one input: the outputs by name, or why there are none."""
+    """The result of an input: its outputs by name, or an error."""
 
     name: str
     outputs: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class OutputFormat(str, Enum):
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """A record in a file."""
+    """A record that was read from a file."""
 
     raw: str
     name: str
@@ -50,39 +50,39 @@ class RecordWriter(Protocol):
     def encode_record(self, record: Record) -> bytes: ...
 
     def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
-        """The whole records of a file; one that was cut off is none. Raises `Misused`."""
+        """Yield the complete records of a file, without a truncated last one. Raises `UsageError`."""
 
 
 class JsonLinesWriter:
     header = b""
 
     def encode_record(self, record: Record) -> bytes:
-        told: dict[str, Any] = {"input": record.name}
+        document: dict[str, Any] = {"input": record.name}
         if record.outputs is not None:
-            told["outputs"] = record.outputs
+            document["outputs"] = record.outputs
         else:
-            told |= {"error": record.error, "code": record.code}
-        raw = orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+            document |= {"error": record.error, "code": record.code}
+        raw = orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
         if raw.isascii() and DELETE not in raw:
-            return raw  # orjson escapes the other ones
+            return raw  # orjson escapes the other control characters
         return escape_unprintable_json(raw.decode()).encode()
 
     def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
         for raw in lines:
             try:
-                told = orjson.loads(raw)
+                document = orjson.loads(raw)
             except orjson.JSONDecodeError:
                 if raw.endswith("\n"):
-                    raise UsageError("it holds a line that is no JSON") from None
+                    raise UsageError("it contains a line that is not JSON") from None
                 return
-            if not isinstance(told, dict) or not isinstance(told.get("input"), str):
-                raise UsageError("it holds a line that is no record of ours")
+            if not isinstance(document, dict) or not isinstance(document.get("input"), str):
+                raise UsageError("it contains a line that is not a record of this command")
             if raw.endswith("\n"):
-                yield StoredRecord(raw, told["input"], "outputs" in told)
+                yield StoredRecord(raw, document["input"], "outputs" in document)
 
 
 class CsvWriter:
-    """A column per output. What is not one value is JSON. A terminal is spoken to by nobody's output."""
+    """Writes a column per output, JSON for values other than text; escapes what controls a terminal."""
 
     def __init__(self, outputs: Sequence[str], *, to_terminal: bool = False) -> None:
         self._outputs = outputs
@@ -101,17 +101,17 @@ class CsvWriter:
     def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
         raw: list[str] = []
 
-        def record_lines() -> Iterator[str]:
+        def collect_raw_lines() -> Iterator[str]:
             for line in lines:
                 raw.append(line)
                 yield line
 
-        for number, cells in enumerate(csv.reader(record_lines())):
-            whole, raw[:] = "".join(raw), []
+        for number, cells in enumerate(csv.reader(collect_raw_lines())):
+            text, raw[:] = "".join(raw), []
             if number == 0 and cells != self._columns:
                 raise UsageError(f"its columns are not {', '.join(self._columns)}")
-            if number and len(cells) == len(self._columns) and whole.endswith("\n"):
-                yield StoredRecord(whole, cells[0], not cells[-1])
+            if number and len(cells) == len(self._columns) and text.endswith("\n"):
+                yield StoredRecord(text, cells[0], not cells[-1])
 
 
 def encode_csv_row(cells: Iterable[str]) -> bytes:
@@ -133,29 +133,29 @@ def create_record_writer(
 
 
 def resume_output(path: Path, writer: RecordWriter) -> Counter[str]:
-    """The inputs that the file answers already. What failed, or was cut off, leaves it, to be asked again.
+    """Remove failed and truncated records from a file; return the names of the inputs that succeeded.
 
-    The file is either as it was or as it should be, whenever this is interrupted. Raises `Misused`.
+    The file is replaced atomically. Raises `UsageError`.
     """
-    done: Counter[str] = Counter()
+    done_counts: Counter[str] = Counter()
     kept_bytes = len(writer.header)
-    kept = path.with_name(f".{path.name}.resumed")
+    temporary = path.with_name(f".{path.name}.resumed")
     try:
-        with path.open(newline="", encoding="utf-8") as file, kept.open("wb") as copy:
+        with path.open(newline="", encoding="utf-8") as file, temporary.open("wb") as copy:
             copy.write(writer.header)
             for row in writer.read_records(file):
                 if row.is_success:
-                    done[row.name] += 1
+                    done_counts[row.name] += 1
                     kept_bytes += copy.write(row.raw.encode())
         if kept_bytes != path.stat().st_size:
-            kept.chmod(path.stat().st_mode)
-            os.replace(kept, path.resolve())  # noqa: PTH105
+            temporary.chmod(path.stat().st_mode)
+            os.replace(temporary, path.resolve())  # noqa: PTH105
     except UnicodeDecodeError:
-        raise UsageError(f"{path} cannot be gone on with: it is not UTF-8") from None
+        raise UsageError(f"cannot resume {path}: it is not UTF-8") from None
     except (UsageError, csv.Error) as exc:
-        raise UsageError(f"{path} cannot be gone on with: {exc}") from None
+        raise UsageError(f"cannot resume {path}: {exc}") from None
     except OSError as exc:
-        raise UsageError(f"{path} cannot be gone on with: {exc.strerror}") from None
+        raise UsageError(f"cannot resume {path}: {exc.strerror}") from None
     finally:
-        kept.unlink(missing_ok=True)
-    return done
+        temporary.unlink(missing_ok=True)
+    return done_counts

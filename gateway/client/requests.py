@@ -1,4 +1,4 @@
-"""From inputs to records: what is sent, for one or for several, and what is made of the answer."""
+"""Inference requests for inputs, single or batched, and records of their responses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from gateway.client.records import Record
 from gateway.triton.http.client import CompleteResponse
 
 JSON_BODY_TYPE: Final = "application/json"
-# What one input of a batch may have caused: the others are asked again, each alone.
+# A single input of a batch may have caused these: every input is then sent alone.
 BATCH_SPLIT_STATUSES: Final = (400, 413, 415, 422, 500)
 
 
 class InvalidGatewayResponse(ClientError):
-    """A success that is no answer of a gateway."""
+    """A successful response that is not one of a gateway."""
 
 
 def is_batchable(body: InputBody) -> bool:
-    """Whether it is one value, which can stand in a batch with others."""
     if body.content_type == PLAIN_TEXT_TYPE:
-        return is_utf8(body.data)  # else it goes alone, and the gateway says what is wrong with it
+        return is_utf8(body.data)  # otherwise it is sent alone, and the gateway reports the error
     return body.content_type == OCTET_STREAM_TYPE or body.content_type.startswith("image/")
 
 
@@ -39,7 +38,7 @@ def is_utf8(data: bytes) -> bool:
 
 
 def combine_bodies(bodies: Sequence[InputBody]) -> InputBody:
-    """One request for all: a list in JSON, texts as they are and bytes as base64."""
+    """Return a JSON request with a list of values: texts, and other data as base64."""
     values = [encode_batch_value(body) for body in bodies]
     return InputBody(JSON_BODY_TYPE, orjson.dumps({"inputs": values}))
 
@@ -51,34 +50,35 @@ def encode_batch_value(body: InputBody) -> Any:
 
 
 class BatchRequester:
-    """Asks for a group of inputs: a request for all of it, or one for each."""
+    """Sends a group of inputs in one request, or in one for each."""
 
     def __init__(self, client: InferClient) -> None:
         self._client = client
 
     async def __call__(self, group: Sequence[Input]) -> list[Record]:
-        """A record for each, in their order. Raises `Unreachable`."""
+        """Return a record for each input, in order. Raises `GatewayUnreachable`."""
         records: dict[int, Record] = {}
         bodies: dict[int, InputBody] = {}
-        for number, given in enumerate(group):
+        for number, input_ in enumerate(group):
             try:
-                bodies[number] = await given.read_async()
+                bodies[number] = await input_.read_async()
             except OSError as exc:
-                sentence = f"the file cannot be read: {exc.strerror}"
-                records[number] = Record(given.name, error=sentence, code="UNREADABLE")
-        joint = [number for number, body in bodies.items() if is_batchable(body)]
-        if len(joint) > 1:
-            answered = await self._infer_batch(
-                [group[number].name for number in joint], [bodies[number] for number in joint]
+                message = f"the file cannot be read: {exc.strerror}"
+                records[number] = Record(input_.name, error=message, code="UNREADABLE")
+        batchable = [number for number, body in bodies.items() if is_batchable(body)]
+        if len(batchable) > 1:
+            batch_records = await self._infer_batch(
+                [group[number].name for number in batchable],
+                [bodies[number] for number in batchable],
             )
-            records |= zip(joint, answered, strict=False)
+            records |= zip(batchable, batch_records, strict=False)
         for number, body in bodies.items():
             if number not in records:
                 records[number] = await self._infer_single(group[number].name, body)
         return [records[number] for number in range(len(group))]
 
     async def _infer_batch(self, names: Sequence[str], bodies: Sequence[InputBody]) -> list[Record]:
-        """None at all when each must be asked for alone, to find which one was wrong."""
+        """Return no records if each input must be sent alone, to find the one that failed."""
         body = combine_bodies(bodies)
         try:
             reply = await self._client.infer(body.content_type, body.data)
@@ -107,31 +107,31 @@ class BatchRequester:
 
 
 def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
-    """Of each output what every answer of a stream says, in their order. Raises `BadAnswer`."""
-    found: dict[str, list[Any]] = {}
+    """Return each output's values over all responses, in order. Raises `InvalidGatewayResponse`."""
+    outputs: dict[str, list[Any]] = {}
     for line in reply.body.splitlines():
         for name, value in decode_outputs(line).items():
-            found.setdefault(name, []).append(value)
-    return found
+            outputs.setdefault(name, []).append(value)
+    return outputs
 
 
 def decode_outputs(body: bytes) -> dict[str, Any]:
-    """Raises `BadAnswer`."""
+    """Raises `InvalidGatewayResponse`."""
     try:
-        told = orjson.loads(body)
+        document = orjson.loads(body)
     except orjson.JSONDecodeError:
-        told = None
-    if not isinstance(told, dict) or not isinstance(told.get("outputs"), dict):
-        raise InvalidGatewayResponse("the answer has no outputs")
-    outputs: dict[str, Any] = told["outputs"]
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("outputs"), dict):
+        raise InvalidGatewayResponse("the response has no outputs")
+    outputs: dict[str, Any] = document["outputs"]
     return outputs
 
 
 def split_batch_outputs(outputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """The outputs of a batch as those of its inputs. Raises `BadAnswer`."""
+    """Return the outputs of each input. Raises `InvalidGatewayResponse`."""
     for name, values in outputs.items():
         if not isinstance(values, list) or len(values) != count:
             raise InvalidGatewayResponse(
-                f"the output {name} has not {count} values, one for each input"
+                f"the output {name} does not have {count} values, one per input"
             )
-    return [{name: values[at] for name, values in outputs.items()} for at in range(count)]
+    return [{name: values[number] for name, values in outputs.items()} for number in range(count)]

@@ -1,4 +1,4 @@
-"""What the gateway says, as a table for a person or as JSON for a script, on standard output."""
+"""Tables and JSON on standard output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
-# Of what is piped into a file or a program nothing is cut.
+# Piped output is not truncated.
 NON_TERMINAL_WIDTH = 1000
 STATE_COLOURS = {
     "READY": "green",
@@ -35,12 +35,14 @@ def create_console() -> Console:
 
 
 def build_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
     for column in columns:
-        made.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(escape_unprintable(cell), STATE_COLOURS.get(cell, "")) for cell in row))
-    return made
+        table.add_row(
+            *(Text(escape_unprintable(cell), STATE_COLOURS.get(cell, "")) for cell in row)
+        )
+    return table
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -48,15 +50,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def print_renderable(renderable: RenderableType) -> None:
-    """On standard output; without blanks at the ends of lines where it is no terminal."""
-    made = create_console()
-    if made.is_terminal:
-        made.print(renderable)
+    console = create_console()
+    if console.is_terminal:
+        console.print(renderable)
         return
-    with made.capture() as captured:
-        made.print(renderable)
+    with console.capture() as captured:
+        console.print(renderable)
     for line in captured.get().splitlines():
-        sys.stdout.write(f"{line.rstrip()}\n")
+        sys.stdout.write(f"{line.rstrip()}\n")  # rich pads every line
 
 
 def print_json(value: Any) -> None:
@@ -64,7 +65,7 @@ def print_json(value: Any) -> None:
     sys.stdout.buffer.write(escape_unprintable_json(text).encode())
 
 
-MODEL_COLUMNS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "WHY")
+MODEL_COLUMNS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "REASON")
 
 
 def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
@@ -72,45 +73,50 @@ def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
         f"{version.get('version', '')} {version.get('state', '')}".strip()
         for version in model["versions"]
     )
-    why = [word for word in ("declared", "last_error") if word in model]
-    told = [model["last_error"] if word == "last_error" else word for word in why]
+    fields = [field for field in ("declared", "last_error") if field in model]
+    reasons = [model["last_error"] if field == "last_error" else field for field in fields]
     if "wished" in model:
         missing = model["wished"] == "loaded" and not model["ready"]
-        told.insert(0, f"{'to be ' * missing}{model['wished']} by the API")
+        reasons.insert(0, f"{'to be ' * missing}{model['wished']} by the API")
     if "behind" in model:
-        told.append(f"an older load on {', '.join(model['behind'])}")
+        reasons.append(f"outdated load on {', '.join(model['behind'])}")
     replicas = format_state_counts(model.get("replicas", {}).values())
-    return (model["name"], "yes" if model["ready"] else "no", versions, replicas, "; ".join(told))
+    return (
+        model["name"],
+        "yes" if model["ready"] else "no",
+        versions,
+        replicas,
+        "; ".join(reasons),
+    )
 
 
-REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "WHY")
+REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "REASON")
 
 
 def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
-    why = replica.get("reason", "")
+    reason = replica.get("reason", "")
     if "ejected_for_s" in replica:
-        why = f"left alone for {replica['ejected_for_s']:g} s; {why}"
+        reason = f"ejected for {replica['ejected_for_s']:g} s; {reason}"
     return (
         replica["address"],
         replica["state"],
         str(replica["outstanding"]),
         f"{replica['slowness']:g}",
         format_state_counts(replica["models"].values()),
-        why,
+        reason,
     )
 
 
-REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "WHY")
+REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "REASON")
 
 
 def format_report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Of a load or an unload: a line for each replica."""
     return [
-        (report["model"], address, found["state"], found.get("reason", ""))
-        for address, found in report["replicas"].items()
+        (report["model"], address, replica["state"], replica.get("reason", ""))
+        for address, replica in report["replicas"].items()
     ]
 
 
 def format_state_counts(states: Iterable[str]) -> str:
-    """«3 READY, 1 LOADING»."""
+    # such as "3 READY, 1 LOADING"
     return ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())

@@ -1,4 +1,4 @@
-"""Where the gateway is, and how it is spoken to."""
+"""The gateway's URL, and the credentials and certificates to use with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Target:
-    """A gateway's address, and the key to it. Raises `Misused`."""
+    """A gateway's URL and API key. Properties raise `UsageError` for invalid values."""
 
     url: str
     key: str = ""
@@ -27,12 +27,14 @@ class Target:
             parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
             port = parts.port
         except ValueError as exc:
-            raise UsageError(f"{self.url!r} is no URL of a gateway: {exc}") from None
+            raise UsageError(f"{self.url!r} is not a valid gateway URL: {exc}") from None
         if parts.username is not None:
-            raise UsageError("the gateway's URL has a user in it; what the gateway takes is a key")
+            raise UsageError(
+                "the gateway URL contains a user name; the gateway expects an API key (--key)"
+            )
         if parts.scheme not in DEFAULT_PORTS or not parts.hostname or port == 0:
             raise UsageError(
-                f"{self.url!r} is no URL of a gateway, as http://localhost:8080 is one"
+                f"{self.url!r} is not a valid gateway URL; example: http://localhost:8080"
             )
         return parts
 
@@ -50,7 +52,7 @@ class Target:
 
     @property
     def path_prefix(self) -> str:
-        """Before every path of the API, where a proxy gives the gateway a folder of its own."""
+        """Return the prefix of every API path, for a gateway behind a proxy path."""
         return self.url_parts.path.rstrip("/")
 
     @cached_property
@@ -60,13 +62,13 @@ class Target:
         try:
             return ssl.create_default_context(cafile=self.ca_file)
         except (OSError, ssl.SSLError) as exc:
-            raise UsageError(f"the certificates of {self.ca_file} cannot be read: {exc}") from None
+            reason = exc.strerror or exc
+            raise UsageError(f"cannot read the certificates of {self.ca_file}: {reason}") from None
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request has beside its own headers."""
         if not self.key:
             return {}
         if not (self.key.isascii() and self.key.isprintable()):
-            raise UsageError("the key has characters that no key has")
+            raise UsageError("the key contains invalid characters; a key is printable ASCII")
         return {"authorization": f"Bearer {self.key}"}

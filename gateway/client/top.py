@@ -1,4 +1,4 @@
-"""`triton-gateway top`: what the gateway does right now, until a key is pressed."""
+"""`triton-gateway top`: live traffic, models and replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIRST_INTERVAL_S: Final = 0.2
 
 @dataclass
 class ModelTraffic:
-    """Of one model, since the gateway began; buckets by their upper bounds in seconds."""
+    """The traffic of a model since the gateway started; bucket counts by upper bound in seconds."""
 
     count: float = 0
     failed: float = 0
@@ -51,7 +51,7 @@ class ModelTraffic:
         )
 
     def p95_s(self) -> float:
-        """The bound that 95 % stay under."""
+        """Return the smallest bucket bound that covers 95 % of the requests."""
         return min(
             (bound for bound, count in self.buckets.items() if count >= 0.95 * self.count),
             default=float("inf"),
@@ -60,7 +60,7 @@ class ModelTraffic:
 
 @dataclass(frozen=True)
 class GatewaySnapshot:
-    """What was seen at one time. Without the right to it, there are no replicas and no metrics."""
+    """The state at one time; replicas and metrics are empty if the key may not read them."""
 
     taken_at: float
     models: Sequence[Mapping[str, Any]]
@@ -94,14 +94,13 @@ def take_snapshot(api: ApiClient) -> GatewaySnapshot:
 
 
 def aggregate_traffic(samples: Sequence[Sample]) -> dict[str, ModelTraffic]:
-    """By model; what concerns none is left out."""
-    found: dict[str, ModelTraffic] = {}
-    for name, written, rest in samples:
-        labels = dict(LABEL_PAIR.findall(written))
+    traffic_by_model: dict[str, ModelTraffic] = {}
+    for name, label_text, rest in samples:
+        labels = dict(LABEL_PAIR.findall(label_text))
         if not (model := labels.get("model")):
             continue
         value = float(rest.split()[0])
-        traffic = found.setdefault(model, ModelTraffic())
+        traffic = traffic_by_model.setdefault(model, ModelTraffic())
         if name == f"{REQUEST_DURATION_METRIC}_bucket":
             bound = float(labels["le"])
             traffic.buckets[bound] = traffic.buckets.get(bound, 0) + value
@@ -110,24 +109,24 @@ def aggregate_traffic(samples: Sequence[Sample]) -> dict[str, ModelTraffic]:
         else:
             traffic.count += value
             traffic.failed += value if labels.get("status") != "2xx" else 0
-    return found
+    return traffic_by_model
 
 
 def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> RenderableType:
-    took_s = max(current.taken_at - previous.taken_at, 1e-9)
+    elapsed_s = max(current.taken_at - previous.taken_at, 1e-9)
     rows = []
     for model in current.models:
         name = model["name"]
         traffic = current.traffic.get(name, ModelTraffic()).subtract(
             previous.traffic.get(name, ModelTraffic())
         )
-        told = ("", "") if not traffic.count else format_latencies(traffic)
-        rates = f"{traffic.count / took_s:.1f}", f"{traffic.failed / took_s:.1f}"
+        latencies = ("", "") if not traffic.count else format_latencies(traffic)
+        rates = f"{traffic.count / elapsed_s:.1f}", f"{traffic.failed / elapsed_s:.1f}"
         if model["ready"] or traffic.count:
-            rows.append((name, "yes" if model["ready"] else "no", *rates, *told))
+            rows.append((name, "yes" if model["ready"] else "no", *rates, *latencies))
     rows.sort(key=lambda row: (-float(row[2]), row[0]))
     gauges = ", ".join(f"{value:.0f} {title}" for title, value in current.gauges.items())
-    parts: list[RenderableType] = [Text(gauges or "no right to the metrics", "bold")]
+    parts: list[RenderableType] = [Text(gauges or "the key may not read the metrics", "bold")]
     if current.replicas:
         parts.append(
             tables.build_table(
@@ -139,44 +138,43 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
 
 def format_latencies(traffic: ModelTraffic) -> tuple[str, str]:
     bound = traffic.p95_s()
-    most = f"< {1000 * bound:g}" if bound != float("inf") else "over all bounds"
-    return f"{1000 * traffic.total_s / traffic.count:.1f}", most
+    p95 = f"< {1000 * bound:g}" if bound != float("inf") else "above all buckets"
+    return f"{1000 * traffic.total_s / traffic.count:.1f}", p95
 
 
 def run_top(api: ApiClient, interval_s: float) -> None:
-    """In a terminal until q or Ctrl-C; else one picture."""
-    before = take_snapshot(api)
+    """Refresh until q or Ctrl-C; without a terminal, print one snapshot."""
+    previous = take_snapshot(api)
     time.sleep(FIRST_INTERVAL_S)
-    now = take_snapshot(api)
+    current = take_snapshot(api)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        tables.print_renderable(render_snapshot(now, before))
+        tables.print_renderable(render_snapshot(current, previous))
         return
     with (
         cbreak_terminal(),
-        Live(render_snapshot(now, before), screen=True, auto_refresh=False) as live,
+        Live(render_snapshot(current, previous), screen=True, auto_refresh=False) as live,
     ):
         live.refresh()
         while not wait_for_quit(interval_s):
-            before, now = now, take_snapshot(api)
-            live.update(render_snapshot(now, before), refresh=True)
+            previous, current = current, take_snapshot(api)
+            live.update(render_snapshot(current, previous), refresh=True)
 
 
 @contextmanager
 def cbreak_terminal() -> Iterator[None]:
-    """The terminal gives each key at once."""
-    before = termios.tcgetattr(sys.stdin)
+    attributes = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)
 
 
 def wait_for_quit(timeout_s: float) -> bool:
-    """Whether it shall end: q was pressed in this time, or the terminal is gone."""
-    until = time.monotonic() + timeout_s
-    while (left_s := until - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left_s)[0]:
+    """Return True if q is pressed within `timeout_s` or the terminal is closed."""
+    deadline = time.monotonic() + timeout_s
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], remaining_s)[0]:
             key = os.read(sys.stdin.fileno(), 1)
             if key in (b"q", b"Q", b""):
                 return True

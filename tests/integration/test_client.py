@@ -145,7 +145,7 @@ def test_a_folder_of_which_some_files_are_broken(gateway: Gateway, tmp_path: Pat
         else:
             assert np.unique(max(record["outputs"].values(), key=str)).tolist() == [number % 251]
     summary, *listed = ended.stderr.splitlines()
-    assert summary.startswith("990 answered, 10 failed")
+    assert summary.startswith("990 succeeded, 10 failed")
     assert len(listed) == 10
     assert listed[0].startswith(f"  {paths[7]}: ")
 
@@ -180,13 +180,16 @@ def test_interrupted_and_resumed_is_the_whole(gateway: Gateway, tmp_path: Path) 
     assert first.returncode == 130
     done = names_of(output.read_text())
     assert done == [str(path) for path in paths[: len(done)]]
-    assert f"{200 - len(done)} remain; the same command with --resume goes on" in message.decode()
-    assert "--resume goes on with it" in gateway.fails(2, *arguments, "16")
+    assert (
+        f"{200 - len(done)} inputs remain; run the same command with --resume to continue"
+        in message.decode()
+    )
+    assert "--resume continues it" in gateway.fails(2, *arguments, "16")
 
     pause_files(folder, quick)
     ended = gateway.run(*arguments, "16", "--resume")
     assert ended.returncode == 0, ended.stderr
-    assert f"{len(done)} were there already" in ended.stderr
+    assert f"{len(done)} skipped" in ended.stderr
     assert names_of(output.read_text()) == [str(path) for path in paths]
     pauses = [value_of(record) % 0.5 for record in records(output.read_text())]
     assert pauses == pytest.approx(quick, abs=1e-6)
@@ -223,7 +226,7 @@ def test_lines_of_standard_input_are_answered_as_they_come(gateway: Gateway) -> 
         assert (record["input"], value_of(record)) == (f"-:{number}", text)
     rest, message = running.communicate(b"the last without an end", timeout=60)
     assert [value_of(record) for record in records(rest.decode())] == ["the last without an end"]
-    assert (running.returncode, message[:21]) == (0, b"4 answered, 0 failed,")
+    assert (running.returncode, message[:22]) == (0, b"4 succeeded, 0 failed,")
 
 
 def test_interrupted_while_it_waits_for_a_line(gateway: Gateway) -> None:
@@ -325,12 +328,12 @@ def test_a_model_that_answers_several_times(gateway: Gateway, tmp_path: Path) ->
     assert none["outputs"] == {}
     assert set(fails) == {"input", "error", "code"}
     assert (fails["code"], bool(fails["error"])) == ("MODEL_FAULT", True)
-    assert "2 answered, 1 failed" in ended.stderr
+    assert "2 succeeded, 1 failed" in ended.stderr
     assert ended.returncode == 1
     table = gateway.run("infer", TICKS, tmp_path / "three.json", "--format", "csv").stdout
     header, row = csv.reader(table.splitlines())
     assert dict(zip(header, row, strict=True))[NAMES.tensor("NUMBER")] == "[[0],[1],[2]]"
-    assert "any number of times" in gateway.fails(2, "infer", TICKS, tmp_path, "--batch", "2")
+    assert "any number of responses" in gateway.fails(2, "infer", TICKS, tmp_path, "--batch", "2")
     brief = ("--seconds", "0.1", "--concurrency", "2", "--json")
     (level,) = json.loads(gateway.run("bench", TICKS, tmp_path / "three.json", *brief).stdout)
     assert level["failed"] == 0 < level["requests"]
@@ -367,9 +370,7 @@ def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
             wait_until(lambda: refusals(client) >= 6)
         output, message = running.communicate(timeout=60)
         assert (running.returncode, len(records(output.decode()))) == (0, 3)
-        again = re.search(
-            r"3 answered, 0 failed, in (.*) s .* asked again (\d+) times", message.decode()
-        )
+        again = re.search(r"3 succeeded, 0 failed, in (.*) s .*; (\d+) retries", message.decode())
         assert again is not None, message
         assert float(again[1]) >= 1  # as Retry-After says
         assert int(again[2]) >= 3
@@ -385,7 +386,7 @@ def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
     # The gateway has ended.
     _, message = running.communicate(b"another line\n", timeout=60)
     assert running.returncode == 3
-    sentence = f"no gateway can be reached at {limited.url}; the rest was not asked"
+    sentence = f"cannot reach the gateway at {limited.url}; the remaining inputs were not sent"
     assert sentence in message.decode()
 
 
@@ -397,7 +398,7 @@ def refusals(client: httpx.Client) -> float:
 
 
 def test_what_cannot_be_is_said_before_anything_is_sent(gateway: Gateway, tmp_path: Path) -> None:
-    assert "no file, no folder" in gateway.fails(2, "infer", TEXTS, tmp_path / "nothing*.png")
+    assert "no such file or folder" in gateway.fails(2, "infer", TEXTS, tmp_path / "nothing*.png")
     assert "nothing to infer" in gateway.fails(2, "infer", TEXTS)
     assert "has no batch dimension" in gateway.fails(
         2, "infer", NUMBERS, "--text", "a", "--batch", "2"
@@ -417,8 +418,8 @@ def test_nobody_listens(gateway: Gateway) -> None:
     (port,) = free_ports(1)
     nobody = f"http://127.0.0.1:{port}"
     sentence = gateway.fails(3, "infer", TEXTS, "--text", "a", "--url", nobody)
-    assert sentence.startswith(f"no gateway can be reached at {nobody}: ")
-    assert "is no URL of a gateway" in gateway.fails(2, "models", "--url", "ftp://there")
+    assert sentence.startswith(f"cannot reach the gateway at {nobody}: ")
+    assert "is not a valid gateway URL" in gateway.fails(2, "models", "--url", "ftp://there")
 
 
 def test_models_and_replicas_as_tables_and_as_json(
@@ -470,7 +471,7 @@ def test_a_measurement(gateway: Gateway) -> None:
     for level in levels:
         assert level["failed"] == 0 < level["requests"]
         assert 0 < level["p50_ms"] <= level["p99_ms"] <= level["max_ms"]
-    assert "name a file" in gateway.fails(2, "bench", IMAGES, *brief)
+    assert "pass a FILE" in gateway.fails(2, "bench", IMAGES, *brief)
 
 
 def seen_until(terminal: int, words: bytes) -> bytes:
@@ -511,8 +512,8 @@ def test_how_far_it_is_is_shown_in_a_terminal_only(gateway: Gateway, tmp_path: P
     running = gateway.start("infer", PAUSES, tmp_path, stdout=subprocess.PIPE, stderr=its)
     try:
         assert b"/4" in seen_until(mine, b"/s")
-        shown = seen_until(mine, b"4 answered, 0 failed")
-        assert b"4 answered, 0 failed" in shown
+        shown = seen_until(mine, b"4 succeeded, 0 failed")
+        assert b"4 succeeded, 0 failed" in shown
         output, _ = running.communicate(timeout=60)
         assert len(records(output.decode())) == 4
     finally:
