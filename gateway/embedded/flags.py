@@ -1,4 +1,4 @@
-"""The flags of the embedded Triton, which `triton-gateway up` and `triton-gateway triton` share."""
+"""The flags of the embedded Triton, shared by `triton-gateway up` and `triton-gateway triton`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class TritonFlags:
-    """Each field is a flag, named after it unless it says otherwise."""
+    """The values of the flags; each field defines a flag of the same name."""
 
     triton_http_port: Annotated[int, typer.Option(help="Triton's HTTP port.")] = 8000
     triton_grpc_port: Annotated[int, typer.Option(help="Triton's gRPC port.")] = 8001
@@ -28,7 +28,7 @@ class TritonFlags:
     model_repository: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder, or an s3://, gs:// or as:// address; may be repeated. "
+            help="Folder, or s3://, gs:// or as:// URL; may be repeated. "
             f"Default: {DEFAULT_REPOSITORY}."
         ),
     ] = None
@@ -38,37 +38,39 @@ class TritonFlags:
     poll_secs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="In mode poll: seconds between two looks at the repository. Default: 15."
+            min=1, help="In mode poll: seconds between scans of the repository. Default: 15."
         ),
     ] = None
     load: Annotated[
         list[str] | None,
         typer.Option(
-            help="In mode explicit: a model to load at the start; may be repeated, * is all. "
-            "Default: the two ensembles of triton_repo, or all models of a repository of yours."
+            help="In mode explicit: model to load at startup; may be repeated, * loads all. "
+            "Default: the two ensembles of triton_repo, or all models of another repository."
         ),
     ] = None
     exit_on_error: Annotated[
-        bool, typer.Option(help="Whether a model that fails at the start ends it.")
+        bool, typer.Option(help="Exit if a model fails to load at startup.")
     ] = True
     start_timeout: Annotated[
         int,
-        typer.Option(min=1, help="Seconds within which Triton must be ready, with its models."),
+        typer.Option(
+            min=1, help="Seconds within which Triton and its startup models must be ready."
+        ),
     ] = 120
     backend_config: Annotated[
         list[str] | None,
         typer.Option(
-            help="A setting of a backend, such as python,shm-default-byte-size=4194304; "
+            help="Setting of a backend, such as python,shm-default-byte-size=4194304; "
             "may be repeated."
         ),
     ] = None
     log_verbose: Annotated[
-        int, typer.Option(min=0, help="Triton's verbosity; above 0 its whole log is shown.")
+        int, typer.Option(min=0, help="Triton's verbosity; above 0, its complete log is shown.")
     ] = 0
     triton_arg: Annotated[
         list[str] | None,
         typer.Option(
-            help="A further argument of tritonserver, such as --pinned-memory-pool-byte-size=0; "
+            help="Additional argument of tritonserver, such as --pinned-memory-pool-byte-size=0; "
             "may be repeated."
         ),
     ] = None
@@ -96,17 +98,17 @@ class TritonFlags:
 
 
 def add_triton_flags(command: Callable[Concatenate[TritonFlags, P], None]) -> Callable[..., None]:
-    """The command with Triton's flags after its own: its first parameter gets them together.
+    """Return the command with Triton's flags after its own; its first parameter receives them.
 
-    Typer reads a command's flags from its signature, and knows no groups of them.
+    Typer reads the flags from a command's signature and does not support groups of flags.
     """
     own = list(signature(command, eval_str=True).parameters.values())[1:]
     shared = list(signature(TritonFlags, eval_str=True).parameters.values())
 
     @wraps(command)
-    def run(**given: Any) -> None:
-        flags = TritonFlags(**{flag.name: given.pop(flag.name) for flag in shared})
-        command(flags, **given)  # type: ignore[call-arg]
+    def run(**values: Any) -> None:
+        flags = TritonFlags(**{flag.name: values.pop(flag.name) for flag in shared})
+        command(flags, **values)  # type: ignore[call-arg]
 
     parameters = [flag.replace(kind=Parameter.KEYWORD_ONLY) for flag in (*own, *shared)]
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
-"""A tritonserver for this machine without Docker: fetched once, by hash, into the user's cache.
+"""Installation of a tritonserver without Docker: downloaded once, by hash, into the user's cache.
 
-The server's files come out of the `nvidia-pytriton` wheel; none of its dependencies are wanted. The
-models run in an environment of their own, because this Triton's Python backend cannot live with
-numpy 2, which
-the gateway uses.
+The server's files come from the `nvidia-pytriton` wheel, without its dependencies. The models run in
+a separate environment, because this Triton's Python backend does not support NumPy 2, which the
+gateway uses.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from gateway.messages import CommandError, join_names, quote_text
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 SUPPORTED_PYTHON_VERSIONS = ("3.10", "3.11", "3.12")
 MIN_GLIBC_VERSION = (2, 35)
-DOCKER_HINT = "elsewhere run Triton in Docker and use: triton-gateway serve"
+DOCKER_HINT = "run Triton in Docker and use: triton-gateway serve"
 COMPLETE_MARKER = ".complete"
 
 
 class CannotInstall(CommandError):
-    """Why there can be no embedded Triton here, in a sentence that says what to do."""
+    """The embedded Triton cannot be installed. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """Where the parts of a runnable tritonserver are."""
+    """The paths of an installed tritonserver."""
 
     server: Path
     libraries: Path
@@ -46,7 +45,6 @@ class Installation:
     libpython: Path
 
     def environment(self) -> dict[str, str]:
-        """The environment variables under which the server and its Python models run."""
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GATEWAY_"))
         }
@@ -59,16 +57,15 @@ class Installation:
 
 
 def cache_folder() -> Path:
-    """`TRITON_GATEWAY_CACHE`, or the user's cache."""
-    named = os.environ.get("TRITON_GATEWAY_CACHE")
+    setting = os.environ.get("TRITON_GATEWAY_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named).expanduser().absolute() if named else base / "triton-gateway"
+    return Path(setting).expanduser().absolute() if setting else base / "triton-gateway"
 
 
 def install_triton(on_message: Callable[[str], None]) -> Installation:
-    """Fetch and assemble what is missing; a second call finds everything in place.
+    """Download and assemble the missing parts; a complete installation is reused.
 
-    Raises `CannotInstall` where this platform cannot run it or a download fails.
+    Raises `CannotInstall` if this platform is not supported or a download fails.
     """
     check_platform(HostPlatform.detect())
     libpython = find_libpython(library_folders())
@@ -78,8 +75,8 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise CannotInstall(
-            f"the cache folder {cache} cannot be made ({exc.strerror}); "
-            "name another with TRITON_GATEWAY_CACHE"
+            f"cannot create the cache folder {cache} ({exc.strerror}); "
+            "set TRITON_GATEWAY_CACHE to another folder"
         ) from exc
     models = prepare_models_environment(cache, on_message)
     files = fetch_server(cache, models, on_message)
@@ -94,18 +91,18 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
 
 
 def check_cache_path(cache: Path) -> None:
-    """The Python backend is started from there. Raises `CannotInstall`."""
-    if odd := find_unsafe_characters(cache):
+    """Raises `CannotInstall` for a path from which the Python backend cannot be started."""
+    if unsafe := find_unsafe_characters(cache):
         raise CannotInstall(
-            f"the cache folder cannot be {quote_text(str(cache), 200)}: Triton's Python backend "
-            "takes no path "
-            f"with {join_names(odd)} in it; name another with TRITON_GATEWAY_CACHE"
+            f"the cache folder {quote_text(str(cache), 200)} cannot be used: Triton's Python backend "
+            f"does not support paths with {join_names(unsafe)}; "
+            "set TRITON_GATEWAY_CACHE to another folder"
         )
 
 
 @dataclass(frozen=True)
 class HostPlatform:
-    """What decides whether the embedded server can run."""
+    """The properties on which support for the embedded server depends."""
 
     system: str
     machine: str
@@ -126,14 +123,14 @@ class HostPlatform:
 
 
 def check_platform(host_platform: HostPlatform) -> None:
-    """Raises `CannotInstall` where the server's files cannot run."""
-    shown = (
+    """Raises `CannotInstall` if the server does not run on this platform."""
+    description = (
         f"{host_platform.system} {host_platform.machine}, "
         f"{host_platform.implementation} {host_platform.python}"
     )
     if (host_platform.system, host_platform.machine) != ("Linux", "x86_64"):
         raise CannotInstall(
-            f"the embedded Triton runs on Linux x86-64 only, not on {shown}; {DOCKER_HINT}"
+            f"the embedded Triton runs on Linux x86-64 only, not on {description}; {DOCKER_HINT}"
         )
     if (
         host_platform.implementation != "CPython"
@@ -141,15 +138,15 @@ def check_platform(host_platform: HostPlatform) -> None:
     ):
         raise CannotInstall(
             f"the embedded Triton runs with CPython {SUPPORTED_PYTHON_VERSIONS[0]} to "
-            f"{SUPPORTED_PYTHON_VERSIONS[-1]}, not with {shown}; "
+            f"{SUPPORTED_PYTHON_VERSIONS[-1]}, not with {description}; "
             f"use such a Python, or {DOCKER_HINT}"
         )
     name, version = host_platform.libc
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if name != "glibc" or numbers < MIN_GLIBC_VERSION:
-        wanted = ".".join(map(str, MIN_GLIBC_VERSION))
+        required = ".".join(map(str, MIN_GLIBC_VERSION))
         raise CannotInstall(
-            f"the embedded Triton needs glibc {wanted} or newer, not {name or 'this libc'} {version}; "
+            f"the embedded Triton requires glibc {required} or newer, not {name or 'this libc'} {version}; "
             f"use a newer distribution, or {DOCKER_HINT}"
         )
 
@@ -161,19 +158,22 @@ def library_folders() -> list[Path]:
 
 
 def find_libpython(folders: Iterable[Path]) -> Path:
-    """The folder of the running Python's shared library, which the backend's stub links against."""
+    """Return the folder of the shared libpython that the backend's stub links to.
+
+    Raises `CannotInstall` if this Python has none.
+    """
     name = f"libpython{PYTHON_VERSION}.so.1.0"
     for folder in folders:
         if (folder / name).exists():
             return folder
     raise CannotInstall(
-        f"Triton's Python backend needs {name}, and this Python has none; install it "
+        f"Triton's Python backend requires {name}, which this Python lacks; install it "
         f"(Debian, Ubuntu: apt-get install libpython{PYTHON_VERSION}; pyenv: build with --enable-shared)"
     )
 
 
 def find_lock_file(name: str) -> Path:
-    """A lock file: inside an installed package, or at the top of a checkout."""
+    # An installed package contains the lock files; a checkout has them at its root.
     package = Path(__file__).parents[1]
     packaged = package / "requirements" / name
     return packaged if packaged.exists() else package.parent / "requirements" / name
@@ -186,14 +186,14 @@ def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -
         needed,
     ):
         if needed:
-            on_message("preparing the models' own Python environment, 35 MB (once)")
+            on_message("installing the models' Python environment, 35 MB (first start only)")
             venv = [sys.executable, "-m", "venv", str(folder)]
             if subprocess.run(venv, stdout=subprocess.DEVNULL, check=False).returncode:
                 raise CannotInstall(
                     "python -m venv failed; install it (Debian, Ubuntu: apt-get install "
                     f"python{PYTHON_VERSION}-venv)"
                 )
-            # Quiet: for a lock of several Python versions pip names each entry that it passes over.
+            # Quiet: pip would report every entry of the lock file for another Python version.
             pip_install(folder, lock, "--quiet")
     return folder
 
@@ -202,13 +202,13 @@ def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -
     lock = find_lock_file("tritonserver.txt")
     with build_once(cache / f"tritonserver-{hash_lock_file(lock)}") as (folder, needed):
         if needed:
-            on_message("fetching tritonserver, 55 MB (once)")
+            on_message("downloading tritonserver, 55 MB (first start only)")
             pip_install(models, lock, "--target", str(folder))
     return folder
 
 
 def assemble_backends(files: Path, triton: Path) -> Path:
-    """The backend folder, with the stub of the running Python's version."""
+    # The backend needs the stub of the running Python version.
     parts = {
         "libtriton_python.so": triton / "backends/python/libtriton_python.so",
         "triton_python_backend_utils.py": triton / "backends/python/triton_python_backend_utils.py",
@@ -229,7 +229,7 @@ def assemble_backends(files: Path, triton: Path) -> Path:
 
 
 def pip_install(environment: Path, lock: Path, *arguments: str) -> None:
-    """Install a lock file by hash, with pip's own progress shown on standard error."""
+    """Install a lock file, with pip's progress on standard error. Raises `CannotInstall`."""
     python = str(environment / "bin" / "python")
     command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
     command += ["--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(lock), *arguments]
@@ -239,9 +239,8 @@ def pip_install(environment: Path, lock: Path, *arguments: str) -> None:
 
 
 def explain_pip_failure(stderr: str) -> str:
-    """What pip's complaint means."""
     if "HASHES" in stderr:
-        return "a downloaded file is not the one that the lock names: its hash differs; nothing was installed"
+        return "a downloaded file does not match its hash in the lock file; nothing was installed"
     unreachable = (
         "Connection",
         "connection",
@@ -251,21 +250,21 @@ def explain_pip_failure(stderr: str) -> str:
         "ProxyError",
     )
     if any(word in stderr for word in unreachable):
-        return "the package index cannot be reached; the first start needs the network, later ones do not"
+        return "the package index cannot be reached; only the first start requires the network"
     if "No matching distribution" in stderr:
         return (
-            "the package index cannot be reached or lacks what the lock names; "
-            "the first start needs the network, later ones do not"
+            "the package index cannot be reached or lacks a locked package; "
+            "only the first start requires the network"
         )
     lines = [
         line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR")
     ]
-    return f"pip could not install what is needed: {(lines or ['it gave no reason'])[-1]}"
+    return f"pip failed: {(lines or ['no error message'])[-1]}"
 
 
 @contextmanager
 def build_once(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """A folder that is either complete or rebuilt, by one process at a time: (folder, is work needed)."""
+    """Yield the folder, and True if the caller must build it; only one process builds at a time."""
     complete = folder / COMPLETE_MARKER
     if complete.exists():
         yield folder, False
@@ -274,8 +273,8 @@ def build_once(folder: Path) -> Iterator[tuple[Path, bool]]:
         lock = folder.with_name(f".{folder.name}.lock").open("w")
     except OSError as exc:
         raise CannotInstall(
-            f"nothing can be written to {folder.parent} ({exc.strerror}); "
-            "name another cache folder with TRITON_GATEWAY_CACHE"
+            f"cannot write to {folder.parent} ({exc.strerror}); "
+            "set TRITON_GATEWAY_CACHE to another folder"
         ) from exc
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

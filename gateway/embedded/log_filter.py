@@ -1,4 +1,4 @@
-"""What of tritonserver's log a person wants to see, and why it failed."""
+"""A filter for tritonserver's log that keeps progress, warnings and the reasons of failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.triton.error_mapping import sanitize_message
 # glog's prefix: level, month and day, time, thread, file:line]
 GLOG_PREFIX = re.compile(r"^([IWEF])(\d{4}) [\d:.]+ \d+ [\w.]+:\d+\] ?")
 
-# A machine without a GPU says these at every start; they mean nothing.
+# Triton logs these at every start without a GPU; they are harmless.
 IGNORED_MESSAGES = (
     "CudaDriverHelper has not been initialized",
     "unable to create stream for",
@@ -29,28 +29,28 @@ PROGRESS_MESSAGE = re.compile(r"successfully (un)?loaded '[^']+'|Started (HTTP|G
 LOAD_FAILURE = re.compile(
     r"failed to (?:load|poll model) '(?P<model>[^']+)'(?: version \d+)?: (?P<reason>.*)", re.S
 )
-# How it complains of its command line, before any log.
+# Triton prints errors in its command line before it sets up its log.
 COMMAND_LINE_ERROR = re.compile(r"^(?:error: |\S*tritonserver: |failed to | *what\(\): )")
 
-MAX_REMEMBERED_MESSAGES = 16  # complaints that are not told twice
+MAX_REMEMBERED_MESSAGES = 16  # messages that are not repeated
 
 
 @dataclass
 class LogFilter:
-    """Hears the log line by line; remembers each model's reason for not loading."""
+    """Filters the log line by line, and collects the reason of each model that failed to load."""
 
-    verbose: bool = False  # a person wants every line, as it is
+    verbose: bool = False  # pass every line unchanged
     failures: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    last_line: str = "it said nothing"
+    last_line: str = "no output"
     _recent_messages: deque[str] = field(
         default_factory=lambda: deque(maxlen=MAX_REMEMBERED_MESSAGES)
     )
 
     def filter_line(self, line: str) -> str | None:
-        """The essence of one more line, or None where a person need not see it."""
-        essence = self._summarize_line(line)
-        return (line or None) if self.verbose else essence
+        """Return the message to show for a line, or None to drop it."""
+        summary = self._summarize_line(line)
+        return (line or None) if self.verbose else summary
 
     def _summarize_line(self, line: str) -> str | None:
         self.last_line = line or self.last_line
@@ -73,27 +73,27 @@ class LogFilter:
             self.error = message
         if match[1] in "WEF":
             return self._report_once(message)
-        if essence := PROGRESS_MESSAGE.search(message):
-            if essence[0].startswith("successfully"):
+        if summary := PROGRESS_MESSAGE.search(message):
+            if summary[0].startswith("successfully"):
                 self._recent_messages.clear()
             return f"Triton: {message}"
         return None
 
     def _report_once(self, message: str) -> str | None:
-        """In poll mode a model that fails is tried again at every look, and fails in the same words."""
+        # In poll mode Triton retries a failed model at every scan, with the same message.
         if message in self._recent_messages:
             return None
         self._recent_messages.append(message)
         return f"Triton: {message}"
 
     def clear_failures(self) -> None:
-        """The server is up: what it complained of does not explain a later end."""
+        # Failures before the server was ready do not explain a later exit.
         self.failures.clear()
         self.error = ""
 
 
 def unquote_message(message: str) -> str:
-    """Newer Tritons write each message as a JSON string, so that it stays on one line."""
+    # Newer Tritons log each message as a JSON string, to keep it on one line.
     try:
         return str(orjson.loads(message))
     except orjson.JSONDecodeError:

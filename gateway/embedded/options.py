@@ -1,4 +1,4 @@
-"""What an embedded tritonserver is started with, and what of it cannot be."""
+"""The options of an embedded tritonserver, their validation, and its command line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gateway.embedded.python_stub import find_unsafe_characters, find_unsupporte
 from gateway.messages import CommandError, join_names, quote_text
 from gateway.triton.restricted_api import RestrictedApi
 
-EXIT_GRACE_S: Final = 4.0  # Triton's own limit for running requests is a second less
+EXIT_GRACE_S: Final = 4.0  # Triton's limit for running requests is one second less
 MAX_PORT: Final = 65535
-REPLICA_PORT_STEP: Final = 100  # from one replica's ports to the next one's
+REPLICA_PORT_STEP: Final = 100  # between the ports of consecutive replicas
 LOAD_ALL: Final = "*"
 URL_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 OBJECT_STORE_SCHEMES: Final = ("s3://", "gs://", "as://")
-# The setting by which the guard finds what a crash leaves behind.
+# The reaper finds leftover shared memory by this setting.
 SHM_PREFIX_SETTING: Final = re.compile(r"python,\s*shm-region-prefix-name\s*=")
 
-# Triton's own flags that `--triton-arg` may not give: there is a flag of ours for it, …
+# Flags of Triton that `--triton-arg` rejects, because the gateway has a flag for them, …
 GATEWAY_FLAGS: Final = {
     "http-port": "--triton-http-port",
     "grpc-port": "--triton-grpc-port",
@@ -39,28 +39,32 @@ GATEWAY_FLAGS: Final = {
     "backend-config": "--backend-config",
     "log-verbose": "--log-verbose",
 }
-# … or what is around the server relies on it.
+# … or because the gateway relies on their values.
 RESERVED_ARGUMENTS: Final = {
     **dict.fromkeys(
-        ("http-address", "grpc-address", "metrics-address"), "the embedded Triton is on 127.0.0.1"
+        ("http-address", "grpc-address", "metrics-address"),
+        "the embedded Triton listens on 127.0.0.1",
     ),
     **dict.fromkeys(
-        ("allow-http", "allow-grpc", "allow-metrics"), "the gateway needs all three of its ports"
+        ("allow-http", "allow-grpc", "allow-metrics"), "the gateway requires all three ports"
     ),
-    **dict.fromkeys(("grpc-use-ssl", "grpc-use-ssl-mutual"), "the gateway asks it without TLS"),
     **dict.fromkeys(
-        ("log-file", "log-format", "log-error"), "its log tells the gateway why a model fails"
+        ("grpc-use-ssl", "grpc-use-ssl-mutual"), "the gateway connects to it without TLS"
+    ),
+    **dict.fromkeys(
+        ("log-file", "log-format", "log-error"),
+        "the gateway reads the reasons of failures from the log",
     ),
     **dict.fromkeys(
         ("http-restricted-api", "grpc-restricted-protocol"),
-        "GATEWAY_TRITON_RESTRICTED_API names the header and secret for it",
+        "use the setting GATEWAY_TRITON_RESTRICTED_API",
     ),
-    "backend-directory": "it has the backends of the embedded Triton",
+    "backend-directory": "the embedded Triton has its own backends",
     "model-config-name": "the embedded Triton reads configs/embedded.pbtxt",
-    "exit-timeout-secs": f"it has {EXIT_GRACE_S:g} s to end",
+    "exit-timeout-secs": f"the embedded Triton is killed after {EXIT_GRACE_S:g} s",
 }
 REFUSED_ARGUMENTS: Final = {
-    name: f"say it with {flag}" for name, flag in GATEWAY_FLAGS.items()
+    name: f"use {flag}" for name, flag in GATEWAY_FLAGS.items()
 } | RESERVED_ARGUMENTS
 
 
@@ -73,31 +77,31 @@ class ModelControl(str, Enum):
 
 
 class CannotStart(CommandError):
-    """Why Triton did not start, in a sentence that says what to do."""
+    """Triton did not start. The message says why, or what to do."""
 
 
 @dataclass(frozen=True)
 class TritonOptions:
-    """What the embedded Triton is started with."""
+    """The options of one embedded Triton."""
 
-    model_repositories: tuple[Path | str, ...]  # folders, or addresses of an object store
+    model_repositories: tuple[Path | str, ...]  # folders, or URLs of an object store
     load_models: tuple[str, ...] = ()
     model_control: ModelControl = ModelControl.explicit
-    poll_interval_s: int | None = None  # None is Triton's own, 15
+    poll_interval_s: int | None = None  # None: Triton's default, 15
     exit_on_error: bool = True
     backend_configs: tuple[str, ...] = ()  # BACKEND,SETTING=VALUE
     log_verbose: int = 0
-    extra_arguments: tuple[str, ...] = ()  # further ones of Triton's own
+    extra_arguments: tuple[str, ...] = ()  # passed to Triton last
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
     start_timeout_s: float = 120.0
-    restricted_api: RestrictedApi | None = None  # is not among the arguments of `command`
-    port_offset: int = 0  # how far the ports are from those that the flags name
+    restricted_api: RestrictedApi | None = None  # not part of `build_command`
+    port_offset: int = 0  # difference to the ports of the flags
 
     def for_replica(self, number: int) -> TritonOptions:
-        """The same on other ports: replica 0 has these, each further one `REPLICA_STEP` more."""
+        """Return the options of a replica, whose ports are `number` x `REPLICA_PORT_STEP` higher."""
         shift = number * REPLICA_PORT_STEP
         return replace(
             self,
@@ -109,7 +113,6 @@ class TritonOptions:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports by the flag that names them."""
         plus = f" (+ {self.port_offset})" if self.port_offset else ""
         return {
             f"--triton-http-port{plus}": self.http_port,
@@ -123,18 +126,16 @@ class TritonOptions:
 
     @property
     def url(self) -> str:
-        """This Triton as a replica in `GATEWAY_TRITON_URLS`."""
-        return (
+        return (  # the syntax of GATEWAY_TRITON_URLS
             f"http://{self.host}:{self.http_port}?grpc={self.grpc_port}&metrics={self.metrics_port}"
         )
 
     @property
     def remote_repositories(self) -> list[str]:
-        """The repositories that are no folders."""
         return [str(place) for place in self.model_repositories if is_remote_repository(place)]
 
     def validate(self) -> None:
-        """Raises `CannotStart` for what no Triton could be started with, or none of ours."""
+        """Raises `CannotStart` for options with which Triton cannot start."""
         for repository in self.model_repositories:
             check_repository(repository)
         self._check_mode()
@@ -142,8 +143,8 @@ class TritonOptions:
         for value in self.backend_configs:
             if SHM_PREFIX_SETTING.match(value):
                 raise CannotStart(
-                    f"--backend-config cannot be {value}: "
-                    "what a crash leaves behind is found by the name of its shared memory"
+                    f"--backend-config does not accept {value}: "
+                    "the gateway uses this prefix to remove shared memory after a crash"
                 )
         for argument in self.extra_arguments:
             check_argument(argument)
@@ -152,27 +153,26 @@ class TritonOptions:
         mode = self.model_control
         if self.load_models and mode is not ModelControl.explicit:
             raise CannotStart(
-                f"--load is for --model-control explicit; in mode {mode.value} Triton loads every "
+                f"--load requires --model-control explicit; in mode {mode.value} Triton loads every "
                 "model of the repository"
             )
         if self.poll_interval_s is not None and mode is not ModelControl.poll:
             raise CannotStart(
-                f"--poll-secs is for --model-control poll; in mode {mode.value} Triton does not "
-                "look at the repository again"
+                f"--poll-secs requires --model-control poll; in mode {mode.value} Triton does not "
+                "scan the repository again"
             )
 
     def _check_paths(self) -> None:
-        everything = LOAD_ALL in self.load_models or self.model_control is not ModelControl.explicit
-        names = None if everything else frozenset(self.load_models)
+        loads_all = LOAD_ALL in self.load_models or self.model_control is not ModelControl.explicit
+        names = None if loads_all else frozenset(self.load_models)
         for place in self.model_repositories:
             if is_remote_repository(place):
-                continue  # Triton copies it to a path of its own
+                continue  # Triton copies it to a local path
             if (folder := find_unsupported_path(Path(format_repository(place)), names)) is not None:
                 raise CannotStart(
                     f"Triton cannot run a Python model at {quote_text(str(folder), 200)}: its Python backend "
-                    f"takes no path with {join_names(find_unsafe_characters(folder))} in it; "
-                    "rename that, or make a "
-                    "link to it with a plain name"
+                    f"does not support paths with {join_names(find_unsafe_characters(folder))}; "
+                    "rename it, or use a symbolic link with a plain name"
                 )
 
     def build_command(self, installation: Installation, shared_memory_prefix: str) -> list[str]:
@@ -191,7 +191,7 @@ class TritonOptions:
             *poll,
             *(f"--load-model={model}" for model in self.load_models),
             f"--exit-on-error={str(self.exit_on_error).lower()}",
-            # Else Triton is not ready during every load, and after one that failed until it ends.
+            # With Triton's default, it is not ready during a load, and never again after a failed one.
             "--strict-readiness=false",
             "--model-config-name=embedded",
             f"--backend-directory={installation.backends}",
@@ -212,7 +212,6 @@ def is_remote_repository(repository: Path | str) -> bool:
 
 
 def format_repository(repository: Path | str) -> str:
-    """As Triton takes it: an address as it is, a folder from the root on."""
     return str(repository) if is_remote_repository(repository) else str(Path(repository).absolute())
 
 
@@ -220,47 +219,48 @@ def check_repository(repository: Path | str) -> None:
     if is_remote_repository(repository):
         if not str(repository).startswith(OBJECT_STORE_SCHEMES):
             raise CannotStart(
-                f"{repository} is no model repository; beside folders Triton reads "
+                f"{repository} is not a valid model repository; Triton reads folders and URLs with "
                 f"{join_names(OBJECT_STORE_SCHEMES)}"
             )
     elif not Path(repository).is_dir():
         raise CannotStart(
-            f"there is no model repository at {repository}; name one with --model-repository"
+            f"model repository not found: {repository}; choose another with --model-repository"
         )
 
 
 def check_argument(argument: str) -> None:
-    """Raises `CannotStart` for what is ours to say. Triton takes the beginning of a flag for the flag."""
+    """Raises `CannotStart` for a reserved flag, or a prefix of one, which Triton accepts as well."""
     if not argument.startswith("--"):
-        return  # the value of the one before
-    given = argument[2:].partition("=")[0]
-    for name, why in REFUSED_ARGUMENTS.items():
-        if given and name.startswith(given):
-            raise CannotStart(f"--triton-arg cannot be {argument}: {why}")
+        return  # the value of the preceding flag
+    flag = argument[2:].partition("=")[0]
+    for name, reason in REFUSED_ARGUMENTS.items():
+        if flag and name.startswith(flag):
+            raise CannotStart(f"--triton-arg does not accept {argument}: {reason}")
 
 
 def collect_ports(fleet: Sequence[TritonOptions]) -> dict[str, int]:
-    """The ports of replicas by the flag that names each."""
     return {flag: port for options in fleet for flag, port in options.ports.items()}
 
 
 def check_distinct_ports(ports: Mapping[str, int]) -> None:
-    """Raise `CannotStart` when two flags name one port, or one names none."""
+    """Raises `CannotStart` if two flags use the same port, or one is not a port number."""
     flags: dict[int, str] = {}
     for flag, port in ports.items():
         check_port_number(port, flag)
         if port in flags:
-            raise CannotStart(f"{flags[port]} and {flag} both name port {port}; give each its own")
+            raise CannotStart(
+                f"{flags[port]} and {flag} both use port {port}; choose different ports"
+            )
         flags[port] = flag
 
 
 def check_port_number(port: int, flag: str) -> None:
     if not 0 <= port <= MAX_PORT:
-        raise CannotStart(f"{flag} cannot be {port}; a port is between 1 and {MAX_PORT}")
+        raise CannotStart(f"{flag} must be between 1 and {MAX_PORT}, not {port}")
 
 
 def check_port_free(host: str, port: int, flag: str) -> None:
-    """Raise `CannotStart` if the port is taken; Triton's own words hide which flag names it."""
+    """Raises `CannotStart` if the port is in use; Triton's own message does not name the flag."""
     check_port_number(port, flag)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -270,5 +270,5 @@ def check_port_free(host: str, port: int, flag: str) -> None:
         except OSError as exc:
             raise CannotStart(
                 f"port {port} cannot be used ({os.strerror(exc.errno or 0).lower()}); "
-                f"name another with {flag}"
+                f"choose another with {flag}"
             ) from exc

@@ -1,9 +1,9 @@
-"""Keeps one tritonserver, and sees to it that nothing of it outlives its owner.
+"""The parent process of a tritonserver, which cleans up after it.
 
-Run as a script of its own, on the standard library alone, between the owner and the server. The owner
-holds the other end of standard input: when that closes, however the owner ended, the server is stopped.
-The guard adopts every orphan of the server (a Python backend's stubs), ends them, and removes the
-server's shared-memory regions, so that a crash of any one side leaves nothing behind.
+It runs as a separate script, on the standard library only, between the owner and the server. The owner
+holds the other end of standard input: when that closes, for whatever reason, the server is stopped. The
+reaper adopts the server's orphans (stubs of the Python backend), kills them, and removes the server's
+shared memory, so that a crash of any one process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
-# Further arguments of the server, one a line: everybody may read this script's own, and only its user
-# may read its environment (proc(5)).
+# Additional arguments of the server, one per line: every user can read this script's arguments, but only
+# its own user can read its environment (proc(5)).
 ARGUMENTS_VARIABLE = "TRITON_GATEWAY_SERVER_ARGUMENTS"
 
 
@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 def wait_for_stop(server: subprocess.Popen[bytes], signal_pipe: int) -> None:
-    """Return when the server has ended, the owner has gone, or a signal asks to stop."""
+    """Return when the server has exited, the owner has closed its end, or a stop signal arrives."""
     while server.poll() is None:
         readable, _, _ = select.select([0, signal_pipe], [], [])
         if 0 in readable and not os.read(0, 4096):
@@ -48,16 +48,15 @@ def wait_for_stop(server: subprocess.Popen[bytes], signal_pipe: int) -> None:
 
 
 def reap_orphans(server_pid: int) -> None:
-    """Bury adopted processes that ended by themselves, but leave the server to its own `poll`."""
+    """Reap adopted processes that have exited, but not the server, which its own `poll` reaps."""
     with suppress(ChildProcessError):
-        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid == server_pid:
+        while exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if exited.si_pid == server_pid:
                 return
-            os.waitpid(ended.si_pid, 0)
+            os.waitpid(exited.si_pid, 0)
 
 
 def stop_server(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ask the server to end, and after `grace_s` seconds insist."""
     server.terminate()
     try:
         server.wait(grace_s)
@@ -67,29 +66,29 @@ def stop_server(server: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def kill_orphans() -> None:
-    """Kill and reap what the server left: as their subreaper we are now their parent."""
+    # As the subreaper, this process is the parent of the server's orphans.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
-        with suppress(OSError):  # without this file there is no list of them
+        with suppress(OSError):  # the kernel may lack this file
             for pid in children.read_text().split():
                 os.kill(int(pid), signal.SIGKILL)
         try:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
+            exited, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        if ended == 0:
+        if exited == 0:
             time.sleep(0.01)
 
 
 def kill_processes_by_prefix(prefix: str) -> None:
-    """Kill the stubs of a guard that was killed itself: its prefix is among their arguments."""
+    """Kill the stubs that a killed reaper left: its prefix is one of their arguments."""
     for arguments in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if f"\0{prefix}".encode() in arguments.read_bytes():
                 os.kill(int(arguments.parent.name), signal.SIGKILL)
         except OSError:
-            continue  # it has just ended, or is somebody else's
+            continue  # it has just exited, or belongs to another user
 
 
 def remove_shared_memory(prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""A tritonserver as a context manager: started, watched, and gone without a trace when left."""
+"""A supervised tritonserver as a context manager: starts, restarts and stops it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
 
 
 class ServerRun:
-    """One run of the server, from its start to its end, under a guard."""
+    """A run of the server under a reaper, from its start to its exit."""
 
     def __init__(
         self, options: TritonOptions, installation: Installation, on_line: Callable[[str], None]
@@ -50,7 +50,7 @@ class ServerRun:
             self._headers[options.restricted_api.key] = options.restricted_api.secret
         self._shared_memory_prefix = f"triton_gateway_{os.getpid()}_{time.monotonic_ns():x}_"
         self._deadline = time.monotonic() + options.start_timeout_s
-        # -I -S: the guard needs the standard library alone, and starts in 15 ms without `site`.
+        # -I -S: the reaper needs only the standard library, and starts in 15 ms without `site`.
         command = [
             sys.executable,
             "-I",
@@ -65,7 +65,7 @@ class ServerRun:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for us; we stop the guard
+            start_new_session=True,  # Ctrl-C goes to this process, which stops the reaper
         )
         self._log_reader = threading.Thread(target=self._read_log, args=(on_line,), daemon=True)
         self._log_reader.start()
@@ -73,13 +73,13 @@ class ServerRun:
     def _read_log(self, on_line: Callable[[str], None]) -> None:
         with cast(IO[bytes], self.process.stdout) as log:
             for raw in log:
-                essence = self._log_filter.filter_line(raw.decode(errors="replace").rstrip())
-                if essence is not None:
-                    on_line(essence)
+                message = self._log_filter.filter_line(raw.decode(errors="replace").rstrip())
+                if message is not None:
+                    on_line(message)
 
     def check_ready(self) -> bool:
-        """Whether it serves by now. Raises `CannotStart` when it has ended or the time is over."""
-        # It listens when the models of its start are loaded, or have failed without ending it.
+        """Return True once the server is live. Raises `CannotStart` on exit or timeout."""
+        # Triton listens once its startup models are loaded, or have failed without ending it.
         if self._request("GET", "/v2/health/live") is not None:
             self._was_ready = True
             self._log_filter.clear_failures()
@@ -91,57 +91,55 @@ class ServerRun:
         return False
 
     def list_missing_models(self) -> list[str]:
-        """The models of its start that it does not serve."""
         index = orjson.loads(self._request("POST", "/v2/repository/index") or b"[]")
         ready = {entry["name"] for entry in index if entry.get("state") == MODEL_READY}
-        wanted = set(self._options.load_models)
-        if LOAD_ALL in wanted or self._options.model_control is not ModelControl.explicit:
-            wanted = {entry["name"] for entry in index}
-        return sorted(wanted - ready)
+        startup_models = set(self._options.load_models)
+        if LOAD_ALL in startup_models or self._options.model_control is not ModelControl.explicit:
+            startup_models = {entry["name"] for entry in index}
+        return sorted(startup_models - ready)
 
     def _request(self, method: str, path: str) -> bytes | None:
-        """On a fresh connection: a Triton that is stopping goes on answering old ones as if well."""
+        # A new connection each time: a stopping Triton keeps responding on old ones.
         host, port = self._options.host, self._options.http_port
         connection = http.client.HTTPConnection(host, port, timeout=1)
         try:
             connection.request(method, path, headers=self._headers)
-            answer = connection.getresponse()
-            return answer.read() if answer.status == 200 else None
+            response = connection.getresponse()
+            return response.read() if response.status == 200 else None
         except (OSError, http.client.HTTPException):
             return None
         finally:
             connection.close()
 
     def _explain_timeout(self) -> str:
-        late = f"Triton was not ready within {self._options.start_timeout_s:g} s (--start-timeout)"
+        message = (
+            f"Triton was not ready within {self._options.start_timeout_s:g} s (--start-timeout)"
+        )
         if self._options.remote_repositories:
             return (
-                f"{late}: it may wait for {join_names(self._options.remote_repositories)}; can "
-                "that be reached, and are "
-                "the credentials for it in the environment?"
+                f"{message}; it may be waiting for {join_names(self._options.remote_repositories)}: "
+                "check that it is reachable and that its credentials are in the environment"
             )
-        return f"{late}; its last line: {self._log_filter.last_line}"
+        return f"{message}; last line of its log: {self._log_filter.last_line}"
 
     def explain_exit(self) -> str:
         self._log_reader.join(1)
         if self._log_filter.failures:
             failed = "; ".join(
-                f"{model}: {why}" for model, why in self._log_filter.failures.items()
+                f"{model}: {reason}" for model, reason in self._log_filter.failures.items()
             )
             return f"Triton could not load {failed}"
-        words = self._log_filter.error or self._log_filter.last_line
+        message = self._log_filter.error or self._log_filter.last_line
         if self._options.remote_repositories and not self._was_ready:
-            return (
-                f"Triton cannot start with {join_names(self._options.remote_repositories)}: {words}"
-            )
-        return f"Triton ended with status {self.process.returncode}: {words}"
+            return f"Triton cannot start with {join_names(self._options.remote_repositories)}: {message}"
+        return f"Triton exited with status {self.process.returncode}: {message}"
 
     def request_stop(self) -> None:
-        """Close the guard's lifeline: it stops the server."""
+        """Close the reaper's standard input, which makes it stop the server."""
         cast(IO[bytes], self.process.stdin).close()
 
     def stop(self) -> None:
-        """Let go and wait; what a killed guard left is removed here."""
+        """Stop the server and wait; remove what a killed reaper left."""
         self.request_stop()
         try:
             self.process.wait(EXIT_GRACE_S + 2)
@@ -154,17 +152,17 @@ class ServerRun:
 
 
 def secret_environment(options: TritonOptions) -> dict[str, str]:
-    """The arguments of the server that the guard takes from its environment."""
+    # The reaper takes these arguments from its environment, where other users cannot read them.
     if options.restricted_api is None:
         return {}
     return {reaper.ARGUMENTS_VARIABLE: "\n".join(options.restricted_api.server_arguments())}
 
 
 class EmbeddedTriton:
-    """`with EmbeddedTriton(options) as triton:` a Triton that is ready.
+    """A Triton that is ready inside its `with` block.
 
-    Raises `CannotInstall` or `CannotStart`. When the server ends by itself it is started again, up to
-    three times in a minute; then `on_gone` is called, from a thread, with a sentence that says why.
+    Raises `CannotInstall` or `CannotStart`. A server that exits is restarted, up to three times within a
+    minute; then `on_failure` is called, from a thread, with the reason.
     """
 
     def __init__(
@@ -178,10 +176,10 @@ class EmbeddedTriton:
         self.options = options
         self._on_message = on_message
         self._on_failure = on_failure
-        self._message_prefix = message_prefix  # before every sentence, to tell several apart
+        self._message_prefix = message_prefix  # prefix of every message, to distinguish replicas
         self._stop_requested = threading.Event()
         self._supervisor = threading.Thread(
-            target=self._supervise, name="triton-keeper", daemon=True
+            target=self._supervise, name="triton-supervisor", daemon=True
         )
         self._exit_stack = ExitStack()
 
@@ -199,16 +197,16 @@ class EmbeddedTriton:
 
     @property
     def reaper_pid(self) -> int:
-        """The guard's process id; the server is its only child."""
+        """The process id of the reaper, whose only child is the server."""
         return self._server_run.process.pid
 
     def start(self, installation: Installation) -> None:
-        """Start the server; it is not ready yet."""
+        """Start the server, without waiting until it is ready."""
         self._installation = installation
         self._server_run = ServerRun(self.options, installation, self._report_log_line)
 
     def check_ready(self) -> bool:
-        """Whether it serves by now; from then on it is kept. Raises `CannotStart`."""
+        """Return True once the server is ready, and supervise it from then on. Raises `CannotStart`."""
         try:
             ready = self._server_run.check_ready()
         except CannotStart as exc:
@@ -219,21 +217,21 @@ class EmbeddedTriton:
         return ready
 
     def request_stop(self) -> None:
-        """Ask the server to end, without waiting for it."""
+        """Stop the server without waiting for it."""
         self._stop_requested.set()
         self._server_run.request_stop()
 
     def stop(self) -> None:
-        """Stop the server for good; without a trace of it when this returns."""
+        """Stop the server and its supervision, and wait for both."""
         self._stop_requested.set()
         self._server_run.stop()
         while self._supervisor.is_alive():
             self._supervisor.join(0.1)
-            self._server_run.stop()  # again, if the keeper was just beginning another life
+            self._server_run.stop()  # again, if it was being restarted
 
     def _report_missing_models(self) -> None:
         if not self.options.exit_on_error and (missing := self._server_run.list_missing_models()):
-            self._report(f"Triton goes on without {join_names(missing)}")
+            self._report(f"Triton continues without {join_names(missing)}")
 
     def _report(self, message: str) -> None:
         self._on_message(f"{self._message_prefix}{message}")
@@ -243,27 +241,29 @@ class EmbeddedTriton:
             self._report(line)
 
     def _supervise(self) -> None:
-        """Start the server again when it ends by itself; give up when that does not help."""
-        ends: deque[float] = deque(maxlen=MAX_RESTARTS)
+        exit_times: deque[float] = deque(maxlen=MAX_RESTARTS)
         while True:
             self._server_run.process.wait()
-            why = self._server_run.explain_exit()
+            reason = self._server_run.explain_exit()
             self._server_run.stop()
             if self._stop_requested.is_set():
                 return
-            often = len(ends) == MAX_RESTARTS and time.monotonic() - ends[0] < RESTART_WINDOW_S
-            ends.append(time.monotonic())
+            now = time.monotonic()
+            is_limit_reached = (
+                len(exit_times) == MAX_RESTARTS and now - exit_times[0] < RESTART_WINDOW_S
+            )
+            exit_times.append(now)
             try:
-                if often:
+                if is_limit_reached:
                     raise CannotStart(
-                        f"it ended {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
+                        f"it exited {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
                     )
-                self._report(f"{why}; starting it again")
+                self._report(f"{reason}; restarting it")
                 self._restart()
             except (CannotStart, OSError) as exc:
                 if not self._stop_requested.is_set():
                     self._on_failure(
-                        f"{self._message_prefix}Triton is gone and does not come back: {why}; {exc}"
+                        f"{self._message_prefix}Triton cannot be restarted: {reason}; {exc}"
                     )
                 return
             self._report("Triton is ready again")
@@ -283,16 +283,16 @@ class EmbeddedTriton:
 def run_embedded_tritons(
     tritons: Sequence[EmbeddedTriton], on_message: Callable[[str], None] = print_message
 ) -> Iterator[None]:
-    """All of them ready within, started and stopped at the same time; `say` hears of the preparation.
+    """Start all servers at the same time, wait until they are ready, and stop them together.
 
-    Raises `CannotInstall` or `CannotStart`, and then none of them is left.
+    Raises `CannotInstall` or `CannotStart`, after stopping those that were started.
     """
-    files = prepare_installation([triton.options for triton in tritons], on_message)
+    installation = prepare_installation([triton.options for triton in tritons], on_message)
     with ExitStack() as stack:
         for triton in tritons:
-            triton.start(files)
+            triton.start(installation)
             stack.callback(triton.stop)
-        for triton in tritons:  # on the way out, before the first is waited for
+        for triton in tritons:  # on exit, all stop before the first is waited for
             stack.callback(triton.request_stop)
         waiting = list(tritons)
         while waiting := [triton for triton in waiting if not triton.check_ready()]:
@@ -303,7 +303,7 @@ def run_embedded_tritons(
 def prepare_installation(
     fleet: Sequence[TritonOptions], on_message: Callable[[str], None]
 ) -> Installation:
-    """What all of them need, once. Raises `CannotInstall`, or `CannotStart` where one cannot."""
+    """Check the options of all servers and install Triton. Raises `CannotInstall` or `CannotStart`."""
     for options in fleet:
         options.validate()
     check_distinct_ports(collect_ports(fleet))

@@ -36,7 +36,7 @@ def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
     flags += ["--triton-arg", "--id=frieda", "--triton-arg", "--http-thread-count"]
     with Up(tmp_path, *flags, "--triton-arg", "4", auto_complete=True) as up:
         up.wait_for("ready after")
-        up.wait_for("Triton goes on without bad")
+        up.wait_for("Triton continues without bad")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
         assert up.get("/readyz").status_code == 200
         ready = httpx.get(f"http://{up.triton}/v2/health/ready", timeout=TIMEOUT_S)
@@ -56,14 +56,14 @@ def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "why"),
     [
-        ("--http-port=9", "say it with --triton-http-port"),
-        ("--http-po=9", "say it with --triton-http-port"),
-        ("--metrics-address=0.0.0.0", "the embedded Triton is on 127.0.0.1"),
-        ("--model-store=/x", "say it with --model-repository"),
-        ("--model-control-mode", "say it with --model-control"),
-        ("--log-verbose=1", "say it with --log-verbose"),
-        ("--allow-grpc=false", "the gateway needs all three of its ports"),
-        ("--log-file=/tmp/x", "its log tells the gateway why a model fails"),
+        ("--http-port=9", "use --triton-http-port"),
+        ("--http-po=9", "use --triton-http-port"),
+        ("--metrics-address=0.0.0.0", "the embedded Triton listens on 127.0.0.1"),
+        ("--model-store=/x", "use --model-repository"),
+        ("--model-control-mode", "use --model-control"),
+        ("--log-verbose=1", "use --log-verbose"),
+        ("--allow-grpc=false", "the gateway requires all three ports"),
+        ("--log-file=/tmp/x", "the gateway reads the reasons of failures from the log"),
     ],
 )
 def test_an_argument_that_is_ours_to_say_is_refused(
@@ -71,7 +71,7 @@ def test_an_argument_that_is_ours_to_say_is_refused(
 ) -> None:
     with pytest.raises(CannotStart) as refused:
         TritonOptions((tmp_path,), extra_arguments=("--id", "x", argument)).validate()
-    assert str(refused.value) == f"--triton-arg cannot be {argument}: {why}"
+    assert str(refused.value) == f"--triton-arg does not accept {argument}: {why}"
 
 
 @pytest.mark.parametrize("argument", ["--id=x", "--model-load-thread-count=1", "http-port", "--"])
@@ -82,18 +82,18 @@ def test_any_other_argument_is_taken(tmp_path: Path, argument: str) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"poll_interval_s": 1}, "--poll-secs is for --model-control poll; in mode explicit"),
+        ({"poll_interval_s": 1}, "--poll-secs requires --model-control poll; in mode explicit"),
         (
             {"poll_interval_s": 1, "model_control": ModelControl.none},
-            "in mode none Triton does not look",
+            "in mode none Triton does not scan",
         ),
         (
             {"load_models": ("echo",), "model_control": ModelControl.poll},
-            "--load is for --model-control explicit; in mode poll Triton loads every model",
+            "--load requires --model-control explicit; in mode poll Triton loads every model",
         ),
         (
             {"backend_configs": ("python,shm-region-prefix-name=x",)},
-            "--backend-config cannot be python,shm-region-prefix-name=x",
+            "--backend-config does not accept python,shm-region-prefix-name=x",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
 def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:
     with Up(tmp_path, "--triton-arg", "--grpc-address=0.0.0.0") as up:
         assert up.end() == 1
-    refused = "--triton-arg cannot be --grpc-address=0.0.0.0: the embedded Triton is on 127.0.0.1"
+    refused = "--triton-arg does not accept --grpc-address=0.0.0.0: the embedded Triton listens on 127.0.0.1"
     assert up.lines == [f"triton-gateway: {refused}"]
 
 

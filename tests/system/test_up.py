@@ -58,7 +58,7 @@ def test_a_killed_triton_is_503_at_once_and_then_started_again(
         hold = tmp_path / "hold"
         write_model(repository, holding(hold))
         up.server().kill()
-        up.wait_for("starting it again")
+        up.wait_for("restarting it")
         wait_until(lambda: up.get("/readyz").status_code == 503)
         assert up.triton in up.get("/readyz").text
         refused = up.infer()
@@ -98,7 +98,7 @@ def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repositor
         write_model(repository, "raise ValueError('the weights are gone')")
         up.server().kill()
         assert up.end() == 1
-        assert "Triton is gone and does not come back" in up.lines[-1]
+        assert "Triton cannot be restarted" in up.lines[-1]
         assert "the weights are gone" in up.lines[-1]
 
 
@@ -113,7 +113,9 @@ def test_a_model_that_takes_longer_than_it_may_ends_it(repository: Path) -> None
     write_model(repository, "time.sleep(600)")
     with Up(repository, "--start-timeout", "1") as up:
         assert up.end() == 1
-    assert "Triton was not ready within 1 s (--start-timeout); its last line: " in up.lines[-1]
+    assert (
+        "Triton was not ready within 1 s (--start-timeout); last line of its log: " in up.lines[-1]
+    )
 
 
 def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> None:
@@ -131,14 +133,14 @@ def test_a_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> No
         with Up(repository, flag, str(port)) as up:
             assert up.end() == 1
     assert up.lines == [
-        f"triton-gateway: port {port} cannot be used (address already in use); name another with {flag}"
+        f"triton-gateway: port {port} cannot be used (address already in use); choose another with {flag}"
     ]
 
 
 def test_no_model_repository_is_said(tmp_path: Path) -> None:
     with Up(tmp_path / "nowhere") as up:
         assert up.end() == 1
-    assert "there is no model repository" in up.lines[-1]
+    assert "model repository not found" in up.lines[-1]
     assert "--model-repository" in up.lines[-1]
 
 
@@ -169,7 +171,7 @@ def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> 
     write_model(odd)
     with Up(odd) as up:
         assert up.end() == 1
-    assert "takes no path with a blank in it; rename that, or make a link" in up.lines[-1]
+    assert "does not support paths with a space; rename it, or use a symbolic link" in up.lines[-1]
     assert len(up.lines) == 1
     link.symlink_to(odd)
     with Up(link) as up:
@@ -235,7 +237,7 @@ def test_it_goes_on_when_nobody_reads_what_it_says(repository: Path) -> None:
 def test_two_flags_with_one_port_are_named(repository: Path) -> None:
     with Up(repository, "--port", "9999", "--triton-grpc-port", "9999") as up:
         assert up.end() == 1
-    assert "--port and --triton-grpc-port both name port 9999" in up.lines[-1]
+    assert "--port and --triton-grpc-port both use port 9999" in up.lines[-1]
 
 
 def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: Path) -> None:

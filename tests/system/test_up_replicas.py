@@ -51,7 +51,7 @@ def test_the_gateway_goes_on_with_the_rest_until_none_is_left(tmp_path: Path) ->
         up.wait_for("ready after")
         first, second = up.tritons
         up.servers()[1].kill()
-        assert up.wait_for("starting it again").startswith(f"{second}: Triton ended with status")
+        assert up.wait_for("restarting it").startswith(f"{second}: Triton exited with status")
         assert serves(first)
         assert lives(up)
         up.wait_for(f"{second}: Triton is ready again")
@@ -59,14 +59,14 @@ def test_the_gateway_goes_on_with_the_rest_until_none_is_left(tmp_path: Path) ->
 
         write_model(tmp_path, "raise ValueError('the weights are gone')")
         up.servers()[0].kill()
-        gone = up.wait_for(f"{first}: Triton is gone and does not come back")
+        gone = up.wait_for(f"{first}: Triton cannot be restarted")
         assert gone.endswith("the weights are gone; the gateway goes on with the others")
         assert serves(second)
         assert lives(up)
 
         up.servers()[0].kill()
         assert up.end() == 1
-        assert up.lines[-1].startswith(f"triton-gateway: {second}: Triton is gone and does not")
+        assert up.lines[-1].startswith(f"triton-gateway: {second}: Triton cannot be restarted")
 
 
 def test_one_that_does_not_start_ends_all_with_its_reason(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_port_of_a_further_one_in_use_is_named(tmp_path: Path) -> None:
     ):
         assert up.end() == 1
     taken = f"port {port + 100} cannot be used (address already in use)"
-    assert up.lines == [f"triton-gateway: {taken}; name another with --triton-grpc-port (+ 100)"]
+    assert up.lines == [f"triton-gateway: {taken}; choose another with --triton-grpc-port (+ 100)"]
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_a_port_of_a_further_one_in_use_is_named(tmp_path: Path) -> None:
     [
         (
             ("--port", "9080", "--triton-http-port", "8980"),
-            "--port and --triton-http-port (+ 100) both name port 9080; give each its own",
+            "--port and --triton-http-port (+ 100) both use port 9080; choose different ports",
         ),
         (
             ("--triton-http-port", "9000", "--triton-metrics-port", "9100"),
-            "--triton-metrics-port and --triton-http-port (+ 100) both name port 9100; give each its own",
+            "--triton-metrics-port and --triton-http-port (+ 100) both use port 9100; choose different ports",
         ),
         (
             ("--triton-grpc-port", "65500"),
-            "--triton-grpc-port (+ 100) cannot be 65600; a port is between 1 and 65535",
+            "--triton-grpc-port (+ 100) must be between 1 and 65535, not 65600",
         ),
     ],
 )
