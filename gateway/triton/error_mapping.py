@@ -1,7 +1,7 @@
-"""Triton's errors become ours: corrected by one table, and scrubbed of what no caller should see.
+"""Mapping of Triton's errors to gateway errors, without internals that callers must not see.
 
-Triton's own statuses mislead: everything but INTERNAL, NOT_FOUND, UNAVAILABLE and UNSUPPORTED is 400,
-a body that is not JSON is 500, a full queue is 503. So both the status and the words decide.
+Triton's own statuses are misleading: everything but INTERNAL, NOT_FOUND, UNAVAILABLE and UNSUPPORTED is
+400, a body that is not JSON is 500, a full queue is 503. So the table matches both status and message.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from gateway.tensors.sequence import SequenceStep
 
 log = logging.getLogger(__name__)
 
-# Clients' words come back in Triton's errors: what is searched is bounded.
+# Triton's errors repeat text of the client, so the searched length is bounded.
 MAX_ERROR_CHARS = 2048
 MAX_LOGGED_BYTES = 16_384
-# Python's stack, as Triton's Python backend appends it.
+# The stack trace that Triton's Python backend appends.
 STACK_TRACE = re.compile(r"\n[ \t]*At:[ \t]*\n.*", re.S)
 FOLDER_PATH = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
 POINTER = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 SHARED_MEMORY_REGION = re.compile(r"\b/?triton_(?:python_backend_shm_region|gateway)_[\w-]+")
-# What surrounds the reason and helps nobody to mend a request.
+# Wrappers around the reason that do not help to correct a request.
 WRAPPER_PATTERNS = (
     re.compile(r"^\[request id: [^\]]*\] "),
     re.compile(r"^(?:load failed for model '[^']*': |failed to (?:un)?load '[^']*', )"),
@@ -58,20 +58,20 @@ WRAPPER_PATTERNS = (
 
 
 def sanitize_message(text: str) -> str:
-    """Triton's reason without stack, folders, addresses and names of shared memory; one line."""
+    """Return the reason on one line, without stack traces, folders, pointers and shared memory names."""
     text = STACK_TRACE.sub("", text[:MAX_ERROR_CHARS].strip())
-    before = ""
-    while text != before:
-        before = text
-        for wrapping in WRAPPER_PATTERNS:
-            text = wrapping.sub("", text)
-    for secret in (FOLDER_PATH, POINTER, SHARED_MEMORY_REGION):
-        text = secret.sub("", text)
+    previous = ""
+    while text != previous:
+        previous = text
+        for wrapper in WRAPPER_PATTERNS:
+            text = wrapper.sub("", text)
+    for pattern in (FOLDER_PATH, POINTER, SHARED_MEMORY_REGION):
+        text = pattern.sub("", text)
     return " ".join(text.split()).rstrip(" ;")
 
 
 class LoadFailed(GatewayError):
-    """Triton could not load or unload the model, for a reason that lies in the model."""
+    """Triton could not load or unload the model because of the model itself."""
 
     status, code = 422, "LOAD_FAILED"
 
@@ -80,7 +80,7 @@ class LoadFailed(GatewayError):
 
 
 class RequestTarget(NamedTuple):
-    """What is asked of Triton: for the choice of a replica, and for the sentence of an error."""
+    """The target of a request to Triton, used to choose a replica and to build error messages."""
 
     model: str = ""
     version: str = ""
@@ -92,7 +92,7 @@ class RequestTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorRule:
-    """One row of the table: which answers it concerns, and what they mean."""
+    """A row of the mapping: the responses that it matches, and the error that they mean."""
 
     statuses: frozenset[int]
     pattern: re.Pattern[str]
@@ -106,7 +106,7 @@ def make_error_rule(
 
 
 ANY_ERROR_STATUS = {400, 404, 500, 501, 503}
-# In mode none as well it speaks of polling.
+# Triton mentions polling in mode none as well.
 CONTROL_MODE_MESSAGE = re.compile(r"explicit model load / unload is not allowed", re.I)
 
 ERROR_RULES = (
@@ -158,7 +158,7 @@ ERROR_RULES = (
     make_error_rule(
         ANY_ERROR_STATUS,
         r"server is (stopping|shutting|not ready|exiting)|exit timeout",
-        lambda *_: Unavailable("the replica is stopping; try again"),
+        lambda *_: Unavailable("the replica is shutting down; try again"),
     ),
     make_error_rule(
         ANY_ERROR_STATUS,
@@ -173,8 +173,8 @@ ERROR_RULES = (
         ANY_ERROR_STATUS,
         r"decoupled transaction",
         lambda _, target: RefusedByModel(
-            f"model '{target.model}' answers several times (decoupled): stream it, by POST "
-            f"/v1/models/{target.model}/infer with Accept: text/event-stream"
+            f"model '{target.model}' is decoupled: it returns any number of responses; stream them with "
+            f"POST /v1/models/{target.model}/infer and Accept: text/event-stream"
         ),
     ),
     make_error_rule(
@@ -188,11 +188,13 @@ ERROR_RULES = (
         r"input .* not found|unexpected inference (input|output)|byte size|batch[- ]size",
         lambda text, _: InputMismatch(text),
     ),
-    make_error_rule({404}, "", lambda text, _: NotFound(text or "Triton has nothing at this path")),
+    make_error_rule({404}, "", lambda text, _: NotFound(text or "Triton has no such path")),
     make_error_rule(
-        {400, 501}, "", lambda text, _: RefusedByModel(text or "Triton refused the request")
+        {400, 501}, "", lambda text, _: RefusedByModel(text or "Triton rejected the request")
     ),
-    make_error_rule({503}, "", lambda text, _: Unavailable(text or "Triton cannot serve this now")),
+    make_error_rule(
+        {503}, "", lambda text, _: Unavailable(text or "Triton cannot serve the request now")
+    ),
     make_error_rule(
         {500},
         "",
@@ -204,9 +206,9 @@ ERROR_RULES = (
 
 
 def extract_error_text(body: bytes) -> str:
-    """The `error` of a Triton answer; empty where the body is something else."""
+    """Return the `error` of a response of Triton; empty if the body is anything else."""
     try:
-        document = orjson.loads(body.removeprefix(b"data: ").rstrip())  # bare, or as an event
+        document = orjson.loads(body.removeprefix(b"data: ").rstrip())  # plain, or an event
     except orjson.JSONDecodeError:
         return ""
     error = document.get("error", "") if isinstance(document, dict) else ""
@@ -214,41 +216,44 @@ def extract_error_text(body: bytes) -> str:
 
 
 def sanitize_event(payload: bytes) -> bytes:
-    """The JSON of an error that comes in the middle of a stream, without what must not leave."""
+    """Return the sanitized JSON of an error that arrived in the middle of a stream."""
     log.warning("Triton's stream failed: %s", payload[:MAX_LOGGED_BYTES].decode(errors="replace"))
     text = extract_error_text(payload)[:MAX_ERROR_CHARS]
     code = next(
-        row.make_error("", RequestTarget()).code
-        for row in ERROR_RULES
-        if 400 in row.statuses and row.pattern.search(text)
+        rule.make_error("", RequestTarget()).code
+        for rule in ERROR_RULES
+        if 400 in rule.statuses and rule.pattern.search(text)
     )
     return orjson.dumps({"error": sanitize_message(text) or "the stream failed", "code": code})
 
 
 def map_triton_error(status: int, body: bytes, target: RequestTarget) -> GatewayError:
-    """The error of ours that an answer of Triton's with this status means. The log has all of it."""
-    if target.is_health_check:  # Triton says 400 with an empty body
+    """Return the gateway error for a response of Triton. The log gets the unsanitized response."""
+    if target.is_health_check:  # Triton returns 400 with an empty body
         return (
             ModelNotReady(target.model, target.version)
             if target.model
             else Unavailable("not ready")
         )
-    log.warning("Triton answered %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace"))
+    log.warning(
+        "Triton returned status %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace")
+    )
     text = extract_error_text(body)[:MAX_ERROR_CHARS]
-    shown = sanitize_message(text)
-    for row in ERROR_RULES:
-        if status in row.statuses and row.pattern.search(text):
-            return row.make_error(shown, target)
-    return BadUpstream(f"the replica answered {status}")
+    reason = sanitize_message(text)
+    for rule in ERROR_RULES:
+        if status in rule.statuses and rule.pattern.search(text):
+            return rule.make_error(reason, target)
+    return BadUpstream(f"the replica returned status {status}")
 
 
 def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayError:
-    """Why a load or an unload was refused: by Triton's mode, or by what the model is."""
-    log.warning("Triton answered %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace"))
+    log.warning(
+        "Triton returned status %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace")
+    )
     text = extract_error_text(body)[:MAX_ERROR_CHARS]
-    shown = sanitize_message(text)
+    reason = sanitize_message(text)
     if CONTROL_MODE_MESSAGE.search(text):
         return ModelControlModeConflict()
-    if not shown:
-        return BadUpstream(f"the replica answered {status}")
-    return LoadFailed(model, shown, verb)
+    if not reason:
+        return BadUpstream(f"the replica returned status {status}")
+    return LoadFailed(model, reason, verb)

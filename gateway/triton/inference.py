@@ -1,4 +1,4 @@
-"""An inference as tritonclient encodes it for either wire; for HTTP in the binary extension, without I/O."""
+"""Encoding and decoding of inferences with tritonclient, without I/O; over HTTP with binary tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gateway.tensors.signature import Signature
 from gateway.triton.http.client import CompleteResponse
 from gateway.triton.http.connection import Headers
 
-# What tritonclient lets escape when an answer is not one.
+# The exceptions with which tritonclient fails on an invalid response.
 TRITONCLIENT_DECODE_ERRORS = (
     RecursionError,
     ValueError,
@@ -34,26 +34,29 @@ TRITONCLIENT_DECODE_ERRORS = (
     struct.error,
     InferenceServerException,
 )
-# What is encoded or decoded on the event loop; more takes a thread.
-MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, each of which is a step in Python
+# Limits up to which data is encoded and decoded on the event loop; above, a thread does it.
+MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, which Python processes one by one
 MAX_INLINE_REQUEST_BYTES: Final = 1 << 20
-MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # which may be of BYTES, four bytes an element
+MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # BYTES can take four bytes per element
 MAX_OUTPUTS: Final = 2048
 INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 
 
 class InferResponse(NamedTuple):
-    """What a model answered."""
+    """A response of a model."""
 
     outputs: dict[str, np.ndarray]
     version: str
-    size_bytes: int  # as it came
+    size_bytes: int  # as received
 
 
 @dataclass(frozen=True)
 class InferCall:
-    """What is asked of a model. `classification` among the parameters asks for that many classes of each
-    output; `timeout` and `priority` are Triton's own."""
+    """A request to a model.
+
+    The parameter `classification` is the number of classes to return for each output; `timeout` and
+    `priority` are Triton's own.
+    """
 
     signature: Signature
     arrays: Mapping[str, np.ndarray]
@@ -65,7 +68,6 @@ class InferCall:
 
     @property
     def is_large(self) -> bool:
-        """Whether encoding it takes too long for the event loop."""
         arrays = self.arrays.values()
         elements = sum(array.size for array in arrays if array.dtype.kind == "O")
         return (
@@ -74,7 +76,7 @@ class InferCall:
         )
 
     def build_arguments(self, client_module: ModuleType) -> dict[str, Any]:
-        """As `tritonclient.http` or `tritonclient.grpc` take it. Raises `DoesNotFit`."""
+        """Return arguments for `tritonclient.http` or `tritonclient.grpc`. Raises `InputMismatch`."""
         inputs = []
         for name, array in self.arrays.items():
             datatype = self.signature.inputs[name].datatype.name
@@ -85,12 +87,12 @@ class InferCall:
             for key, value in self.parameters.items()
             if key not in sequence.SEQUENCE_KEYS
         }
-        classes = parse_integer_parameter(
-            "classification", custom.pop("classification", 0), "a count"
+        class_count = parse_integer_parameter(
+            "classification", custom.pop("classification", 0), "a non-negative integer"
         )
-        named = self.outputs or (self.signature.outputs if classes else ())
-        none = find_outputs_without_classes(self.signature, self.outputs) if classes else ()
-        counts = {name: 0 if name in none else classes for name in named}
+        output_names = self.outputs or (self.signature.outputs if class_count else ())
+        excluded = find_outputs_without_classes(self.signature, self.outputs) if class_count else ()
+        counts = {name: 0 if name in excluded else class_count for name in output_names}
         arguments = {
             "inputs": inputs,
             "outputs": [
@@ -100,9 +102,14 @@ class InferCall:
             or None,
             "request_id": self.request_id,
             "timeout": parse_integer_parameter(
-                "timeout", custom.pop("timeout", self.timeout_us), "microseconds", minimum=1
+                "timeout",
+                custom.pop("timeout", self.timeout_us),
+                "a positive number of microseconds",
+                minimum=1,
             ),
-            "priority": parse_integer_parameter("priority", custom.pop("priority", 0), "a level"),
+            "priority": parse_integer_parameter(
+                "priority", custom.pop("priority", 0), "a non-negative integer"
+            ),
             "parameters": custom or None,
         }
         for key, value in custom.items():
@@ -119,22 +126,24 @@ class InferCall:
 
 
 def find_outputs_without_classes(signature: Signature, output_names: Collection[str]) -> list[str]:
-    """The outputs of which there are no classes. Raises `DoesNotFit` for one that is asked for by name, or
-    when that leaves none."""
-    every = {
+    """Return the outputs that cannot be classified.
+
+    Raises `InputMismatch` if one of them was requested by name, or if no other output remains.
+    """
+    requested = {
         name: tensor
         for name, tensor in signature.outputs.items()
         if name in (output_names or {name})
     }
-    none = [tensor for tensor in every.values() if not tensor.can_classify]
-    if none and (output_names or len(none) == len(every)):
-        tensor = none[0]
+    excluded = [tensor for tensor in requested.values() if not tensor.can_classify]
+    if excluded and (output_names or len(excluded) == len(requested)):
+        tensor = excluded[0]
         dims = ",".join(map(str, tensor.shape))
         raise InputMismatch(
-            f"classification is of numbers, as many as the model's config says; the output "
+            f"classification requires numeric outputs of fixed shape; the output "
             f"{quote_text(tensor.name)} is {tensor.datatype.name} [{dims}]"
         )
-    return [tensor.name for tensor in none]
+    return [tensor.name for tensor in excluded]
 
 
 async def encode_http_request(inference: InferCall) -> tuple[Headers, bytes]:
@@ -145,14 +154,14 @@ async def encode_http_request(inference: InferCall) -> tuple[Headers, bytes]:
 
 
 async def decode_http_response(reply: CompleteResponse) -> InferResponse:
-    """Return the answer, decoded in a thread if it is large. Raises `BadUpstream`."""
+    """Return the response, decoded in a thread if it is large. Raises `BadUpstream`."""
     if len(reply.body) > MAX_INLINE_RESPONSE_BYTES:
         return await asyncio.to_thread(parse_http_response, reply)
     return parse_http_response(reply)
 
 
 def build_http_request(inference: InferCall) -> tuple[Headers, bytes]:
-    """Headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
+    """Return headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
     try:
         body, header_length = InferenceServerClient.generate_request_body(
             **inference.build_arguments(tritonclient.http)
@@ -169,8 +178,8 @@ def build_http_request(inference: InferCall) -> tuple[Headers, bytes]:
 
 
 def map_tritonclient_error(exc: InferenceServerException) -> InputMismatch:
-    """What tritonclient itself refuses, before it sends."""
-    return InputMismatch(f"the parameters do not fit: {exc.message()}")
+    # tritonclient rejects these arguments itself, before it sends them.
+    return InputMismatch(f"invalid parameters: {exc.message()}")
 
 
 def parse_integer_parameter(key: str, value: Any, unit: str, minimum: int = 0) -> int:
@@ -180,7 +189,7 @@ def parse_integer_parameter(key: str, value: Any, unit: str, minimum: int = 0) -
         and minimum <= value < INT64_RANGE.stop
     ):
         return value
-    raise InputMismatch(f"the parameter '{key}' takes {unit}, not {quote_text(str(value))}")
+    raise InputMismatch(f"the parameter '{key}' must be {unit}, not {quote_text(str(value))}")
 
 
 def parse_http_response(reply: CompleteResponse) -> InferResponse:
@@ -192,20 +201,20 @@ def parse_http_response(reply: CompleteResponse) -> InferResponse:
         )
         response = result.get_response()
         outputs = response.get("outputs", ())
-        if len(outputs) > MAX_OUTPUTS:  # tritonclient looks for each of them from the first one on
+        if len(outputs) > MAX_OUTPUTS:  # tritonclient searches them linearly for each output
             raise ValueError("too many outputs")
         arrays = {entry["name"]: read_output_array(result, entry) for entry in outputs}
         version = str(response.get("model_version", ""))
         version.encode()
     except TRITONCLIENT_DECODE_ERRORS as exc:
-        raise BadUpstream("the replica's answer to an inference cannot be read") from exc
+        raise BadUpstream("the replica's inference response is invalid") from exc
     return InferResponse(arrays, version, len(reply.body))
 
 
 def read_output_array(result: InferResult, entry: Mapping[str, Any]) -> np.ndarray:
-    """An output. Triton was asked for binary tensors; in JSON the elements of BYTES are texts.
+    """Return an output, which should be binary; elements of BYTES in JSON are strings.
 
-    Raises one of `UNREADABLE`.
+    Raises one of `TRITONCLIENT_DECODE_ERRORS`.
     """
     check_output_entry(entry["name"], entry["datatype"])
     array: np.ndarray = result.as_numpy(entry["name"])
@@ -217,8 +226,10 @@ def read_output_array(result: InferResult, entry: Mapping[str, Any]) -> np.ndarr
 
 
 def check_output_entry(name: Any, datatype: Any) -> None:
-    """Raises `ValueError` for a name that is no text, and for an unknown datatype, of which tritonclient
-    would make some numbers."""
+    """Raises `ValueError` for a name that is not text, and for an unknown datatype.
+
+    tritonclient would decode an unknown datatype as numbers.
+    """
     if not isinstance(name, str) or datatype not in DATATYPES:
-        raise ValueError("an output without a name, or of no datatype of Triton's")
+        raise ValueError("an output has no valid name or datatype")
     name.encode()

@@ -1,4 +1,4 @@
-"""The secret that opens Triton's management APIs, where Triton restricts them to its gateways."""
+"""The secret of Triton's management APIs, if Triton restricts them to its gateways."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final
 
-# Inference, metadata and health stay open: they run no code of the caller's.
+# Inference, metadata and health stay open, because they cannot run code of the caller.
 RESTRICTED_APIS: Final = ("model-repository", "shared-memory", "logging", "trace")
 DEFAULT_RESTRICTED_KEY: Final = "triton-gateway-secret"
 SECRET_BYTES: Final = 32
-GRPC_KEY_PREFIX: Final = "triton-grpc-protocol-"  # Triton's own, before the key in gRPC metadata
+GRPC_KEY_PREFIX: Final = "triton-grpc-protocol-"  # required before the key in gRPC metadata
 
 
 @dataclass(frozen=True)
 class RestrictedApi:
-    """A header and its secret value, as `--http-restricted-api=APIS:KEY=SECRET` names them."""
+    """The header and secret of Triton's `--http-restricted-api=APIS:KEY=SECRET`."""
 
     key: str
     secret: str = field(repr=False)
 
     @property
     def setting(self) -> str:
-        """The value of `GATEWAY_TRITON_RESTRICTED_API`."""
+        # the syntax of GATEWAY_TRITON_RESTRICTED_API
         return f"{self.key}={self.secret}"
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The header of a call over HTTP."""
         return [(self.key.encode(), self.secret.encode())]
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata of a call over gRPC."""
         return {f"{GRPC_KEY_PREFIX}{self.key}": self.secret}
 
     def server_arguments(self) -> list[str]:
-        """The arguments of a tritonserver that restricts `APIS`. They hold the secret."""
+        """Return the arguments of a tritonserver that restricts these APIs. They contain the secret."""
         value = f"{','.join(RESTRICTED_APIS)}:{self.setting}"
         return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
 
 
 def parse_restricted_api(setting: str) -> RestrictedApi:
-    """Return the key and secret of `GATEWAY_TRITON_RESTRICTED_API`, which `Settings` has checked."""
+    """Parse `GATEWAY_TRITON_RESTRICTED_API`, which `Settings` has validated."""
     key, _, secret = setting.partition("=")
     return RestrictedApi(key, secret)
 

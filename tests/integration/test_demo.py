@@ -224,7 +224,7 @@ def test_the_full_reason_is_in_the_log_under_the_request_id(demo_triton: Embedde
         serve.wait_for("serving")
         url = f"http://127.0.0.1:{port}/v1/models/ensemble/infer"
         httpx.post(url, content=b"junk", headers={**PNG, "X-Request-ID": "find-me"}, timeout=60)
-        line = json.loads(serve.wait_for("Triton answered"))
+        line = json.loads(serve.wait_for("Triton returned status"))
     assert line["request_id"] == "find-me"
     assert "in ensemble 'ensemble', the image cannot be decoded" in line["message"]
 

@@ -233,7 +233,7 @@ def test_tritons_reason_is_in_the_log_in_full_under_the_request_id(
     refused = client.post("/v1/models/ensemble/infer", content=b"no image", headers=headers)
     reason, line = logged(command, "reason-1")
     assert (reason["level"], line["level"]) == ("warning", "info")
-    assert "Triton answered" in str(reason["message"])
+    assert "Triton returned status" in str(reason["message"])
     assert "in ensemble 'ensemble'" in str(reason["message"])
     assert "in ensemble" not in refused.text
 

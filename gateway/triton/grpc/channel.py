@@ -1,4 +1,4 @@
-"""A replica's gRPC, for inferences: the connection, how answers are read, and what failures mean."""
+"""A replica's gRPC channel for inference, with its encoding, decoding and error mapping."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from gateway.triton.inference import (
 )
 
 CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
-# How long what nobody waits for any more may end by itself before it is cancelled.
+# How long an abandoned call may complete by itself before it is cancelled.
 MIN_CANCEL_GRACE_S: Final = 0.1
 MAX_CANCEL_GRACE_S: Final = 0.6
 GRPC_UNAVAILABLE_S: Final = 30.0
-# How gRPC's own words begin, which a model's may hold as well: nothing was sent; it may have run.
+# Prefixes of gRPC's own messages, because a model's messages may contain the same words.
 NOT_SENT_MESSAGE: Final = re.compile(
     r"failed to connect|connections to all backends|dns resolution|name resolution|empty address",
     re.I,
@@ -55,7 +55,7 @@ CUT_OFF_MESSAGE: Final = re.compile(
 
 
 class GrpcChannel:
-    """To one replica, while it is used: an idle one would be waited for by a Triton that stops."""
+    """A channel to one replica. It is closed when idle, because Triton's shutdown waits for open ones."""
 
     def __init__(
         self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int = MAX_RESPONSE_BYTES
@@ -65,28 +65,28 @@ class GrpcChannel:
         self.max_answer_bytes = max_answer_bytes
         self._client: InferenceServerClient | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._has_abandoned_call = False  # a call in its middle
+        self._has_abandoned_call = False  # one that was abandoned before it was complete
         self._unavailable_until = 0.0
-        self.is_new = True  # nothing has come from there yet
+        self.is_new = True  # without any response so far
         self.active_calls = 0
 
     @property
     def is_unavailable(self) -> bool:
-        """Lately nobody answered there, though the replica was well."""
+        # gRPC did not respond recently, although the replica was healthy.
         return perf_counter() < self._unavailable_until
 
     def mark_unavailable(self) -> bool:
-        """Do without it for a while; whether that is news."""
-        is_news = not self._unavailable_until
+        """Avoid the channel for `GRPC_UNAVAILABLE_S`; return True if it was available before."""
+        was_available = not self._unavailable_until
         self._unavailable_until = perf_counter() + GRPC_UNAVAILABLE_S
-        return is_news
+        return was_available
 
     def mark_available(self) -> None:
         self.is_new = False
         self._unavailable_until = 0.0
 
     def acquire(self) -> InferenceServerClient:
-        """Give it back with `give`."""
+        """Return the client, connected on first use; every call needs a `release`."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
@@ -108,58 +108,57 @@ class GrpcChannel:
             )
 
     def drop_idle(self) -> None:
-        """Another is made when one is wanted."""
         if self._client is not None and not self.active_calls:
             closing, self._client = self._client, None
-            asyncio.ensure_future(closing.close())  # noqa: RUF006 - the channel holds it
+            asyncio.ensure_future(closing.close())  # noqa: RUF006 - the channel holds the task
             if self._has_abandoned_call:
-                # The cancellation's traceback holds the call in a cycle, and a call the connection.
+                # The cancellation's traceback keeps the call in a cycle, and the call keeps the connection.
                 self._has_abandoned_call = False
                 gc.collect()
 
 
 def choose_grace_s() -> float:
-    """Return how long to wait for a call to end by itself before it is cancelled.
+    """Return how long to wait for a call to complete by itself before it is cancelled.
 
-    tritonserver before 2.59 can die of a call that is cancelled in the very moment it completes: after
-    some tens of thousands of calls of a millisecond that were cancelled at any moment 2.51 did. What
-    is short ends within this time; for the rest, chance makes it hard to meet the moment on purpose.
+    tritonserver before 2.59 can crash if a call is cancelled at the moment it completes: 2.51 did after
+    tens of thousands of 1 ms calls that were cancelled at random times. Short calls complete within this
+    time; for longer ones, the random delay makes it hard to hit the moment on purpose.
     """
     return MIN_CANCEL_GRACE_S + random() * (MAX_CANCEL_GRACE_S - MIN_CANCEL_GRACE_S)  # noqa: S311 - no secret
 
 
-BACKGROUND_TASKS: set[asyncio.Task[None]] = set()  # nobody else holds them
+BACKGROUND_TASKS: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
 
 
 def run_in_background(cleanup: Coroutine[Any, Any, None]) -> None:
-    """Run what ends a call that nobody waits for any more."""
     task = asyncio.create_task(cleanup)
     BACKGROUND_TASKS.add(task)
     task.add_done_callback(BACKGROUND_TASKS.discard)
 
 
 async def prepare_grpc_arguments(inference: InferCall) -> dict[str, Any]:
-    """Return the arguments of a call, made in a thread if they are large. Raises `DoesNotFit`."""
+    """Return the arguments of a call, built in a thread if large. Raises `InputMismatch`."""
     if inference.is_large:
         return await asyncio.to_thread(build_grpc_arguments, inference)
     return build_grpc_arguments(inference)
 
 
 async def decode_grpc_response(result: InferResult) -> InferResponse:
-    """Return the answer, decoded in a thread if it is large. Raises `BadUpstream`."""
+    """Return the response, decoded in a thread if it is large. Raises `BadUpstream`."""
     if count_output_bytes(result) > MAX_INLINE_RESPONSE_BYTES:
         return await asyncio.to_thread(parse_grpc_response, result)
     return parse_grpc_response(result)
 
 
 def build_grpc_arguments(inference: InferCall) -> dict[str, Any]:
-    """As tritonclient's gRPC takes it. Raises `DoesNotFit`."""
-    found = inference.build_arguments(tritonclient.grpc)
-    sequence_id = found.get("sequence_id")
+    """Raises `InputMismatch`."""
+    arguments = inference.build_arguments(tritonclient.grpc)
+    sequence_id = arguments.get("sequence_id")
     if isinstance(sequence_id, int) and sequence_id not in INT64_RANGE:
-        found["sequence_id"] = sequence_id - (1 << 64)  # the field has a sign; Triton takes it away
+        # The field is signed, but Triton reads it as unsigned.
+        arguments["sequence_id"] = sequence_id - (1 << 64)
     signature = inference.signature
-    return {"model_name": signature.model, "model_version": signature.version, **found}
+    return {"model_name": signature.model, "model_version": signature.version, **arguments}
 
 
 def parse_grpc_response(result: InferResult) -> InferResponse:
@@ -170,7 +169,7 @@ def parse_grpc_response(result: InferResult) -> InferResponse:
             check_output_entry(output.name, output.datatype)
         arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
     except TRITONCLIENT_DECODE_ERRORS as exc:
-        raise BadUpstream("the replica's answer to an inference cannot be read") from exc
+        raise BadUpstream("the replica's inference response is invalid") from exc
     return InferResponse(arrays, str(response.model_version), count_output_bytes(result))
 
 
@@ -181,15 +180,16 @@ def count_output_bytes(result: InferResult) -> int:
 def map_grpc_error(
     code: str, details: str, target: RequestTarget, max_answer_bytes: int
 ) -> GatewayError:
-    """What a failed call means."""
     if code == "RESOURCE_EXHAUSTED" and TOO_LARGE_MESSAGE.match(details):
         return UpstreamResponseTooLarge(max_answer_bytes)
     if code == "DEADLINE_EXCEEDED":
         return DeadlinePassed(target.timeout_s)
     if code == "UNAVAILABLE" and NOT_SENT_MESSAGE.match(details):
-        return GrpcUnreachable("nobody answers at the replica's gRPC port", is_refused=False)
+        return GrpcUnreachable("no response from the replica's gRPC port", is_refused=False)
     if code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details):
-        return BadUpstream("the replica's gRPC connection was cut off")
+        return BadUpstream(
+            "the replica closed its gRPC connection before its response was complete"
+        )
     return map_triton_error(
         HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details), target
     )
@@ -200,6 +200,6 @@ def encode_triton_error(message: str) -> bytes:
 
 
 def build_grpc_metadata(headers: Headers) -> dict[str, str]:
-    """gRPC takes printable ASCII only; anything else would be a fault of ours."""
+    # gRPC rejects metadata other than printable ASCII, so such headers are omitted.
     texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
     return {name: value for name, value in texts if value.isascii() and value.isprintable()}

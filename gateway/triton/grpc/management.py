@@ -1,6 +1,6 @@
-"""One replica's management API over gRPC: a load over Triton's HTTP would stall everybody's inference.
+"""A replica's management API over gRPC, because a load over Triton's HTTP stalls all inference.
 
-A channel per call: an open one would be waited for by a Triton that stops, and loads are rare.
+Each call has its own channel: Triton's shutdown waits for open ones, and loads are rare.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gateway.triton.http.connection import RequestNotSent
 log = logging.getLogger(__name__)
 
 GRPC_CONNECT_TIMEOUT_S: Final = 2.0
-# The HTTP status that Triton's HTTP API has for the same code; the rest is 400 there as well.
+# The status that Triton's HTTP API returns for each code; all other codes are 400.
 HTTP_STATUS_BY_GRPC_CODE: Final = {
     "INTERNAL": 500,
     "NOT_FOUND": 404,
@@ -46,7 +46,7 @@ GrpcMetadata = Mapping[str, str] | None
 
 @dataclass(frozen=True)
 class GrpcTlsFiles:
-    """How an `https://` replica is trusted, and how the gateway shows itself to it."""
+    """The CA file for `https://` replicas, and the gateway's client certificate and key."""
 
     ca_file: Path | None = None
     cert_file: Path | None = None
@@ -54,7 +54,7 @@ class GrpcTlsFiles:
 
 
 class GrpcUnreachable(RequestNotSent):
-    """Nobody answers at the gRPC port."""
+    """The gRPC port does not respond."""
 
 
 async def load_model_via_grpc(
@@ -65,7 +65,7 @@ async def load_model_via_grpc(
     tls: GrpcTlsFiles | None,
     metadata: GrpcMetadata = None,
 ) -> None:
-    """Load a model; returns when Triton has. Raises `NoGrpc`, `DeadlinePassed` or Triton's reason."""
+    """Load a model and wait. Raises `GrpcUnreachable`, `DeadlinePassed` or Triton's error."""
     config, files = parse_load_parameters(parameters)
     async with open_management_client(
         address, RequestTarget(model, timeout_s=timeout_s), tls, "load"
@@ -83,7 +83,7 @@ async def unload_model_via_grpc(
     tls: GrpcTlsFiles | None,
     metadata: GrpcMetadata = None,
 ) -> None:
-    """Ask for an unload; Triton answers before it is done. Raises as `load` does."""
+    """Request an unload; Triton responds before it is complete. Raises the same errors as a load."""
     async with open_management_client(
         address, RequestTarget(model, timeout_s=timeout_s), tls, "unload"
     ) as triton:
@@ -98,7 +98,7 @@ async def unload_model_via_grpc(
 def parse_load_parameters(
     parameters: Mapping[str, Any],
 ) -> tuple[str | None, dict[str, bytes] | None]:
-    """The config and files that a load brings, as Triton's gRPC API takes them. Raises `Malformed`."""
+    """Return the config and files for Triton's gRPC API. Raises `MalformedRequest`."""
     config = parameters.get("config")
     if config is not None and not isinstance(config, str):
         config = orjson.dumps(config).decode()
@@ -108,7 +108,7 @@ def parse_load_parameters(
             try:
                 files[name] = base64.b64decode(str(content), validate=True)
             except (binascii.Error, ValueError):
-                raise MalformedRequest(f"the content of {name!r} is not base64") from None
+                raise MalformedRequest(f"the content of {name!r} is not valid base64") from None
     return config, files or None
 
 
@@ -116,7 +116,7 @@ def parse_load_parameters(
 async def open_management_client(
     address: str, target: RequestTarget, tls: GrpcTlsFiles | None, verb: str
 ) -> AsyncIterator[InferenceServerClient]:
-    """A connected client; what goes wrong inside leaves as an error of ours."""
+    """Yield a connected client; errors inside the block become gateway errors."""
     options = channel_options(MAX_METADATA_BYTES)
     triton = InferenceServerClient(address, channel_args=options, **build_tls_arguments(tls))
     try:
@@ -124,7 +124,7 @@ async def open_management_client(
             await triton.is_server_live()
         yield triton
     except TimeoutError:
-        raise GrpcUnreachable(f"nobody answers gRPC at {address}", is_refused=False) from None
+        raise GrpcUnreachable(f"no gRPC response from {address}", is_refused=False) from None
     except InferenceServerException as exc:
         raise map_management_error(exc, address, target, verb) from exc
     finally:
@@ -132,15 +132,13 @@ async def open_management_client(
 
 
 def channel_options(max_answer_bytes: int) -> list[tuple[str, int]]:
-    """The most bytes of one message that comes; what is sent has its own limits."""
     return [
-        ("grpc.max_send_message_length", -1),
+        ("grpc.max_send_message_length", -1),  # requests have their own limits
         ("grpc.max_receive_message_length", max_answer_bytes),
     ]
 
 
 def build_tls_arguments(tls: GrpcTlsFiles | None) -> dict[str, Any]:
-    """As tritonclient's gRPC client takes it."""
     if tls is None:
         return {}
     return {
@@ -159,6 +157,6 @@ def map_management_error(
     if code == "DEADLINE_EXCEEDED":
         return DeadlinePassed(target.timeout_s)
     if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(message):
-        return GrpcUnreachable(f"nobody answers gRPC at {address}")
+        return GrpcUnreachable(f"cannot connect to gRPC at {address}")
     body = orjson.dumps({"error": message})
     return map_load_error(HTTP_STATUS_BY_GRPC_CODE.get(code, 400), body, target.model, verb)

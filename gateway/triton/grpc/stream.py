@@ -1,7 +1,7 @@
-"""An inference over gRPC, whose answers come one by one; who leaves it cancels it in Triton.
+"""A streamed inference over gRPC. Closing the stream cancels the inference in Triton.
 
-Triton's HTTP has no way for a model that answers several times but `generate_stream`, and does not
-notice that a client is gone.
+Triton's HTTP API supports decoupled models only in `generate_stream`, and does not notice that a client
+has disconnected.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gateway.triton.grpc.channel import (
 from gateway.triton.http.connection import Headers
 from gateway.triton.inference import InferResponse, map_tritonclient_error
 
-# The header `triton_grpc_error` would give errors in a stream their status, and tritonserver 2.51 dies of
-# ending one that way: the words have to do.
+# The header `triton_grpc_error` would give stream errors a status, but tritonserver 2.51 crashes when it ends
+# a stream that way. So errors are mapped by their message.
 
 
 class GrpcInferStream:
-    """The answers to one inference. Whoever has one closes it, which cancels what is left of it."""
+    """The responses to one inference. Its owner must close it, which cancels the rest."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class GrpcInferStream:
         self._is_ended = False
 
     async def read_response(self, timeout_s: float) -> InferResponse | None:
-        """The outputs by name, and the version; None after the last. Raises what the failure means."""
-        arrived = await self._wait_for_response(timeout_s)
-        if arrived is None:
+        """Return the next response; None after the last. Raises the mapped error of a failure."""
+        task = await self._wait_for_response(timeout_s)
+        if task is None:
             raise DeadlinePassed(self._target.timeout_s)
         try:
-            result, error = arrived.result()
+            result, error = task.result()
         except grpc.RpcError as exc:
             limit = self._channel.max_answer_bytes
             raise map_grpc_error(exc.code().name, str(exc.details()), self._target, limit) from exc
@@ -68,23 +68,22 @@ class GrpcInferStream:
         return None if self._is_ended else await decode_grpc_response(result)
 
     async def _wait_for_response(self, timeout_s: float) -> asyncio.Task[tuple[Any, Any]] | None:
-        """What came in time. Read in a task of its own: gRPC takes a read that is cancelled for the
-        wish to cancel the whole call."""
-        reading = self._read_task = self._read_task or asyncio.create_task(self._read_result())
-        await asyncio.wait({reading}, timeout=max(timeout_s, 0))
-        if not reading.done():
+        # Read in a separate task: gRPC cancels the whole call if a read is cancelled.
+        task = self._read_task = self._read_task or asyncio.create_task(self._read_result())
+        await asyncio.wait({task}, timeout=max(timeout_s, 0))
+        if not task.done():
             return None
         self._read_task = None
-        return reading
+        return task
 
     async def _read_result(self) -> tuple[Any, Any]:
-        """A response or an error; neither at the end, which a task cannot raise."""
+        """Return a response or an error; neither at the end, since a task cannot raise StopAsyncIteration."""
         try:
-            found: tuple[Any, Any] = await anext(self._responses)
+            result: tuple[Any, Any] = await anext(self._responses)
         except StopAsyncIteration:
             self._is_ended = True
             return None, None
-        return found
+        return result
 
     def close(self) -> None:
         if self._is_open:
@@ -92,20 +91,19 @@ class GrpcInferStream:
             run_in_background(self._finish_or_cancel())
 
     async def _finish_or_cancel(self) -> None:
-        """Cancel it, unless it ends by itself soon."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + choose_grace_s()
+        deadline = loop.time() + choose_grace_s()
         try:
             with suppress(grpc.RpcError, InferenceServerException):
                 while not self._is_ended and (
-                    arrived := await self._wait_for_response(due - loop.time())
+                    task := await self._wait_for_response(deadline - loop.time())
                 ):
-                    arrived.result()
+                    task.result()
         finally:
             if self._read_task is not None:
                 self._responses.cancel()
                 self._read_task.cancel()
-            self._responses = None  # while there is a call, the connection outlives its channel
+            self._responses = None  # a call would keep the connection open after its channel
             self._channel.release(is_complete=self._is_ended)
 
 

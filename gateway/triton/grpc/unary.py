@@ -1,6 +1,6 @@
-"""An inference over gRPC that is answered once, so that whoever leaves stops it in Triton.
+"""A unary inference over gRPC, which is cancelled in Triton when the client disconnects.
 
-Triton's HTTP does not notice that a client is gone.
+Triton's HTTP API does not notice that a client has disconnected.
 """
 
 from __future__ import annotations
@@ -29,33 +29,36 @@ from gateway.triton.http.connection import Headers
 from gateway.triton.inference import InferCall, InferResponse, map_tritonclient_error
 
 T = TypeVar("T")
-TRITONCLIENT_ERROR_STATUS: Final = "None"  # the status of what tritonclient itself refuses
+TRITONCLIENT_ERROR_STATUS: Final = "None"  # the status of requests that tritonclient itself rejects
 
 
 async def infer_unary(
     channel: GrpcChannel, target: RequestTarget, inference: InferCall, headers: Headers
 ) -> InferResponse:
-    """The model's answer within `asked.timeout_s`; cancelling this cancels the inference.
+    """Return the model's response; cancelling this coroutine cancels the inference.
 
-    Raises `NoGrpc` when it cannot have been sent, and what Triton's refusal means.
+    Raises `GrpcUnreachable` if it cannot have been sent, `DeadlinePassed` after `target.timeout_s`, and
+    the mapped error of Triton.
     """
-    called = await prepare_grpc_arguments(inference)
+    arguments = await prepare_grpc_arguments(inference)
     triton = channel.acquire()
-    calling = None
+    call_task = None
     try:
         if channel.is_new:
             await check_server_live(triton)
             channel.mark_available()
-        # The deadline is kept here: gRPC would cancel the call in Triton in its own moment.
+        # The deadline is enforced here: gRPC would cancel the call in Triton without the grace period.
         timeout_s = target.timeout_s + 2 * MAX_CANCEL_GRACE_S
-        calling = asyncio.create_task(
-            triton.infer(**called, client_timeout=timeout_s, headers=build_grpc_metadata(headers))
+        call_task = asyncio.create_task(
+            triton.infer(
+                **arguments, client_timeout=timeout_s, headers=build_grpc_metadata(headers)
+            )
         )
-        calling.add_done_callback(retrieve_exception)
-        await asyncio.wait({calling}, timeout=target.timeout_s)
-        if not calling.done():
+        call_task.add_done_callback(retrieve_exception)
+        await asyncio.wait({call_task}, timeout=target.timeout_s)
+        if not call_task.done():
             raise DeadlinePassed(target.timeout_s)
-        result = calling.result()
+        result = call_task.result()
     except InferenceServerException as exc:
         status = str(exc.status())
         if status == TRITONCLIENT_ERROR_STATUS:
@@ -63,38 +66,40 @@ async def infer_unary(
         code, limit = status.removeprefix("StatusCode."), channel.max_answer_bytes
         raise map_grpc_error(code, str(exc.message()), target, limit) from exc
     finally:
-        if calling is None:
+        if call_task is None:
             channel.release(is_complete=False)
-        elif calling.done():
-            channel.release(is_complete=not calling.cancelled() and calling.exception() is None)
+        elif call_task.done():
+            channel.release(is_complete=not call_task.cancelled() and call_task.exception() is None)
         else:
-            run_in_background(finish_or_cancel_call(calling, channel))
+            run_in_background(finish_or_cancel_call(call_task, channel))
     return await decode_grpc_response(result)
 
 
 async def finish_or_cancel_call(call_task: asyncio.Task[Any], channel: GrpcChannel) -> None:
-    """Cancel a call that nobody waits for any more, unless it ends by itself soon."""
+    """Cancel an abandoned call, unless it completes within the grace period."""
     try:
         await asyncio.wait({call_task}, timeout=choose_grace_s())
     finally:
-        ended = call_task.done()
+        is_complete = call_task.done()
         call_task.cancel()
-        channel.release(is_complete=ended)
+        channel.release(is_complete=is_complete)
 
 
 async def check_server_live(triton: InferenceServerClient) -> None:
-    """A port that swallows everything is to be told from a model that takes its time."""
+    """Raises `GrpcUnreachable` if the port accepts data without responding, unlike a slow model."""
     try:
         await run_in_task(triton.is_server_live(), GRPC_CONNECT_TIMEOUT_S)
     except asyncio.TimeoutError:
         raise GrpcUnreachable(
-            "nobody answers at the replica's gRPC port", is_refused=False
+            "no response from the replica's gRPC port", is_refused=False
         ) from None
 
 
 async def run_in_task(call: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-    """What a call answers, awaited in a task of its own: gRPC raises a cancellation of its own in place of
-    the one that came, which a deadline would not know again."""
+    """Return the result of a call, awaited in a separate task. Raises `asyncio.TimeoutError`.
+
+    gRPC replaces a cancellation with its own, which a surrounding deadline would not recognize.
+    """
     task = asyncio.create_task(call)
     task.add_done_callback(retrieve_exception)
     try:
@@ -107,6 +112,6 @@ async def run_in_task(call: Coroutine[Any, Any, T], timeout_s: float | None = No
 
 
 def retrieve_exception(task: asyncio.Task[T]) -> None:
-    """Of a call that fails as it is given up nobody asks why."""
+    # Otherwise asyncio logs the exception of an abandoned call as never retrieved.
     if not task.cancelled():
         task.exception()

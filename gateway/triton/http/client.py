@@ -1,7 +1,7 @@
-"""One replica's HTTP API: an HTTP/1.1 client for this one purpose.
+"""An HTTP/1.1 client for one replica's HTTP API.
 
-A general client costs more per request than everything else the gateway does together. This one keeps
-a stack of idle connections per replica, writes a small request at once, and streams both ways with
+A general-purpose client costs more per request than the rest of the gateway together. This one keeps a
+stack of idle connections per replica, sends a small request in one write, and streams both ways with
 back-pressure.
 """
 
@@ -23,11 +23,10 @@ from gateway.triton.http.connection import Headers, RequestNotSent, UpstreamConn
 
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
-MAX_METADATA_BYTES: Final = 16 << 20  # of a repository's index, or of what is known of a model
+MAX_METADATA_BYTES: Final = 16 << 20  # of a repository's index or a model's metadata
 
 
 def find_header(headers: Headers, name: bytes) -> bytes:
-    """The first of that name; empty if there is none."""
     for header in headers:
         if header[0] == name:
             return header[1]
@@ -35,7 +34,7 @@ def find_header(headers: Headers, name: bytes) -> bytes:
 
 
 class UpstreamResponse:
-    """A replica's answer: status and headers now, the body as it comes. Leave it with `close()`."""
+    """A replica's response: status and headers, and the body as a stream. It must be closed."""
 
     __slots__ = ("_connection", "_max_bytes", "_release", "_send_task", "headers", "status")
 
@@ -53,7 +52,7 @@ class UpstreamResponse:
         self.headers = connection.headers
 
     def set_send_task(self, task: asyncio.Task[None]) -> None:
-        """The request's body is still on its way, by this task, which ends with the answer."""
+        # The task still sends the request's body; closing the response cancels it.
         self._send_task = task
 
     @property
@@ -65,14 +64,13 @@ class UpstreamResponse:
         return find_header(self.headers, b"content-type").startswith(SSE_MEDIA_TYPE)
 
     def take_buffered(self) -> bytes:
-        """What has arrived of the body, and was not taken yet."""
         return b"" if self._connection is None else self._connection.take_buffered()
 
     async def next_chunk(self) -> bytes:
         return b"" if self._connection is None else await self._connection.next_chunk()
 
     async def read(self, max_bytes: int = MAX_RESPONSE_BYTES) -> bytes:
-        """The whole body. Raises `AnswerTooLarge` for more than that, or than the replica may answer."""
+        """Return the whole body. Raises `UpstreamResponseTooLarge` above this or the client's limit."""
         max_bytes = min(max_bytes, self._max_bytes)
         chunks: list[bytes] = []
         length = 0
@@ -84,7 +82,6 @@ class UpstreamResponse:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """What is waited for next may take this long."""
         if self._connection is not None and not self._connection.is_complete:
             self._connection.set_timeout(timeout_s)
 
@@ -92,7 +89,7 @@ class UpstreamResponse:
         return find_header(self.headers, name)
 
     def close(self) -> None:
-        """Give the connection back; one that is not at its answer's end is closed."""
+        """Release the connection; it is closed if the response is incomplete."""
         if self._send_task is not None:
             self._send_task.cancel()
         if self._connection is not None:
@@ -102,7 +99,7 @@ class UpstreamResponse:
 
 @dataclass(frozen=True)
 class CompleteResponse:
-    """A whole answer."""
+    """A response with its whole body."""
 
     status: int
     headers: Headers
@@ -130,13 +127,13 @@ class HttpClient:
         self._port = port
         self._tls = tls
         self._server_name = server_name or host
-        self.keep_alive = True  # whether a connection that has served waits for the next request
+        self.keep_alive = True  # reuse connections
         self.outstanding = 0
         self.last_response_at = 0.0  # by perf_counter
         self._connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._max_answer_bytes = max_answer_bytes
-        # Kept: asking for the running loop is a system call each time.
+        # Stored, because getting the running loop is a system call each time.
         self._loop = asyncio.get_running_loop()
         self._idle_connections: list[
             UpstreamConnection
@@ -155,46 +152,46 @@ class HttpClient:
         timeout_s: float,
         fresh: bool = False,
     ) -> UpstreamResponse:
-        """Send a request; the answer's head is here when this returns.
+        """Send a request and return once the response's head has arrived.
 
-        `headers` hold the framing (Content-Length, or Transfer-Encoding: chunked, for which a streamed
-        `body` is then cut into chunks). `fresh` asks for a new connection. Raises `NotSent`,
+        `headers` contain the framing: Content-Length, or Transfer-Encoding: chunked, for which a streamed
+        `body` is encoded in chunks. `fresh` requests a new connection. Raises `RequestNotSent`,
         `BadUpstream` or `DeadlinePassed`.
         """
         connection: UpstreamConnection | None = None
-        sending: asyncio.Task[None] | None = None
-        finish = self._release_fresh if fresh else self._release
-        self.outstanding += not fresh  # which only looks whether somebody is there
+        send_task: asyncio.Task[None] | None = None
+        release = self._release_fresh if fresh else self._release
+        self.outstanding += not fresh  # a fresh connection only serves health checks
         try:
             connection = None if fresh else self._take_idle()
             if connection is None:
                 connection = await self._connect(timeout_s)
                 if not connection.is_usable:
-                    raise RequestNotSent(f"the replica {self._authority} closes connections")
+                    raise RequestNotSent(f"the replica {self._authority} closed a new connection")
             head, chunked = self._build_head(method, target, headers)
             connection.begin_request(timeout_s)
             if isinstance(body, bytes):
                 write_request(connection, head, body)
             else:
                 connection.write(head)
-                sending = self._loop.create_task(
+                send_task = self._loop.create_task(
                     write_body_chunks(connection, body, chunked=chunked)
                 )
-                sending.add_done_callback(partial(on_body_written, connection))
+                send_task.add_done_callback(partial(on_body_written, connection))
             while connection.is_awaiting_head:
                 await connection.wait_for_data()
             if connection.error is not None and not connection.is_complete:
                 raise connection.error
         except BaseException:
-            if sending is not None:
-                sending.cancel()
-            finish(connection)
+            if send_task is not None:
+                send_task.cancel()
+            release(connection)
             raise
         self.last_response_at = perf_counter()
-        answer = UpstreamResponse(connection, finish, self._max_answer_bytes)
-        if sending is not None:
-            answer.set_send_task(sending)
-        return answer
+        response = UpstreamResponse(connection, release, self._max_answer_bytes)
+        if send_task is not None:
+            response.set_send_task(send_task)
+        return response
 
     async def request(
         self,
@@ -207,19 +204,23 @@ class HttpClient:
         fresh: bool = False,
         max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> CompleteResponse:
-        """Send a whole request and read the whole answer, of so many bytes. Raises as `send` does, and
-        `AnswerTooLarge`."""
+        """Send a request and read the whole response.
+
+        Raises the same errors as `send`, and `UpstreamResponseTooLarge`.
+        """
         framing = (b"content-length", str(len(body)).encode())
-        answer = await self.send(
+        response = await self.send(
             method, target, [framing, *headers], body, timeout_s=timeout_s, fresh=fresh
         )
         try:
-            return CompleteResponse(answer.status, answer.headers, await answer.read(max_bytes))
+            return CompleteResponse(
+                response.status, response.headers, await response.read(max_bytes)
+            )
         finally:
-            answer.close()
+            response.close()
 
     def close(self) -> None:
-        """Close the idle connections; a busy one closes itself when its exchange ends."""
+        """Close the idle connections; a busy one is closed when its exchange ends."""
         self._idle_timeout_s = 0.0
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
@@ -272,12 +273,11 @@ class HttpClient:
         return connection
 
     def _release_fresh(self, connection: UpstreamConnection | None) -> None:
-        """A fresh connection was asked for to see that there is one: it is not kept."""
+        # A fresh connection only proves that the replica accepts connections: it is not reused.
         if connection is not None and connection.end_request():
             connection.close()
 
     def _release(self, connection: UpstreamConnection | None) -> None:
-        """The exchange is over; its connection waits for the next, if it can."""
         self.outstanding -= 1
         if connection is None or not connection.end_request():
             return
@@ -290,23 +290,23 @@ class HttpClient:
             self._sweep_timer = self._loop.call_later(self._idle_timeout_s, self._close_expired)
 
     def _close_expired(self) -> None:
-        """Triton's shutdown waits for idle connections: none stays longer than the limit."""
+        # Triton's shutdown waits for idle connections, so none stays open longer than the limit.
         now = self._loop.time()
-        kept = []
+        remaining = []
         for connection in self._idle_connections:
             if now - connection.idle_since < self._idle_timeout_s and connection.is_usable:
-                kept.append(connection)
+                remaining.append(connection)
             else:
                 connection.close()
-        self._idle_connections = kept
+        self._idle_connections = remaining
         self._sweep_timer = None
-        if kept:
-            wait = self._idle_timeout_s - (now - kept[0].idle_since)
-            self._sweep_timer = self._loop.call_later(max(wait, 0.05), self._close_expired)
+        if remaining:
+            wait_s = self._idle_timeout_s - (now - remaining[0].idle_since)
+            self._sweep_timer = self._loop.call_later(max(wait_s, 0.05), self._close_expired)
 
 
 def write_request(connection: UpstreamConnection, head: bytes, body: bytes) -> None:
-    """A small request leaves in one write, and so in one packet."""
+    # A small request is sent in one write, and so in one packet.
     if len(body) < COALESCE_REQUEST_UNDER_BYTES:
         connection.write(head + body)
     else:
@@ -318,7 +318,6 @@ def write_request(connection: UpstreamConnection, head: bytes, body: bytes) -> N
 async def write_body_chunks(
     connection: UpstreamConnection, body: AsyncIterator[bytes], *, chunked: bool
 ) -> None:
-    """Pass a request's body on as it comes."""
     async for data in body:
         if data:
             connection.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
@@ -329,6 +328,6 @@ async def write_body_chunks(
 
 
 def on_body_written(connection: UpstreamConnection, task: asyncio.Task[None]) -> None:
-    """What the client did wrong while sending ends the exchange."""
+    # An error of the client while it sends the body ends the exchange.
     if not task.cancelled() and (error := task.exception()) is not None:
         connection.fail(error)

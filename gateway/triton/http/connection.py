@@ -1,7 +1,7 @@
-"""A connection to a replica's HTTP API, and the one exchange that is on it: HTTP/1.1 on httptools.
+"""An HTTP/1.1 connection to a replica, on httptools, with one exchange at a time.
 
-It is used again only after a complete and clean answer (RFC 9112, section 9.3). Every failure of the wire
-leaves here as one of our errors, body iteration included.
+It is reused only after a complete and valid response (RFC 9112, section 9.3). Every network failure
+becomes a gateway error, body iteration included.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RESPONSE_FRAMING_HEADERS: Final = (b"content-length", b"transfer-encoding")
 
 
 class RequestNotSent(Unavailable):
-    """Nothing of the request reached the replica: it cannot have run, and may go to another.
+    """The request did not reach the replica, so it cannot have run and may be sent to another.
 
-    `refused` when nobody listens there; else no connection came about in time.
+    `is_refused` means that nothing listens there; otherwise the connection timed out.
     """
 
     def __init__(self, message: str, *, is_refused: bool = True) -> None:
@@ -32,15 +32,15 @@ class RequestNotSent(Unavailable):
         self.is_refused = is_refused
 
 
-# The states of an exchange; bare numbers, because they are compared a dozen times per request.
+# The states of an exchange; plain integers, because they are compared a dozen times per request.
 STATE_IDLE: Final = 0
-STATE_HEAD: Final = 1  # the request is on its way; no answer yet
+STATE_HEAD: Final = 1  # request in progress, no response yet
 STATE_BODY: Final = 2
 STATE_DONE: Final = 3
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to a replica, and the exchange that is on it. One exchange at a time."""
+    """A connection to a replica and its current exchange."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -66,33 +66,34 @@ class UpstreamConnection(asyncio.Protocol):
         self.headers: Headers = []
         self.idle_since = 0.0
 
-    # The transport calls these.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._state == STATE_IDLE:
-            self.abort()  # nobody asked: whatever it is, it must not become somebody's answer
+            self.abort()  # unsolicited data must not become the response to a later request
             return
         body_bytes = self._body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self.fail(BadUpstream("the replica's answer is not HTTP/1.1"), exc)
-        # Without end, neither a header nor a trailer would ever reach a callback.
+            self.fail(BadUpstream("the replica's response is not HTTP/1.1"), exc)
+        # An endless header or trailer never reaches a callback, so its size is counted here.
         if self._state in (STATE_HEAD, STATE_BODY) and self._body_bytes == body_bytes:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_RESPONSE_HEAD_BYTES:
-                self.fail(BadUpstream("the replica's answer has too large a header"))
+                self.fail(BadUpstream("the replica's response header is too large"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._can_keep_alive = False
         if self._state == STATE_BODY and self._is_close_delimited and self.error is exc is None:
-            self.on_message_complete()  # RFC 9112, section 6.3: without a length it ends here
+            self.on_message_complete()  # RFC 9112, section 6.3: the close ends a body without a length
         elif self._state in (STATE_HEAD, STATE_BODY):
             self.fail(
-                BadUpstream("the replica closed the connection before its answer was complete"), exc
+                BadUpstream("the replica closed the connection before its response was complete"),
+                exc,
             )
         self._wake_writer()
 
@@ -103,14 +104,14 @@ class UpstreamConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._wake_writer()
 
-    # The parser calls these.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         if self._state == STATE_DONE:
-            raise httptools.HttpParserError("a second answer, for which nobody asked")
+            raise httptools.HttpParserError("an unsolicited second response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state == STATE_HEAD:  # and not in the trailers, which nobody announced
+        if self._state == STATE_HEAD:  # trailers are ignored
             self.headers.append((name.lower(), value))
             if len(self.headers) > MAX_RESPONSE_HEADERS:
                 raise httptools.HttpParserError("too many headers")
@@ -118,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
         if self.status < 100:
-            raise httptools.HttpParserError("a status that is none")
+            raise httptools.HttpParserError("an invalid status")
         if self.status < 200:
             return
         if not self._parser.should_keep_alive():
@@ -144,16 +145,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake_reader()
 
     def on_message_complete(self) -> None:
-        if self._state == STATE_HEAD:  # an interim answer, such as 100 Continue
+        if self._state == STATE_HEAD:  # an interim response, such as 100 Continue
             self.headers = []
         elif self._state == STATE_BODY:
             self._can_keep_alive = (
                 self._can_keep_alive and self._parser.should_keep_alive()
-            )  # a trailer may close
+            )  # a trailer may request a close
             self._state = STATE_DONE
             self._wake_reader()
 
-    # The exchange calls these.
+    # The interface for an exchange.
 
     @property
     def is_usable(self) -> bool:
@@ -165,11 +166,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_awaiting_head(self) -> bool:
-        """The answer's status and headers are not here yet; nor has it failed."""
         return self._state == STATE_HEAD
 
     def begin_request(self, timeout_s: float) -> None:
-        """Open an exchange that must be answered within that time."""
         self._state = STATE_HEAD
         self._is_request_sent = False
         self.error = None
@@ -180,10 +179,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.set_timeout(timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """What is waited for must come within this time from now.
+        """Limit the wait for the next data to this time from now.
 
-        A timer per exchange would cost more than reading its answer: the one that is running stays,
-        and looks, when it fires, whether it is time.
+        A timer per exchange would cost more than reading its response: a running timer is kept, and
+        checks the deadline when it fires.
         """
         self._timeout_s = timeout_s
         self._deadline = self._loop.time() + timeout_s
@@ -210,18 +209,17 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def mark_request_sent(self) -> None:
-        """The request is complete: with a complete answer the connection may serve again."""
         self._is_request_sent = True
 
     async def drain(self) -> None:
-        """Wait until the replica takes more; raises when it no longer can."""
+        """Wait until the replica accepts more data. Raises the error of a failed exchange."""
         if self._write_waiter is not None:
             await self._write_waiter
         if self.error is not None:
             raise self.error
 
     async def next_chunk(self) -> bytes:
-        """What has arrived of the body since the last call; empty at its end."""
+        """Return the body received since the last call; empty at its end."""
         while not self._chunks and self._state == STATE_BODY:
             if self.error is not None:
                 raise self.error
@@ -241,11 +239,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """The whole answer is here; `next_chunk` will not wait."""
         return self._state == STATE_DONE
 
     def end_request(self) -> bool:
-        """Close the exchange: true if the connection can serve another."""
+        """End the exchange; return True if the connection can be reused, else abort it."""
         reusable = (
             self._state == STATE_DONE
             and self._is_request_sent
@@ -261,7 +258,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def _is_drained(self) -> bool:
-        """Nothing of this exchange is left, on its way out or in, that would meet the next one."""
+        # Unsent or unread data of this exchange would corrupt the next one.
         transport = cast(asyncio.Transport, self._transport)
         return not self._is_reading_paused and transport.get_write_buffer_size() == 0
 
@@ -282,12 +279,12 @@ class UpstreamConnection(asyncio.Protocol):
             self._timer = None
 
     def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
-        """End the exchange: whoever waits for anything of it gets this error."""
+        """End the exchange with an error, which pending reads and writes raise."""
         error.__cause__ = cause or error.__cause__
         if self.error is None:
             self.error = error
         if self._state == STATE_HEAD:
-            self._state = STATE_BODY  # whoever waits for the head finds the error
+            self._state = STATE_BODY  # the waiter for the head finds the error
         self.abort()
         self._wake_reader()
         self._wake_writer()

@@ -1,4 +1,4 @@
-"""Triton's answers over HTTP, read to the end; the connection is given back however that goes."""
+"""Readers of complete HTTP responses of Triton, which always release the connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ERROR_BODY_BYTES: Final = 1 << 20
 async def read_complete_response(
     response: UpstreamResponse, max_bytes: int = MAX_RESPONSE_BYTES
 ) -> CompleteResponse:
-    """Raises `AnswerTooLarge`."""
+    """Raises `UpstreamResponseTooLarge`."""
     try:
         return CompleteResponse(response.status, response.headers, await response.read(max_bytes))
     finally:
@@ -22,7 +22,6 @@ async def read_complete_response(
 
 
 async def read_error_response(response: UpstreamResponse, target: RequestTarget) -> GatewayError:
-    """A complaint as an error of ours."""
     body = bytearray()
     try:
         while len(body) < MAX_ERROR_BODY_BYTES and (chunk := await response.next_chunk()):
