@@ -1,9 +1,9 @@
-"""Metrics pages of several servers become one valid page: merged by family, as text. Pure.
+"""Parsing, merging and encoding of metrics pages in Prometheus' text format, without I/O.
 
-Pages one after the other are no exposition: a family may have one HELP and one TYPE, and its samples
-stand together. Parsing and printing them anew would rename counters, so names, values and times stay as
-they are, and a `replica` label is added.
+Concatenated pages are invalid: a family must have one HELP and one TYPE, and its samples must be adjacent.
+The pages of several servers are therefore merged by family, as text: names, values and timestamps stay
+unchanged (a client library would rename counters), and a `replica` label is added.
 
-Pages are read in Prometheus' text format 0.0.4, which is all that Triton speaks, and strictly: one bad
-line makes Prometheus refuse the whole of a merged page, so it has to cost its own page here.
+Pages are parsed strictly in the text format 0.0.4, the only one that Triton supports: one invalid line makes
+Prometheus reject the whole merged page, so a page with such a line is left out.
 """

@@ -1,4 +1,4 @@
-"""From families to a page, in either form. Pure."""
+"""Encoders of metrics pages in the Prometheus text format and in OpenMetrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPENMETRICS_SUFFIXES: Final = {
     "summary": ("", "_sum", "_count", "_created"),
     "histogram": ("_bucket", "_sum", "_count", "_created"),
 }
-# The label that tells the samples of one metric apart.
+# The label that distinguishes the samples of one metric.
 BUCKET_LABELS: Final = {"summary": "quantile", "histogram": "le"}
 INFINITE_BUCKET: Final = ("le", "+Inf")
 EXEMPLAR_SUFFIXES: Final = {("counter", "_total"), ("histogram", "_bucket")}
@@ -27,14 +27,13 @@ HELP_ESCAPE: Final = re.compile(r'\\(.?)|"')
 
 
 class PageFormat(str, Enum):
-    """What a page is written as; the value is its content type."""
+    """The format of a page; the value is its content type."""
 
     PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
     OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def encode_page(families: Families, page_format: PageFormat) -> Iterator[str]:
-    """The page, in pieces of some hundred lines."""
     lines = (
         encode_openmetrics(families)
         if page_format is PageFormat.OPEN_METRICS
@@ -45,7 +44,7 @@ def encode_page(families: Families, page_format: PageFormat) -> Iterator[str]:
 
 
 def encode_prometheus_text(families: Families) -> Iterator[str]:
-    """In format 0.0.4, which has no exemplars."""
+    # Format 0.0.4 has no exemplars.
     for family in families.values():
         if family.help:
             yield f"# HELP {family.name} {escape_help(family.help)}\n"
@@ -56,11 +55,11 @@ def encode_prometheus_text(families: Families) -> Iterator[str]:
 
 
 def encode_openmetrics(families: Families) -> Iterator[str]:
-    """In OpenMetrics 1.0, section «Suffixes»: a type that asks for other names than its samples have, or
-    for some that another family has, becomes `unknown`; no sample is renamed.
+    """Yield lines of OpenMetrics 1.0 without renaming any sample.
 
-    So do all of Triton's counters, for their names do not end in `_total`. Labels stay as they are, `le`
-    too: the spec's canonical numbers are a wish.
+    A type becomes `unknown` if it requires other suffixes than the samples have (section "Suffixes"), or
+    names that another family has. This includes Triton's counters, whose names do not end in `_total`.
+    Labels stay unchanged, too: the canonical numbers for `le` are only recommended.
     """
     families = merge_created_gauges(families)
     claims = Counter(name for family in families.values() for name in reserved_names(family))
@@ -81,66 +80,65 @@ def can_keep_type(family: Family, name_counts: Mapping[str, int]) -> bool:
         ends = (
             sample for sample in family.samples if INFINITE_BUCKET in LABEL_PAIR.findall(sample[1])
         )
-        whole = {metric_labels(family, sample) for sample in ends}
-        if not whole.issuperset(metric_labels(family, sample) for sample in family.samples):
+        complete = {metric_labels(family, sample) for sample in ends}
+        if not complete.issuperset(metric_labels(family, sample) for sample in family.samples):
             return False
     return all(name in names for name, _, _ in family.samples)
 
 
 def merge_created_gauges(families: Families) -> Families:
-    """Prometheus' client writes them as gauges in format 0.0.4; in OpenMetrics each belongs to its metric."""
-    folded = dict(families)
+    """Merge `_created` gauges, as Prometheus' client writes them in format 0.0.4, into their metrics."""
+    merged = dict(families)
     for family in families.values():
-        gauge = folded.get(f"{openmetrics_name(family)}_created")
+        gauge = merged.get(f"{openmetrics_name(family)}_created")
         if gauge is None or gauge.type != "gauge" or not openmetrics_suffixes(family):
             continue
         metrics = {metric_labels(family, sample) for sample in family.samples}
         if metrics.issuperset(metric_labels(family, sample) for sample in gauge.samples):
-            folded[family.name] = replace(family, samples=family.samples + gauge.samples)
-            del folded[gauge.name]
-    return folded
+            merged[family.name] = replace(family, samples=family.samples + gauge.samples)
+            del merged[gauge.name]
+    return merged
 
 
 def openmetrics_name(family: Family) -> str:
-    """What OpenMetrics calls it."""
     if family.type != "counter":
         return family.name
     return family.name.removesuffix("_total") or family.name
 
 
 def openmetrics_suffixes(family: Family) -> tuple[str, ...]:
-    """What the names of its samples end in there; nothing for a type that needs no rule."""
+    """Return the suffixes that OpenMetrics requires; empty for a type without a rule."""
     if family.name == openmetrics_name(family) and family.type == "counter":
         return ()
     return OPENMETRICS_SUFFIXES.get(family.type, ())
 
 
 def reserved_names(family: Family) -> set[str]:
-    """The names that nothing else may have beside it there."""
+    """Return the names that no other family of an OpenMetrics page may use."""
     base = openmetrics_name(family)
     return {base, *(base + part for part in openmetrics_suffixes(family))}
 
 
 def metric_labels(family: Family, sample: Sample) -> frozenset[LabelPair]:
-    """The labels that its buckets or quantiles have in common."""
+    """Return the labels that all buckets or quantiles of a metric have in common."""
     inner = BUCKET_LABELS.get(family.type)
     return frozenset(pair for pair in LABEL_PAIR.findall(sample[1]) if pair[0] != inner)
 
 
 def encode_simple_family(family: Family) -> Iterator[str]:
-    """A gauge, or samples of unknown type; of such, each name is a family."""
+    # Samples of an unknown type get a family for each name.
     kind = "gauge" if family.type == "gauge" else "unknown"
-    named: dict[str, list[Sample]] = {}
+    samples_by_name: dict[str, list[Sample]] = {}
     for sample in family.samples:
-        named.setdefault(sample[0], []).append(sample)
-    for name, samples in named.items():
+        samples_by_name.setdefault(sample[0], []).append(sample)
+    for name, samples in samples_by_name.items():
         yield from encode_metadata(name, kind, family)
         for sample in samples:
             yield encode_sample(sample)
 
 
 def encode_compound_family(family: Family) -> Iterator[str]:
-    """A counter, a histogram or a summary: what belongs to one metric stands together."""
+    """Yield the lines of a counter, histogram or summary, with the samples of each metric together."""
     base = openmetrics_name(family)
     yield from encode_metadata(base, family.type, family)
     metrics: dict[frozenset[LabelPair], list[Sample]] = {}
@@ -161,7 +159,7 @@ def encode_metadata(name: str, metric_type: str, family: Family) -> Iterator[str
 
 
 def encode_sample(sample: Sample, *, can_have_exemplar: bool = False) -> str:
-    """Times are seconds in OpenMetrics, and milliseconds in what was read."""
+    # Times are in seconds in OpenMetrics, and in milliseconds in the samples.
     name, labels, tail = sample
     if " " in tail:
         measured, mark, rest = tail.partition(" # ")
@@ -179,13 +177,13 @@ def format_seconds(milliseconds: str) -> str:
 
 
 def escape_help(text: str, quote: str = '"') -> str:
-    """With no escapes but those that every reader knows."""
+    """Return the HELP text with only the escapes that every parser supports."""
 
-    def escape_match(found: re.Match[str]) -> str:
-        if found[0] == '"':
+    def escape_match(match: re.Match[str]) -> str:
+        if match[0] == '"':
             return quote
-        if found[1] in ("\\", "n"):
-            return found[0]
-        return "\\\\" + (quote if found[1] == '"' else found[1])
+        if match[1] in ("\\", "n"):
+            return match[0]
+        return "\\\\" + (quote if match[1] == '"' else match[1])
 
     return HELP_ESCAPE.sub(escape_match, text)

@@ -1,4 +1,4 @@
-"""What a page is made of, and how several become one. Pure."""
+"""The metric families of a page, and the merge of several pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-# What the samples of a family are called: its name and one of these.
+# Type → suffixes that the names of its samples have after the name of the family.
 SAMPLE_SUFFIXES: Final = {
     "counter": ("",),
     "gauge": ("",),
@@ -22,12 +22,12 @@ LABEL_PAIR: Final = re.compile(rf"(?<![a-zA-Z0-9_]){LABEL_NAME}={LABEL_VALUE}")
 
 
 class InvalidExposition(ValueError):
-    """A page that Prometheus would not read, in a sentence."""
+    """A page that Prometheus would reject."""
 
 
 LabelPair = tuple[str, str]
-# Name, labels as they are written, and the rest of the line: value, perhaps a time, perhaps « # » and an
-# exemplar. Strings alone, which cost the garbage collector nothing.
+# Name, labels as written, and the rest of the line: the value, optionally a time, optionally " # " and an
+# exemplar. Tuples of strings cost the garbage collector nothing.
 Sample = tuple[str, str, str]
 
 
@@ -37,7 +37,7 @@ class Family:
     type: str = "untyped"
     help: str = ""
     unit: str = ""
-    sample_names: set[str] = field(default_factory=set)  # that its samples may have
+    sample_names: set[str] = field(default_factory=set)  # allowed for its samples
     samples: list[Sample] = field(default_factory=list)
 
 
@@ -55,27 +55,27 @@ def join_labels(pairs: Iterable[LabelPair]) -> str:
 def merge_families(
     gateway_families: Families, pages: Mapping[str, Families]
 ) -> tuple[Families, dict[str, list[str]]]:
-    """All families, and by page the names of those that had to be left out of it.
+    """Merge pages; return all families, and by page the names of the families that were left out.
 
-    The first page that has a family says what it is. Where a later one gives it another TYPE, or another
-    family's samples have its names, two meanings would have one name: what the later page has of it is
-    left out. So is what a replica would say in a family of `own`.
+    The first page with a family defines it. A family of a later page is left out if its TYPE differs, if its
+    sample names belong to another family, or if the gateway itself has a family of this name.
     """
     merged = {name: replace(family) for name, family in gateway_families.items()}
     owners = {name: family for family in merged.values() for name in family.sample_names}
     left_out: dict[str, list[str]] = {}
     for page, families in pages.items():
         for family in families.values():
-            twin = merged.get(family.name)
-            meant = twin is None or (
-                twin.type == family.type and family.name not in gateway_families
+            existing = merged.get(family.name)
+            is_compatible = existing is None or (
+                existing.type == family.type and family.name not in gateway_families
             )
-            if not meant or any(owners.get(name, twin) is not twin for name in family.sample_names):
+            names = family.sample_names
+            if not is_compatible or any(owners.get(n, existing) is not existing for n in names):
                 left_out.setdefault(page, []).append(family.name)
                 continue
-            if twin is None:
-                twin = merged[family.name] = replace(family, sample_names=set(), samples=[])
-            twin.samples += family.samples
-            twin.sample_names |= family.sample_names
-            owners.update(dict.fromkeys(family.sample_names, twin))
+            if existing is None:
+                existing = merged[family.name] = replace(family, sample_names=set(), samples=[])
+            existing.samples += family.samples
+            existing.sample_names |= family.sample_names
+            owners.update(dict.fromkeys(family.sample_names, existing))
     return merged, left_out

@@ -1,4 +1,4 @@
-"""A server's next page has the same names and labels, and other values: then only those are read. Pure."""
+"""A cache for metrics pages: if only values changed since the last page, only these are parsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from gateway.exposition.families import Families, Family
 from gateway.exposition.parser import decode_page, parse_lines, split_page_lines
 
-# Of the values that need no second look; others are part of the layout, until they change.
+# Values that need no validation. Others are a part of the layout.
 PLAIN_VALUE: Final = re.compile(r" (-?[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e[+-][0-9]{2})?)\n")
 
 CachedFamily = tuple[Family, list[tuple[str, str]], list[int]]
@@ -18,14 +18,14 @@ CachedFamily = tuple[Family, list[tuple[str, str]], list[int]]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What stands between the values, and each family: its samples less the values, and where those are."""
+    """The text between the values, and for each family its samples and the indexes of their values."""
 
     separators: list[str]
     families: list[CachedFamily]
 
 
 class PageCache:
-    """Of the last page of one server that it can be told of."""
+    """The layout of the last page of one server."""
 
     def __init__(self) -> None:
         self._layout: PageLayout | None = None
@@ -33,30 +33,30 @@ class PageCache:
     def parse_page(
         self, page: bytes, replica: str, iterate_lines: Callable[[list[str]], Iterable[str]] = iter
     ) -> Families:
-        """As `reading.read`, which it asks if anything but the values is new. Raises `NotExposition`."""
+        """Parse a page like `parser.parse_families`. Raises `InvalidExposition`."""
         text = decode_page(page)
         parts = PLAIN_VALUE.split(text)
-        between, values = parts[::2], parts[1::2]
-        known = self._layout
-        if known is None or known.separators != between:
-            reader = parse_lines(iterate_lines(split_page_lines(text)), replica)
+        separators, values = parts[::2], parts[1::2]
+        layout = self._layout
+        if layout is None or layout.separators != separators:
+            parser = parse_lines(iterate_lines(split_page_lines(text)), replica)
             self._layout = build_page_layout(
-                between, values, reader.families, reader.sample_families
+                separators, values, parser.families, parser.sample_families
             )
-            return reader.families
+            return parser.families
         return {
             family.name: replace(
                 family,
                 samples=[(*head, values[place]) for head, place in zip(heads, places, strict=True)],
             )
-            for family, heads, places in known.families
+            for family, heads, places in layout.families
         }
 
 
 def build_page_layout(
     separators: list[str], values: list[str], families: Families, sample_families: list[Family]
 ) -> PageLayout | None:
-    """Nothing of a page that has a value elsewhere than at the end of a sample, or a sample without one."""
+    """Return the layout of a page; None unless each value in the text is that of a sample."""
     samples = {name: iter(family.samples) for name, family in families.items()}
     if values != [next(samples[family.name])[2] for family in sample_families]:
         return None

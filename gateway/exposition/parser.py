@@ -1,4 +1,4 @@
-"""From a page to its families, strictly. Pure."""
+"""A strict parser of metrics pages in the Prometheus text format 0.0.4."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.exposition.families import (
     join_labels,
 )
 
-MAX_LINE_CHARS: Final = 1 << 16  # of those that are read character by character
+MAX_LINE_CHARS: Final = 1 << 16  # of lines that the regular expression SAMPLE_LINE matches
 
 METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 METADATA: Final = re.compile(r"#[ \t]+(HELP|TYPE|UNIT)[ \t]+([^ \t]+)(?:[ \t]+(.*))?")
@@ -30,7 +30,7 @@ SAMPLE_LINE: Final = re.compile(
 )
 LABEL: Final = re.compile(rf"[ \t]*{LABEL_NAME}[ \t]*=[ \t]*{LABEL_VALUE}[ \t]*(?:,|\Z)")
 NUMBER_PATTERN: Final = (
-    # Each text in one way only: in two, a long one that is none would take the square of its length.
+    # Unambiguous: otherwise a long invalid text would take quadratic time.
     r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:inf(?:inity)?)|(?i:nan)"
 )
 SAMPLE_TAIL: Final = re.compile(
@@ -40,58 +40,54 @@ SAMPLE_TAIL: Final = re.compile(
 
 
 def decode_page(page: bytes) -> str:
-    """Raises `NotExposition`, also of a page that was cut off: its last number may be half a number."""
+    """Decode a page. Raises `InvalidExposition`, also if the last line is incomplete."""
     try:
         text = page.decode()
     except UnicodeDecodeError as exc:
-        raise InvalidExposition("it is not UTF-8") from exc
+        raise InvalidExposition("invalid UTF-8") from exc
     if "\0" in text:
-        raise InvalidExposition("it has a NUL in it")
+        raise InvalidExposition("the page contains a NUL character")
     if text and not text.endswith("\n"):
-        raise InvalidExposition("its last line does not end")
+        raise InvalidExposition("the last line is incomplete")
     return text
 
 
 def split_page_lines(text: str) -> list[str]:
-    return text.split("\n")  # and not splitlines(): a label's value may hold what that splits at
+    return text.split("\n")  # not splitlines(), which would split label values at other characters
 
 
 def parse_families(lines: Iterable[str], replica: str = "") -> Families:
-    """The families of a page; with `server`, each sample gets that value as its `replica` label.
-
-    Raises `NotExposition`.
-    """
+    """Parse a page; if `replica` is given, add it to each sample as a label. Raises `InvalidExposition`."""
     return parse_lines(lines, replica).families
 
 
 def parse_lines(lines: Iterable[str], replica: str) -> PageParser:
-    """It has read all of them. Raises `NotExposition`."""
-    reader = PageParser(replica)
+    parser = PageParser(replica)
     number = 0
     try:
         for line in lines:
             number += 1
             if line[:1] in " \t":  # or nothing
-                reader.parse_line(line.strip(" \t"))
+                parser.parse_line(line.strip(" \t"))
             elif line[0] == "#":
-                reader.parse_comment(line)
+                parser.parse_comment(line)
             else:
-                reader.parse_sample(line)
+                parser.parse_sample(line)
     except ValueError as exc:
         raise InvalidExposition(f"line {number}: {exc}") from exc
-    return reader
+    return parser
 
 
 class PageParser:
-    """One page, line by line. Raises `ValueError` of a line that is none."""
+    """A parser of one page, line by line. Its methods raise `ValueError` for an invalid line."""
 
     def __init__(self, replica: str) -> None:
         self.families: Families = {}
-        self.sample_families: list[Family] = []  # whose each sample is
+        self.sample_families: list[Family] = []  # the family of each sample, in order
         self._replica_label = escape_label_value(replica)
         self._families_by_sample: dict[str, Family] = {}
         self._default_labels = self._format_labels([])
-        self._label_cache: dict[str, str] = {}  # families of one model have the same labels
+        self._label_cache: dict[str, str] = {}  # the families of a model have the same labels
 
     def parse_line(self, line: str) -> None:
         if line.startswith("#"):
@@ -100,13 +96,13 @@ class PageParser:
             self.parse_sample(line)
 
     def parse_comment(self, line: str) -> None:
-        found = METADATA.fullmatch(line)
-        if found is None:
+        match = METADATA.fullmatch(line)
+        if match is None:
             return
-        keyword, name, text = found.groups(default="")
+        keyword, name, text = match.groups(default="")
         family = self._find_or_add_family(name)
         if family.name != name:
-            return  # the name is that of another family's samples, and says no more
+            return  # the name belongs to the samples of another family
         if keyword == "TYPE":
             self._set_type(family, text.rstrip(" \t"))
         elif keyword == "HELP":
@@ -115,7 +111,7 @@ class PageParser:
             family.unit = family.unit or text
 
     def parse_sample(self, line: str) -> None:
-        """The usual ones without a look at each of their characters."""
+        # Ordinary samples take a fast path that does not match the whole line.
         name, brace, rest = line.partition("{")
         if brace:
             inside, _, tail = rest.rpartition("} ")
@@ -133,7 +129,7 @@ class PageParser:
         self.sample_families.append(family)
 
     def _parse_simple_labels(self, label_text: str) -> str | None:
-        """Labels without a space, a comma or a brace too many; none if there are such."""
+        """Return the labels, or None unless they are in canonical form (no spaces, no trailing comma)."""
         pairs = LABEL_PAIR.findall(label_text)
         if not pairs or join_labels(pairs) != label_text:
             return None
@@ -141,18 +137,18 @@ class PageParser:
         return labels
 
     def _match_sample(self, line: str) -> Sample:
-        """From left to right: a brace may stand in a label's value, or in an exemplar."""
-        found = SAMPLE_LINE.fullmatch(line) if len(line) <= MAX_LINE_CHARS else None
-        if found is None:
-            raise ValueError("it is neither a sample nor a comment")
-        name, inside, tail = found.groups(default="")
+        # A full match, because label values and exemplars can contain braces.
+        match = SAMPLE_LINE.fullmatch(line) if len(line) <= MAX_LINE_CHARS else None
+        if match is None:
+            raise ValueError("not a valid sample or comment")
+        name, inside, tail = match.groups(default="")
         return name, self._format_labels(parse_labels(inside)), normalize_tail(tail)
 
     def _find_or_add_family(self, name: str) -> Family:
         family = self._families_by_sample.get(name)
         if family is None:
             if not METRIC_NAME.fullmatch(name):
-                raise ValueError("a name that is none")
+                raise ValueError("invalid metric name")
             family = self._families_by_sample[name] = self.families[name] = Family(
                 name, sample_names={name}
             )
@@ -160,52 +156,51 @@ class PageParser:
 
     def _set_type(self, family: Family, metric_type: str) -> None:
         if metric_type not in SAMPLE_SUFFIXES:
-            raise ValueError("a TYPE that is none")
+            raise ValueError("invalid TYPE")
         if family.type == metric_type:
             return
         if family.samples or family.type != "untyped":
-            raise ValueError("a TYPE that comes too late")
+            raise ValueError("TYPE after the first sample, or a second TYPE")
         family.type = metric_type
         for part in SAMPLE_SUFFIXES[metric_type]:
             if self._families_by_sample.setdefault(family.name + part, family) is family:
                 family.sample_names.add(family.name + part)
 
     def _format_labels(self, pairs: list[LabelPair]) -> str:
-        """With a `replica` label; one that was there is called as Prometheus does in such a case."""
+        """Add the `replica` label; an existing one is renamed to `exported_replica`, as in Prometheus."""
         values = dict(pairs)
         if len(values) < len(pairs) or "__name__" in values:
-            raise ValueError("a label twice")
+            raise ValueError("duplicate or reserved label")
         if self._replica_label:
-            moved = "replica"
-            while moved in values:
-                moved = f"exported_{moved}"
-            pairs = [(moved if name == "replica" else name, value) for name, value in pairs]
+            new_name = "replica"
+            while new_name in values:
+                new_name = f"exported_{new_name}"
+            pairs = [(new_name if name == "replica" else name, value) for name, value in pairs]
             pairs.insert(0, ("replica", self._replica_label))
         return f"{{{join_labels(pairs)}}}" if pairs else ""
 
 
 def parse_labels(label_text: str) -> list[LabelPair]:
-    """The labels between the braces."""
     label_text = label_text.strip(" \t")
     pairs: list[LabelPair] = []
     position = 0
     while position < len(label_text):
-        found = LABEL.match(label_text, position)
-        if found is None:
-            raise ValueError("labels that are none")
-        pairs.append((found[1], found[2]))
-        position = found.end()
+        match = LABEL.match(label_text, position)
+        if match is None:
+            raise ValueError("invalid labels")
+        pairs.append((match[1], match[2]))
+        position = match.end()
     return pairs
 
 
 def normalize_tail(text: str) -> str:
-    """Value, time and exemplar, with one space between them."""
-    found = SAMPLE_TAIL.fullmatch(text)
-    if found is None:
-        raise ValueError("a value that is none")
-    value, time, exemplar, labels = found.groups(default="")
+    """Validate value, time and exemplar, and join them with single spaces."""
+    match = SAMPLE_TAIL.fullmatch(text)
+    if match is None:
+        raise ValueError("invalid value")
+    value, time, exemplar, labels = match.groups(default="")
     if value[-1] in "0123456789." and isinf(float(value)):
-        raise ValueError("a number that is too large")
+        raise ValueError("number out of range")
     if labels:
         parse_labels(labels)
     return value + (f" {time}" if time else "") + (f" # {exemplar}" if exemplar else "")

@@ -146,7 +146,7 @@ def test_bytes_that_are_no_text_are_no_page() -> None:
 
 
 def test_what_is_wrong_is_said_with_its_line() -> None:
-    with pytest.raises(InvalidExposition, match="line 3: a value that is none"):
+    with pytest.raises(InvalidExposition, match="line 3: invalid value"):
         alone("# HELP a b\na 1\na x\n")
 
 
