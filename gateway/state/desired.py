@@ -1,4 +1,4 @@
-"""What is kept, and what keeps it: the wishes, how they are written, and how trouble is told."""
+"""Desired state: its values, its JSON format, and the interface of the stores that keep it."""
 
 from __future__ import annotations
 
@@ -18,111 +18,107 @@ from gateway.state.loads import Loads
 log = logging.getLogger(__name__)
 
 STATE_FORMAT: Final = 1  # of the file
-OPERATION_TTL_S: Final = 3600  # how long an operation can be asked about
-OPERATION_ID: Final = re.compile(
-    "[0-9a-f]{32}"
-)  # becomes a file's name or a key, and comes from a URL
-READ_ACTION: Final = "read"  # what is done with the state, or cannot be
-WRITE_ACTION: Final = "kept"
+OPERATION_TTL_S: Final = 3600  # how long a finished operation can be read
+# Strict, because the id comes from a URL and becomes a part of a file name or key.
+OPERATION_ID: Final = re.compile("[0-9a-f]{32}")
+READ_ACTION: Final = "read"  # the actions complete messages such as "cannot be read"
+WRITE_ACTION: Final = "written"
 
 
 class BadState(CommandError):
-    """A `GATEWAY_STATE` that cannot be one, or cannot be used, in a sentence."""
+    """An invalid or unusable `GATEWAY_STATE`."""
 
 
 class UnreadableState(ValueError):
-    """What is kept there is not what a gateway keeps, in half a sentence."""
+    """Stored data that no gateway of this version has written."""
 
 
 @dataclass(frozen=True)
 class DesiredModel:
-    """What the API asked of a model: to be loaded with these parameters, or to be unloaded."""
+    """The state of a model that the API requested: loaded with some parameters, or unloaded."""
 
     is_loaded: bool
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    revision: int = 0  # given by the store; a wish that was repeated has another than before
-    config_digest: str = ""  # of parameters that come from the models file
+    revision: int = 0  # assigned by the store; a repeated request gets a new one
+    config_digest: str = ""  # of the config, if it comes from the models file
 
     @property
     def load_id(self) -> str:
-        """What tells this load of the model from every other; empty where any load will do."""
+        """Return the identity of this load; empty if any load of the model is sufficient."""
         revision = str(self.revision) if self.revision else ""
         return f"{revision}/{self.config_digest}" if self.config_digest else revision
 
 
 class StateStore(Protocol):
-    """Where wishes are kept. What fails raises `StateUnavailable`, and is then not half done."""
+    """A store of desired state. Methods raise `StateUnavailable`, and leave the state unchanged then."""
 
-    async def read_desired_models(self) -> Mapping[str, DesiredModel]:
-        """The current wish of every model that has one."""
+    async def read_desired_models(self) -> Mapping[str, DesiredModel]: ...
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        """Keep a wish, or with None forget it. Its revision, higher than every earlier one; a wish that
-        has one keeps it."""
+        """Store the desired model, or delete it if None, and return the new revision of the state.
 
-    async def renew_leadership(self) -> bool:
-        """Whether this process is the one that reconciles. Ask every second: leading lapses."""
-
-    async def read_loads(self) -> Loads:
-        """What each replica confirmed last, without loads of processes that are gone."""
-
-    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
-        """Note that this process loads a model. A token for `end_load`, and what was confirmed before."""
-
-    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        """Note what a load left on the replica; empty if that is unknown. It is unknown as well when
-        another load began meanwhile."""
-
-    async def forget_loads(self, replica: str) -> None:
-        """The replica has restarted, or is gone: what it confirmed says nothing any more."""
-
-    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
-        """Note how far an operation is, to be read everywhere for an hour.
-
-        The operation's id is `secrets.token_hex(16)`; another is a `ValueError`.
+        The revision is higher than every earlier one. A model that already has a revision keeps it.
         """
 
+    async def renew_leadership(self) -> bool:
+        """Return whether this process is the one that reconciles. Call it every second: the lease expires."""
+
+    async def read_loads(self) -> Loads:
+        """Return the last confirmed loads, without those in progress of processes that have exited."""
+
+    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
+        """Record a load in progress; return a token for `end_load`, and the load confirmed before."""
+
+    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
+        """Record the load that a replica has now; empty, or unknown if another load began meanwhile."""
+
+    async def forget_loads(self, replica: str) -> None:
+        """Delete the confirmed loads of a replica that restarted or was removed."""
+
+    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
+        """Store the progress of an operation for an hour. Raises `ValueError` for an invalid id."""
+
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
-        """What was last recorded of an operation; None if nothing, or if this is no id."""
+        """Return the last record of an operation; None if there is none, or if the id is invalid."""
 
     def rate_windows(self) -> RateWindows | None:
-        """Where the requests to every process that shares this state are counted, if it can be there."""
+        """Return counters that all processes with this state share, if the store supports them."""
 
     @property
     def is_available(self) -> bool:
-        """Whether the state could be read and kept when that was last tried."""
+        """Return whether the last read and write succeeded."""
 
     async def close(self) -> None: ...
 
 
 class RateWindows(Protocol):
-    """Counts requests in windows of time, of several processes together."""
+    """Request counters in time windows, shared by several processes."""
 
     async def wait_s(self, window: RateLimitItem, name: str) -> float:
-        """Count one more request; 0, or in how many seconds there is room for it.
+        """Count a request if the window has room, and return 0; otherwise return the seconds until it has.
 
-        Raises `StateUnavailable`, soon.
+        Raises `StateUnavailable` after a short timeout.
         """
 
 
 @dataclass(frozen=True)
 class DesiredState:
-    """Every wish, and the revision of the last change; a value that changes make anew."""
+    """All desired models and the revision of the last change, immutable."""
 
     models: Mapping[str, DesiredModel] = field(default_factory=dict)
     revision: int = 0
 
     def with_model(self, model: str, desired: DesiredModel | None) -> DesiredState:
         revision = self.revision + 1
-        models = {name: kept for name, kept in self.models.items() if name != model}
+        models = {name: value for name, value in self.models.items() if name != model}
         if desired is not None:
             models[model] = replace(desired, revision=desired.revision or revision)
         return DesiredState(models, revision)
 
     def to_json(self) -> bytes:
         models = {
-            name: {**desired_model_to_dict(wish), "revision": wish.revision}
-            for name, wish in self.models.items()
+            name: {**desired_model_to_dict(desired), "revision": desired.revision}
+            for name, desired in self.models.items()
         }
         document = {"format": STATE_FORMAT, "revision": self.revision, "models": models}
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
@@ -136,29 +132,27 @@ def decode_state(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
-        raise UnreadableState("it is not JSON") from None
+        raise UnreadableState("invalid JSON") from None
 
 
 def parse_desired_model(document: Any) -> DesiredModel:
-    """Raises `Unreadable`."""
+    """Raise `UnreadableState` if the document is invalid."""
     match document:
         case {"loaded": bool(loaded), "parameters": dict(parameters), "revision": int(revision)}:
             return DesiredModel(loaded, parameters, revision)
-    raise UnreadableState("it holds something else than wishes")
+    raise UnreadableState("unexpected structure")
 
 
 def parse_desired_state(document: Any) -> DesiredState:
-    """Raises `Unreadable`."""
+    """Raise `UnreadableState` if the document is invalid."""
     match document:
-        case {"format": int(other)} if other != STATE_FORMAT:
-            raise UnreadableState(
-                f"it has format {other}, and this gateway knows format {STATE_FORMAT}"
-            )
+        case {"format": int(version)} if version != STATE_FORMAT:
+            raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")
         case {"format": int(), "revision": int(revision), "models": dict(models)}:
             return DesiredState(
-                {name: parse_desired_model(wish) for name, wish in models.items()}, revision
+                {name: parse_desired_model(value) for name, value in models.items()}, revision
             )
-    raise UnreadableState("it holds something else than wishes")
+    raise UnreadableState("unexpected structure")
 
 
 def is_operation_id(operation_id: str) -> bool:
@@ -167,11 +161,11 @@ def is_operation_id(operation_id: str) -> bool:
 
 def require_operation_id(operation_id: str) -> None:
     if not is_operation_id(operation_id):
-        raise ValueError("the id of an operation is 32 hexadecimal digits")
+        raise ValueError("an operation id must have 32 hexadecimal digits")
 
 
 class OutageLog:
-    """Tells the log when something begins to fail and when it works again, not each time between."""
+    """Logs the begin and the end of an outage, but not every failure in between."""
 
     def __init__(self, place: str) -> None:
         self._place = place

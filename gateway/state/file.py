@@ -1,4 +1,4 @@
-"""In a file, for the processes of one machine."""
+"""The state store in a file, for the processes of one machine."""
 
 from __future__ import annotations
 
@@ -47,35 +47,33 @@ from gateway.state.loads import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOCK_TIMEOUT_S: Final = (
-    3.0  # a write takes milliseconds: whoever holds the lock for longer is stopped
-)
+LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait means a stopped process
 
 
 def open_file_store(url: SplitResult) -> FileStateStore | None:
     path = Path(unquote(url.path))
-    named = path.is_absolute() and not url.path.endswith("/") and "\0" not in str(path)
-    if not named or url.netloc not in ("", "localhost") or url.query or url.fragment:
+    is_file_path = path.is_absolute() and not url.path.endswith("/") and "\0" not in str(path)
+    if not is_file_path or url.netloc not in ("", "localhost") or url.query or url.fragment:
         return None
-    kept = FileStateStore(path)
-    kept.check()
-    return kept
+    store = FileStateStore(path)
+    store.check()
+    return store
 
 
 @dataclass(frozen=True)
 class FileSnapshot:
-    """What the file held when it was read."""
+    """The content of the file when it was last read."""
 
     state: DesiredState
     stamp: tuple[int, ...]
-    file: BinaryIO  # held open, so that no other file gets its inode and is taken for this one
+    file: BinaryIO  # kept open, so that no other file reuses its inode and is mistaken for it
 
 
 class FileStateStore:
     """A JSON document for the processes of one machine.
 
-    It is replaced, never written to: there is always a whole one. Changes are made under a lock, in a
-    thread of their own, where they keep their order and no request waits for a disk.
+    It is replaced atomically, never written in place. Changes are made under a lock in a single thread, so
+    that they stay in order and the event loop never waits for the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +91,7 @@ class FileStateStore:
         self._outages = OutageLog(str(path))
 
     def check(self) -> None:
-        """Make the folder if there is none. Raises `BadState` unless the state can be read and kept."""
+        """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
         folder = self._path.parent
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -104,20 +102,17 @@ class FileStateStore:
             self._close_snapshot()
         except UnreadableState as exc:
             raise BadState(
-                f"GATEWAY_STATE: {self._path} is not the state of a gateway ({exc}); repair it, or "
-                "move it away to start with nothing"
+                f"GATEWAY_STATE: {self._path} is not a valid state file ({exc}); repair it, or "
+                "move it away to start with an empty state"
             ) from None
         except OSError as exc:
             raise BadState(
                 f"GATEWAY_STATE: {self._path} cannot be used ({explain_os_error(exc)}); it needs "
-                "a folder where "
-                "this user may write"
+                "a folder that this user can write to"
             ) from None
 
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
-        if (
-            WRITE_ACTION in self._outages
-        ):  # until somebody changes a model, nothing else would end it
+        if WRITE_ACTION in self._outages:  # detect its end even if nobody changes a model
             with suppress(StateUnavailable):
                 await self._run_action(WRITE_ACTION, self._probe_write)
         return await self._run_action(READ_ACTION, lambda: self._read_state().models)
@@ -131,7 +126,7 @@ class FileStateStore:
         try:
             return await self._run_in_thread(self._try_lead)
         except OSError:
-            return True  # as in Redis, below
+            return True  # see RedisStateStore.renew_leadership
 
     async def read_loads(self) -> Loads:
         return await self._run_action(READ_ACTION, self._read_live_loads)
@@ -161,10 +156,10 @@ class FileStateStore:
     async def forget_loads(self, replica: str) -> None:
         def change() -> None:
             with lock_file(self._lock_path):
-                kept = {
+                remaining = {
                     name: models for name, models in self._read_loads().items() if name != replica
                 }
-                replace_file(self._loads_path, orjson.dumps(kept), is_durable=False)
+                replace_file(self._loads_path, orjson.dumps(remaining), is_durable=False)
 
         await self._run_action(WRITE_ACTION, change)
 
@@ -186,7 +181,7 @@ class FileStateStore:
         return not self._outages
 
     async def close(self) -> None:
-        with suppress(asyncio.TimeoutError):  # of a disk that hangs
+        with suppress(asyncio.TimeoutError):  # the disk may hang
             await asyncio.wait_for(self._run_in_thread(self._release_locks), LOCK_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -195,21 +190,21 @@ class FileStateStore:
 
     async def _run_action(self, action: str, function: Callable[[], T]) -> T:
         try:
-            done = await self._run_in_thread(function)
+            result = await self._run_in_thread(function)
         except OSError as exc:
             raise self._outages.record_failure(action, explain_os_error(exc)) from exc
         except UnreadableState as exc:
             raise self._outages.record_failure(action, f"the state file is damaged: {exc}") from exc
         self._outages.record_success(action)
-        return done
+        return result
 
     def _read_state(self) -> DesiredState:
-        """The document, parsed anew only when another stands there or this one was written to."""
+        """Return the state, and parse the file again only if it changed."""
         try:
             stamp = file_stamp(self._path.stat())
         except FileNotFoundError:
             if not self._path.parent.is_dir():
-                raise  # a folder that is away is not a state without models
+                raise  # a missing folder (an unmounted volume) is not an empty state
             self._close_snapshot()
             return DesiredState()
         if self._snapshot is None or self._snapshot.stamp != stamp:
@@ -224,9 +219,9 @@ class FileStateStore:
 
     def _write_desired_model(self, model: str, desired: DesiredModel | None) -> int:
         with lock_file(self._lock_path):
-            wishes = self._read_state().with_model(model, desired)
-            replace_file(self._path, wishes.to_json())
-        return wishes.revision
+            state = self._read_state().with_model(model, desired)
+            replace_file(self._path, state.to_json())
+        return state.revision
 
     def _read_loads(self) -> Loads:
         try:
@@ -242,7 +237,7 @@ class FileStateStore:
         return drop_orphaned_loads(loads, frozenset(alive))
 
     def _hold_alive_lock(self) -> None:
-        """Hold a lock for as long as this process lives: its loads are under way until then."""
+        """Hold a lock until this process exits, which marks its loads as still in progress."""
         if self._alive_lock is None:
             self._alive_folder.mkdir(0o700, exist_ok=True)
             self._alive_lock = try_lock_file(self._alive_folder / self._owner)
@@ -252,7 +247,7 @@ class FileStateStore:
         if not path.exists():
             return False
         descriptor = try_lock_file(path)
-        if descriptor is not None:  # nobody holds it
+        if descriptor is not None:  # the owner has exited
             path.unlink(missing_ok=True)
             os.close(descriptor)
         return descriptor is None
@@ -265,7 +260,7 @@ class FileStateStore:
 
     def _try_lead(self) -> bool:
         if self._leader_lock is not None and not is_same_file(self._leader_path, self._leader_lock):
-            os.close(self._leader_lock)  # the file was removed: others lock another one
+            os.close(self._leader_lock)  # the file was removed, so the lock excludes nobody
             self._leader_lock = None
         if self._leader_lock is None:
             self._leader_lock = try_lock_file(self._leader_path)
@@ -307,18 +302,20 @@ def file_stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_snapshot(path: Path) -> FileSnapshot:
-    """Raises `OSError` or `Unreadable`."""
-    with ExitStack() as closing:
-        file = closing.enter_context(path.open("rb"))
+    """Raise `OSError` or `UnreadableState` if the file cannot be read."""
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
         stamp = file_stamp(os.fstat(file.fileno()))
-        wishes = parse_desired_state(decode_state(file.read()))
-        closing.pop_all()
-        return FileSnapshot(wishes, stamp, file)
+        state = parse_desired_state(decode_state(file.read()))
+        stack.pop_all()
+        return FileSnapshot(state, stamp, file)
 
 
 def replace_file(path: Path, raw: bytes, *, is_durable: bool = True) -> None:
-    """Replace a file by a whole one, if `durable` on the disk when this returns. Under a lock; raises
-    `OSError`."""
+    """Replace a file atomically, and if `is_durable`, wait until it is on the disk. Raises `OSError`.
+
+    The caller must hold the lock.
+    """
     new = path.with_name(f"{path.name}.new")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -335,13 +332,13 @@ def replace_file(path: Path, raw: bytes, *, is_durable: bool = True) -> None:
         return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name, too
+        os.fsync(folder)  # persist the rename as well
     finally:
         os.close(folder)
 
 
 def remove_old_operations(folder: Path) -> None:
-    """Operations that nobody asks about any more, and what a crash left of one."""
+    # Includes temporary files that a crash left behind.
     for path in folder.iterdir():
         if time.time() - path.stat().st_mtime > OPERATION_TTL_S:
             path.unlink()
@@ -355,21 +352,21 @@ def is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def try_lock_file(path: Path) -> int | None:
-    """A lock that ends with this process, as a descriptor; None while another holds it."""
-    with ExitStack() as closing:
+    """Return the descriptor of a lock that ends with this process; None if another process holds it."""
+    with ExitStack() as stack:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        closing.callback(os.close, descriptor)
+        stack.callback(os.close, descriptor)
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_same_file(path, descriptor):
-                closing.pop_all()
+                stack.pop_all()
                 return descriptor
     return None
 
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Raises `TimeoutError`: waiting for a lock in the kernel could not be given up."""
+    """Hold a lock. Raises `TimeoutError`; it polls because a blocking `flock` has no timeout."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while (descriptor := try_lock_file(path)) is None:
         if time.monotonic() > deadline:

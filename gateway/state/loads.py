@@ -1,4 +1,4 @@
-"""What each replica has loaded of each model, as far as the gateways know, and which loads are under way."""
+"""The table of loads: which load of each model every replica confirmed, and loads in progress."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-# By replica and model: the id of the last load that the replica confirmed, or the token of one under way.
+# Replica → model → the id of the last confirmed load, or the token of a load in progress.
 Loads = Mapping[str, Mapping[str, str]]
 
 IN_PROGRESS_PREFIX: Final = "?"
 
 
 def parse_loads(document: Any) -> Loads:
-    """Return the table that a document holds; an empty one if it is none, for what is unknown is loaded
-    again."""
+    # An invalid document yields an empty table, so that the models are loaded again.
     if not isinstance(document, dict):
         return {}
     return {
@@ -25,7 +24,7 @@ def parse_loads(document: Any) -> Loads:
 
 
 def new_load_token(owner: str) -> str:
-    """Return what stands for a load while it is under way; `owner` is the process that does it."""
+    """Return a token for a load in progress in the process `owner`."""
     return f"{IN_PROGRESS_PREFIX}{owner}:{secrets.token_hex(8)}"
 
 
@@ -40,7 +39,7 @@ def token_owner(token: str) -> str:
 def mark_load_started(
     loads: Loads, replica: str, model: str, token: str
 ) -> tuple[dict[str, dict[str, str]], str]:
-    """Return the table with a load under way, and what was confirmed before; empty if that is unknown."""
+    """Return the table with a load in progress, and the load confirmed before; empty if unknown."""
     before = loads.get(replica, {}).get(model, "")
     return with_load(loads, replica, model, token), "" if is_in_progress(before) else before
 
@@ -48,22 +47,24 @@ def mark_load_started(
 def mark_load_finished(
     loads: Loads, replica: str, model: str, token: str, resulting_load: str
 ) -> tuple[dict[str, dict[str, str]], bool]:
-    """Return the table with what a load left on the replica, and whether that is known: if another load
-    began meanwhile, nobody can say which of them came last."""
+    """Return the table with the resulting load, and whether that is known.
+
+    If another load began meanwhile, it is unknown which of them ended last.
+    """
     known = loads.get(replica, {}).get(model) == token
     return with_load(loads, replica, model, resulting_load if known else ""), known
 
 
 def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, dict[str, str]]:
-    models = {name: kept for name, kept in loads.get(replica, {}).items() if name != model}
+    models = {name: value for name, value in loads.get(replica, {}).items() if name != model}
     if load:
         models[model] = load
-    table = {name: dict(kept) for name, kept in loads.items() if name != replica}
+    table = {name: dict(value) for name, value in loads.items() if name != replica}
     return {**table, replica: models} if models else table
 
 
 def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> dict[str, dict[str, str]]:
-    """Return the table without the loads of processes that are gone: what they left is unknown."""
+    """Return the table without loads in progress of exited processes: their results are unknown."""
     return {
         replica: {
             model: load
@@ -75,7 +76,7 @@ def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> dict[str, 
 
 
 def load_owners(loads: Loads) -> frozenset[str]:
-    """Return the processes that have loads under way."""
+    """Return the processes that have loads in progress."""
     return frozenset(
         token_owner(load)
         for models in loads.values()

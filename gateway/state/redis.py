@@ -1,4 +1,4 @@
-"""In Redis, for gateways on several machines."""
+"""The state store in Redis, for gateways on several machines."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from gateway.state.loads import (
 )
 
 T = TypeVar("T")
-REDIS_TIMEOUT_S: Final = 1.0  # to connect, and for each answer
-COMMAND_TIMEOUT_S: Final = 3.0  # all of it, with a second connection when the first was stale
+REDIS_TIMEOUT_S: Final = 1.0  # to connect, and for each response
+COMMAND_TIMEOUT_S: Final = 3.0  # in total, with a second connection if the first was stale
 LEASE_MS: Final = 5000
-WINDOW_TIMEOUT_S: Final = 0.25  # an inference waits for it
+WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
 WINDOW_CONNECTIONS: Final = 16
 CLOCK_SLACK_S: Final = 1.0
 MIN_WINDOW_WAIT_S: Final = 0.001
@@ -57,12 +57,12 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
     prefix = options.pop("prefix", DEFAULT_KEY_PREFIX)
     database = url.path.strip("/") or "0"
     tls = url.scheme == "rediss"
-    known = options.keys() <= set(TLS_FILES if tls else ())
-    if not (url.hostname and database.isdecimal() and known) or url.fragment:
+    is_valid_query = options.keys() <= set(TLS_FILES if tls else ())
+    if not (url.hostname and database.isdecimal() and is_valid_query) or url.fragment:
         return None
     for name, file in options.items():
         if not Path(file).is_file():
-            raise BadState(f"GATEWAY_STATE: there is no file {file} for {name}")
+            raise BadState(f"GATEWAY_STATE: file {file} of {name} not found")
     server = RedisServer(
         unquote(url.hostname),
         port,
@@ -76,7 +76,7 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
 
 @dataclass(frozen=True)
 class RedisServer:
-    """Where a Redis is, and who asks."""
+    """The address of a Redis, and the credentials to use."""
 
     host: str
     port: int
@@ -90,7 +90,7 @@ class RedisServer:
         return f"{scheme}://{self.host}:{self.port}/{self.database}"
 
 
-# The scripts change several keys at once, or one that nobody may touch meanwhile.
+# Scripts make changes of several keys, and read-modify-write changes, atomic.
 SET_DESIRED_MODEL_SCRIPT = """
 local revision = redis.call('INCR', KEYS[2])
 if ARGV[4] then
@@ -104,7 +104,7 @@ else
 end
 return revision
 """
-# A hash, if it has changed since it was read.
+# Return a hash only if it changed since the last read.
 READ_IF_CHANGED_SCRIPT = """
 local change = redis.call('GET', KEYS[2])
 if change and change == ARGV[1] then
@@ -148,22 +148,22 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
 end
 redis.call('DEL', KEYS[2])
 """
-# By the name of the exception or of one that it is derived from. Its own text is never told: a server
-# quotes the arguments of a command that it does not take, and those can be a password.
+# Exception name (of the class or a base class) → reason. The exception's own text is never shown, because
+# Redis quotes the arguments of rejected commands, which can include the password.
 REDIS_REASONS = {
-    "TimeoutError": "Redis does not answer",
-    "AuthenticationError": "Redis does not know this user or password",
-    "AuthorizationError": "Redis does not let this user in",
-    "NoPermissionError": "Redis does not allow this user a command or key that is needed",
+    "TimeoutError": "no response from Redis",
+    "AuthenticationError": "Redis rejects this user or password",
+    "AuthorizationError": "Redis denies this user access",
+    "NoPermissionError": "Redis denies this user a required command or key",
     "BusyLoadingError": "Redis is still loading its data",
-    "ReadOnlyError": "this Redis is a copy that cannot be written to",
+    "ReadOnlyError": "this Redis is a read-only replica",
     "OutOfMemoryError": "Redis is out of memory",
-    "ResponseError": "Redis refuses a command",
-    "InvalidResponse": "what answers there is not Redis",
-    "Exception": "Redis cannot be reached",
+    "ResponseError": "Redis rejected a command",
+    "InvalidResponse": "the server is not Redis",
+    "Exception": "Redis is unreachable",
 }
-MAX_FIELDS: Final = 1000  # for which Lua has room
-ERROR_CODE = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE, before the text
+MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
+ERROR_CODE = re.compile("[A-Z]{4,}(?= )")  # the prefix of an error, such as MISCONF or WRONGTYPE
 
 
 def explain_redis_error(exc: Exception) -> str:
@@ -173,14 +173,14 @@ def explain_redis_error(exc: Exception) -> str:
 
 
 def create_redis_client(server: RedisServer) -> Any:
-    """Of redis-py, with deadlines; it connects when it is used. Raises `BadState`."""
+    """Create a redis-py client with timeouts, which connects on first use. Raises `BadState`."""
     try:
-        from redis import asyncio as redis  # noqa: PLC0415 - an extra
+        from redis import asyncio as redis  # noqa: PLC0415 - an optional dependency
         from redis import backoff, exceptions  # noqa: PLC0415
         from redis.asyncio.retry import Retry  # noqa: PLC0415
     except ImportError:
         raise BadState(
-            "GATEWAY_STATE is in Redis, which needs: pip install 'triton-gateway[redis]'"
+            "GATEWAY_STATE uses Redis, which requires: pip install 'triton-gateway[redis]'"
         ) from None
     tls = server.tls or {}
     return redis.Redis(
@@ -196,21 +196,21 @@ def create_redis_client(server: RedisServer) -> Any:
         ssl_keyfile=tls.get("ssl_keyfile"),
         socket_connect_timeout=REDIS_TIMEOUT_S,
         socket_timeout=REDIS_TIMEOUT_S,
-        # Once, for a connection that was closed while it was idle. Every command bears it.
+        # One retry, for a connection that was closed while idle. Every command is safe to repeat.
         retry=Retry(backoff.NoBackoff(), 1, (exceptions.ConnectionError,)),
-        protocol=2,  # the other begins with a command that has the password among its arguments
+        protocol=2,  # version 3 begins with HELLO, which has the password among its arguments
     )
 
 
 def redis_exceptions() -> tuple[type[Exception], ...]:
-    """What a `client` raises when it does not get what it asks for."""
-    from redis.exceptions import RedisError  # noqa: PLC0415 - an extra
+    """Return the exceptions of a failed command."""
+    from redis.exceptions import RedisError  # noqa: PLC0415 - an optional dependency
 
     return (RedisError, OSError, UnicodeError, asyncio.TimeoutError)
 
 
 class RedisStateStore:
-    """For gateways on several machines; as durable as that Redis is."""
+    """State for gateways on several machines, as durable as the Redis."""
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
         self._client = create_redis_client(server)
@@ -227,7 +227,7 @@ class RedisStateStore:
         self._rate_windows = RedisRateWindows(server, prefix)
 
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
-        """A wish can hold a whole model: they are sent only when one has changed."""
+        # Parameters can contain a whole model, so they are transferred only after a change.
         keys = f"{self._prefix}wishes", f"{self._prefix}change"
         return await self._execute(
             READ_ACTION,
@@ -241,8 +241,8 @@ class RedisStateStore:
 
     def _update_desired_models(self, reply: Any) -> Mapping[str, DesiredModel]:
         change, *hashes = reply
-        for found in hashes:
-            pairs = zip(found[::2], found[1::2], strict=True)
+        for entries in hashes:
+            pairs = zip(entries[::2], entries[1::2], strict=True)
             self._desired_models = {
                 name.decode(): parse_desired_model(decode_state(raw)) for name, raw in pairs
             }
@@ -251,10 +251,10 @@ class RedisStateStore:
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
         keys = [f"{self._prefix}{name}" for name in ("wishes", "revision", "change")]
-        # A change is known by a random name: a Redis that lost its data counts from 1 again.
+        # Changes have random names, because a Redis that lost its data would count from 1 again.
         arguments: list[str | bytes] = [model, secrets.token_hex(8)]
         if desired is not None:
-            # Less the brace: the script begins the object with the revision.
+            # Without the opening brace: the script inserts the revision first.
             arguments.append(orjson.dumps(desired_model_to_dict(desired))[1:])
             if desired.revision:
                 arguments.append(str(desired.revision))
@@ -269,14 +269,14 @@ class RedisStateStore:
                 WRITE_ACTION, "EVAL", LEAD_SCRIPT, 2, *arguments, decode=bool
             )
         except StateUnavailable:
-            # Nobody can say who leads. If nobody did, a replica that restarts now would stay empty;
-            # if all do, it is told several times to load the same, which changes nothing.
+            # The leader is unknown. Without one, a replica that restarts now would stay empty; with
+            # several, it only gets the same loads several times.
             return True
         return self._is_leader
 
     async def read_loads(self) -> Loads:
         change = self._loads_version
-        found = await self._execute(
+        loads = await self._execute(
             READ_ACTION,
             "EVAL",
             READ_IF_CHANGED_SCRIPT,
@@ -286,16 +286,16 @@ class RedisStateStore:
             decode=self._update_loads,
         )
         alive = {self._token}
-        for owner in load_owners(found) - alive:
+        for owner in load_owners(loads) - alive:
             if await self._execute(READ_ACTION, "EXISTS", self._alive_key(owner), decode=bool):
                 alive.add(owner)
-        return drop_orphaned_loads(found, frozenset(alive))
+        return drop_orphaned_loads(loads, frozenset(alive))
 
     def _update_loads(self, reply: Any) -> Loads:
         change, *hashes = reply
-        for found in hashes:
+        for entries in hashes:
             loads: dict[str, dict[str, str]] = {}
-            for field_, load in zip(found[::2], found[1::2], strict=True):
+            for field_, load in zip(entries[::2], entries[1::2], strict=True):
                 replica, model = decode_state(field_)
                 loads.setdefault(replica, {})[model] = load.decode()
             self._loads = loads
@@ -329,7 +329,7 @@ class RedisStateStore:
             load_field(replica, model) for model in (await self.read_loads()).get(replica, {})
         ]
         for start in range(0, len(fields), MAX_FIELDS):
-            some = fields[start : start + MAX_FIELDS]
+            batch = fields[start : start + MAX_FIELDS]
             change = secrets.token_hex(8)
             await self._execute(
                 WRITE_ACTION,
@@ -338,7 +338,7 @@ class RedisStateStore:
                 2,
                 *self._loads_keys,
                 change,
-                *some,
+                *batch,
                 decode=bool,
             )
 
@@ -378,7 +378,7 @@ class RedisStateStore:
         return not self._outages
 
     async def close(self) -> None:
-        """Another leads at once, and not only when the lease has lapsed."""
+        # Resign, so that another process leads at once and not only when the lease has expired.
         if self._is_leader or self._has_loaded:
             with suppress(StateUnavailable):
                 keys = (f"{self._prefix}leader", self._alive_key(self._token))
@@ -395,38 +395,37 @@ class RedisStateStore:
     async def _execute(
         self, action: str, *command: str | bytes | int, decode: Callable[[Any], T]
     ) -> T:
-        """What `of` makes of the answer."""
-        asked = self._client.execute_command(*command)
+        pending = self._client.execute_command(*command)
         try:
-            made = decode(await asyncio.wait_for(asked, COMMAND_TIMEOUT_S))
+            result = decode(await asyncio.wait_for(pending, COMMAND_TIMEOUT_S))
         except (UnreadableState, UnicodeDecodeError):
-            reason = f"Redis holds what no gateway wrote, at {self._prefix}*"
+            reason = f"Redis has invalid data at {self._prefix}*"
             raise self._outages.record_failure(action, reason) from None
         except self._failures as exc:
             raise self._outages.record_failure(action, explain_redis_error(exc)) from None
         self._outages.record_success(action)
-        return made
+        return result
 
 
 def load_field(replica: str, model: str) -> bytes:
-    """The name of the field that says what a replica has of a model."""
+    """Return the hash field of a model on a replica."""
     return orjson.dumps([replica, model])
 
 
 class RedisRateWindows:
-    """Requests of all gateways, counted by the clock of Redis: theirs may differ."""
+    """Requests of all gateways, counted by the clock of Redis, because theirs may differ."""
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
-        from limits.aio.storage import RedisStorage  # noqa: PLC0415 - as the extra
+        from limits.aio.storage import RedisStorage  # noqa: PLC0415 - an optional dependency
         from redis.asyncio import BlockingConnectionPool  # noqa: PLC0415
 
-        usual = create_redis_client(server).connection_pool
-        # A crowd of requests waits for a few connections, and does not open one each.
+        default_pool = create_redis_client(server).connection_pool
+        # Bursts of requests share a few connections instead of opening one each.
         pool: Any = BlockingConnectionPool(
-            connection_class=usual.connection_class,
+            connection_class=default_pool.connection_class,
             max_connections=WINDOW_CONNECTIONS,
             timeout=WINDOW_TIMEOUT_S,
-            **usual.connection_kwargs,
+            **default_pool.connection_kwargs,
         )
         self._pool = pool
         storage = RedisStorage(
@@ -455,8 +454,8 @@ class RedisRateWindows:
         before, before_s, now, now_s = await self._storage.get_sliding_window(
             window.key_for(name), length_s
         )
-        # A window counts for its own length and, as the one before, once more: longer only where the
-        # clock of Redis was set back, and then for as long as that.
+        # A window counts for its own length, and once more as the previous one. Longer times mean that the
+        # clock of Redis was set back.
         if before_s > length_s + CLOCK_SLACK_S or now_s > 2 * length_s + CLOCK_SLACK_S:
             await self._limiter.clear(window, name)
             return 0.0

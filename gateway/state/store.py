@@ -1,7 +1,4 @@
-"""What the API asked of each model, kept where every process that serves the fleet finds it.
-
-In memory for one process, in a file for the processes of one machine, in Redis for several machines.
-"""
+"""The state stores of `GATEWAY_STATE`: memory, a file for one machine, Redis for several machines."""
 
 from __future__ import annotations
 
@@ -27,22 +24,22 @@ from gateway.state.loads import Loads, mark_load_finished, mark_load_started, ne
 from gateway.state.redis import open_redis_store
 
 STATE_URL_HELP: Final = (
-    "GATEWAY_STATE is none of memory:, none:, file:///FOLDER/state.json and "
+    "GATEWAY_STATE must be memory:, none:, file:///FOLDER/state.json or "
     "redis://USER:PASSWORD@HOST:6379/0?prefix=NAME: (rediss:// for TLS, with ssl_ca_certs=FILE "
-    "for an authority of your own); what is special within a part of it is percent-encoded"
+    "for a private CA); special characters must be percent-encoded"
 )
 
 
 def open_state_store(url: str) -> StateStore:
-    """`memory:`, `none:`, `file:///PATH` or `redis://HOST:6379/0`. Raises `BadState`."""
+    """Open the store of a `GATEWAY_STATE` URL. Raises `BadState`."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         raise BadState(STATE_URL_HELP) from None
-    kept: StateStore | None = None
+    store: StateStore | None = None
     if not parts.netloc + parts.path + parts.query + parts.fragment:
-        kept = (
+        store = (
             MemoryStateStore()
             if parts.scheme == "memory"
             else ReadOnlyStateStore()
@@ -50,13 +47,13 @@ def open_state_store(url: str) -> StateStore:
             else None
         )
     if parts.scheme == "file":
-        kept = open_file_store(parts)
+        store = open_file_store(parts)
     elif parts.scheme in ("redis", "rediss"):
-        kept = open_redis_store(parts, port or 6379)
-    if kept is None:
-        # Without the address itself, here and everywhere: it can hold a password.
+        store = open_redis_store(parts, port or 6379)
+    if store is None:
+        # No message contains the URL, because it can contain a password.
         raise BadState(STATE_URL_HELP)
-    return kept
+    return store
 
 
 class ChangesRefused(Conflict):
@@ -64,14 +61,13 @@ class ChangesRefused(Conflict):
 
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"model {quote_text(model)} cannot be changed by the API here: GATEWAY_STATE is none:, so that "
-            "gateways that share no state do not undo each other's changes; change the models file, or "
-            "share the state in Redis"
+            f"model {quote_text(model)} cannot be changed through the API, because GATEWAY_STATE is none:; "
+            "change the models file, or share the state of the gateways in Redis"
         )
 
 
 class MemoryStateStore:
-    """For one process; gone with it."""
+    """State of one process, which is lost when it exits."""
 
     def __init__(self) -> None:
         self._state = DesiredState()
@@ -105,10 +101,10 @@ class MemoryStateStore:
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         now = time.monotonic()
-        for old in [
+        for expired in [
             name for name, (at, _) in self._operations.items() if now - at > OPERATION_TTL_S
         ]:
-            del self._operations[old]
+            del self._operations[expired]
         self._operations[operation_id] = (now, orjson.dumps(document))
 
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
@@ -128,7 +124,7 @@ class MemoryStateStore:
 
 
 class ReadOnlyStateStore(MemoryStateStore):
-    """For several gateways that share no state: only the models file says what is loaded."""
+    """State for gateways that do not share any: only the models file decides what is loaded."""
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
         raise ChangesRefused(model)

@@ -153,7 +153,7 @@ def test_a_state_that_cannot_be_read_ends_the_start_with_a_sentence(tmp_path: Pa
     with Command("serve", "--port", "0", environment={"GATEWAY_STATE": state}) as command:
         assert command.end() == 1
     print(command.lines[-1].replace(str(tmp_path), ""))
-    assert "is not the state of a gateway" in command.lines[-1]
+    assert "is not a valid state file" in command.lines[-1]
     assert "Traceback" not in command.output
 
 

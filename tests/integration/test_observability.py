@@ -423,7 +423,7 @@ def test_a_state_file_that_is_away_is_seen_until_it_is_back(
         command.wait_for("cannot be read: no such file or directory")
         refused = client.post("/v2/repository/models/text_core/load")
         assert (refused.status_code, refused.json()["code"]) == (503, "STATE_UNAVAILABLE")
-        command.wait_for("cannot be kept")
+        command.wait_for("cannot be written")
         away.rename(folder)
         # Nobody has to load a model for that.
         wait_until(lambda: total(client, "gateway_state_up") == 1)

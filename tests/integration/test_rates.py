@@ -107,7 +107,7 @@ class Away:
 
     async def wait_s(self, window: object, name: str) -> float:
         self.asked += 1
-        raise StateUnavailable("used", "Redis does not answer")
+        raise StateUnavailable("used", "no response from Redis")
 
 
 def test_while_others_cannot_be_asked_it_counts_alone_and_does_not_ask_each_time() -> None:

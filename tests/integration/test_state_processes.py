@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_loses_nothing_that_was_kept(tmp_path: Path) -> None
     with program(FULL, f"file://{tmp_path}/state.json") as writer:
         for _ in range(2):
             assert said(writer) == (
-                "503 STATE_UNAVAILABLE what the API asked of models cannot be kept now: file too large"
+                "503 STATE_UNAVAILABLE what the API asked of models cannot be written now: file too large"
             )
         assert said(writer) == "['core'] None"
         names = {path.name for path in tmp_path.rglob("*")}
@@ -232,5 +232,5 @@ def test_without_the_extra_it_is_told_what_to_install(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert ended.stdout == (
-        "GATEWAY_STATE is in Redis, which needs: pip install 'triton-gateway[redis]'\n"
+        "GATEWAY_STATE uses Redis, which requires: pip install 'triton-gateway[redis]'\n"
     ), ended.stderr
