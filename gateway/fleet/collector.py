@@ -1,4 +1,4 @@
-"""The fleet as metrics: read when a page is made."""
+"""Prometheus collectors for the metrics of the fleet and of the state store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.state.desired import StateStore
 
 
 class FleetCollector(Collector):
-    """What this process knows of the replicas and models."""
+    """Metrics of the replicas and models, as this process sees them at the time of a scrape."""
 
     def __init__(self, pool: ReplicaPool, repository: Repository) -> None:
         self._pool = pool
@@ -27,29 +27,31 @@ class FleetCollector(Collector):
         replicas = list(self._pool.replicas.values())
         state = GaugeMetricFamily(
             "gateway_replica_state",
-            "1 for the state that a replica is in.",
+            "1 for the current state of the replica, 0 for the others.",
             labels=["replica", "state"],
         )
         outstanding = GaugeMetricFamily(
             "gateway_upstream_outstanding",
-            "Requests that a replica has not answered yet.",
+            "Requests sent to the replica and not yet answered.",
             labels=["replica"],
         )
         models = GaugeMetricFamily(
-            "gateway_replica_models", "Models of a replica by state.", labels=["replica", "state"]
+            "gateway_replica_models",
+            "Number of models on the replica, by state.",
+            labels=["replica", "state"],
         )
         ready: Counter[str] = Counter()
         versions: dict[str, set[frozenset[str]]] = {}
         for replica in replicas:
-            address, found = str(replica.address), self._pool.replica_state(replica)
-            for each in HealthState:
-                state.add_metric([address, each.name.lower()], float(each is found))
+            address, current = str(replica.address), self._pool.replica_state(replica)
+            for value in HealthState:
+                state.add_metric([address, value.name.lower()], float(value is current))
             outstanding.add_metric([address], replica.outstanding)
             index = self._pool.known_index(replica)
             states = Counter(index.model_state(name).state for name in index.models)
             for name in STATE_RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
-            usable = found <= HealthState.EJECTED
+            usable = current <= HealthState.EJECTED
             for name in replica.index.models:
                 is_ready = usable and replica.index.is_ready(name)
                 ready[name] += is_ready
@@ -63,29 +65,29 @@ class FleetCollector(Collector):
     ) -> Iterator[GaugeMetricFamily]:
         count = GaugeMetricFamily(
             "gateway_model_ready_replicas",
-            "On how many replicas a model is ready.",
+            "Number of replicas on which the model is ready.",
             labels=["model"],
         )
         declared = GaugeMetricFamily(
-            "gateway_model_declared", "1 for every model of the models file.", labels=["model"]
+            "gateway_model_declared", "1 for each model in the models file.", labels=["model"]
         )
         skew = GaugeMetricFamily(
             "gateway_model_version_skew",
-            "1 while replicas serve different versions of a model.",
+            "1 while replicas serve different versions of the model.",
             labels=["model"],
         )
-        behind = GaugeMetricFamily(
+        outdated = GaugeMetricFamily(
             "gateway_model_behind_replicas",
-            "Replicas that have not confirmed the last load of a model.",
+            "Number of replicas that have not confirmed the last load of the model.",
             labels=["model"],
         )
         for name in sorted(ready.keys() | self._repository.declared_models.keys()):
             count.add_metric([name], ready[name])
             skew.add_metric([name], len(versions.get(name, ())) > 1)
-            behind.add_metric([name], len(self._repository.outdated_replicas(name)))
+            outdated.add_metric([name], len(self._repository.outdated_replicas(name)))
         for name in sorted(self._repository.declared_models):
             declared.add_metric([name], 1)
-        yield from (count, declared, skew, behind)
+        yield from (count, declared, skew, outdated)
 
 
 class WatchedFile(Protocol):
@@ -96,7 +98,7 @@ class WatchedFile(Protocol):
 
 
 class StateCollector(Collector):
-    """Whether this process can use its state, and whether the files it was given are in force."""
+    """Metrics of the state store and of the configuration files."""
 
     def __init__(self, store: StateStore, files: Mapping[str, WatchedFile]) -> None:
         self._store = store
@@ -104,12 +106,12 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         state = GaugeMetricFamily(
-            "gateway_state_up", "1 if the state (GATEWAY_STATE) can be read and written."
+            "gateway_state_up", "1 if the state store (GATEWAY_STATE) can be read and written."
         )
         state.add_metric([], float(self._store.is_available))
         valid = GaugeMetricFamily(
             "gateway_file_valid",
-            "1 if the file (keys, models) is in force, 0 while it is rejected and the last good one stays.",
+            "1 if the file (keys, models) is valid, 0 while it is rejected and the last valid one is used.",
             labels=["file"],
         )
         for name, file in self._files.items():

@@ -1,4 +1,4 @@
-"""A repository index as a value: which versions of which models are in which state. No I/O."""
+"""A repository index as a value: the state of each version of each model. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ READY: Final = "READY"
 LOADING: Final = "LOADING"
 UNLOADING: Final = "UNLOADING"
 UNAVAILABLE: Final = "UNAVAILABLE"
-# The worst first; what Triton may add later is as bad as unavailable.
+# From worst to best. A state that this gateway does not know ranks like UNAVAILABLE.
 STATE_RANKS: Final = {UNAVAILABLE: 0, UNLOADING: 1, LOADING: 2, READY: 3}
 UNLOADED: Final = "unloaded"
 STATE_KEYS: Final = ("state", "reason")
@@ -33,9 +33,9 @@ class Index:
 
     models: Mapping[str, Mapping[str, VersionState]]
 
+    # Cached, because each plan checks every model on every replica.
     @cached_property
     def ready_models(self) -> frozenset[str]:
-        """The models that can be asked. Kept: a plan looks at every model on every replica."""
         return self._models_in_state(READY)
 
     @cached_property
@@ -50,37 +50,33 @@ class Index:
         )
 
     def is_ready(self, model: str, version: str = "") -> bool:
-        """Whether that version can be asked; without one: any."""
+        """Return whether the version is ready, or without a version, whether any is."""
         if not version:
             return model in self.ready_models
-        found = self.models.get(model, {}).get(version)
-        return found is not None and found.state == READY
+        version_state = self.models.get(model, {}).get(version)
+        return version_state is not None and version_state.state == READY
 
     def ready_versions(self, model: str) -> frozenset[str]:
-        """The versions that can be asked."""
         versions = self.models.get(model, {})
-        return frozenset(number for number, found in versions.items() if found.state == READY)
+        return frozenset(number for number, value in versions.items() if value.state == READY)
 
     def model_state(self, model: str) -> VersionState:
-        """Of the whole model: what its best version is."""
+        """Return the state of the model's best version."""
         versions = self.models.get(model)
         if not versions:
-            return VersionState(
-                UNAVAILABLE, "" if model in self.models else "unknown to this replica"
-            )
+            reason = "" if model in self.models else "not in this replica's repository"
+            return VersionState(UNAVAILABLE, reason)
         return max(versions.values(), key=lambda version: version.rank)
 
     def is_changing(self, model: str) -> bool:
-        """Whether it is being loaded or unloaded just now."""
         return model in self.changing_models
 
     def is_unloaded(self, model: str) -> bool:
-        """Whether an unload has come to its end."""
         versions = self.models.get(model, {})
-        return all(found.state == UNAVAILABLE for found in versions.values())
+        return all(version.state == UNAVAILABLE for version in versions.values())
 
     def with_model_unloaded(self, model: str) -> Index:
-        """The model is not as this says; until the next look it is taken for unloaded."""
+        """Return the index to assume until the next probe, after Triton contradicted this one."""
         versions = {number: VersionState(UNAVAILABLE) for number in self.models.get(model, {})}
         return Index({**self.models, model: versions})
 
@@ -89,15 +85,15 @@ EMPTY_INDEX: Final = Index({})
 
 
 def parse_index(document: Any) -> Index:
-    """Triton's answer to `POST /v2/repository/index`. Raises `ValueError` for what is none."""
+    """Parse Triton's response to `POST /v2/repository/index`. Raises `ValueError` if it is invalid."""
     if not isinstance(document, list):
-        raise ValueError("a repository index is a list")
+        raise ValueError("the repository index must be a list")
     models: dict[str, dict[str, VersionState]] = {}
     for entry in document:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise ValueError("an entry of a repository index has a name")
+            raise ValueError("an entry of the repository index must have a name")
         if not all(isinstance(entry.get(key, ""), (str, int)) for key in ("version", *STATE_KEYS)):
-            raise ValueError("what an entry of a repository index says is text")
+            raise ValueError("version, state and reason in a repository index must be strings")
         versions = models.setdefault(entry["name"], {})
         if "version" in entry:
             versions[str(entry["version"])] = VersionState(
@@ -107,9 +103,9 @@ def parse_index(document: Any) -> Index:
 
 
 def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
-    """The indexes of several replicas as one, in Triton's own form: the worst state wins.
+    """Merge the indexes of several replicas into one, in Triton's format; the worst state wins.
 
-    A version that a replica does not have is unavailable there, and the reason says where.
+    A version that is missing on a replica counts as unavailable there, and the reason names the replica.
     """
     entries: list[dict[str, str]] = []
     for name in sorted({name for index in indexes.values() for name in index.models}):
@@ -117,28 +113,27 @@ def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
         if not numbers:
             entries.append({"name": name})
         for number in sorted(numbers, key=version_sort_key):
-            found = {
+            states = {
                 address: index.models.get(name, {}).get(
                     number, VersionState(UNAVAILABLE, "not loaded")
                 )
                 for address, index in indexes.items()
             }
-            entries.append({"name": name, "version": number, **merge_version_states(found)})
+            entries.append({"name": name, "version": number, **merge_version_states(states)})
     return entries
 
 
 def merge_version_states(states: Mapping[str, VersionState]) -> dict[str, str]:
-    """State and reason of a version over the replicas; where they differ the reason names them."""
-    bad = min(version.rank for version in states.values())
-    there = [address for address, version in states.items() if version.rank == bad]
-    state, reason = states[there[0]].state, states[there[0]].reason
-    told = {"state": state}
-    if len(there) < len(states):
-        where = ", ".join(there)
-        reason = f"on {where}: {reason}" if reason else f"on {where}"
+    worst_rank = min(version.rank for version in states.values())
+    addresses = [address for address, version in states.items() if version.rank == worst_rank]
+    state, reason = states[addresses[0]].state, states[addresses[0]].reason
+    entry = {"state": state}
+    if len(addresses) < len(states):
+        replicas = ", ".join(addresses)
+        reason = f"on {replicas}: {reason}" if reason else f"on {replicas}"
     if reason:
-        told["reason"] = reason
-    return told
+        entry["reason"] = reason
+    return entry
 
 
 def version_sort_key(version: str) -> tuple[int, str]:

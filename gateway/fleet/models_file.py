@@ -1,4 +1,4 @@
-"""The models file: what must be served. It is the readiness contract, and no call unloads what it names."""
+"""The models file. Readiness requires the models that it declares, and the API cannot unload them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DECLARED_VERSION: Final = re.compile("[0-9]{1,19}")
 
 
 class BadModelsFile(CommandError):
-    """A models file that cannot be read, in a sentence."""
+    """An invalid or unreadable models file."""
 
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """A model that must be served; without `versions`, any of them will do."""
+    """A model that must be served; without `versions`, any version is sufficient."""
 
     name: str
     versions: tuple[str, ...] = ()
@@ -36,12 +36,11 @@ class DeclaredModel:
 
     @property
     def load_parameters(self) -> dict[str, Any]:
-        """Of its load."""
         return {} if self.config is None else {"config": self.config}
 
     @cached_property
     def config_digest(self) -> str:
-        """What tells its config from another; empty if it has none."""
+        """Return a digest that changes with the config; empty without a config."""
         if self.config is None:
             return ""
         return blake2b(
@@ -50,23 +49,23 @@ class DeclaredModel:
 
 
 def parse_models_file(text: str) -> dict[str, DeclaredModel]:
-    """The models that a models file names. Raises `BadModelsFile`."""
+    """Return the models in a models file by name. Raises `BadModelsFile`."""
     try:
-        document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a safe one
-        orjson.dumps(document)  # Triton takes nothing else
+        document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
+        orjson.dumps(document)  # Triton accepts only JSON
     except YAML_ERRORS as exc:
-        raise BadModelsFile(f"it cannot be read: {' '.join(str(exc).split())}") from None
+        raise BadModelsFile(f"cannot be parsed: {' '.join(str(exc).split())}") from None
     if document is None:
         return {}
     if not isinstance(document, dict) or set(document) != {"models"}:
-        raise BadModelsFile("it must hold one key, as in\nmodels: [NAME, …]".replace("\n", " "))
+        raise BadModelsFile("the only key must be 'models', as in models: [NAME, …]")
     entries = [] if document["models"] is None else document["models"]
     if not isinstance(entries, list):
         raise BadModelsFile("'models' must be a list")
-    found = [parse_declared_model(entry) for entry in entries]
-    models = {model.name: model for model in found}
-    if len(models) < len(found):
-        raise BadModelsFile("a model is named twice")
+    declared = [parse_declared_model(entry) for entry in entries]
+    models = {model.name: model for model in declared}
+    if len(models) < len(declared):
+        raise BadModelsFile("a model is listed twice")
     return models
 
 
@@ -74,17 +73,20 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
     if isinstance(entry, str) and entry:
         return DeclaredModel(entry)
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
-        raise BadModelsFile(f"{repr(entry)[:80]} is no model; write its name, or {{name: NAME}}")
+        raise BadModelsFile(
+            f"{repr(entry)[:80]} is not a valid model; write NAME or {{name: NAME}}"
+        )
     if unknown := set(entry) - {"name", "versions", "config"}:
         raise BadModelsFile(
-            f"model {entry['name']!r} has {min(map(str, unknown))!r}; it can have versions and config"
+            f"model {entry['name']!r} has an unknown key {min(map(str, unknown))!r}; "
+            "valid keys are name, versions and config"
         )
     versions = entry.get("versions") or []
     if not isinstance(versions, list) or not all(map(is_version, versions)):
-        raise BadModelsFile(f"the versions of model {entry['name']!r} must be a list of numbers")
+        raise BadModelsFile(f"versions of model {entry['name']!r} must be a list of numbers")
     config = entry.get("config")
     if config is not None and not isinstance(config, (dict, str)):
-        raise BadModelsFile(f"the config of model {entry['name']!r} must be an object")
+        raise BadModelsFile(f"config of model {entry['name']!r} must be an object")
     return DeclaredModel(entry["name"], tuple(str(version) for version in versions), config)
 
 

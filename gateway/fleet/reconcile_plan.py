@@ -1,4 +1,4 @@
-"""What is to be done so that a replica has the models it should have. Values only: no clock, no I/O."""
+"""Reconciliation plans and readiness, as pure functions: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from gateway.state.loads import is_in_progress
 
 INITIAL_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 300.0
-MAX_BACKOFF_DOUBLINGS: Final = (
-    16  # then it is the longest, and a power without bound would not be a float
-)
+MAX_BACKOFF_DOUBLINGS: Final = 16  # more than MAX_BACKOFF_S needs; keeps the power a float
 
 
 @dataclass(frozen=True)
@@ -28,64 +26,63 @@ class ModelAction:
     model: str
     is_load: bool
     parameters: Mapping[str, Any]
-    load_id: str = ""  # what the replica confirms when it is done
+    load_id: str = ""  # recorded for the replica when the load is done
 
 
 def merge_declared_models(
     desired_models: Mapping[str, DesiredModel], declared: Mapping[str, DeclaredModel]
 ) -> dict[str, DesiredModel]:
-    """What should be loaded and what not; a declared model is, whatever was asked by the API.
+    """Return the desired models with the declared ones added. A declared model is always loaded.
 
-    The parameters of its last load stay: that is how one changes the config of a declared model. One
-    that was loaded without any has those of its declaration.
+    The parameters of its last load through the API take precedence over those of its declaration.
     """
-    found = dict(desired_models)
+    merged = dict(desired_models)
     for name, model in declared.items():
-        if name not in found or not found[name].is_loaded or not found[name].parameters:
-            revision = found[name].revision if name in found and found[name].is_loaded else 0
-            found[name] = DesiredModel(True, model.load_parameters, revision, model.config_digest)
-    return found
+        if name not in merged or not merged[name].is_loaded or not merged[name].parameters:
+            revision = merged[name].revision if name in merged and merged[name].is_loaded else 0
+            merged[name] = DesiredModel(True, model.load_parameters, revision, model.config_digest)
+    return merged
 
 
 def filter_uploads(
     desired_models: Mapping[str, DesiredModel], *, can_upload: bool
 ) -> tuple[dict[str, DesiredModel], dict[str, str]]:
-    """The wishes that may be carried out; and of each other one why not.
+    """Split the desired models into the permitted ones, and the reasons for ignoring the others.
 
-    Whoever can write to the state is not thereby somebody who may bring code.
+    Write access to the state does not imply the right to upload code.
     """
-    found: dict[str, DesiredModel] = {}
+    accepted: dict[str, DesiredModel] = {}
     ignored: dict[str, str] = {}
-    for model, wish in desired_models.items():
+    for model, desired in desired_models.items():
         try:
-            check_load_parameters(wish.parameters, can_upload=can_upload)
+            check_load_parameters(desired.parameters, can_upload=can_upload)
         except (Forbidden, MalformedRequest) as exc:
             ignored[model] = exc.detail
         else:
-            found[model] = wish
-    return found, ignored
+            accepted[model] = desired
+    return accepted, ignored
 
 
 def plan_actions(
     desired_models: Mapping[str, DesiredModel], index: Index, loads: Mapping[str, str]
 ) -> Iterator[ModelAction]:
-    """What this replica lacks. A model of which nothing is wished is left as it is.
+    """Yield the actions that a replica needs. Models without a desired state are left alone.
 
-    `loads` is what the replica confirmed of each model: after another load was wished, an older one may
-    be ready there. A load that is under way is left to who does it.
+    `loads` are the loads that the replica confirmed: a model that is ready there may be outdated. Models
+    with a load in progress are skipped.
     """
-    for model, wish in desired_models.items():
+    for model, desired in desired_models.items():
         load, ready = loads.get(model, ""), index.is_ready(model)
         if index.is_changing(model) or is_in_progress(load):
             continue
-        if wish.is_loaded and (not ready or is_behind(wish, load)):
-            yield ModelAction(model, True, wish.parameters, wish.load_id)
-        elif ready and not wish.is_loaded:
+        if desired.is_loaded and (not ready or is_behind(desired, load)):
+            yield ModelAction(model, True, desired.parameters, desired.load_id)
+        elif ready and not desired.is_loaded:
             yield ModelAction(model, False, {})
 
 
 def is_behind(desired: DesiredModel, confirmed_load: str) -> bool:
-    """Whether another load is wished than the replica confirmed; not while one is under way."""
+    """Return whether the replica lacks the desired load, and no load is in progress."""
     return (
         desired.is_loaded
         and confirmed_load != desired.load_id != ""
@@ -95,7 +92,7 @@ def is_behind(desired: DesiredModel, confirmed_load: str) -> bool:
 
 @dataclass(frozen=True)
 class Backoff:
-    """When a model that failed may be tried again."""
+    """The time before which a failed action is not repeated."""
 
     failures: int = 0
     not_before: float = 0.0
@@ -109,7 +106,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """A replica, as readiness looks at it."""
+    """The facts about a replica that decide on readiness."""
 
     address: str
     state: HealthState
@@ -119,7 +116,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether requests can be served, and what is missing where."""
+    """The readiness of the gateway, and the document of `GET /readyz`."""
 
     is_ready: bool
     document: Mapping[str, Any]
@@ -133,13 +130,14 @@ def check_readiness(
     *,
     is_draining: bool,
 ) -> Readiness:
-    """Return whether requests can be served: a replica is alive, and every required model is ready on
-    `quorum` replicas, or on all if there are fewer. Declared models that are not required are `pending`
-    until they are ready.
+    """Return whether requests can be served.
+
+    At least one replica must be usable, and every required model ready on `quorum` replicas, or on all if
+    there are fewer. Declared models that are not required are `pending` until they are ready.
     """
     missing = find_unready_models(replicas, required, quorum)
-    waiting = {name: model for name, model in declared.items() if required.get(name) != model}
-    pending = find_unready_models(replicas, waiting, quorum)
+    optional = {name: model for name, model in declared.items() if required.get(name) != model}
+    pending = find_unready_models(replicas, optional, quorum)
     alive = any(replica.state <= HealthState.EJECTED for replica in replicas)
     ready = alive and not missing and not is_draining
     document: dict[str, Any] = {"ready": ready}
@@ -159,22 +157,22 @@ def check_readiness(
 def find_unready_models(
     replicas: Collection[ReplicaStatus], models: Mapping[str, DeclaredModel], quorum: int
 ) -> dict[str, dict[str, str]]:
-    """Return the models that are ready on fewer than `quorum` replicas: where they are not, and why."""
-    needed = max(min(quorum, len(replicas)), 1)
-    found = {}
+    """Return model → replica → reason for the models that are ready on fewer than `quorum` replicas."""
+    required_count = max(min(quorum, len(replicas)), 1)
+    unready = {}
     for name, model in models.items():
         serving = [
             replica
             for replica in replicas
             if replica.state <= HealthState.EJECTED and has_model(replica.index, model)
         ]
-        if len(serving) < needed:
-            found[name] = {
+        if len(serving) < required_count:
+            unready[name] = {
                 replica.address: explain_unready(replica, model)
                 for replica in replicas
                 if replica not in serving
             }
-    return found
+    return unready
 
 
 def update_required_models(
@@ -183,14 +181,13 @@ def update_required_models(
     replicas: Collection[ReplicaStatus],
     quorum: int,
 ) -> dict[str, DeclaredModel]:
-    """Return the models that readiness requires from now on: of each declared model what was ready last.
+    """Return the models that readiness requires from now on: each declared model as it was last ready.
 
-    A model that is added to a models file, or other versions of one, must not take a running gateway out
-    of service.
+    Models or versions that are added to the models file must not make a running gateway unready.
     """
     unready = find_unready_models(replicas, declared, quorum)
-    found = {name: model for name, model in declared.items() if name not in unready}
-    return {name: model for name, model in required.items() if name in declared} | found
+    ready = {name: model for name, model in declared.items() if name not in unready}
+    return {name: model for name, model in required.items() if name in declared} | ready
 
 
 def has_model(index: Index, model: DeclaredModel) -> bool:
@@ -205,5 +202,5 @@ def describe_state(replica: ReplicaStatus) -> str:
 def explain_unready(replica: ReplicaStatus, model: DeclaredModel) -> str:
     if replica.state > HealthState.EJECTED:
         return describe_state(replica)
-    found = replica.index.model_state(model.name)
-    return f"{found.state}: {found.reason}" if found.reason else found.state
+    model_state = replica.index.model_state(model.name)
+    return f"{model_state.state}: {model_state.reason}" if model_state.reason else model_state.state

@@ -1,4 +1,4 @@
-"""One Triton of the fleet: where its three APIs are, and what is known of it."""
+"""A replica (one Triton of the fleet): its address, connections and last known state."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SCHEMES |= {f"dns+{scheme}": (tls, True) for scheme, (tls, _) in SCHEMES.items()
 
 
 class BadAddress(CommandError):
-    """An address of a replica that cannot be one, in a sentence."""
+    """An invalid replica address."""
 
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """`http://host:8000?grpc=8001&metrics=8002`; reports name a replica by `str()` of this."""
+    """The address `http://host:8000?grpc=8001&metrics=8002`. Its `str()` is the name of the replica."""
 
     host: str
     port: int
     grpc_port: int = GRPC_PORT
     metrics_port: int = METRICS_PORT
     tls: bool = False
-    server_name: str = ""  # what its certificate is for, where `host` is what the name stands for
+    server_name: str = ""  # the DNS name in its certificate, if `host` was resolved from it
 
     def __str__(self) -> str:
         return join_host_port(self.host, self.port)
@@ -50,7 +50,7 @@ class ReplicaAddress:
 
 @dataclass(frozen=True)
 class ReplicaSource:
-    """An entry of `GATEWAY_TRITON_URLS`: one address, or a name that stands for several."""
+    """An entry of `GATEWAY_TRITON_URLS`: one address, or a DNS name that can have several."""
 
     address: ReplicaAddress
     is_dns_name: bool = False
@@ -61,21 +61,23 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def parse_replica_url(url: str) -> ReplicaSource:
-    """Read one entry of `GATEWAY_TRITON_URLS`. Raises `BadAddress`."""
+    """Parse an entry of `GATEWAY_TRITON_URLS`. Raises `BadAddress`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = HTTP_PORT if parts.port is None else parts.port
     except ValueError as exc:
-        raise BadAddress(f"{url!r} is no address of a Triton: {exc}") from None
+        raise BadAddress(f"{url!r} is not a valid Triton address: {exc}") from None
     if not port or parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/"):
         raise BadAddress(
-            f"{url!r} is no address of a Triton; write http://HOST:8000 or dns+http://NAME:8000"
+            f"{url!r} is not a valid Triton address; write http://HOST:8000 or dns+http://NAME:8000"
         )
     tls, by_dns = SCHEMES[parts.scheme]
     ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in ports or not PORT.fullmatch(value) or not 0 < int(value) < 65536:
-            raise BadAddress(f"{url!r}: after the ? only grpc=PORT and metrics=PORT can stand")
+            raise BadAddress(
+                f"{url!r} has invalid parameters; only grpc=PORT and metrics=PORT are allowed"
+            )
         ports[name] = int(value)
     return ReplicaSource(
         ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls), by_dns
@@ -84,7 +86,7 @@ def parse_replica_url(url: str) -> ReplicaSource:
 
 @dataclass(frozen=True)
 class ReplicaConnectionOptions:
-    """How replicas are reached."""
+    """Options of the connections to replicas."""
 
     connect_timeout_s: float
     tls: ssl.SSLContext | None = None
@@ -94,7 +96,7 @@ class ReplicaConnectionOptions:
 
 
 class Replica:
-    """One Triton, the connections to it, and what its last probe and the requests said."""
+    """One Triton, its connections, and its state according to probes and requests."""
 
     def __init__(self, address: ReplicaAddress, options: ReplicaConnectionOptions) -> None:
         self.address = address
@@ -103,10 +105,10 @@ class Replica:
         self.health = Health()
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
-        self.reason = "not asked yet"
+        self.reason = "not probed yet"
         self.latency = RelativeLatency()
         self.page_cache = PageCache()  # of its metrics page
-        self.probe_requested = asyncio.Event()  # look at it now, not at the next tick
+        self.probe_requested = asyncio.Event()  # probe now, not at the next interval
         self.http = HttpClient(
             address.host,
             address.port,
@@ -115,7 +117,7 @@ class Replica:
             connect_timeout_s=options.connect_timeout_s,
             max_answer_bytes=options.max_response_bytes,
         )
-        # Triton's metrics port speaks plain HTTP, whatever stands before the other.
+        # Triton's metrics port speaks plain HTTP, even if a proxy terminates TLS before the other ports.
         self.metrics = HttpClient(
             address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
         )
@@ -127,12 +129,11 @@ class Replica:
 
     @property
     def management_headers(self) -> Headers:
-        """What opens Triton's management APIs over HTTP, where it restricts them."""
+        """The headers that authorize calls of Triton's management APIs, if it restricts them."""
         return [] if self.restricted_api is None else self.restricted_api.headers
 
     @property
     def outstanding(self) -> int:
-        """What it has not answered, or not to the end."""
         return self.http.outstanding + self.channel.active_calls
 
     @property
@@ -140,7 +141,7 @@ class Replica:
         return self.latency.ratio
 
     def drop_idle(self) -> None:
-        """Leave no connection open that a stopping Triton would wait for."""
+        """Close the idle connections, because a stopping Triton would wait for them."""
         self.http.drop_idle()
         self.metrics.drop_idle()
         self.channel.drop_idle()

@@ -1,8 +1,8 @@
-"""Models, managed on the whole fleet: a load means loaded on every replica, now and after its restart.
+"""Model management on the whole fleet: a load applies to every replica, now and after its restart.
 
-What is asked is written down first (`state`), then done on every replica side by side, then looked at
-until it is true. What could not be done then, the reconciler does: it compares what each replica has
-with what it should have, for ever.
+A request is stored as desired state first (`gateway.state`), then executed on all replicas in parallel,
+then confirmed by their indexes. The reconciler does the rest: it continuously compares what each replica
+has with what it should have.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ ACTION_POLL_S: Final = 0.1
 MAX_PARALLEL_CONFIG_READS: Final = 16
 CONFIG_TIMEOUT_S: Final = 5.0
 REPLICA_UNREACHABLE: Final = "UNREACHABLE"
-# The replica may be well, but could not be asked: what was wished stays wished.
+# The replica may be healthy, so these errors do not revert the desired state.
 UNREACHABLE_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)
 
 
 VisibilityCheck = Callable[[str], bool]
-# Of replicas whose load has begun: its token, and what was confirmed before.
+# Replica → the token of its load in progress, and the load that it had confirmed before.
 StartedLoads = Mapping[Replica, tuple[str, str]]
 
 
@@ -83,19 +83,19 @@ def is_always_visible(model: str) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it on one replica; without an error it is done."""
+    """The result of an operation on one replica; it succeeded if there is no error."""
 
     state: str
     error: GatewayError | None = None
 
     def to_dict(self) -> dict[str, str]:
-        found = {"state": self.state}
-        return found if self.error is None else {**found, "reason": self.error.detail}
+        document = {"state": self.state}
+        return document if self.error is None else {**document, "reason": self.error.detail}
 
 
 @dataclass
 class OperationReport:
-    """A load or an unload on every replica; the outcomes come in as they are known."""
+    """A load or an unload on every replica; outcomes are added while it runs."""
 
     model: str
     is_load: bool
@@ -116,7 +116,6 @@ class OperationReport:
 
     @property
     def control_mode_error(self) -> ModelControlModeConflict | None:
-        """What a replica said that takes neither loads nor unloads."""
         modes = (
             error for error in self.errors.values() if isinstance(error, ModelControlModeConflict)
         )
@@ -124,10 +123,11 @@ class OperationReport:
 
     @property
     def is_refused(self) -> bool:
-        """None did it, and asking those again that could not be asked would help nobody."""
-        failed = self.errors
-        asked = not any(isinstance(error, UNREACHABLE_ERRORS) for error in failed.values())
-        return len(failed) == len(self.outcomes) and (asked or self.control_mode_error is not None)
+        """Return whether the operation failed on every replica, and retries are pointless."""
+        errors = self.errors
+        all_reached = not any(isinstance(error, UNREACHABLE_ERRORS) for error in errors.values())
+        is_final = all_reached or self.control_mode_error is not None
+        return len(errors) == len(self.outcomes) and is_final
 
     def to_dict(self) -> dict[str, Any]:
         done = (
@@ -139,21 +139,19 @@ class OperationReport:
         state = (
             (READY if self.is_load else UNAVAILABLE) if done else states[0] if states else "PENDING"
         )
-        told = {address: outcome.to_dict() for address, outcome in sorted(self.outcomes.items())}
-        return {"model": self.model, "state": state, "replicas": told}
+        replicas = {at: outcome.to_dict() for at, outcome in sorted(self.outcomes.items())}
+        return {"model": self.model, "state": state, "replicas": replicas}
 
     def build_error(self) -> GatewayError:
-        """What the caller is told when it was not done everywhere."""
-        failed = self.errors
+        errors = self.errors
         if self.is_refused:
-            error = self.control_mode_error or self._combine_errors(list(failed.values()))
+            error = self.control_mode_error or self._combine_errors(list(errors.values()))
         else:
-            error = PartlyDone(self.model, self.is_load, len(self.outcomes), failed)
+            error = PartlyDone(self.model, self.is_load, len(self.outcomes), errors)
         error.report = self.to_dict()
         return error
 
     def _combine_errors(self, errors: Sequence[GatewayError]) -> GatewayError:
-        """The one error that stands for those of all replicas."""
         first = errors[0]
         if all(type(error) is type(first) for error in errors):
             return first
@@ -168,27 +166,26 @@ class PartlyDone(BadUpstream):
     def __init__(
         self, model: str, is_load: bool, replica_count: int, errors: Mapping[str, GatewayError]
     ) -> None:
-        what = "loaded" if is_load else "unloaded"
+        state = "loaded" if is_load else "unloaded"
         address, error = next(iter(errors.items()))
         super().__init__(
-            f"model {quote_text(model)} is {what} on {replica_count - len(errors)} of "
-            f"{replica_count} replicas; the gateway "
-            f"goes on trying; on {address}: {error.detail}"
+            f"model {quote_text(model)} is {state} on {replica_count - len(errors)} of {replica_count} "
+            f"replicas; the gateway keeps retrying; error on {address}: {error.detail}"
         )
 
 
 @dataclass(frozen=True)
 class ManagementOptions:
-    """How models are managed."""
+    """Options of model management."""
 
     load_timeout_s: float = 300.0
     tls: GrpcTlsFiles | None = None
-    can_upload: bool = False  # whether a load may bring a config and files
-    ready_quorum: int = 1  # on how many replicas a declared model must be ready
+    can_upload: bool = False  # whether a load may contain a config and files
+    ready_quorum: int = 1  # replicas on which a declared model must be ready
 
 
 class Repository:
-    """The fleet's model management. Use it as a context manager: inside, it reconciles."""
+    """Model management of the fleet. As a context manager it runs the reconciler."""
 
     def __init__(
         self,
@@ -199,7 +196,7 @@ class Repository:
         options: ManagementOptions,
     ) -> None:
         self.desired_models: Mapping[str, DesiredModel] = {}
-        self.load_errors: dict[str, str] = {}  # of a model: why its last load failed, and where
+        self.load_errors: dict[str, str] = {}  # model → where and why its last load failed
         self._pool = pool
         self._models = models
         self._store = store
@@ -211,18 +208,16 @@ class Repository:
         self._backoffs: dict[tuple[str, str], Backoff] = {}
         self._loads: Loads = {}
         self._known_replicas: set[str] = set()
-        self._ignored_models: dict[
-            str, str
-        ] = {}  # of a model: why what the state wishes of it is not done
-        self._uncontrollable_replicas: set[str] = (
-            set()
-        )  # replicas that take neither loads nor unloads
+        # Model → why its desired state is ignored.
+        self._ignored_models: dict[str, str] = {}
+        # Replicas whose model control mode allows neither loads nor unloads.
+        self._uncontrollable_replicas: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Repository:
         await self._read_state()
         if self.desired_models:
-            log.info("the state that was kept: %s", summarize_desired_models(self.desired_models))
+            log.info("restored desired state: %s", summarize_desired_models(self.desired_models))
         self._start_task(self._reconcile_periodically())
         return self
 
@@ -234,10 +229,9 @@ class Repository:
     def declared_models(self) -> Mapping[str, Any]:
         return self._models_file.models
 
-    # What callers ask.
+    # Operations for callers.
 
     def check_readiness(self, *, is_draining: bool) -> Readiness:
-        """Return whether requests can be served, and what is missing where. Asks nobody."""
         quorum = self._options.ready_quorum
         return check_readiness(
             self._replica_statuses(),
@@ -259,26 +253,26 @@ class Repository:
         ]
 
     async def read_indexes(self) -> dict[str, Index]:
-        """The index of every replica that can be asked, by address. Raises `NoReplica`."""
+        """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
         await self._pool.probe_all()
-        found = {
+        indexes = {
             str(replica.address): replica.index
             for replica in self._pool.replicas.values()
             if self._pool.replica_state(replica) <= HealthState.EJECTED
         }
-        if not found:
+        if not indexes:
             raise NoReplica
-        return found
+        return indexes
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> OperationReport:
-        """Load it on every replica. Raises what the report means when that is not everywhere."""
+        """Load the model on every replica. Raises the report's error if any of them fails."""
         report = OperationReport(model, True, 0)
         return await self._run_shielded(report, self._load(model, parameters, report))
 
     async def unload(
         self, model: str, unload_dependents: bool, is_visible: VisibilityCheck = is_always_visible
     ) -> OperationReport:
-        """Unload it from every replica. Raises as `load` does, and names no model that is not seen."""
+        """Unload the model from every replica. Errors do not name models that are not visible."""
         report = OperationReport(model, False, 0)
         return await self._run_shielded(
             report, self._unload(model, unload_dependents, report, is_visible)
@@ -291,7 +285,7 @@ class Repository:
         parameters: Mapping[str, Any],
         is_visible: VisibilityCheck = is_always_visible,
     ) -> str:
-        """Do it without being waited for: the name of the operation, for `operation`."""
+        """Start a load or an unload in the background; return its id for `get_operation`."""
         operation = secrets.token_hex(16)
         report = OperationReport(model, is_load, 0)
         await self._store.record_operation(
@@ -312,11 +306,11 @@ class Repository:
         self, operation_id: str, report: OperationReport, work: Coroutine[Any, Any, OperationReport]
     ) -> None:
         task = self._start_task(work)
-        told = 0
+        reported_count = 0
         while not task.done():
             await asyncio.wait([task], timeout=ACTION_POLL_S)
-            if len(report.outcomes) > told:
-                told = len(report.outcomes)
+            if len(report.outcomes) > reported_count:
+                reported_count = len(report.outcomes)
                 await self._store.record_operation(
                     operation_id, build_operation_document(operation_id, report, "running")
                 )
@@ -333,7 +327,7 @@ class Repository:
     async def _run_shielded(
         self, report: OperationReport, work: Coroutine[Any, Any, OperationReport]
     ) -> OperationReport:
-        """A caller who leaves does not leave a model loaded on half of the fleet."""
+        # A client disconnect must not leave the model loaded on a part of the fleet.
         task = self._start_task(work)
         try:
             return await asyncio.shield(task)
@@ -345,24 +339,26 @@ class Repository:
         self, model: str, parameters: Mapping[str, Any], report: OperationReport
     ) -> OperationReport:
         async with self._lock_model(model):
-            # One that a load brings altogether would be in no index: nobody could tell how it is.
+            # A model that exists only in the load request is in no index, so its state would be unknown.
             if model not in model_names((await self.read_indexes()).values()):
                 raise UnknownModelToLoad(model)
             before = self.desired_models.get(model)
             replicas = list(self._pool.replicas.values())
-            # Before the wish: another gateway that leads must not take this load for a lack of one.
-            begun = {replica: await self._begin_load(replica, model) for replica in replicas}
+            # Recorded before the desired state, so that another gateway's reconciler does not load it too.
+            started_loads = {
+                replica: await self._begin_load(replica, model) for replica in replicas
+            }
             try:
                 await self._set_desired_model(model, DesiredModel(True, dict(parameters)))
             except BaseException:
-                for replica, (token, confirmed) in begun.items():
+                for replica, (token, confirmed) in started_loads.items():
                     await self._end_load(replica, model, token, confirmed)
                 raise
-            wish = merge_declared_models({model: self.desired_models[model]}, self.declared_models)[
-                model
-            ]
+            desired = merge_declared_models(
+                {model: self.desired_models[model]}, self.declared_models
+            )[model]
             await self._run_on_replicas(
-                report, ModelAction(model, True, wish.parameters, wish.load_id), begun
+                report, ModelAction(model, True, desired.parameters, desired.load_id), started_loads
             )
             if report.is_refused:
                 await self._set_desired_model(model, before)
@@ -378,19 +374,20 @@ class Repository:
         async with self._lock_model(model):
             if model in self.declared_models:
                 raise Conflict(
-                    f"model {quote_text(model)} is declared in the models file; take it out there first"
+                    f"model {quote_text(model)} is declared in the models file; remove it there first"
                 )
             if model not in model_names((await self.read_indexes()).values()):
                 if model not in self.desired_models:
                     raise UnknownModel(model)
                 await self._set_desired_model(model, None)
                 return self._report_absent(report)
-            if not unload_dependents and (needing := await self._find_dependents(model)):
-                seen = [quote_text(name) for name in needing if is_visible(name)]
-                unseen = ["a model that this key does not see"] if len(seen) < len(needing) else []
+            if not unload_dependents and (dependents := await self._find_dependents(model)):
+                visible = [quote_text(name) for name in dependents if is_visible(name)]
+                if len(visible) < len(dependents):
+                    visible.append("a model that this key cannot see")
                 raise Conflict(
-                    f"model {quote_text(model)} is needed by {join_names([*seen, *unseen])}; unload that "
-                    'first, or say {"parameters": {"unload_dependents": true}}'
+                    f"model {quote_text(model)} is needed by {join_names(visible)}; unload that first, "
+                    'or send {"parameters": {"unload_dependents": true}}'
                 )
             before = self.desired_models.get(model)
             await self._set_desired_model(model, DesiredModel(False, {}))
@@ -401,7 +398,6 @@ class Repository:
             return self._raise_errors(report)
 
     def _report_absent(self, report: OperationReport) -> OperationReport:
-        """The report of a model that no replica has any more: it is unloaded everywhere."""
         self.load_errors.pop(report.model, None)
         report.replica_count = len(self._pool.replicas)
         report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
@@ -413,7 +409,7 @@ class Repository:
         return report
 
     async def _find_dependents(self, model: str) -> list[str]:
-        """The ensembles that are ready and have the model as a step."""
+        """Return the ready ensembles that have the model as a step."""
         replicas = list(self._pool.replicas.values())
         ready = {
             name
@@ -421,44 +417,44 @@ class Repository:
             for name in replica.index.models
             if name != model and replica.index.is_ready(name)
         }
-        gate = asyncio.Semaphore(MAX_PARALLEL_CONFIG_READS)
+        semaphore = asyncio.Semaphore(MAX_PARALLEL_CONFIG_READS)
 
-        async def steps(name: str) -> set[str]:
-            async with gate:
-                asked = RequestTarget(name, timeout_s=CONFIG_TIMEOUT_S)
+        async def read_steps(name: str) -> set[str]:
+            async with semaphore:
+                target = RequestTarget(name, timeout_s=CONFIG_TIMEOUT_S)
                 try:
                     config = await self._pool.request_json(
-                        asked, b"GET", f"{triton_model_path(name)}/config"
+                        target, b"GET", f"{triton_model_path(name)}/config"
                     )
                 except GatewayError:
-                    return set()  # it was unloaded meanwhile
+                    return set()  # the model was unloaded meanwhile
             steps = config.get("ensemble_scheduling", {}).get("step", ())
             return {step.get("model_name", "") for step in steps}
 
-        ordered = sorted(ready)
-        found = await asyncio.gather(*map(steps, ordered))
-        return [name for name, needed in zip(ordered, found, strict=True) if model in needed]
+        names = sorted(ready)
+        all_steps = await asyncio.gather(*map(read_steps, names))
+        return [name for name, steps in zip(names, all_steps, strict=True) if model in steps]
 
-    # What is done.
+    # Actions on replicas.
 
     async def _run_on_replicas(
         self, report: OperationReport, action: ModelAction, started_loads: StartedLoads
     ) -> None:
-        """Every outcome, never only the first failure. Loads that have `begun` go on."""
+        """Run the action on all replicas and record every outcome, not only the first failure."""
         replicas = list(started_loads or self._pool.replicas.values())
         report.replica_count = len(replicas)
 
-        async def one(replica: Replica) -> None:
+        async def run(replica: Replica) -> None:
             address = str(replica.address)
             try:
                 await self._run_action(replica, action, "api", started_loads.get(replica))
                 report.outcomes[address] = Outcome(READY if action.is_load else UNAVAILABLE)
             except GatewayError as exc:
                 state = replica.index.model_state(action.model).state
-                reached = self._pool.replica_state(replica) <= HealthState.EJECTED
-                report.outcomes[address] = Outcome(state if reached else REPLICA_UNREACHABLE, exc)
+                usable = self._pool.replica_state(replica) <= HealthState.EJECTED
+                report.outcomes[address] = Outcome(state if usable else REPLICA_UNREACHABLE, exc)
 
-        await asyncio.gather(*map(one, replicas))
+        await asyncio.gather(*map(run, replicas))
 
     async def _run_action(
         self,
@@ -467,21 +463,21 @@ class Repository:
         initiator: str,
         started_load: tuple[str, str] | None = None,
     ) -> None:
-        """On one replica, and until its index says so. Raises what went wrong."""
+        """Run the action on a replica until its index confirms it. Raises the `GatewayError` of a failure."""
         verb = "load" if action.is_load else "unload"
         address, model = str(replica.address), action.model
         if action.is_load and started_load is None and action.load_id:
             started_load = await self._begin_load(replica, model)
-        left = ""  # on the replica, as far as is known
+        resulting_load = ""  # unknown
         try:
             if self._pool.replica_state(replica) is HealthState.DOWN:
                 raise RequestNotSent(replica.reason)
             await self._wait_while_reachable(replica, self._apply_action(replica, action))
-            left = action.load_id
+            resulting_load = action.load_id
         except GatewayError as exc:
             self._pool.metrics.model_actions.labels(verb, initiator, "failed").inc()
             if started_load is not None and not isinstance(exc, UNREACHABLE_ERRORS):
-                left = started_load[1]  # a load that fails leaves what was there
+                resulting_load = started_load[1]  # a failed load leaves the previous one in place
             if isinstance(exc, ModelControlModeConflict):
                 self._uncontrollable_replicas.add(address)
             elif action.is_load:
@@ -491,16 +487,16 @@ class Repository:
         finally:
             self._models.invalidate(model)
             if started_load is not None:
-                await self._end_load(replica, model, started_load[0], left)
+                await self._end_load(replica, model, started_load[0], resulting_load)
         self._pool.metrics.model_actions.labels(verb, initiator, "done").inc()
         self._uncontrollable_replicas.discard(address)
         self.load_errors.pop(model, None)
 
     async def _begin_load(self, replica: Replica, model: str) -> tuple[str, str]:
-        """Note that a load is under way: its token, and what the replica had confirmed."""
+        """Record a load in progress; return its token and the load that was confirmed before."""
         try:
             token, confirmed = await self._store.begin_load(replica.name, model)
-        except StateUnavailable:  # nobody else can know then: it is done all the same
+        except StateUnavailable:  # load anyway; other gateways cannot see it then
             token, confirmed = new_load_token(""), self._loads.get(replica.name, {}).get(model, "")
         self._loads = with_load(self._loads, replica.name, model, token)
         return token, confirmed
@@ -536,7 +532,7 @@ class Repository:
             await self._pool.probe(replica)
             if self._pool.replica_state(replica) is not HealthState.UP:
                 raise
-            log.warning("%s: managing models over HTTP, which stalls inference", exc.detail)
+            log.warning("%s; managing models over HTTP, which stalls inference", exc.detail)
             await self._send_action_over_http(replica, action)
 
     async def _send_action_over_http(self, replica: Replica, action: ModelAction) -> None:
@@ -544,7 +540,7 @@ class Repository:
         path = f"/v2/repository/models/{quote(action.model, safe=UNQUOTED_PATH_CHARS)}/{verb}"
         body = orjson.dumps({"parameters": dict(action.parameters)})
         timeout_s = self._options.load_timeout_s
-        reply = await replica.http.request(
+        response = await replica.http.request(
             b"POST",
             path.encode(),
             body,
@@ -553,23 +549,22 @@ class Repository:
             fresh=True,
             max_bytes=MAX_METADATA_BYTES,
         )
-        if reply.status != 200:
-            raise map_load_error(reply.status, reply.body, action.model, verb)
+        if response.status != 200:
+            raise map_load_error(response.status, response.body, action.model, verb)
 
     async def _wait_while_reachable(
         self, replica: Replica, work: Coroutine[Any, Any, None]
     ) -> None:
-        """A load may take minutes; one on a replica that is gone is not waited for."""
+        """Wait for the action, which may take minutes, or until the replica is down or removed."""
         task = self._start_task(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=ACTION_POLL_S)
-                here = self._pool.replicas.get(replica.address) is replica
-                if not task.done() and (
-                    not here or self._pool.replica_state(replica) is HealthState.DOWN
-                ):
-                    reason = replica.reason or "its address is gone"
-                    raise RequestNotSent(f"the replica went away meanwhile: {reason}")
+                is_member = self._pool.replicas.get(replica.address) is replica
+                is_down = self._pool.replica_state(replica) is HealthState.DOWN
+                if not task.done() and (is_down or not is_member):
+                    reason = replica.reason or "its address was removed"
+                    raise RequestNotSent(f"the replica became unavailable: {reason}")
             await task
         finally:
             task.cancel()
@@ -577,43 +572,41 @@ class Repository:
     async def _wait_for_index(
         self, replica: Replica, is_reached: Callable[[Index], bool], action: ModelAction
     ) -> None:
-        """Triton says done before it is: look until it is true."""
+        """Probe until the index confirms the action: Triton responds before it is done."""
         with anyio.move_on_after(self._options.load_timeout_s):
             while True:
                 await self._pool.probe(replica)
                 if is_reached(replica.index):
                     return
-                found = replica.index.model_state(action.model)
+                current = replica.index.model_state(action.model)
                 if (
                     action.is_load
-                    and found.state == UNAVAILABLE
-                    and found.reason not in ("", UNLOADED)
+                    and current.state == UNAVAILABLE
+                    and current.reason not in ("", UNLOADED)
                 ):
-                    raise LoadFailed(action.model, sanitize_message(found.reason))
+                    raise LoadFailed(action.model, sanitize_message(current.reason))
                 await asyncio.sleep(ACTION_POLL_S)
         raise DeadlinePassed(self._options.load_timeout_s)
 
-    # What is wished, and kept up.
+    # Desired state and the reconciler.
 
     async def _set_desired_model(self, model: str, desired: DesiredModel | None) -> None:
         revision = await self._store.set_desired_model(model, desired)
         if desired is not None and not desired.revision:
             desired = replace(desired, revision=revision)
-        wishes = {name: found for name, found in self.desired_models.items() if name != model}
-        self.desired_models = wishes if desired is None else {**wishes, model: desired}
+        others = {name: value for name, value in self.desired_models.items() if name != model}
+        self.desired_models = others if desired is None else {**others, model: desired}
         for key in [key for key in self._backoffs if key[1] == model]:
             del self._backoffs[key]
 
     async def _read_state(self) -> None:
-        with suppress(StateUnavailable):  # of which the store tells; what was known stays
-            found = await self._store.read_desired_models()
+        with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
+            stored = await self._store.read_desired_models()
             self.desired_models, ignored = filter_uploads(
-                found, can_upload=self._options.can_upload
+                stored, can_upload=self._options.can_upload
             )
             for model in ignored.keys() - self._ignored_models.keys():
-                log.warning(
-                    "what the state wishes of model %s is ignored: %s", model, ignored[model]
-                )
+                log.warning("desired state of model %s is ignored: %s", model, ignored[model])
             self._ignored_models = ignored
             self._loads = await self._store.read_loads()
 
@@ -622,9 +615,9 @@ class Repository:
             await self._read_state()
             self._models_file.reload_if_changed()
             self._update_required_models()
-            leads = await self._store.renew_leadership()
-            await self._forget_removed_replicas(is_leader=leads)
-            if leads:
+            is_leader = await self._store.renew_leadership()
+            await self._forget_removed_replicas(is_leader=is_leader)
+            if is_leader:
                 self._reconcile()
             await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
             with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
@@ -639,12 +632,12 @@ class Repository:
             )
 
     def _reconcile(self) -> None:
-        """Start what is lacking; a little at a time, and nothing that failed a moment ago."""
-        wishes = merge_declared_models(self.desired_models, self.declared_models)
+        """Start the missing actions, a few per replica at a time, and none that is in backoff."""
+        desired_models = merge_declared_models(self.desired_models, self.declared_models)
         for replica in list(self._pool.replicas.values()):
             address = replica.name
             if self._pool.replica_state(replica) > HealthState.EJECTED:
-                # What comes back is another process: what failed before says nothing of it.
+                # The replica may return as a new process, so earlier failures do not count.
                 for key in [key for key in self._backoffs if key[0] == address]:
                     del self._backoffs[key]
                 self._uncontrollable_replicas.discard(address)
@@ -652,7 +645,7 @@ class Repository:
             if address in self._uncontrollable_replicas:
                 continue
             running = sum(key[0] == address for key in self._action_tasks)
-            for action in plan_actions(wishes, replica.index, self._loads.get(address, {})):
+            for action in plan_actions(desired_models, replica.index, self._loads.get(address, {})):
                 if running >= MAX_PARALLEL_ACTIONS:
                     break
                 if self._can_start_action(address, action.model):
@@ -660,34 +653,35 @@ class Repository:
                     self._start_action(replica, action)
 
     async def _forget_removed_replicas(self, *, is_leader: bool) -> None:
-        """What was known of addresses that come and go does not stay for ever; and what a replica had
-        loaded is gone with its process."""
-        there = {replica.name for replica in self._pool.replicas.values()}
-        gone = self._known_replicas - there
-        self._known_replicas = there
-        self._uncontrollable_replicas &= there
-        for key in [key for key in self._backoffs if key[0] not in there]:
+        """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
+        current = {replica.name for replica in self._pool.replicas.values()}
+        removed = self._known_replicas - current
+        self._known_replicas = current
+        self._uncontrollable_replicas &= current
+        for key in [key for key in self._backoffs if key[0] not in current]:
             del self._backoffs[key]
-        gone |= {
+        removed |= {
             replica.name for replica in self._pool.replicas.values() if replica.health.has_exited
         }
-        for name in gone & self._loads.keys() if is_leader else ():
+        for name in removed & self._loads.keys() if is_leader else ():
             with suppress(StateUnavailable):
                 await self._store.forget_loads(name)
-                self._loads = {at: models for at, models in self._loads.items() if at != name}
+                self._loads = {
+                    replica: models for replica, models in self._loads.items() if replica != name
+                }
 
     def outdated_replicas(self, model: str) -> list[str]:
         """Return the replicas that have not confirmed the last load of a model."""
-        wish = merge_declared_models(
-            {name: wish for name, wish in self.desired_models.items() if name == model},
-            {name: found for name, found in self.declared_models.items() if name == model},
+        desired = merge_declared_models(
+            {name: desired for name, desired in self.desired_models.items() if name == model},
+            {name: declared for name, declared in self.declared_models.items() if name == model},
         ).get(model)
-        if wish is None:
+        if desired is None:
             return []
         return [
             replica.name
             for replica in self._pool.replicas.values()
-            if is_behind(wish, self._loads.get(replica.name, {}).get(model, ""))
+            if is_behind(desired, self._loads.get(replica.name, {}).get(model, ""))
         ]
 
     def _can_start_action(self, address: str, model: str) -> bool:
@@ -712,7 +706,7 @@ class Repository:
         self, key: tuple[str, str], replica: Replica, action: ModelAction
     ) -> None:
         verb = "loading" if action.is_load else "unloading"
-        log.warning("%s model %s on %s, as was asked for all replicas", verb, key[1], key[0])
+        log.warning("%s model %s on %s to reach the desired state", verb, key[1], key[0])
         try:
             await self._run_action(replica, action, "reconciler")
         except GatewayError as exc:
@@ -722,22 +716,22 @@ class Repository:
         else:
             self._backoffs.pop(key, None)
 
-    # One at a time.
+    # Locks and tasks.
 
     @asynccontextmanager
     async def _lock_model(self, model: str) -> AsyncIterator[None]:
-        """Calls for one model follow one another, and the reconciler lets them."""
-        turn = self._locks.setdefault(model, ModelLock())
-        turn.waiters += 1
+        """Serialize the calls for one model. The reconciler does not act on it meanwhile."""
+        model_lock = self._locks.setdefault(model, ModelLock())
+        model_lock.waiters += 1
         try:
-            async with turn.lock:
+            async with model_lock.lock:
                 running = [task for key, task in self._action_tasks.items() if key[1] == model]
                 if running:
                     await asyncio.wait(running)
                 yield
         finally:
-            turn.waiters -= 1
-            if not turn.waiters:
+            model_lock.waiters -= 1
+            if not model_lock.waiters:
                 del self._locks[model]
                 self._pool.changes.set()
 
@@ -749,11 +743,12 @@ class Repository:
 
 
 def summarize_desired_models(desired_models: Mapping[str, DesiredModel]) -> str:
-    """What is wished, in half a sentence."""
-    loaded = sorted(model for model, wish in desired_models.items() if wish.is_loaded)
+    loaded = sorted(model for model, desired in desired_models.items() if desired.is_loaded)
     unloaded = sorted(desired_models.keys() - set(loaded))
-    parts = [("to be loaded", loaded), ("to be unloaded", unloaded)]
-    return "; ".join(f"{what}: {', '.join(map(quote_text, of))}" for what, of in parts if of)
+    parts = [("load", loaded), ("unload", unloaded)]
+    return "; ".join(
+        f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
+    )
 
 
 @dataclass
@@ -765,7 +760,6 @@ class ModelLock:
 def build_operation_document(
     operation_id: str, report: OperationReport, state: str, error: GatewayError | None = None
 ) -> dict[str, Any]:
-    """What `GET /v1/operations/{id}` answers."""
     document = {"id": operation_id, "action": report.action, **report.to_dict(), "operation": state}
     if error is not None:
         document |= {"error": error.detail, "code": error.code}
@@ -773,12 +767,11 @@ def build_operation_document(
 
 
 def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) -> dict[str, Any]:
-    """An entry of the merged index with each replica's own state."""
     name, number = entry["name"], entry.get("version")
     if number is None:
         return dict(entry)
     missing = VersionState(UNAVAILABLE, "not loaded")
-    found = {
+    states = {
         address: index.models.get(name, {}).get(number, missing)
         for address, index in indexes.items()
     }
@@ -787,6 +780,6 @@ def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) ->
         "replicas": {
             address: {"state": version.state}
             | ({"reason": version.reason} if version.reason else {})
-            for address, version in found.items()
+            for address, version in states.items()
         },
     }

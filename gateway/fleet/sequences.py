@@ -1,11 +1,11 @@
-"""Which replica a sequence's requests go to: the one that has its state.
+"""Routing of sequence requests to the replica that holds the state of the sequence.
 
-Where a sequence starts follows from its name alone, by rendezvous hashing (D. Thaler and C. Ravishankar,
-Using Name-Based Mappings to Increase Hit Rates, 1998): gateways that see the same replicas choose the same
-one and need not tell each other. A replica that joins would draw a share of the sequences that are running,
-so those of this process are remembered until they end. Of one that another gateway started the replica is
-guessed: where it does not run Triton refuses the step, which has not been executed then, and the next guess
-is the replica that had it before the last one joined.
+The replica of a new sequence is chosen by rendezvous hashing of its id (D. Thaler and C. Ravishankar, Using
+Name-Based Mappings to Increase Hit Rates, 1998), so that gateways with the same replicas choose the same one
+without communication. A new replica would take over a share of the running sequences, so this process
+remembers where its own sequences run. For a sequence that another gateway started, the replica is guessed:
+if the sequence does not run there, Triton rejects the step without executing it, and the next guess is the
+replica that was chosen before the last one joined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, Protocol, TypeVar
 from gateway.errors import SequenceNotRunning
 from gateway.tensors.sequence import SequenceStep
 
-# Triton itself forgets an idle sequence after a second, unless the model's config says otherwise.
+# Triton drops an idle sequence after one second, unless the model's config changes that.
 SEQUENCE_IDLE_S: Final = 3600.0
 MAX_SEQUENCES: Final = 65_536
 
@@ -34,7 +34,7 @@ ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)
 
 
 class SequenceRouter:
-    """Those that run, by model and id, and where; the one that was idle longest is forgotten first."""
+    """The running sequences and their replicas. The sequence that was idle longest is dropped first."""
 
     def __init__(
         self,
@@ -52,11 +52,10 @@ class SequenceRouter:
         return len(self._running)
 
     def is_known(self, model: str, step: SequenceStep) -> bool:
-        """Whether this process knows where the sequence runs, or decides it."""
+        """Return whether this process knows the replica of the sequence, or chooses it in this step."""
         return step.is_start or (model, step.sequence_id) in self._running
 
     def forget(self, model: str, step: SequenceStep) -> None:
-        """It does not run where it was guessed to."""
         self._running.pop((model, step.sequence_id), None)
 
     def choose_replica(
@@ -66,22 +65,26 @@ class SequenceRouter:
         candidates: Iterable[ReplicaT],
         holders: Iterable[ReplicaT],
     ) -> ReplicaT:
-        """Of some candidates, where the sequence starts or may run; of those that may be holding its state,
-        the one that does. Raises `SequenceNotRunning` when that one is not among them."""
+        """Return the replica for a step of a sequence.
+
+        If the sequence starts, or its replica is unknown, choose one of the `candidates`.
+        Raises `SequenceNotRunning` if its known replica is not among the `holders`.
+        """
         key = model, step.sequence_id
-        kept = None if step.is_start else self._running.get(key)
-        if kept is None:
+        known = None if step.is_start else self._running.get(key)
+        if known is None:
             chosen = choose_by_rendezvous(key, candidates)
         else:
-            found = next((replica for replica in holders if replica.name == kept[0]), None)
-            if found is None:
-                raise SequenceNotRunning(model, step.sequence_id, f"its replica {kept[0]} is gone")
-            chosen = found
+            holder = next((replica for replica in holders if replica.name == known[0]), None)
+            if holder is None:
+                raise SequenceNotRunning(
+                    model, step.sequence_id, f"its replica {known[0]} is no longer available"
+                )
+            chosen = holder
         self._remember(key, chosen.name)
         return chosen
 
     def finish_step(self, model: str, step: SequenceStep) -> None:
-        """A step has been made; after the last there is nothing to remember."""
         if step.is_end:
             self._running.pop((model, step.sequence_id), None)
 
@@ -97,10 +100,10 @@ class SequenceRouter:
 
 
 def choose_by_rendezvous(key: SequenceKey, replicas: Iterable[ReplicaT]) -> ReplicaT:
-    """Each replica draws a number for this sequence, always the same; the highest has it."""
+    """Return the replica with the highest hash of its name and the sequence."""
     model, sequence_id = key
 
-    def drawn(replica: ReplicaT) -> bytes:
+    def weight(replica: ReplicaT) -> bytes:
         return blake2b(f"{replica.name}\0{model}\0{sequence_id!r}".encode(), digest_size=8).digest()
 
-    return max(replicas, key=drawn)
+    return max(replicas, key=weight)

@@ -1,4 +1,4 @@
-"""What the models of the fleet look like, and what they answer."""
+"""The model service: cached signatures of the models, and inference on the fleet."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from gateway.triton.grpc.stream import GrpcInferStream
 from gateway.triton.http.connection import Headers
 from gateway.triton.inference import InferResponse
 
-REFRESH_AFTER_S = 2.0  # a signature older than this is asked for again, while it goes on serving
-EXPIRE_AFTER_S = 10.0  # … and one of a model that nobody asked for lately is not relied upon
+REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
+EXPIRE_AFTER_S = 10.0  # an older signature is not used
 METADATA_TIMEOUT_S = 5.0
-# Pieces of one batch that are under way: each has a connection of its own.
+# Pieces of one batch in flight; each uses a connection of its own.
 MAX_PARALLEL_PIECES = 32
-# Triton and what we know of the model disagree: read it again.
+# Errors after which the signature is read again, because Triton contradicts it.
 STALE_SIGNATURE_ERRORS = (UnknownModel, ModelNotReady, InputMismatch)
 
 
@@ -49,9 +49,10 @@ class CachedSignature:
 
 
 class ModelService:
-    """What the models take and give, read when first asked for and kept fresh; and their answers.
+    """Signatures, which are cached and kept fresh, and inference.
 
-    Those that `cancellable` names, as globs, or whose config says so, stop when nobody waits any more.
+    A client disconnect cancels the inference of models that match a glob in `cancellable`, or whose config
+    allows it.
     """
 
     def __init__(self, pool: ReplicaPool, cancellable: Sequence[str] = ()) -> None:
@@ -63,27 +64,26 @@ class ModelService:
     def close(self) -> None:
         for task in self._pending_reads.values():
             task.cancel()
-        for known in self._signatures.values():
-            if known.refresh_task is not None:
-                known.refresh_task.cancel()
+        for cached in self._signatures.values():
+            if cached.refresh_task is not None:
+                cached.refresh_task.cancel()
 
     async def get_signature(self, model: str, version: str = "") -> Signature:
-        """What a model takes and gives. Raises `UnknownModel` or `ModelNotReady`."""
-        number = normalize_version(version) if version else ""
-        if number is None:
+        """Return the signature of a model. Raises `UnknownModel` or `ModelNotReady`."""
+        normalized = normalize_version(version) if version else ""
+        if normalized is None:
             raise UnknownModel(model, version)
-        version = number
+        version = normalized
         key, now = (model, version), asyncio.get_running_loop().time()
-        known = self._signatures.get(key)
-        if known is None or now - known.read_at > EXPIRE_AFTER_S:
+        cached = self._signatures.get(key)
+        if cached is None or now - cached.read_at > EXPIRE_AFTER_S:
             return await self._read_once(key)
-        if now - known.read_at > REFRESH_AFTER_S and known.refresh_task is None:
-            known.refresh_task = asyncio.create_task(self._refresh_signature(model, version))
-            known.refresh_task.add_done_callback(lambda task: self._store_signature(key, task))
-        return known.signature
+        if now - cached.read_at > REFRESH_AFTER_S and cached.refresh_task is None:
+            cached.refresh_task = asyncio.create_task(self._refresh_signature(model, version))
+            cached.refresh_task.add_done_callback(lambda task: self._store_signature(key, task))
+        return cached.signature
 
     async def _read_once(self, key: tuple[str, str]) -> Signature:
-        """Read once, however many ask and wait at the same time."""
         task = self._pending_reads.get(key)
         if task is None:
             task = self._pending_reads[key] = asyncio.create_task(self._read_signature(*key))
@@ -93,16 +93,16 @@ class ModelService:
 
     def _finish_first_read(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
         if self._pending_reads.get(key) is not task:
-            return  # forgotten meanwhile: what it read may be old
+            return  # invalidated meanwhile: the result may be outdated
         del self._pending_reads[key]
         self._store_signature(key, task)
 
     def invalidate(self, model: str) -> None:
-        """What was known of a model is doubtful: it was loaded, unloaded, or contradicts us."""
+        """Drop the cached signatures of a model that was loaded or unloaded, or contradicts them."""
         for key in [key for key in self._signatures if key[0] == model]:
-            known = self._signatures.pop(key)
-            if known.refresh_task is not None:
-                known.refresh_task.cancel()
+            cached = self._signatures.pop(key)
+            if cached.refresh_task is not None:
+                cached.refresh_task.cancel()
         for key in [key for key in self._pending_reads if key[0] == model]:
             self._pending_reads.pop(key)
 
@@ -117,35 +117,36 @@ class ModelService:
             )
 
     async def _refresh_signature(self, model: str, version: str) -> Signature:
-        current_request_info.set(None)  # for no request: the one that found it old is not waiting
+        # The request that triggered the refresh does not wait for it.
+        current_request_info.set(None)
         return await self._read_signature(model, version)
 
     async def _read_signature(self, model: str, version: str) -> Signature:
-        asked, path = (
+        target, path = (
             RequestTarget(model, version, METADATA_TIMEOUT_S),
             triton_model_path(model, version),
         )
         metadata, config = await asyncio.gather(
-            self._pool.request_json(asked, b"GET", path),
-            self._pool.request_json(asked, b"GET", f"{path}/config"),
+            self._pool.request_json(target, b"GET", path),
+            self._pool.request_json(target, b"GET", f"{path}/config"),
         )
         try:
             return build_signature(metadata, config, version)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as exc:
-            raise BadUpstream(f"the replica's metadata of model '{model}' cannot be read") from exc
+            raise BadUpstream(f"the replica returned invalid metadata for model '{model}'") from exc
 
     async def infer(
         self, model: Signature, inputs: InferInputs, options: CallOptions
     ) -> InferResult:
-        """The model's answer; a batch larger than it takes is cut, sent side by side, and joined."""
+        """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""
         pieces = list(inputs.split(model.max_batch_size))
         if len(pieces) == 1:
             return await self._infer_piece(model, pieces[0], options)
-        if options.sequence_step is not None:  # its pieces would have no order
-            raise InputMismatch(f"a step of a sequence has at most {model.max_batch_size} items")
-        turns = asyncio.Semaphore(MAX_PARALLEL_PIECES)
+        if options.sequence_step is not None:  # the pieces would run in no particular order
+            raise InputMismatch(f"a sequence step can have at most {model.max_batch_size} items")
+        semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
         tasks = [
-            asyncio.create_task(self._infer_limited_piece(model, piece, options, turns))
+            asyncio.create_task(self._infer_limited_piece(model, piece, options, semaphore))
             for piece in pieces
         ]
         with measure_upstream_time():
@@ -162,76 +163,80 @@ class ModelService:
         options: CallOptions,
         semaphore: asyncio.Semaphore,
     ) -> InferResult:
-        """A piece of a batch; what the model says of «item 2» is counted within the piece."""
         try:
             async with semaphore:
                 return await self._infer_piece(model, piece, options)
         except (RefusedByModel, InputMismatch) as exc:
             first, last = piece.batch_offset + 1, piece.batch_offset + piece.batch_size
+            # The message of the model counts the items within the piece.
             exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
             raise
 
     async def _infer_piece(
         self, model: Signature, inputs: InferInputs, options: CallOptions
     ) -> InferResult:
-        way = infer_over_grpc if self._is_cancellable(model) else infer_over_http
+        infer = infer_over_grpc if self._is_cancellable(model) else infer_over_http
         try:
-            answer = await way(self._pool, options.build_infer_call(model, inputs.arrays), options)
+            response = await infer(
+                self._pool, options.build_infer_call(model, inputs.arrays), options
+            )
         except STALE_SIGNATURE_ERRORS:
             self.invalidate(model.model)
             raise
         return InferResult(
             model,
-            answer.outputs,
+            response.outputs,
             inputs.is_batched,
             options.request_id,
-            answer.version,
+            response.version,
             has_classifications=bool(options.parameters.get("classification")),
             instance_count=inputs.instance_count,
-            size_bytes=answer.size_bytes,
+            size_bytes=response.size_bytes,
         )
 
     async def stream(
         self, model: Signature, inputs: InferInputs, options: CallOptions, timeout_s: float
     ) -> AsyncGenerator[InferResult, None]:
-        """The model's answers as they come: the first is there when this returns, and each of the others
-        may take `timeout_s`. Closing what this returns cancels the inference.
+        """Start a streaming inference; return its responses. Closing the iterator cancels the inference.
 
-        Raises `DoesNotFit` for a batch larger than the model takes: its pieces would be told apart by
-        nobody.
+        The first response is available when this returns; each of the others may take `timeout_s`.
+        Raises `InputMismatch` for a batch above the model's maximum, because the responses of its pieces
+        could not be told apart.
         """
         if len(list(inputs.split(model.max_batch_size))) > 1:
-            raise InputMismatch(f"the model streams at most {model.max_batch_size} items at a time")
+            raise InputMismatch(
+                f"the model accepts at most {model.max_batch_size} items per streaming request"
+            )
         arguments = await prepare_grpc_arguments(options.build_infer_call(model, inputs.arrays))
-        asked = RequestTarget(
+        target = RequestTarget(
             model.model, model.version, timeout_s, sequence_step=options.sequence_step
         )
 
         async def start(
             replica: Replica, trace: Headers
         ) -> tuple[GrpcInferStream, InferResponse | None]:
-            begun = GrpcInferStream(replica.channel, asked, arguments, trace)
+            stream = GrpcInferStream(replica.channel, target, arguments, trace)
             try:
-                return begun, await begun.read_response(options.remaining_s)
+                return stream, await stream.read_response(options.remaining_s)
             except BaseException:
-                begun.close()
+                stream.close()
                 raise
 
         try:
-            begun, first = await self._pool.start_call(asked, options.headers, start)
+            stream, first = await self._pool.start_call(target, options.headers, start)
         except STALE_SIGNATURE_ERRORS:
             self.invalidate(model.model)
             raise
 
-        def build_result(answer: InferResponse) -> InferResult:
-            classified = bool(options.parameters.get("classification"))
+        def build_result(response: InferResponse) -> InferResult:
+            has_classifications = bool(options.parameters.get("classification"))
             return InferResult(
-                *(model, answer.outputs, inputs.is_batched, options.request_id, answer.version),
-                has_classifications=classified,
-                size_bytes=answer.size_bytes,
+                *(model, response.outputs, inputs.is_batched, options.request_id, response.version),
+                has_classifications=has_classifications,
+                size_bytes=response.size_bytes,
             )
 
-        return iterate_results(begun, first, timeout_s, build_result)
+        return iterate_results(stream, first, timeout_s, build_result)
 
     def _is_cancellable(self, model: Signature) -> bool:
         return model.is_cancellable or any(
@@ -245,7 +250,6 @@ async def iterate_results(
     timeout_s: float,
     build_result: Callable[[InferResponse], InferResult],
 ) -> AsyncGenerator[InferResult, None]:
-    """From this answer on."""
     try:
         while first is not None:
             yield build_result(first)
@@ -256,18 +260,18 @@ async def iterate_results(
 
 @contextmanager
 def measure_upstream_time() -> Iterator[None]:
-    """What runs side by side was waited for once, and not as often as there are pieces."""
-    notes, began = current_request_info.get(), perf_counter()
-    before_s = notes.upstream_s if notes is not None else 0.0
+    """Count the upstream time of parallel requests once, not once per request."""
+    info, started_at = current_request_info.get(), perf_counter()
+    before_s = info.upstream_s if info is not None else 0.0
     try:
         yield
     finally:
-        if notes is not None:
-            notes.upstream_s = before_s + perf_counter() - began
+        if info is not None:
+            info.upstream_s = before_s + perf_counter() - started_at
 
 
 def check_output_names(model: Signature, requested: Sequence[str]) -> tuple[str, ...]:
-    """The outputs to ask for; none are all. Raises `DoesNotFit` for one that the model does not have."""
+    """Return the requested outputs; empty means all. Raises `InputMismatch` for an unknown output."""
     unknown = [name for name in requested if name not in model.outputs]
     if unknown:
         raise InputMismatch(

@@ -1,4 +1,4 @@
-"""One inference on the fleet: over HTTP, or over gRPC so that it can be stopped."""
+"""Transports of an inference: HTTP, or gRPC, over which it can be cancelled."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ from gateway.triton.inference import (
 
 log = logging.getLogger(__name__)
 
-# What a path's segment may hold as it is (RFC 3986, section 3.3); Triton does not decode the rest.
+# Characters that need no quoting in a path segment (RFC 3986, section 3.3).
 UNQUOTED_PATH_CHARS = "!$&'()*+,;=:@"
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What the caller wants beside the tensors."""
+    """The options of an inference, beside its tensors."""
 
     outputs: tuple[str, ...]
     parameters: Mapping[str, Any]
     request_id: str
-    deadline: float  # in the loop's time
+    deadline: float  # on the event loop's clock
     headers: Headers = field(default_factory=list)
-    sequence_step: SequenceStep | None = None  # of a sequence
+    sequence_step: SequenceStep | None = None
 
     def build_infer_call(self, model: Signature, arrays: Mapping[str, np.ndarray]) -> InferCall:
-        """What is to be inferred in the time that is left."""
         timeout_us = max(int(self.remaining_s * 1e6), 1)
         return InferCall(
             model,
@@ -71,48 +70,49 @@ class CallOptions:
 async def infer_over_http(
     pool: ReplicaPool, inference: InferCall, options: CallOptions
 ) -> InferResponse:
-    """The fleet's answer over HTTP, which costs least, and runs to its end whoever leaves."""
-    asked, path = options.build_request_target(inference.signature), triton_infer_path(inference)
+    """Run an inference over HTTP, which costs least. A client disconnect does not cancel it."""
+    target, path = options.build_request_target(inference.signature), triton_infer_path(inference)
     headers, body = await encode_http_request(inference)
-    answer = await pool.send(asked, b"POST", path, [*headers, *options.headers], body)
-    return await decode_http_response(await read_complete_response(answer))
+    response = await pool.send(target, b"POST", path, [*headers, *options.headers], body)
+    return await decode_http_response(await read_complete_response(response))
 
 
 async def infer_over_grpc(
     pool: ReplicaPool, inference: InferCall, options: CallOptions
 ) -> InferResponse:
-    """The fleet's answer over gRPC: giving this up stops the inference in Triton."""
-    asked = options.build_request_target(inference.signature)
+    """Run an inference over gRPC. Cancelling the task cancels it in Triton."""
+    target = options.build_request_target(inference.signature)
     return await pool.start_call(
-        asked, options.headers, partial(infer_on_replica, inference, options)
+        target, options.headers, partial(infer_on_replica, inference, options)
     )
 
 
 async def infer_on_replica(
     inference: InferCall, options: CallOptions, replica: Replica, trace_headers: Headers
 ) -> InferResponse:
-    """A replica's answer over gRPC; over HTTP where that is all there is."""
-    asked = options.build_request_target(inference.signature)
-    why = ""
+    """Run an inference on a replica over gRPC, or over HTTP if its gRPC port is unreachable."""
+    target = options.build_request_target(inference.signature)
+    reason = ""
     if not replica.channel.is_unavailable:
         try:
-            return await unary.infer_unary(replica.channel, asked, inference, trace_headers)
+            return await unary.infer_unary(replica.channel, target, inference, trace_headers)
         except GrpcUnreachable as exc:
-            why = exc.detail
+            reason = exc.detail
     headers, body = await encode_http_request(inference)
-    path, left_s = triton_infer_path(inference), options.remaining_s
-    answer = await replica.http.send(
-        b"POST", path, [*headers, *trace_headers], body, timeout_s=left_s
+    path, remaining_s = triton_infer_path(inference), options.remaining_s
+    response = await replica.http.send(
+        b"POST", path, [*headers, *trace_headers], body, timeout_s=remaining_s
     )
-    if why and replica.channel.mark_unavailable():  # and the replica is well
-        log.warning("%s at %s: who leaves does not stop an inference there", why, replica.address)
-    if answer.status >= 400:
-        raise await read_error_response(answer, asked)
-    return await decode_http_response(await read_complete_response(answer))
+    if reason and replica.channel.mark_unavailable():  # the replica itself works
+        text = "%s at %s; client disconnects do not cancel inference there"
+        log.warning(text, reason, replica.address)
+    if response.status >= 400:
+        raise await read_error_response(response, target)
+    return await decode_http_response(await read_complete_response(response))
 
 
 def triton_model_path(model: str, version: str = "") -> str:
-    """Triton's path of a model. Triton does not decode it: what must be quoted is no model's name."""
+    """Return Triton's path of a model. Triton does not decode it, so a quoted name matches no model."""
     path = f"/v2/models/{quote(model, safe=UNQUOTED_PATH_CHARS)}"
     return f"{path}/versions/{version}" if version else path
 

@@ -62,7 +62,7 @@ def test_killing_the_only_triton_under_load_gives_503_until_it_is_back(alone: Fl
         served = load.wait_for_more()
     print(f"{dict(load.statuses)}")
     assert alive.status_code == 200
-    assert_error(refused, 503, "NO_REPLICA", "no Triton can be reached")
+    assert_error(refused, 503, "NO_REPLICA", "no Triton is reachable")
     assert refused.headers["retry-after"] == "1"
     assert {each.status for each in refusals} == {503}
     assert {each.status for each in served} == {200}

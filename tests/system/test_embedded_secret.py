@@ -188,7 +188,7 @@ def test_a_gateway_without_the_secret_says_which_setting_is_missing(
     own: Own, settings: dict[str, str]
 ) -> None:
     with gateway(own.url(), **settings) as (client, command):
-        said = "GATEWAY_TRITON_RESTRICTED_API does not open it"
+        said = "check GATEWAY_TRITON_RESTRICTED_API"
         wait_until(lambda: said in client.get("/readyz").text)
         assert "another-secret" not in command.output
 

@@ -75,9 +75,7 @@ def test_what_was_loaded_survives_the_gateway_and_triton(tmp_path: Path) -> None
         triton.wait()
         told: Quick = {**QUICK, "log_level": "info"}
         with gateway(triton.options.url, state=state, **told) as (client, command):
-            command.wait_for(
-                "the state that was kept: to be loaded: 'other'; to be unloaded: 'echo'"
-            )
+            command.wait_for("restored desired state: load 'other'; unload 'echo'")
             listed = {model["name"]: model for model in client.get("/v1/models").json()["models"]}
             assert (listed["other"]["wished"], listed["other"]["ready"]) == ("loaded", False)
             table = subprocess.run(

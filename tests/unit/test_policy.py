@@ -353,7 +353,7 @@ def test_the_state_of_a_model_is_that_of_its_best_version() -> None:
     assert index.model_state("well") == VersionState(READY)
     assert index.model_state("gone") == VersionState(UNAVAILABLE, "unloaded")
     assert index.model_state("never") == VersionState(UNAVAILABLE)
-    assert index.model_state("unheard of").reason == "unknown to this replica"
+    assert index.model_state("unheard of").reason == "not in this replica's repository"
 
 
 def test_a_model_that_contradicts_the_index_is_taken_for_unloaded_and_no_other() -> None:
@@ -900,7 +900,9 @@ def test_a_declared_model_counts_once_it_was_ready() -> None:
     assert update_required_models(m, added, without, 1) == m
     found = check_readiness(without, added, m, 1, is_draining=False)
     assert found.is_ready
-    assert found.document["pending"] == {"added": {"a": "UNAVAILABLE: unknown to this replica"}}
+    assert found.document["pending"] == {
+        "added": {"a": "UNAVAILABLE: not in this replica's repository"}
+    }
     assert update_required_models(m, added, loaded, 1) == added
     assert update_required_models(m, added, loaded, 2) == added  # on all, if there are fewer
     assert update_required_models(m, added, [*loaded, *without], 2) == m
@@ -927,7 +929,7 @@ def test_the_reason_why_a_model_is_missing_is_tritons() -> None:
     )
     assert found.document["missing"]["m"] == {
         "a": "UNAVAILABLE: no model file",
-        "b": "UNAVAILABLE: unknown to this replica",
+        "b": "UNAVAILABLE: not in this replica's repository",
     }
 
 
