@@ -1,7 +1,7 @@
-"""Where bodies are decoded: never on the event loop where it takes long.
+"""Execution of decoding work outside the event loop.
 
-What is known to be quick runs in a thread. What may be slow, or holds the GIL, runs in a process that is
-killed at the request's deadline.
+Work that is known to be fast runs in a thread. Work that may be slow, or that holds the GIL, runs in a
+process that is killed at the request's deadline.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ MAX_WORKER_MEMORY_BYTES: Final = 1 << 30
 
 
 def worker_memory_bytes(workers: int) -> int:
-    """Return what one of these processes may take: together a quarter of the memory limit."""
+    """Return the memory limit of one process. All of them together get a quarter of the total limit."""
     return min(
         max(memory_limit_bytes() // 4 // workers, MIN_WORKER_MEMORY_BYTES), MAX_WORKER_MEMORY_BYTES
     )
 
 
 def trace_span(name: str) -> AbstractContextManager[object]:
-    """Return a span of the request that is being served, if it is traced."""
-    notes = current_request_info.get()
-    return nullcontext() if notes is None or notes.trace is None else notes.trace.start_span(name)
+    info = current_request_info.get()
+    return nullcontext() if info is None or info.trace is None else info.trace.start_span(name)
 
 
 class DecodeExecutor:
-    """The threads and processes that turn bodies into tensors, and the pixels they may hold."""
+    """The threads and processes that decode bodies, with a limit on their total number of pixels."""
 
     def __init__(self, workers: int, max_pixels_in_flight: int, metrics: Metrics) -> None:
         workers = workers or min(MAX_DECODE_WORKERS, os.cpu_count() or 1)
@@ -52,29 +51,29 @@ class DecodeExecutor:
         self._loop = asyncio.get_running_loop()
 
     async def run_in_thread(self, pixels: int, work: Callable[[], T]) -> T:
-        """Return the result of quick work, done in a thread.
+        """Return the result of fast work that runs in a thread.
 
-        Cancelling does not stop the thread: its pixels count until it ends.
+        Cancellation does not stop the thread. Its pixels count against the limit until it ends.
         """
-        taken = await self._take_pixels(pixels)
+        acquired = await self._take_pixels(pixels)
         future = self._threads.submit(self._run_timed, work)
-        future.add_done_callback(lambda _: self._release_pixels(taken))
+        future.add_done_callback(lambda _: self._release_pixels(acquired))
         with trace_span("decode"):
             return await asyncio.wrap_future(future)
 
     async def run_in_process(
         self, pixels: int, timeout_s: float, function: Callable[..., T], *arguments: Any
     ) -> T:
-        """Return the result of a module's function, called in a process. Cancelling kills the process.
+        """Return the result of a module-level function that runs in a process.
 
-        Raises `TooLarge` when it needs more memory than one process may take.
+        Cancellation kills the process. Raises `TooLarge` if it exceeds its memory limit.
         """
-        taken = await self._take_pixels(pixels)
+        acquired = await self._take_pixels(pixels)
         try:
             with trace_span("decode"), self._metrics.decode_duration.time():
                 return await self._processes.run(function, arguments, timeout_s)
         finally:
-            self._pixel_budget.release(taken)
+            self._pixel_budget.release(acquired)
 
     async def _take_pixels(self, pixels: int) -> int:
         self._metrics.decodes_waiting.inc()
@@ -89,7 +88,7 @@ class DecodeExecutor:
             return work()
 
     def _release_pixels(self, pixels: int) -> None:
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so that nothing waits for the pixels
             self._loop.call_soon_threadsafe(self._pixel_budget.release, pixels)
 
     async def close(self) -> None:

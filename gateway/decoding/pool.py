@@ -1,4 +1,4 @@
-"""Processes that decode what could hold the GIL or a thread for long, killed at the request's deadline."""
+"""A pool of decoding processes, which are killed at the request's deadline."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MAX_FRAMES: Final = 4096
 
 
 class WorkerLost(Exception):
-    """The worker ended, or said what no worker says."""
+    """The worker exited or sent an invalid message."""
 
 
 class DecodeProcess:
-    """One worker and the socket to it."""
+    """A worker process and its socket."""
 
     def __init__(self, process: Process, connection: socket.socket) -> None:
         self._process = process
@@ -49,14 +49,14 @@ class DecodeProcess:
                 stdout=DEVNULL,
                 stderr=DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the gateway, which finishes what it has begun
+                start_new_session=True,  # Ctrl-C must not interrupt decoding while the gateway drains
             )
         return cls(process, ours)
 
     async def call(
         self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float
     ) -> T:
-        """Return what the function returns, or raise what it raises. Raises `WorkerLost`."""
+        """Return the function's result or raise its exception. Raises `WorkerLost` if the worker fails."""
         loop = asyncio.get_running_loop()
         try:
             for frame in pack_message((function, arguments, timeout_s)):
@@ -86,7 +86,7 @@ class DecodeProcess:
         return data
 
     def is_alive(self) -> bool:
-        """Return whether the worker waits for a call: it never speaks first, and closes when it dies."""
+        # An idle worker sends nothing, and its socket is closed when it exits.
         try:
             self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -96,7 +96,6 @@ class DecodeProcess:
         return False
 
     async def kill(self) -> None:
-        """Kill the worker, and return when it is gone."""
         self._connection.close()
         with suppress(ProcessLookupError):
             self._process.kill()
@@ -104,7 +103,7 @@ class DecodeProcess:
 
 
 class DecodePool:
-    """At most `size` workers, started when they are needed, each with its own limit of memory."""
+    """A pool of at most `size` workers, started on demand, each with its own memory limit."""
 
     def __init__(self, size: int, max_memory_bytes: int) -> None:
         self._max_memory_bytes = max_memory_bytes
@@ -116,10 +115,10 @@ class DecodePool:
     async def run(
         self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float
     ) -> T:
-        """Return the function's result. Cancelling the call kills the worker that runs it.
+        """Return the function's result or raise its exception. Cancellation kills the worker.
 
-        `function` is a module's, and its arguments and result can be pickled. Raises `TooLarge` when
-        it needs more memory than a worker may take, and what the function raises.
+        `function` must be module-level, and its arguments and result picklable. Raises `TooLarge` if the
+        call exceeds the worker's memory limit.
         """
         async with self._slots:
             worker = await self._take_worker()
@@ -128,7 +127,7 @@ class DecodePool:
             except (WorkerLost, WorkerOutOfMemory):
                 self._kill_in_background(worker)
                 raise TooLarge(
-                    "decoding the body takes more memory than one request may use; send less at a time"
+                    "decoding the body requires more memory than one request may use; send smaller requests"
                 ) from None
             except (GatewayError, WorkerCallError):
                 self._idle.append(worker)
@@ -142,7 +141,6 @@ class DecodePool:
             return result
 
     def _kill_in_background(self, worker: DecodeProcess) -> None:
-        """Begin to end a worker; nobody waits for it but `close`."""
         task = asyncio.create_task(worker.kill())
         self._kill_tasks.add(task)
         task.add_done_callback(self._kill_tasks.discard)
@@ -159,7 +157,6 @@ class DecodePool:
         return worker
 
     async def close(self) -> None:
-        """Kill every worker, and return when all are gone."""
         for worker in [*self._idle, *self._busy]:
             self._kill_in_background(worker)
         self._idle.clear()

@@ -1,8 +1,8 @@
-"""The process in which large or costly bodies are decoded: see `gateway.decoding.pool`.
+"""The worker process of `gateway.decoding.pool`, which decodes large or expensive bodies.
 
-It reads calls from a socket and answers each with a result or an exception. Its memory is limited, it
-yields the CPU to the gateway and to Triton, and a timer ends it when a call outlives its deadline, also
-when the gateway itself is gone.
+It reads calls from a socket and sends a result or an exception for each. Its memory is limited, and its
+priority is lower than that of the gateway and Triton. A timer ends it if a call exceeds its deadline,
+even if the gateway has crashed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, Final
 from gateway.errors import GatewayError
 
 NICENESS: Final = 5
-DEADLINE_GRACE_S: Final = 1.0  # beyond the deadline, at which the gateway kills the process
+DEADLINE_GRACE_S: Final = 1.0  # the gateway itself kills the process at the deadline
 FRAME_COUNT: Final = struct.Struct("<I")
 FRAME_SIZE: Final = struct.Struct("<Q")
 
 
 def pack_message(message: Any) -> list[bytes | memoryview]:
-    """Return the frames of a message: a head with the size of each buffer, the pickle, the buffers.
+    """Return the frames of a message: a header with the size of each frame, the pickle, and its buffers.
 
     Arrays are not copied into the pickle (PEP 574).
     """
@@ -40,7 +40,7 @@ def pack_message(message: Any) -> list[bytes | memoryview]:
 
 
 def unpack_message(frames: list[bytearray]) -> Any:
-    """Return the message of these frames, whose arrays share the frames' memory."""
+    # The message's arrays share the frames' memory.
     return pickle.loads(frames[0], buffers=frames[1:])  # noqa: S301 - the peer is our own process
 
 
@@ -49,7 +49,7 @@ def unpack_frame_sizes(data: bytes | bytearray) -> list[int]:
 
 
 def receive_message(connection: socket.socket) -> Any:
-    """Return the next message. Raises `EOFError` when the gateway is gone."""
+    """Return the next message. Raises `EOFError` if the gateway closed the socket."""
     (count,) = FRAME_COUNT.unpack(read_exactly(connection, FRAME_COUNT.size))
     sizes = unpack_frame_sizes(read_exactly(connection, count * FRAME_SIZE.size))
     return unpack_message([read_exactly(connection, size) for size in sizes])
@@ -72,27 +72,25 @@ def send_frames(connection: socket.socket, frames: Iterable[bytes | memoryview])
 
 
 class WorkerOutOfMemory(Exception):
-    """The call needs more memory than a worker may take."""
+    """The call exceeds the worker's memory limit."""
 
 
 class WorkerCallError(Exception):
-    """The call raised what it never should: a fault in the gateway."""
+    """The call raised an unexpected exception, which is a bug of the gateway."""
 
 
 def run_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Return whether the call succeeded, and its result or its exception."""
     try:
         return True, function(*arguments)
     except GatewayError as exc:
         return False, exc
-    except (MemoryError, SystemError):  # which a library raises that did not expect the first
+    except (MemoryError, SystemError):  # some libraries raise SystemError when out of memory
         return False, WorkerOutOfMemory()
     except Exception as exc:  # noqa: BLE001 - the border of the process: the gateway logs it
         return False, WorkerCallError(f"{type(exc).__name__}: {exc}")
 
 
 def serve_calls(connection: socket.socket) -> None:
-    """Answer calls until the gateway closes the socket."""
     while True:
         try:
             function, arguments, timeout_s = receive_message(connection)
@@ -109,19 +107,19 @@ def serve_calls(connection: socket.socket) -> None:
 
 
 def data_segment_bytes() -> int:
-    """Return the memory that counts against RLIMIT_DATA now (proc(5), statm)."""
+    # RLIMIT_DATA limits this number (proc(5), statm).
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     return pages * resource.getpagesize()
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument; the second is the memory limit in bytes."""
+    """Serve calls. The arguments are the socket's file descriptor and the memory limit in bytes."""
     descriptor, max_memory_bytes = map(int, sys.argv[1:])
     os.nice(NICENESS)
-    # Millions of lists that a parser makes have no cycles; looking for some takes five times as long.
+    # Parsed documents have no reference cycles, and the garbage collector makes parsing five times slower.
     gc.disable()
     gc.freeze()
-    # Data, and not address space: NumPy's libraries reserve much more than they use.
+    # RLIMIT_AS is unsuitable: NumPy's libraries reserve much more address space than they use.
     resource.setrlimit(resource.RLIMIT_DATA, (data_segment_bytes() + max_memory_bytes,) * 2)
     with socket.socket(fileno=descriptor) as connection:
         serve_calls(connection)

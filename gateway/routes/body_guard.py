@@ -1,7 +1,7 @@
-"""The body of a request that passes through, as Triton gets it: read, inflated, in sizeable pieces, screened.
+"""The body of a pass-through request: reading, inflating, coalescing and validation.
 
-Triton has nothing to do before a body is whole, so holding a small piece back delays nothing. Many small
-ones end it: it keeps a buffer for each, and a list of them on its stack.
+Triton starts an inference only when the body is complete, so holding back small chunks delays nothing.
+Many small chunks crash Triton: it keeps a buffer for each, and a list of them on its stack.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
 PassthroughBody = bytes | AsyncIterator[bytes]
 
 MIN_CHUNK_BYTES: Final = 32 * 1024
-# A body that inflates to no more is sent whole, and may then go to a second replica.
+# A compressed body of at most this inflated size is sent as one buffer, so that it can be retried.
 MAX_BUFFERED_BYTES: Final = 1 << 20
-# Of the JSON that is parsed to see of which outputs classes are wanted.
+# Larger JSON is not parsed to find the outputs with a classification.
 MAX_PARSED_BYTES: Final = 64 * 1024
 BODY_FRAMING_HEADERS: Final = frozenset(
     (b"content-length", b"transfer-encoding", b"content-encoding")
@@ -35,7 +35,7 @@ BODY_FRAMING_HEADERS: Final = frozenset(
 
 
 async def buffer_small_body(message: Message, receive: Receive) -> Message:
-    """A small body whole: one that trickles is to hold neither a place nor a connection to Triton."""
+    # A client that sends a small body slowly must not hold a slot or a connection to Triton.
     pieces: list[bytes] = []
     while message["type"] == "http.request":
         pieces.append(message.get("body", b""))
@@ -53,7 +53,11 @@ def build_passthrough_body(
     limit: int,
     info: RequestInfo,
 ) -> PassthroughBody:
-    """The body whole when it came at once, else as it comes; `notes` count its bytes."""
+    """Return the body as bytes if it arrived in one message, else as a stream.
+
+    Adjusts the framing in `headers` and counts `info.bytes_in`. Raises `MalformedRequest`, `BodyTooLarge`
+    or `ClientDisconnect`, for a stream while it is read.
+    """
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     first: bytes = message.get("body", b"")
@@ -61,7 +65,7 @@ def build_passthrough_body(
         return stream_limited_body(first, receive, limit, info)
     if content_length is not None and len(first) != content_length:
         raise MalformedRequest(
-            f"the body has {len(first)} bytes, and its Content-Length says {content_length}"
+            f"the body has {len(first)} bytes, but its Content-Length is {content_length}"
         )
     if content_length is None:
         headers[:] = [header for header in headers if header[0] != b"transfer-encoding"]
@@ -91,7 +95,6 @@ async def stream_limited_body(
 
 
 async def coalesce_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes, in pieces of `LEAST_PIECE_BYTES` or more but for the last."""
     small: list[bytes] = []
     size = 0
     async for data in body:
@@ -105,29 +108,33 @@ async def coalesce_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield b"".join(small)
 
 
-# Compression: Triton keeps the memory of a compressed body that it refuses, and inflates without a limit.
+# Triton leaks the memory of a compressed body that it rejects and inflates without a limit, so that
+# compressed bodies are inflated here.
 
 
 async def inflate_body(
     body: PassthroughBody, encoding: str, limit: int, headers: Headers
 ) -> PassthroughBody:
-    """The body inflated, with the headers that frame it then. Raises `BodyTooLarge` or `Malformed`."""
+    """Return the inflated body and adjust the framing in `headers`.
+
+    Raises `BodyTooLarge` or `MalformedRequest`, for a stream while it is read.
+    """
     chunks = iterate_once(body) if isinstance(body, bytes) else body
     pieces = limit_length(inflate_chunks(chunks, ZLIB_WBITS[encoding]), limit)
     headers[:] = [header for header in headers if header[0] not in BODY_FRAMING_HEADERS]
     if isinstance(body, bytes):
-        begun: list[bytes] = []
-        left = MAX_BUFFERED_BYTES
+        buffered: list[bytes] = []
+        remaining_bytes = MAX_BUFFERED_BYTES
         async for piece in pieces:
-            begun.append(piece)
-            left -= len(piece)
-            if left < 0:
+            buffered.append(piece)
+            remaining_bytes -= len(piece)
+            if remaining_bytes < 0:
                 break
         else:
-            body = b"".join(begun)
+            body = b"".join(buffered)
             headers.append((b"content-length", b"%d" % len(body)))
             return body
-        pieces = prepend_chunks(begun, pieces)
+        pieces = prepend_chunks(buffered, pieces)
     headers.append((b"transfer-encoding", b"chunked"))
     return pieces
 
@@ -154,15 +161,15 @@ async def prepend_chunks(
         yield piece
 
 
-# Screening.
+# Validation of the JSON.
 
 
 async def guard_body(
     body: PassthroughBody, guard: JsonGuard, load_signature: Callable[[], Awaitable[Signature]]
 ) -> PassthroughBody:
-    """The body, of which Triton gets no byte that has not been screened.
+    """Return the body, of which every byte is validated before Triton receives it.
 
-    Raises `DoesNotFit` or `Malformed`, where it is streamed as it is read.
+    Raises `InputMismatch` or `MalformedRequest`, for a stream while it is read.
     """
     if not isinstance(body, bytes):
         return guard_chunks(body, guard, load_signature)
@@ -178,19 +185,18 @@ async def guard_chunks(
     guard: JsonGuard,
     load_signature: Callable[[], Awaitable[Signature]],
 ) -> AsyncIterator[bytes]:
-    """Of which outputs classes are wanted is not known before the end: none may be one that has none."""
     checked = False
     async for data in body:
         await guard_chunk(data, guard)
         if guard.has_classification and not checked:
             checked = True
+            # The output names may follow later in the stream, so that all outputs are checked.
             check_class_outputs(await load_signature(), None)
         yield data
     guard.finish()
 
 
 async def guard_chunk(data: bytes, guard: JsonGuard) -> None:
-    """Screen a piece of any size; others run in between."""
     if len(data) <= GUARD_CHUNK_BYTES:
         guard.feed(data)
         return
@@ -199,31 +205,30 @@ async def guard_chunk(data: bytes, guard: JsonGuard) -> None:
             guard.skip(len(data) - start)
             return
         guard.feed(data[start : start + GUARD_CHUNK_BYTES])
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # other requests run between the pieces
 
 
 def check_class_outputs(signature: Signature, output_names: list[str] | None) -> None:
-    """Of any output, where it cannot be said of which. Raises `DoesNotFit`."""
     names = list(signature.outputs) if output_names is None else output_names
     if names:
         find_outputs_without_classes(signature, names)
 
 
 def find_class_outputs(body: bytes) -> list[str] | None:
-    """The outputs of which the JSON of an inference wants classes; None where it can be read in two ways."""
+    """Return the outputs with a classification; None if the JSON is ambiguous or too large to parse."""
     if len(body) > MAX_PARSED_BYTES:
         return None
     try:
         outputs = json.loads(body, object_pairs_hook=reject_duplicate_keys)["outputs"]
         return [each["name"] for each in outputs if "classification" in each.get("parameters", {})]
     except KeyError:
-        return []  # it names no outputs
+        return []  # the request does not name outputs
     except (ValueError, RecursionError, TypeError, AttributeError):
         return None
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError("duplicate key")
+    return document

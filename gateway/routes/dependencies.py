@@ -1,4 +1,4 @@
-"""What the handlers work with; made once by the application's lifespan."""
+"""The services that handlers use, and the dependencies that check the caller's rights."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from gateway.triton.http.connection import Headers
 
 @dataclass(frozen=True)
 class Services:
+    """The application's components, created once by its lifespan."""
+
     settings: Settings
     pool: ReplicaPool
     models: ModelService
@@ -38,11 +40,10 @@ class Services:
     access: Authenticator
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
-    management_headers: Headers = field(default_factory=list)  # for Triton's own
+    management_headers: Headers = field(default_factory=list)  # open Triton's own management API
 
     def get_charge(self, info: RequestInfo) -> MemoryCharge:
-        """Return what the request holds of the memory budget; the edge releases it at the request's end."""
-        charge = info.charge
+        charge = info.charge  # `GatewayMiddleware` releases it at the end of the request
         if charge is None:
             charge = info.charge = MemoryCharge(self.memory)
         return charge
@@ -52,7 +53,7 @@ class Services:
         return self.settings.request_timeout_s
 
     def resolve_timeout_s(self, requested: str | None) -> float:
-        """The seconds a request may take; `asked` is its X-Request-Timeout. Raises `Malformed`."""
+        """Return the request's timeout from its X-Request-Timeout header. Raises `MalformedRequest`."""
         if requested is None:
             return self.settings.request_timeout_s
         try:
@@ -60,12 +61,11 @@ class Services:
         except ValueError:
             seconds = 0.0
         if not 0 < seconds < float("inf"):
-            raise MalformedRequest("X-Request-Timeout takes a number of seconds above 0")
+            raise MalformedRequest("X-Request-Timeout must be a positive number of seconds")
         return min(seconds, self.settings.max_request_timeout_s)
 
 
-async def get_services(request: Request) -> Services:
-    """A coroutine, because FastAPI runs any other dependency in a thread."""
+async def get_services(request: Request) -> Services:  # async: FastAPI runs others in a thread
     return cast(Services, request.app.state.services)
 
 
@@ -75,19 +75,21 @@ def require_right(
     for_all_models: bool = False,
     not_found_error: type[UnknownModel] = UnknownModel,
 ) -> Any:
-    """A handler gets its services by saying what for: none forgets to ask whether the caller may, and
-    sees the model that the path names."""
+    """Return a dependency that checks the caller's right to the path's model and provides the services.
+
+    Handlers get the services only this way, so that none can skip the check.
+    """
 
     async def check_right(request: Request) -> Services:
         if for_all_models:
             authorize_all_models(request.scope, right)
         else:
-            named = request.path_params
+            path_params = request.path_params
             authorize(
                 request.scope,
                 right,
-                named.get("model", ""),
-                named.get("version", ""),
+                path_params.get("model", ""),
+                path_params.get("version", ""),
                 not_found_error,
             )
         return cast(Services, request.app.state.services)

@@ -1,4 +1,4 @@
-"""`/livez`: this process lives. `/readyz`: requests can be served. Neither asks anybody."""
+"""Health endpoints: `/livez`, `/readyz` and `/v2/health/ready`. None of them sends a request to Triton."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ READINESS_SCHEMA = {
     "type": "object",
     "properties": {
         "ready": {"type": "boolean"},
-        "draining": {"type": "boolean", "description": "The gateway is about to end."},
+        "draining": {"type": "boolean", "description": "The gateway is shutting down."},
         "replicas": {
             "type": "object",
             "additionalProperties": {"type": "string"},
-            "description": "Each replica's state, by address.",
+            "description": "State of each replica, by address.",
         },
         "missing": {
             "type": "object",
@@ -42,7 +42,7 @@ READINESS_SCHEMA = {
                 "type": "object",
                 "additionalProperties": {"type": "string"},
             },
-            "description": "The required models that cannot be served, and why on each replica.",
+            "description": "Required models that are not ready, with the reason on each replica.",
         },
         "pending": {
             "type": "object",
@@ -50,21 +50,21 @@ READINESS_SCHEMA = {
                 "type": "object",
                 "additionalProperties": {"type": "string"},
             },
-            "description": "Models that were declared while the gateway ran and have not been ready "
-            "yet: they do not make it unready.",
+            "description": "Models that were declared after the gateway started and are not ready "
+            "yet. They do not affect `ready`.",
         },
     },
     "required": ["ready"],
 }
 LIVENESS_RESPONSES = build_error_responses() | build_success_response(
-    LIVENESS_SCHEMA, "This process lives."
+    LIVENESS_SCHEMA, "The gateway process is running."
 )
 READINESS_RESPONSES = (
     build_error_responses()
-    | build_success_response(READINESS_SCHEMA, "Requests can be served.")
+    | build_success_response(READINESS_SCHEMA, "The gateway is ready.")
     | {
         503: {
-            "description": "Requests cannot be served now.",
+            "description": "The gateway is not ready.",
             "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
             "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, schema.ERROR_SCHEMA]}}},
         }
@@ -73,7 +73,7 @@ READINESS_RESPONSES = (
 TEXT_PLAIN = "text/plain"
 V2_READY_RESPONSES = build_error_responses() | {
     200: {
-        "description": "Requests can be served.",
+        "description": "The fleet is ready.",
         "headers": REQUEST_ID_HEADER,
         "content": {TEXT_PLAIN: {"schema": {"type": "string", "maxLength": 0}}},
     }
@@ -84,48 +84,49 @@ class NotReady(Unavailable):
     code = "NOT_READY"
 
     def __init__(self) -> None:
-        super().__init__("the fleet is not ready; GET /readyz says what is missing")
+        super().__init__("the fleet is not ready; for the reason, see GET /readyz")
 
 
-@router.get("/livez", operation_id="livez", summary="Does it live?", responses=LIVENESS_RESPONSES)
+@router.get("/livez", operation_id="livez", summary="Liveness", responses=LIVENESS_RESPONSES)
 async def livez() -> dict[str, Any]:
-    """Never asks Triton: a gateway is not restarted because a Triton is."""
+    """Return 200 while the process runs, whatever the state of Triton: restarting would not help."""
     return {"live": True}
 
 
-@router.get(
-    "/readyz", operation_id="readyz", summary="Can it serve?", responses=READINESS_RESPONSES
-)
+@router.get("/readyz", operation_id="readyz", summary="Readiness", responses=READINESS_RESPONSES)
 async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
-    """200 when a replica is alive and every required model can be served; else 503, and what is missing.
+    """Return 200 if a replica is live and every required model is ready, else 503 with what is missing.
 
-    Required is what was declared when the gateway started, and what was declared and ready since.
-    Addresses and models are for who may see the fleet; whether it is ready, for everybody.
+    Models are required if they were declared when the gateway started, or declared later and ready since.
+    Callers without the right to see the fleet get only `ready`.
     """
-    found = services.repository.check_readiness(is_draining=request.state.drain.is_draining)
+    readiness = services.repository.check_readiness(is_draining=request.state.drain.is_draining)
     caller = get_caller(request)
-    document: dict[str, Any] = {"ready": found.is_ready}
+    document: dict[str, Any] = {"ready": readiness.is_ready}
     if Right.fleet in caller.rights:
-        document = dict(found.document)
+        document = dict(readiness.document)
     for key in document.keys() & {"missing", "pending"}:
-        document[key] = {model: at for model, at in document[key].items() if caller.can_see(model)}
-    headers = {} if found.is_ready else {"Retry-After": "1"}
-    return Response(orjson.dumps(document), 200 if found.is_ready else 503, headers, JSON)
+        document[key] = {
+            model: reasons for model, reasons in document[key].items() if caller.can_see(model)
+        }
+    headers = {} if readiness.is_ready else {"Retry-After": "1"}
+    return Response(orjson.dumps(document), 200 if readiness.is_ready else 503, headers, JSON)
 
 
 @router.get(
     "/v2/health/ready",
     operation_id="server_ready",
-    summary="Can the fleet serve? As Triton answers it",
+    summary="Readiness of the fleet, in Triton's format",
     responses=V2_READY_RESPONSES,
 )
 async def v2_ready(request: Request, services: ServicesForInference) -> Response:
-    """200 without a body as from Triton, or 503: the same as `/readyz`, and not what one replica says.
+    """Return 200 without a body, as Triton does, or 503. The status is that of `/readyz`.
 
-    A Triton with strict readiness answers 400 during every load and after one that failed.
+    No replica's own readiness is returned: with strict readiness, Triton returns 400 during every load and
+    after a failed one.
     """
     if not services.repository.check_readiness(
         is_draining=request.state.drain.is_draining
     ).is_ready:
         raise NotReady
-    return Response(headers={"Content-Type": TEXT_PLAIN})  # as Triton
+    return Response(headers={"Content-Type": TEXT_PLAIN})  # as Triton does

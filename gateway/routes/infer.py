@@ -1,4 +1,4 @@
-"""`POST /v1/models/{model}/infer`: decode, ask, encode."""
+"""Inference endpoints of `/v1`: `/infer` and KServe's `:predict`."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ from gateway.triton.json_guard import MAX_KEY_BYTES
 router = APIRouter(tags=["inference"])
 MAX_CONCURRENT_ROWS = 16
 FIRST_VALUES_COUNT = 8
-# Bytes of memory for a byte of the answer's tensors, which is written in JSON.
+# Bytes of memory per byte of the result's tensors, which are encoded as JSON.
 RESPONSE_MEMORY_FACTOR = 4
-# What stands in the types of documents that run scripts: text/html, image/svg+xml, application/xml, …
+# Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
 ACTIVE_CONTENT_WORDS = ("html", "xml", "xsl", "script", "multipart")
 ATTACHMENT_HEADERS = {"content-disposition": "attachment"}
 MAX_PARAMETERS = 1000
-# Converting values of this size is worth a thread: the event loop would notice.
+# Larger values are converted in a thread, because they would block the event loop.
 LARGE_ARRAY_BYTES = 1 << 20
-# Decoding more pixels takes long enough to be worth a process.
+# Images with more pixels are decoded in a process, because it can be killed at the deadline.
 MAX_THREAD_PIXELS = 4_000_000
-# A value in a list takes as long as so many bytes of an array, and a byte of what may be an image as four.
+# Costs of a list's value and of a character, as the bytes of an array that take as long to convert.
 BYTES_PER_LISTED_VALUE = 32
 BYTES_PER_CHARACTER = 4
-# Of an image only the header is read at first, which takes as long as converting an array of this size.
+# Reading an image's header takes as long as converting an array of this size.
 IMAGE_HEADER_COST_BYTES = LARGE_ARRAY_BYTES // 4
 
-# What the API's description says.
+# The API's description.
 INFER_ERROR_RESPONSES = build_error_responses(404, 406, 409, 415, 502, 504)
 BINARY_CONTENT = {"schema": schema.BINARY_SCHEMA}
 INFER_RESPONSE_SCHEMA = {
@@ -85,7 +85,7 @@ INFER_RESPONSE_SCHEMA = {
 }
 DRY_RUN_SCHEMA = {
     "type": "object",
-    "description": "With `dry_run`: the tensors.",
+    "description": "The tensors, if `dry_run` is true.",
     "properties": {
         "model": {"type": "string"},
         "version": {"type": "string"},
@@ -129,39 +129,39 @@ INFER_RESPONSES[200]["content"] |= {
     NPY: BINARY_CONTENT,
     NPZ: BINARY_CONTENT,
     **schema.STREAM_CONTENT,
-    # One output raw, by the type that the model declares for it.
+    # A single output in the content type that the model declares.
     "*/*": BINARY_CONTENT,
 }
 PREDICT_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
-    PREDICT_RESPONSE_SCHEMA, "A value for each row, or the columns."
+    PREDICT_RESPONSE_SCHEMA, "One prediction per row, or the outputs as columns."
 )
 INFER_HEADER_PARAMETERS = [
     {
         "name": "X-Request-Timeout",
         "in": "header",
         "required": False,
-        "description": "Seconds until the request is given up; the gateway has a limit of its own.",
+        "description": "Timeout of the request in seconds, up to the gateway's own maximum.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     },
     {
         "name": "X-Request-ID",
         "in": "header",
         "required": False,
-        "description": "A name for the request, in the answer and in the logs.",
+        "description": "ID of the request in the response and in the logs.",
         "schema": {"type": "string"},
     },
     {
         "name": "X-Sequence-ID",
         "in": "header",
         "required": False,
-        "description": "The sequence that the request belongs to; a number, or a text.",
+        "description": "ID of the request's sequence: a number or a string.",
         "schema": {"type": "string", "maxLength": sequence.MAX_SEQUENCE_ID_BYTES},
     },
     {
         "name": "X-Sequence",
         "in": "header",
         "required": False,
-        "description": "Whether the sequence starts or ends with the request.",
+        "description": "Set to start or end the sequence with this request.",
         "schema": {"type": "string", "examples": ["start", "end", "start, end"]},
     },
 ]
@@ -175,7 +175,7 @@ PREDICT_REQUEST_SCHEMA = {
         "instances": {
             "type": "array",
             "minItems": 1,
-            "description": "Rows: values, or objects of values by input name.",
+            "description": "Rows: a value each, or an object of values by input name.",
         },
         "inputs": {"description": "Columns: a value, or an object of values by input name."},
         "signature_name": {},
@@ -193,24 +193,24 @@ PREDICT_OPENAPI = {
 
 @dataclass(frozen=True)
 class InferExchange:
-    """One request to a model: what answers it, and until when."""
+    """One request to a model, with its deadline and the resources that it holds."""
 
     services: Services
     signature: Signature
     request_id: str
     timeout_s: float
     deadline: float
-    trace_headers: Headers  # the caller's trace context, for Triton
-    caller: str  # the name of its key
-    step: SequenceStep | None  # of a sequence, as its headers say
+    trace_headers: Headers  # the client's trace context
+    caller: str  # the name of the caller's key
+    step: SequenceStep | None  # from the sequence headers
     charge: MemoryCharge
-    exit_stack: AsyncExitStack  # what is given back at the end
+    exit_stack: AsyncExitStack  # releases the slot
 
     async def acquire_slot(self) -> None:
-        """Take a place for the inference. Not before the body is there: one that trickles would hold it."""
-        gate, model = self.services.admission, self.signature.model
-        await gate.acquire(model, self.timeout_s, self.caller)
-        self.exit_stack.callback(gate.release, model)
+        # Called after the body is received, so that a slow client does not hold a slot.
+        admission, model = self.services.admission, self.signature.model
+        await admission.acquire(model, self.timeout_s, self.caller)
+        self.exit_stack.callback(admission.release, model)
 
     @property
     def payload_limits(self) -> PayloadLimits:
@@ -225,11 +225,10 @@ class InferExchange:
 
     @property
     def remaining_s(self) -> float:
-        """The seconds until the deadline."""
         return max(self.deadline - anyio.current_time(), 0.0)
 
     async def receive_inputs(self, request: Request) -> tuple[Payload, InferInputs]:
-        """Receive the body, take a place, and return the tensors and what else the body said."""
+        """Receive the body, acquire a slot, and return the body's payload and its tensors."""
         decoders = self.services.decode_executor
         body = await receive_payload(request, self.payload_limits, decoders, self.charge)
         await self.acquire_slot()
@@ -242,26 +241,25 @@ class InferExchange:
         return await run(decode_form, body, *arguments)
 
     async def convert_payload(self, payload: Payload) -> InferInputs:
-        """Return the tensors; images and large arrays are converted off the event loop."""
         decoders = self.services.decode_executor
-        look = partial(inspect_payload, payload, self.signature, self.image_limits)
+        inspect = partial(inspect_payload, payload, self.signature, self.image_limits)
         is_large = estimate_payload_bytes(payload) > LARGE_ARRAY_BYTES
-        screened = await decoders.run_in_thread(0, look) if is_large else look()
-        cost = screened.decoding_cost
-        self.charge.add(screened.decoded_bytes)
+        inspected = await decoders.run_in_thread(0, inspect) if is_large else inspect()
+        cost = inspected.decoding_cost
+        self.charge.add(inspected.decoded_bytes)
         if cost > MAX_THREAD_PIXELS:
-            arguments = (screened, self.signature)
+            arguments = (inspected, self.signature)
             return await decoders.run_in_process(
                 cost, self.remaining_s, convert_payload, *arguments
             )
         if cost or is_large:
             return await decoders.run_in_thread(
-                cost, partial(convert_payload, screened, self.signature)
+                cost, partial(convert_payload, inspected, self.signature)
             )
-        return convert_payload(screened, self.signature)
+        return convert_payload(inspected, self.signature)
 
     async def receive_predict_inputs(self, request: Request) -> tuple[bool, list[InferInputs]]:
-        """Receive the body of `:predict` and take a place; whether it has columns, and the tensors."""
+        """Receive the body, acquire a slot, and return whether the body has columns, and its tensors."""
         body = await read_request_body(request, self.payload_limits.max_bytes, self.charge)
         await self.acquire_slot()
         decoders = self.services.decode_executor
@@ -285,26 +283,24 @@ class InferExchange:
     async def build_response(
         self, results: list[InferResult], render: Callable[[], EncodedBody]
     ) -> Response:
-        """Return the answer as `render` writes it, in a thread if it is large."""
         is_large = any(result.is_large for result in results)
-        rendered = (
+        encoded = (
             await self.services.decode_executor.run_in_thread(0, render) if is_large else render()
         )
-        # A browser that is sent to an output which could run a script saves it.
-        headers = ATTACHMENT_HEADERS if is_active_content(rendered.content_type) else None
-        return Response(rendered.body, headers=headers, media_type=rendered.content_type)
+        # Browsers download an output that could run a script instead of displaying it.
+        headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
+        return Response(encoded.body, headers=headers, media_type=encoded.content_type)
 
     def build_call_options(self, payload: Payload) -> CallOptions:
-        if len(payload.parameters) > MAX_PARAMETERS:  # which keep Triton busy for minutes
-            raise MalformedRequest(f"a request has at most {MAX_PARAMETERS} parameters")
-        if max(map(len, payload.parameters), default=0) > MAX_KEY_BYTES:  # as do long names
-            raise MalformedRequest(
-                f"the name of a parameter has at most {MAX_KEY_BYTES} characters"
-            )
+        # Triton takes minutes for many parameters, and for long names.
+        if len(payload.parameters) > MAX_PARAMETERS:
+            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
+        if max(map(len, payload.parameters), default=0) > MAX_KEY_BYTES:
+            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
         step = sequence.parse_sequence_parameters(payload.parameters)
         if step is not None and self.step is not None:
             raise MalformedRequest(
-                "the sequence is named by X-Sequence-ID and by a parameter; name it once"
+                "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
             )
         outputs = check_output_names(self.signature, payload.outputs)
         return CallOptions(
@@ -321,7 +317,7 @@ class InferExchange:
 async def open_exchange(
     request: Request, services: Services, model: str, version: str
 ) -> AsyncIterator[InferExchange]:
-    """Everything inside ends at the request's deadline. Raises `DeadlinePassed`."""
+    """Provide an exchange that is cancelled at the request's deadline. Raises `DeadlinePassed`."""
     timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
     async with AsyncExitStack() as stack:
         with enforce_timeout(timeout_s):
@@ -347,15 +343,15 @@ async def start_exchange(
 ) -> InferExchange:
     deadline = anyio.current_time() + timeout_s
     signature = await services.models.get_signature(model, version)
-    notes: RequestInfo = request.scope["request_info"]
-    notes.model, notes.version = signature.model, signature.version
+    info: RequestInfo = request.scope["request_info"]
+    info.model, info.version = signature.model, signature.version
     trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT_HEADERS]
     step = sequence.parse_sequence_headers(
         request.headers.get("x-sequence-id"), request.headers.get("x-sequence")
     )
-    charge = services.get_charge(notes)
+    charge = services.get_charge(info)
     return InferExchange(
-        *(services, signature, notes.request_id, timeout_s, deadline, trace, notes.key, step),
+        *(services, signature, info.request_id, timeout_s, deadline, trace, info.key, step),
         charge=charge,
         exit_stack=exit_stack,
     )
@@ -380,93 +376,100 @@ async def handle_infer(
     services: ServicesForInference,
     model: str,
     version: str = "",
-    dry_run: Annotated[bool, Query(description="Answer the tensors, and send nothing.")] = False,
+    dry_run: Annotated[
+        bool, Query(description="Return the tensors without running the model.")
+    ] = False,
 ) -> Response:
-    """Inference from what people have: an image, a text, numbers, a form, JSON or NumPy's files."""
-    form = choose_stream_type(request.headers.get("accept", ""))
-    if form and not dry_run:
-        return await stream_inference(request, services, model, version, form)
-    async with open_exchange(request, services, model, version) as asked:
-        payload, inputs = await asked.receive_inputs(request)
-        outputs = check_output_names(asked.signature, payload.outputs) or tuple(
-            asked.signature.outputs
+    """Run inference on an image, a text, numbers, a form, JSON or a NumPy file."""
+    stream_type = choose_stream_type(request.headers.get("accept", ""))
+    if stream_type and not dry_run:
+        return await stream_inference(request, services, model, version, stream_type)
+    async with open_exchange(request, services, model, version) as exchange:
+        payload, inputs = await exchange.receive_inputs(request)
+        outputs = check_output_names(exchange.signature, payload.outputs) or tuple(
+            exchange.signature.outputs
         )
-        render = choose_result_encoder(request.headers.get("accept", ""), asked.signature, outputs)
+        render = choose_result_encoder(
+            request.headers.get("accept", ""), exchange.signature, outputs
+        )
         if dry_run:
             document = await services.decode_executor.run_in_thread(
-                0, partial(build_dry_run_description, asked.signature, inputs)
+                0, partial(build_dry_run_description, exchange.signature, inputs)
             )
             return Response(orjson.dumps(document), media_type=JSON)
-        result = await asked.run_inference(inputs, payload)
-        return await asked.build_response([result], partial(render, result))
+        result = await exchange.run_inference(inputs, payload)
+        return await exchange.build_response([result], partial(render, result))
 
 
 async def stream_inference(
     request: Request, services: Services, model: str, version: str, stream_type: str
 ) -> Response:
-    """As the answers are made. Until the first is there, a failure is an answer like any other; then each
-    may take as long as the first might have."""
+    """Return the results as a stream.
+
+    An error before the first result is an ordinary error response. The timeout applies to each result.
+    """
     timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
     async with AsyncExitStack() as stack:
         with enforce_timeout(timeout_s):
-            asked = await start_exchange(request, services, model, version, timeout_s, stack)
-            payload, inputs = await asked.receive_inputs(request)
-        call = asked.build_call_options(payload)
-        results = await services.models.stream(asked.signature, inputs, call, timeout_s)
-        return InferStreamResponse(results, stream_type, asked.request_id, stack.pop_all())
+            exchange = await start_exchange(request, services, model, version, timeout_s, stack)
+            payload, inputs = await exchange.receive_inputs(request)
+        call = exchange.build_call_options(payload)
+        results = await services.models.stream(exchange.signature, inputs, call, timeout_s)
+        return InferStreamResponse(results, stream_type, exchange.request_id, stack.pop_all())
 
 
 @router.post(
     "/v1/models/{model}:predict",
     operation_id="predict",
-    summary="Inference with a model, in KServe's V1 dialect",
+    summary="Inference with a model, in KServe's V1 format",
     responses=PREDICT_RESPONSES,
     openapi_extra=PREDICT_OPENAPI,
 )
 @router.post(
     "/v1/models/{model}/versions/{version}:predict",
     operation_id="predict_version",
-    summary="Inference with a version of a model, in KServe's V1 dialect",
+    summary="Inference with a version of a model, in KServe's V1 format",
     responses=PREDICT_RESPONSES,
     openapi_extra=PREDICT_OPENAPI,
 )
 async def predict(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> Response:
-    """KServe's V1 dialect: `instances` (rows) → `predictions`, or `inputs` (columns) → `outputs`."""
-    async with open_exchange(request, services, model, version) as asked:
-        is_columns, pieces = await asked.receive_predict_inputs(request)
-        results = await infer_all(pieces, asked)
+    """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
+    async with open_exchange(request, services, model, version) as exchange:
+        is_columns, pieces = await exchange.receive_predict_inputs(request)
+        results = await infer_all(pieces, exchange)
         if is_columns:
-            return await asked.build_response(
+            return await exchange.build_response(
                 results, partial(kserve_v1.encode_output_columns, results[0])
             )
-        return await asked.build_response(results, partial(kserve_v1.encode_predictions, results))
+        return await exchange.build_response(
+            results, partial(kserve_v1.encode_predictions, results)
+        )
 
 
 async def infer_all(inputs_list: list[InferInputs], exchange: InferExchange) -> list[InferResult]:
-    """Return the answers to the inferences of one request, in their order."""
-    if exchange.step is not None and len(inputs_list) > 1:  # they would have no order
+    # Concurrent inferences have no order, which a sequence requires.
+    if exchange.step is not None and len(inputs_list) > 1:
         raise InputMismatch(
-            "the model has no batch dimension: a step of a sequence has one instance"
+            "the model has no batch dimension: a sequence step must have exactly one instance"
         )
-    gate = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
 
-    async def one(inputs: InferInputs) -> InferResult:
-        async with gate:
+    async def infer_one(inputs: InferInputs) -> InferResult:
+        async with semaphore:
             return await exchange.run_inference(inputs, Payload({}))
 
-    return list(await asyncio.gather(*map(one, inputs_list)))
+    return list(await asyncio.gather(*map(infer_one, inputs_list)))
 
 
 def is_active_content(content_type: str) -> bool:
-    """Whether a document of this type can run a script, be it in a part of it."""
-    kind = content_type.lower()
-    return any(word in kind for word in ACTIVE_CONTENT_WORDS)
+    content_type = content_type.lower()
+    return any(word in content_type for word in ACTIVE_CONTENT_WORDS)
 
 
 def estimate_payload_bytes(payload: Payload) -> int:
-    """About how many bytes there are to convert; of what is large, a number above `LARGE_ARRAY_BYTES`."""
+    """Return the approximate size, or any number above `LARGE_ARRAY_BYTES` for a large payload."""
     return sum(
         estimate_value_bytes(part.value) for parts in payload.parts.values() for part in parts
     )
@@ -479,23 +482,22 @@ def estimate_value_bytes(value: Any) -> int:
         return IMAGE_HEADER_COST_BYTES
     if not isinstance(value, list):
         return BYTES_PER_CHARACTER * len(value) if isinstance(value, (str, bytes)) else 0
-    level, size = value, BYTES_PER_LISTED_VALUE * len(value)
-    while level and size <= LARGE_ARRAY_BYTES:
-        kinds = set(map(type, level))
-        if not kinds.isdisjoint((str, bytes)):
+    items, size = value, BYTES_PER_LISTED_VALUE * len(value)
+    while items and size <= LARGE_ARRAY_BYTES:
+        types = set(map(type, items))
+        if not types.isdisjoint((str, bytes)):
             size += sum(
-                map(estimate_value_bytes, (item for item in level if not isinstance(item, list)))
+                map(estimate_value_bytes, (item for item in items if not isinstance(item, list)))
             )
-        if list not in kinds:
+        if list not in types:
             break
-        nested = chain.from_iterable(item for item in level if isinstance(item, list))
-        level = list(islice(nested, LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1))
-        size += BYTES_PER_LISTED_VALUE * len(level)
+        nested = chain.from_iterable(item for item in items if isinstance(item, list))
+        items = list(islice(nested, LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1))
+        size += BYTES_PER_LISTED_VALUE * len(items)
     return size
 
 
 def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapping[str, Any]:
-    """What `?dry_run=true` answers: the tensors that would be sent."""
     return {
         "model": signature.model,
         "version": signature.version,
@@ -513,7 +515,7 @@ def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapp
 
 
 def encoded_size_bytes(array: np.ndarray) -> int:
-    """The size on the wire; an element of BYTES has its length before it, in 4 bytes."""
+    # On the wire, each element of BYTES is preceded by its length in 4 bytes.
     return sum(4 + len(value) for value in array.flat) if array.dtype.kind == "O" else array.nbytes
 
 

@@ -1,4 +1,4 @@
-"""`GET /metrics`: the gateway's own page and every replica's, as one."""
+"""`GET /metrics`: one page with the metrics of the gateway and of every replica."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])
 
 MAX_SCRAPE_TIMEOUT_S: Final = 2.0
-SCRAPE_MARGIN_S: Final = 0.25  # for merging, and for the way back to Prometheus
+SCRAPE_MARGIN_S: Final = 0.25  # for merging the pages and sending the response
 MAX_PAGE_BYTES: Final = 16 << 20
 SCRAPE_HEADERS: Final = [(b"accept", b"text/plain;version=0.0.4"), (b"content-length", b"0")]
 OPEN_METRICS_TYPES: Final = ("application/openmetrics-text",)
 CLASSIC_TYPES: Final = ("text/plain", "text/*", "*/*")
 GZIP_WINDOW: Final = 16 + zlib.MAX_WBITS
 GZIP_LEVEL: Final = 4
-# A thread that reads pages gives the interpreter to the event loop after so many lines.
+# A thread that parses pages releases the GIL to the event loop after this number of lines.
 SLICE_LINES: Final = 100
 PAUSE_S: Final = 0.0001
 PAGE_BATCH_BYTES: Final = 256 << 10
 TEXT_CONTENT: Final = {"schema": {"type": "string"}}
 METRICS_RESPONSES: Final = build_error_responses() | {
     200: {
-        "description": "The page, in the form that `Accept` asks for.",
+        "description": "The page, in the format that `Accept` selects.",
         "headers": REQUEST_ID_HEADER | {"Vary": {"required": True, "schema": {"type": "string"}}},
         "content": {"text/plain": TEXT_CONTENT, "application/openmetrics-text": TEXT_CONTENT},
     }
@@ -63,7 +63,7 @@ METRICS_RESPONSES: Final = build_error_responses() | {
 
 @dataclass
 class Scrape:
-    """What came of asking one replica for its page; without `families` it failed, and why."""
+    """The result of scraping one replica. If it failed, `families` is None and `reason` says why."""
 
     replica: str
     page_cache: PageCache
@@ -76,12 +76,12 @@ class Scrape:
 @router.get(
     "/metrics",
     operation_id="metrics",
-    summary="The gateway's metrics and every replica's",
+    summary="Metrics of the gateway and all replicas",
     response_class=StreamingResponse,
     responses=METRICS_RESPONSES,
 )
 async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Response:
-    """A replica that does not answer costs its own samples, never the page."""
+    """Return the merged metrics. If a replica does not respond, only its samples are missing."""
     headers = request.headers
     timeout_s = parse_scrape_timeout(headers.get("x-prometheus-scrape-timeout-seconds", ""))
     pool = services.pool
@@ -94,61 +94,61 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
         )
     )
     services.metrics.flush()
-    view = list(services.metrics.collector_registry.collect())  # of what the event loop changes
+    # Collected here, because these metrics read state that the event loop changes.
+    loop_metrics = list(services.metrics.collector_registry.collect())
     families = await to_thread.run_sync(
-        merge_metrics_pages, services.metrics.collect, view, scrapes
+        merge_metrics_pages, services.metrics.collect, loop_metrics, scrapes
     )
-    form = choose_page_format(headers.get("accept", ""))
-    page: Iterator[bytes] = (piece.encode() for piece in encode_page(families, form))
-    about = {"content-type": form.value, "vary": "Accept, Accept-Encoding"}
+    page_format = choose_page_format(headers.get("accept", ""))
+    page: Iterator[bytes] = (piece.encode() for piece in encode_page(families, page_format))
+    response_headers = {"content-type": page_format.value, "vary": "Accept, Accept-Encoding"}
     if parse_quality_value(headers.get("accept-encoding", ""), ("gzip", "*")) > 0:
-        about["content-encoding"] = "gzip"
+        response_headers["content-encoding"] = "gzip"
         page = gzip_chunks(page)
-    return StreamingResponse(batch_chunks(page), headers=about)  # which has each made in a thread
+    # Starlette runs the generator in a thread.
+    return StreamingResponse(batch_chunks(page), headers=response_headers)
 
 
-# Asking.
+# Scraping.
 
 
 def parse_scrape_timeout(header: str) -> float:
-    """How long replicas may take: less than Prometheus waits, and never long."""
     try:
-        told_s = float(header)
+        prometheus_s = float(header)
     except ValueError:
-        told_s = MAX_SCRAPE_TIMEOUT_S
-    limit_s = min(told_s, MAX_SCRAPE_TIMEOUT_S) if told_s > 0 else MAX_SCRAPE_TIMEOUT_S
+        prometheus_s = MAX_SCRAPE_TIMEOUT_S
+    limit_s = min(prometheus_s, MAX_SCRAPE_TIMEOUT_S) if prometheus_s > 0 else MAX_SCRAPE_TIMEOUT_S
     return max(limit_s - SCRAPE_MARGIN_S, limit_s / 2)
 
 
 async def scrape_replica(replica: Replica, timeout_s: float, *, is_down: bool) -> Scrape:
-    """One that is known to be down is not asked."""
-    scrape = Scrape(replica.name, replica.page_cache, reason="it is down")
+    scrape = Scrape(replica.name, replica.page_cache, reason="the replica is down")
     if is_down:
         return scrape
-    scrape.reason = f"no answer within {timeout_s:g} s"
-    began = time.perf_counter()
+    scrape.reason = f"no response within {timeout_s:g} s"
+    started = time.perf_counter()
     with anyio.move_on_after(timeout_s):
         try:
             scrape.page = await fetch_metrics_page(replica, timeout_s)
         except GatewayError as exc:
             scrape.reason = exc.detail
-    scrape.duration_s = time.perf_counter() - began
+    scrape.duration_s = time.perf_counter() - started
     return scrape
 
 
 async def fetch_metrics_page(replica: Replica, timeout_s: float) -> bytes:
-    answer = await replica.metrics.send(b"GET", b"/metrics", SCRAPE_HEADERS, timeout_s=timeout_s)
+    response = await replica.metrics.send(b"GET", b"/metrics", SCRAPE_HEADERS, timeout_s=timeout_s)
     try:
-        if answer.status != 200:
-            raise BadUpstream(f"it answers {answer.status}")
+        if response.status != 200:
+            raise BadUpstream(f"the replica returned status {response.status}")
         page = bytearray()
-        while chunk := await answer.next_chunk():
+        while chunk := await response.next_chunk():
             page += chunk
             if len(page) > MAX_PAGE_BYTES:
-                raise BadUpstream("its page is too large")
+                raise BadUpstream(f"the metrics page exceeds {MAX_PAGE_BYTES >> 20} MiB")
         return bytes(page)
     finally:
-        answer.close()
+        response.close()
 
 
 # Merging, in a thread.
@@ -156,17 +156,16 @@ async def fetch_metrics_page(replica: Replica, timeout_s: float) -> bytes:
 
 def merge_metrics_pages(
     collect_own: Callable[[], Iterable[Metric]],
-    view_metrics: Iterable[Metric],
+    loop_metrics: Iterable[Metric],
     scrapes: Sequence[Scrape],
 ) -> Families:
-    """The families of the gateway's own metrics, of this scrape's gauges, and of all replicas."""
     parse_scrapes(scrapes)
     pages = {scrape.replica: scrape.families for scrape in scrapes if scrape.families is not None}
-    metrics = chain(collect_own(), view_metrics, collect_scrape_gauges(scrapes))
-    families, left_out = merge_families(convert_metrics(metrics), pages)
-    for replica, names in left_out.items():
+    metrics = chain(collect_own(), loop_metrics, collect_scrape_gauges(scrapes))
+    families, omitted = merge_families(convert_metrics(metrics), pages)
+    for replica, names in omitted.items():
         log.warning(
-            "left out of the metrics of the replica %s, because other servers' mean something else: %s",
+            "omitted metrics of replica %s whose types differ from those of other servers: %s",
             replica,
             join_names(names),
         )
@@ -182,52 +181,54 @@ def parse_scrapes(scrapes: Sequence[Scrape]) -> None:
                 )
                 time.sleep(PAUSE_S)
             except InvalidExposition as exc:
-                scrape.reason = f"its page is no exposition: {exc}"
+                scrape.reason = f"invalid metrics page: {exc}"
         if scrape.families is None:
-            log.info("no metrics of the replica %s: %s", scrape.replica, scrape.reason)
+            log.info("no metrics from replica %s: %s", scrape.replica, scrape.reason)
 
 
 def iterate_with_pauses(lines: Sequence[str]) -> Iterator[str]:
-    """With naps: without them a request on the event loop would wait for all of it."""
+    """Yield the lines with pauses, in which the event loop gets the GIL."""
     for start in range(0, len(lines), SLICE_LINES):
         yield from lines[start : start + SLICE_LINES]
         time.sleep(PAUSE_S)
 
 
 def convert_metrics(metrics: Iterable[Metric]) -> Families:
-    """Of prometheus_client's objects, named as in the classic form."""
     families: Families = {}
     for metric in metrics:
+        # The classic text format has the suffix in the family's name.
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         family = families[name] = Family(name, metric.type, metric.documentation)
         family.sample_names = {name + part for part in SAMPLE_SUFFIXES[metric.type]}
         for number, (part, labels, value, *_) in enumerate(metric.samples, 1):
-            inside = join_labels(
+            joined = join_labels(
                 (label, escape_label_value(text)) for label, text in labels.items()
             )
-            written = f"{{{inside}}}" if inside else ""
-            family.samples.append((part, written, floatToGoString(value)))  # type: ignore[no-untyped-call]
+            label_text = f"{{{joined}}}" if joined else ""
+            family.samples.append((part, label_text, floatToGoString(value)))  # type: ignore[no-untyped-call]
             if not number % SLICE_LINES:
                 time.sleep(PAUSE_S)
     return families
 
 
 def collect_scrape_gauges(scrapes: Sequence[Scrape]) -> Iterator[Metric]:
-    """Of this scrape alone, and so not kept among the gateway's own metrics, which workers add up."""
+    # Not registered with the gateway's own metrics, because workers add those up.
     up = GaugeMetricFamily(
         "gateway_scrape_up", "1 if the replica's metrics are in this page.", labels=["replica"]
     )
-    took = GaugeMetricFamily(
-        "gateway_scrape_duration_seconds", "How long the replica's page took.", labels=["replica"]
+    duration = GaugeMetricFamily(
+        "gateway_scrape_duration_seconds",
+        "Time to fetch the replica's metrics.",
+        labels=["replica"],
     )
     for scrape in scrapes:
         up.add_metric([scrape.replica], float(scrape.families is not None))
-        took.add_metric([scrape.replica], scrape.duration_s)
-    yield from (up, took)
+        duration.add_metric([scrape.replica], scrape.duration_s)
+    yield from (up, duration)
 
 
 def batch_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Of such a size that it is worth the way to a thread and back."""
+    # Each item is passed from a thread to the event loop, which is slow for small chunks.
     batch = bytearray()
     for piece in chunks:
         batch += piece
@@ -239,32 +240,32 @@ def batch_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW)
+    compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW)
     for piece in chunks:
-        yield packer.compress(piece)
-    yield packer.flush()
+        yield compressor.compress(piece)
+    yield compressor.flush()
 
 
-# What is asked for.
+# Content negotiation.
 
 
 def choose_page_format(accept: str) -> PageFormat:
-    """OpenMetrics for who would rather have it; the classic form for everybody else."""
-    wanted = parse_quality_value(accept, OPEN_METRICS_TYPES, "1.0.0")
-    open_metrics = wanted > 0 and wanted >= parse_quality_value(accept, CLASSIC_TYPES, "0.0.4")
-    return PageFormat.OPEN_METRICS if open_metrics else PageFormat.PROMETHEUS_TEXT
+    open_metrics = parse_quality_value(accept, OPEN_METRICS_TYPES, "1.0.0")
+    classic = parse_quality_value(accept, CLASSIC_TYPES, "0.0.4")
+    is_open_metrics = open_metrics > 0 and open_metrics >= classic
+    return PageFormat.OPEN_METRICS if is_open_metrics else PageFormat.PROMETHEUS_TEXT
 
 
 def parse_quality_value(header: str, names: Sequence[str], version: str = "") -> float:
-    """What the header gives to the first of these names that it has (RFC 9110, section 12.4.2)."""
-    found: dict[str, float] = {}
+    """Return the weight of the first of these names in the header, else 0 (RFC 9110, section 12.4.2)."""
+    weights: dict[str, float] = {}
     for entry in header.lower().split(","):
-        name, *told = (part.strip() for part in entry.split(";"))
-        parameters = dict(part.partition("=")[::2] for part in told)
+        name, *fields = (part.strip() for part in entry.split(";"))
+        parameters = dict(part.partition("=")[::2] for part in fields)
         try:
             weight = float(parameters.get("q", "1"))
         except ValueError:
             continue
         if 0 <= weight <= 1 and parameters.get("version", version).strip('"') == version:
-            found[name] = max(found.get(name, 0.0), weight)
-    return next((found[name] for name in names if name in found), 0.0)
+            weights[name] = max(weights.get(name, 0.0), weight)
+    return next((weights[name] for name in names if name in weights), 0.0)

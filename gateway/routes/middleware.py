@@ -1,4 +1,4 @@
-"""The outermost layer: every request gets an id, a place in the metrics and a line in the log."""
+"""The outermost ASGI layer: request IDs, authentication, rate limits, metrics, access log and traces."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gateway.tracing import Trace, choose_request_id, is_probe
 
 log = logging.getLogger("gateway.access")
 
-# What a model answers is never taken for a page, nor runs as one where it says that it is one.
+# Browsers must not run a model's output as a page of the gateway's origin.
 MODEL_PATH_PREFIX = "/v1/"
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
 HTML_MEDIA_TYPE = b"text/html"
-# The pages are the documentation's, whose scripts and styles come from there.
+# FastAPI's documentation pages load their scripts and styles from this host.
 DOCS_CDN = "https://cdn.jsdelivr.net"
 DOCS_SECURITY_POLICY = "; ".join(
     (
@@ -50,59 +50,59 @@ HTML_SECURITY_HEADERS = (
 
 
 class GatewayMiddleware:
-    """The ASGI application: `/v2` goes straight to Triton, ahead of the framework; the rest is its."""
+    """The ASGI application. Requests to `/v2` go to Triton without the framework; FastAPI serves the rest."""
 
     def __init__(self, framework: FastAPI) -> None:
         self._framework = framework
-        self.services: Services | None = None  # set while the application's lifespan lasts
+        self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self.services
         if scope["type"] != "http" or services is None:
             await self._framework(scope, receive, send)
             return
-        began = perf_counter()
-        notes = RequestInfo(choose_request_id(scope["headers"]))
-        current_request_info.set(notes)
-        scope["request_id"] = notes.request_id
-        scope["request_info"] = notes
+        started = perf_counter()
+        info = RequestInfo(choose_request_id(scope["headers"]))
+        current_request_info.set(info)
+        scope["request_id"] = info.request_id
+        scope["request_info"] = info
         if services.tracer is not None and not is_probe(scope["path"]):
-            notes.trace = services.tracer.start_trace(scope["method"], scope["headers"])
-        way = V2_ROUTE if is_passthrough(scope["raw_path"]) else V1_ROUTE
+            info.trace = services.tracer.start_trace(scope["method"], scope["headers"])
+        route_group = V2_ROUTE if is_passthrough(scope["raw_path"]) else V1_ROUTE
         in_flight = services.metrics.in_flight
-        in_flight[way] += 1
+        in_flight[route_group] += 1
         status = CLIENT_CLOSED_REQUEST
         try:
-            notes.caller = caller = services.access.authenticate(scope)
-            notes.key = caller.name
+            info.caller = caller = services.access.authenticate(scope)
+            info.key = caller.name
             if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
                 await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
-            if way is V2_ROUTE:
+            if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
             else:
-                status = await self._call_framework(scope, receive, send, notes)
+                status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
             status = await send_refusal(scope, receive, send, exc)
         except asyncio.CancelledError:
-            log.debug("the client left")  # the server cancels us then; there is nobody to answer
+            log.debug("the client disconnected")  # the server cancels the request then
         finally:
-            if notes.charge is not None:
-                notes.charge.release()
-            in_flight[way] -= 1
-            duration_s = perf_counter() - began
-            services.metrics.observe(notes, status, duration_s)
-            log_request(scope, notes, status, duration_s)
-            if notes.trace is not None:
-                end_trace(notes.trace, scope, notes, status)
+            if info.charge is not None:
+                info.charge.release()
+            in_flight[route_group] -= 1
+            duration_s = perf_counter() - started
+            services.metrics.observe(info, status, duration_s)
+            log_request(scope, info, status, duration_s)
+            if info.trace is not None:
+                end_trace(info.trace, scope, info, status)
 
     async def _call_framework(
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
         header = (b"x-request-id", info.request_id.encode())
-        of_models = scope["path"].startswith(MODEL_PATH_PREFIX)
-        # The server leaves out the answer's body (RFC 9110, section 9.3.2).
-        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        is_model_path = scope["path"].startswith(MODEL_PATH_PREFIX)
+        # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
+        framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def receive_counted() -> Message:
             message = await receive()
@@ -114,36 +114,37 @@ class GatewayMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), header, NOSNIFF_HEADER]
-                if of_models:
+                if is_model_path:
                     headers.append(SANDBOX_HEADER)
                 elif any(
                     name == b"content-type" and HTML_MEDIA_TYPE in value for name, value in headers
                 ):
-                    given = {name for name, _ in headers}  # a page may have a stricter policy
-                    headers += [pair for pair in HTML_SECURITY_HEADERS if pair[0] not in given]
+                    # The web page sets a stricter policy of its own.
+                    present = {name for name, _ in headers}
+                    headers += [pair for pair in HTML_SECURITY_HEADERS if pair[0] not in present]
                 message["headers"] = headers
-            elif asked is scope:
+            elif framework_scope is scope:
                 info.bytes_out += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._framework(asked, receive_counted, send_with_id)
+            await self._framework(framework_scope, receive_counted, send_with_id)
         finally:
-            # Only what a table of ours holds is a label: a path of a client's making is not.
-            info.route = getattr(asked.get("route"), "path", "")
+            # The label is the route's template: a client's path would be unbounded.
+            info.route = getattr(framework_scope.get("route"), "path", "")
         return status
 
 
 async def send_refusal(scope: Scope, receive: Receive, send: Send, exc: GatewayError) -> int:
-    """Whoever cannot say who it is, or asks too often, hears nothing else."""
+    # The request is answered before any handler sees it.
     response = await render_error(Request(scope), exc)
     response.headers["x-request-id"] = scope["request_id"]
-    added = (
+    extra_headers = (
         [NOSNIFF_HEADER, SANDBOX_HEADER]
         if scope["path"].startswith(MODEL_PATH_PREFIX)
         else [NOSNIFF_HEADER]
     )
-    response.raw_headers += added
+    response.raw_headers += extra_headers
     scope["request_info"].bytes_out = len(response.body)
     await response(scope, receive, send)
     return response.status_code
@@ -154,7 +155,6 @@ def client_address(scope: Scope) -> str:
 
 
 def log_request(scope: Scope, info: RequestInfo, status: int, duration_s: float) -> None:
-    """Write the request's line in the log, and that of an administrative call in the audit log."""
     if info.management_call is not None:
         audit.log_call(info, scope["method"], scope["path"], client_address(scope), status)
     if not log.isEnabledFor(logging.INFO):
@@ -182,7 +182,7 @@ def log_request(scope: Scope, info: RequestInfo, status: int, duration_s: float)
 
 
 def end_trace(trace: Trace, scope: Scope, info: RequestInfo, status: int) -> None:
-    """By the semantic conventions of OpenTelemetry for HTTP; no path of a client's making is a name."""
+    """End the span with the attributes of OpenTelemetry's semantic conventions for HTTP."""
     host, port = scope.get("server") or ("", "")
     trace.end(
         f"{scope['method']} {info.route}".rstrip(),

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what there is, and what each model takes and gives."""
+"""The lists of models and replicas, and the description of each model."""
 
 from __future__ import annotations
 
@@ -33,19 +33,25 @@ LISTED_MODEL_SCHEMA = {
         "name": TEXT_SCHEMA,
         "versions": {"type": "array", "items": VERSION_SCHEMA},
         "ready": {"type": "boolean", "description": "At least one replica can serve it."},
-        "declared": {"const": True, "description": "It stands in the models file."},
-        "wished": {"enum": ["loaded", "unloaded"], "description": "What the API asked of it."},
+        "declared": {"const": True, "description": "The models file contains the model."},
+        "wished": {
+            "enum": ["loaded", "unloaded"],
+            "description": "Desired state set through the API.",
+        },
         "replicas": {
             "type": "object",
             "additionalProperties": TEXT_SCHEMA,
-            "description": "Its state on each replica, by address; for who may see the fleet.",
+            "description": "State on each replica, by address (only with the right to see the fleet).",
         },
         "behind": {
             "type": "array",
             "items": TEXT_SCHEMA,
-            "description": "The replicas that have not confirmed its last load; for who may see the fleet.",
+            "description": "Replicas without the last load (only with the right to see the fleet).",
         },
-        "last_error": {"type": "string", "description": "Why its last load failed, and where."},
+        "last_error": {
+            "type": "string",
+            "description": "Reason and replica of the last failed load.",
+        },
     },
     "required": ["name", "versions", "ready"],
 }
@@ -54,17 +60,17 @@ REPLICA_SCHEMA = {
     "properties": {
         "address": TEXT_SCHEMA,
         "state": {"enum": [state.name for state in HealthState]},
-        "outstanding": {"type": "integer", "minimum": 0, "description": "Requests it works on."},
+        "outstanding": {"type": "integer", "minimum": 0, "description": "Requests in progress."},
         "slowness": {
             "type": "number",
-            "description": "How many times as slowly as the others it answers.",
+            "description": "Latency relative to the other replicas.",
         },
         "models": {
             "type": "object",
             "additionalProperties": TEXT_SCHEMA,
-            "description": "The state of each model, by name; of a replica that is DOWN nothing is known.",
+            "description": "State of each model, by name. Empty if the replica is DOWN.",
         },
-        "ejected_for_s": {"type": "number", "description": "Seconds that it is left alone yet."},
+        "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
         "reason": TEXT_SCHEMA,
     },
     "required": ["address", "state", "outstanding", "slowness", "models"],
@@ -77,7 +83,7 @@ TENSOR_SCHEMA = {
         "shape": {
             "type": "array",
             "items": {"type": "integer", "minimum": -1},
-            "description": "Without the batch dimension; -1 is any size.",
+            "description": "Shape without the batch dimension. -1 means any size.",
         },
         "optional": {"const": True},
         "content_type": TEXT_SCHEMA,
@@ -91,7 +97,7 @@ TENSOR_SCHEMA = {
             },
             "required": ["mode", "layout", "height", "width"],
         },
-        "labels": {"const": True, "description": "It has names for its classes."},
+        "labels": {"const": True, "description": "The output has class labels."},
     },
     "required": ["name", "datatype", "shape"],
 }
@@ -103,11 +109,11 @@ MODEL_SCHEMA = {
         "versions": {"type": "array", "items": TEXT_SCHEMA},
         "platform": TEXT_SCHEMA,
         "max_batch_size": {"type": "integer", "minimum": 0},
-        "decoupled": {"type": "boolean", "description": "It may answer any number of times."},
+        "decoupled": {"type": "boolean", "description": "A request may have any number of responses."},
         "inputs": {"type": "array", "items": TENSOR_SCHEMA},
         "outputs": {"type": "array", "items": TENSOR_SCHEMA},
-        "curl": {"type": "string", "description": "A request to paste into a shell."},
-        "python": {"type": "string", "description": "The same in Python."},
+        "curl": {"type": "string", "description": "Example request with curl."},
+        "python": {"type": "string", "description": "Example request in Python."},
     },
     "required": [
         "name", "ready", "versions", "platform", "max_batch_size", "decoupled", "inputs", "outputs",
@@ -135,16 +141,16 @@ def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
 
 MODEL_ERROR_RESPONSES = build_error_responses(404, 502, 504)
 MODEL_LIST_RESPONSES = build_error_responses() | build_success_response(
-    build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller sees."
+    build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller may access."
 )
 READY_MODELS_RESPONSES = build_error_responses() | build_success_response(
-    build_list_schema("models", TEXT_SCHEMA), "The names of the models that are ready."
+    build_list_schema("models", TEXT_SCHEMA), "The names of the ready models."
 )
 REPLICA_LIST_RESPONSES = build_error_responses() | build_success_response(
     build_list_schema("replicas", REPLICA_SCHEMA), "The replicas."
 )
 MODEL_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
-    MODEL_SCHEMA, "What the model takes and gives."
+    MODEL_SCHEMA, "The model's inputs and outputs."
 )
 OPENAPI_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
     OPENAPI_SCHEMA, "An OpenAPI 3.1 document."
@@ -152,12 +158,12 @@ OPENAPI_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
 
 
 @router.get(
-    "/v1/models", operation_id="list_models", summary="The models", responses=MODEL_LIST_RESPONSES
+    "/v1/models", operation_id="list_models", summary="List models", responses=MODEL_LIST_RESPONSES
 )
 async def list_models(request: Request, services: ServicesForInference) -> dict[str, Any]:
-    """Every model that the caller sees: its versions, its state on each replica, and why it is there.
+    """Return every model that the caller may access, with its versions, state and desired state.
 
-    The replicas' addresses are for who may see the fleet.
+    Details of replicas require the right to see the fleet.
     """
     pool, repository, caller = services.pool, services.repository, get_caller(request)
     indexes = {
@@ -167,49 +173,49 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     }
     if not indexes:
         raise NoReplica
-    wanted = {*repository.declared_models, *repository.desired_models}
-    shown = group_model_versions(merge_indexes(indexes), wanted, caller)
-    for name, model in shown.items():
+    expected_names = {*repository.declared_models, *repository.desired_models}
+    models = group_model_versions(merge_indexes(indexes), expected_names, caller)
+    for name, model in models.items():
         model["ready"] = any(index.is_ready(name) for index in indexes.values())
         if name in repository.declared_models:
             model["declared"] = True
         if name in repository.desired_models:
             model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
         if Right.fleet in caller.rights:
-            model["replicas"] = {at: index.model_state(name).state for at, index in indexes.items()}
+            model["replicas"] = {
+                address: index.model_state(name).state for address, index in indexes.items()
+            }
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
             if name in repository.load_errors:
                 model["last_error"] = repository.load_errors[name]
-    return {"models": list(shown.values())}
+    return {"models": list(models.values())}
 
 
 def group_model_versions(
     entries: Iterable[dict[str, str]], expected_names: Iterable[str], caller: Caller
 ) -> dict[str, dict[str, Any]]:
-    """Of each model that the caller sees; those that are wanted are there though no replica has them. The
-    reason of a state names replicas."""
-    found: dict[str, dict[str, Any]] = {
+    """Return the models that the caller may access, by name, including expected ones that no replica has."""
+    models: dict[str, dict[str, Any]] = {
         name: {"name": name, "versions": []} for name in expected_names
     }
     for entry in entries:
         name = entry.pop("name")
-        model = found.setdefault(name, {"name": name, "versions": []})
+        model = models.setdefault(name, {"name": name, "versions": []})
         if Right.fleet not in caller.rights:
-            entry.pop("reason", None)
+            entry.pop("reason", None)  # it contains replicas' addresses
         if entry:
             model["versions"].append(entry)
-    return {name: found[name] for name in sorted(found) if caller.can_see(name)}
+    return {name: models[name] for name in sorted(models) if caller.can_see(name)}
 
 
 @router.get(
     "/v1/replicas",
     operation_id="list_replicas",
-    summary="The replicas",
+    summary="List replicas",
     responses=REPLICA_LIST_RESPONSES,
 )
 async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
-    """Every Triton of the fleet, and how it is."""
     pool, caller = services.pool, get_caller(request)
     return {
         "replicas": [
@@ -223,7 +229,7 @@ def build_replica_description(
 ) -> dict[str, Any]:
     state = pool.replica_state(replica)
     index = pool.known_index(replica)
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "address": str(replica.address),
         "state": state.name,
         "outstanding": replica.outstanding,
@@ -235,45 +241,45 @@ def build_replica_description(
         },
     }
     if state is HealthState.EJECTED:
-        told["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
+        description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
     if replica.reason:
-        told["reason"] = replica.reason
-    return told
+        description["reason"] = replica.reason
+    return description
 
 
 @router.get(
     "/v2/models",
     operation_id="list_ready_models",
-    summary="The models that are ready, as KServe lists them",
+    summary="List ready models, in KServe's format",
     responses=READY_MODELS_RESPONSES,
 )
 async def list_ready_models(
     request: Request, services: ServicesForInference
 ) -> dict[str, list[str]]:
-    """The models that are ready, as KServe lists them; Triton itself has no such path."""
-    listed = (await list_models(request, services))["models"]
-    return {"models": [model["name"] for model in listed if model["ready"]]}
+    """Return the names of the ready models. KServe defines this path; Triton does not have it."""
+    models = (await list_models(request, services))["models"]
+    return {"models": [model["name"] for model in models if model["ready"]]}
 
 
 @router.get(
     "/v1/models/{model}",
     operation_id="describe_model",
-    summary="What a model takes and gives",
+    summary="Describe a model",
     responses=MODEL_RESPONSES,
 )
 @router.get(
     "/v1/models/{model}/versions/{version}",
     operation_id="describe_model_version",
-    summary="What a version of a model takes and gives",
+    summary="Describe a version of a model",
     responses=MODEL_RESPONSES,
 )
 async def describe_model(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
-    """What a model takes and gives, and a request to paste that works."""
+    """Return the model's inputs and outputs, with example requests."""
     signature = await services.models.get_signature(model, version)
-    notes: RequestInfo = request.scope["request_info"]
-    notes.model, notes.version = signature.model, signature.version
+    info: RequestInfo = request.scope["request_info"]
+    info.model, info.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
     return {
         **build_model_description(
@@ -287,19 +293,18 @@ async def describe_model(
 @router.get(
     "/v1/models/{model}/openapi.json",
     operation_id="model_openapi",
-    summary="The API description of one model",
+    summary="OpenAPI description of a model",
     responses=OPENAPI_RESPONSES,
 )
 @router.get(
     "/v1/models/{model}/versions/{version}/openapi.json",
     operation_id="model_version_openapi",
-    summary="The API description of one version of a model",
+    summary="OpenAPI description of a version of a model",
     responses=OPENAPI_RESPONSES,
 )
 async def get_model_openapi(
     services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
-    """The API description of this one model, with its own inputs and outputs."""
     signature = await services.models.get_signature(model, version)
     return schema.build_model_openapi(signature, requires_key=services.access.requires_key)
 
@@ -318,24 +323,23 @@ def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str
 
 
 def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
-    """The shape is the model's own, without the batch dimension."""
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "name": tensor.name,
         "datatype": tensor.datatype.name,
         "shape": list(tensor.shape),
     }
     if tensor.is_optional:
-        told["optional"] = True
+        description["optional"] = True
     if tensor.content_type:
-        told["content_type"] = tensor.content_type
+        description["content_type"] = tensor.content_type
     if tensor.image_spec is not None:
         image = tensor.image_spec
-        told["image"] = {
+        description["image"] = {
             "mode": image.mode,
             "layout": image.layout.value,
             "height": image.height,
             "width": image.width,
         }
     if tensor.has_labels:
-        told["labels"] = True
-    return told
+        description["labels"] = True
+    return description

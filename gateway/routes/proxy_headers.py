@@ -1,4 +1,4 @@
-"""The headers of what passes: those of a request for Triton and what they say, those of an answer. Pure."""
+"""Filtering, validation and parsing of the headers of pass-through requests and responses. Does no I/O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HOP_BY_HOP: Final = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"upgrade".split()
 )
-# The gateway's own business.
+# Headers for the gateway itself.
 GATEWAY_HEADERS: Final = frozenset(
     b"host expect authorization x-api-key x-request-timeout x-sequence-id x-sequence".split()
 )
-# Parameters of Triton's own. Where it makes parameters of headers (--http-header-forward-pattern), Triton
-# up to 2.68 takes such a header for its own, and later ones refuse the request; browsers send "priority".
+# Names of Triton's own parameters. If Triton converts headers to parameters (--http-header-forward-pattern),
+# versions up to 2.68 interpret these headers, and later ones reject the request. Browsers send "priority".
 RESERVED_PARAMETERS: Final = frozenset(
     b"sequence_id sequence_start sequence_end priority timeout headers binary_data_output "
     b"triton_enable_empty_final_response".split()
@@ -30,12 +30,12 @@ NOT_FORWARDED: Final = HOP_BY_HOP | GATEWAY_HEADERS | RESERVED_PARAMETERS
 SEQUENCE_HEADERS: Final = (b"x-sequence-id", b"x-sequence")
 CONTROL_HEADERS: Final = frozenset((b"connection", b"x-request-timeout", *SEQUENCE_HEADERS))
 BODY_HEADERS: Final = frozenset((b"content-encoding", b"inference-header-content-length"))
-# What Triton reads, and dies of some values of.
+# Triton reads these headers, and crashes on some values.
 CHECKED_HEADERS: Final = BODY_HEADERS | {b"content-type", b"accept-encoding"}
-# A `Connection` that names these would cut the body loose, or have Triton read another one than we do.
+# `Connection` must not remove these: Triton would read another body than the gateway does.
 PROTECTED_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding")) | BODY_HEADERS
 
-# What the gateway adds itself, and what would change the gateway's whole origin in a browser.
+# Headers that the gateway sets itself, and those that affect its whole origin in a browser.
 NOT_RELAYED: Final = HOP_BY_HOP | frozenset(
     b"transfer-encoding x-request-id x-content-type-options set-cookie set-cookie2 location refresh "
     b"clear-site-data strict-transport-security alt-svc nel report-to reporting-endpoints "
@@ -48,27 +48,23 @@ NOSNIFF_HEADER: Final = (b"x-content-type-options", b"nosniff")
 KEEP_ALIVE_TOKENS: Final = [b"keep-alive"]
 NO_HEADERS: Final[Headers] = []
 NO_SEQUENCE_HEADERS: Final[dict[bytes, str]] = {}
-MAX_BODY_SIZE_DIGITS: Final = 10  # of a number of bytes
+MAX_BODY_SIZE_DIGITS: Final = 10
 QVALUE: Final = re.compile(rb"0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?")  # RFC 9110, section 12.4.2
-RESPONSE_ENCODINGS: Final = frozenset(
-    (b"gzip", b"deflate", b"identity")
-)  # that Triton has for its answers
+RESPONSE_ENCODINGS: Final = frozenset((b"gzip", b"deflate", b"identity"))  # supported by Triton
 
 
 class ParsedHeaders(NamedTuple):
-    """What the headers of a request say."""
+    """The values of a request's headers that concern the gateway."""
 
-    requested_timeout: str | None  # that the client asks for
-    content_length: int | None  # of the body
-    content_encoding: str = ""  # of the body
-    json_bytes: int | None = (
-        None  # of the body, before what is binary; None where all of it is JSON
-    )
-    step: SequenceStep | None = None  # of a sequence
+    requested_timeout: str | None
+    content_length: int | None
+    content_encoding: str = ""
+    json_bytes: int | None = None  # size of the JSON before binary data; None if all of it is JSON
+    step: SequenceStep | None = None
 
 
 def prepare_request_headers(headers: Headers) -> tuple[Headers, ParsedHeaders]:
-    """The headers for Triton, and what they say. Raises `Malformed` or `UnsupportedEncoding`."""
+    """Return the headers for Triton and the parsed ones. Raises `MalformedRequest`, `UnsupportedEncoding`."""
     kept: Headers = []
     special: Headers = NO_HEADERS
     length: int | None = None
@@ -94,7 +90,6 @@ def prepare_request_headers(headers: Headers) -> tuple[Headers, ParsedHeaders]:
 
 
 def drop_connection_headers(kept: Headers, control_headers: Headers) -> Headers:
-    """The headers but those that a `Connection` names."""
     named = [
         token.strip().lower()
         for name, value in control_headers
@@ -110,51 +105,50 @@ def drop_connection_headers(kept: Headers, control_headers: Headers) -> Headers:
 def parse_control_headers(control_headers: Headers, content_length: int | None) -> ParsedHeaders:
     timeout: str | None = None
     sequence: dict[bytes, str] = NO_SEQUENCE_HEADERS
-    described: Headers = NO_HEADERS
+    body_headers: Headers = NO_HEADERS
     for name, value in control_headers:
         if name == b"x-request-timeout":
             timeout = value.decode("latin-1")
         elif name in SEQUENCE_HEADERS:
             sequence = {**sequence, name: value.decode("latin-1")}
         elif name in BODY_HEADERS:
-            described = [*described, (name, value)]
+            body_headers = [*body_headers, (name, value)]
     step = parse_sequence_headers(*map(sequence.get, SEQUENCE_HEADERS)) if sequence else None
-    encoding, json_bytes = parse_body_headers(described) if described else ("", None)
+    encoding, json_bytes = parse_body_headers(body_headers) if body_headers else ("", None)
     return ParsedHeaders(timeout, content_length, encoding, json_bytes, step)
 
 
 def parse_body_headers(headers: Headers) -> tuple[str, int | None]:
-    """How the body is compressed, and how much of it is JSON. Raises `Malformed` or `UnsupportedEncoding`."""
-    found = dict(headers)
-    if len(found) < len(headers):
+    """Return the content encoding and the JSON's size. Raises `MalformedRequest`, `UnsupportedEncoding`."""
+    values = dict(headers)
+    if len(values) < len(headers):
         raise MalformedRequest(f"the request has more than one {headers[-1][0].decode().title()}")
-    encoding = found.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+    encoding = values.get(b"content-encoding", b"").decode("latin-1").strip().lower()
     if encoding not in ("", "identity", *ZLIB_WBITS):
         raise UnsupportedEncoding(encoding)
-    json_bytes = found.get(b"inference-header-content-length")
+    json_bytes = values.get(b"inference-header-content-length")
     if json_bytes is None:
         return encoding, None
     value = json_bytes.decode("latin-1")
     if not json_bytes.isdigit():
         raise header_length_error(value, "only digits are allowed")
     if len(json_bytes) > MAX_BODY_SIZE_DIGITS:
-        raise header_length_error(value, "it is larger than any body")
+        raise header_length_error(value, "the number is too large")
     return encoding, int(json_bytes)
 
 
 def header_length_error(value: str, reason: str) -> MalformedRequest:
-    """The error for a length of the JSON that Triton up to 2.69 reads as another one ("100abc"), and that
-    2.70 and 2.71 die of (above 2³¹)."""
+    # Triton up to 2.69 accepts "100abc" as 100; 2.70 and 2.71 crash on values above 2³¹.
     return MalformedRequest(
         f"Inference-Header-Content-Length {quote_text(value)} is not a valid inference header size: {reason}"
     )
 
 
 def sanitize_header(name: bytes, value: bytes) -> bytes:
-    """A header's value such as no Triton dies of; empty where nothing of it is left.
+    """Return a value that does not crash Triton, or an empty one if the header must be removed.
 
-    A form's type (`application/x-www-form-urlencoded`, curl's default) ends Triton on its stack when the
-    body has some 4 MB, and a weight of Accept-Encoding that is too large for C++ (1e999) ends 2.51.
+    With the type `application/x-www-form-urlencoded` (curl's default), a body of about 4 MB overflows
+    Triton's stack. A weight in Accept-Encoding that is too large for a C++ double (1e999) crashes 2.51.
     """
     if name == b"content-type":
         return b"" if b"urlencoded" in value.lower() else value
@@ -162,7 +156,6 @@ def sanitize_header(name: bytes, value: bytes) -> bytes:
 
 
 def normalize_accept_encoding(accept_encoding: bytes) -> bytes:
-    """The compressions that Triton knows among these, with weights as RFC 9110 writes them."""
     members = []
     for member in accept_encoding.split(b","):
         name, *parameters = (part.strip(b" \t").lower() for part in member.split(b";"))
@@ -173,7 +166,6 @@ def normalize_accept_encoding(accept_encoding: bytes) -> bytes:
 
 
 def filter_response_headers(headers: Headers) -> Headers:
-    """An answer's headers, without what concerns the replica's connection, or a browser's view of us."""
     kept = [header for header in headers if header[0] not in NOT_RELAYED]
     if len(kept) < len(headers):
         kept = drop_connection_headers(kept, headers)

@@ -1,6 +1,6 @@
-"""`POST /v2/repository/…`: the models of the whole fleet. Administration: it decides what code runs.
+"""Model management for the whole fleet: the repository index, loads, unloads and their operations.
 
-Paths and bodies are Triton's own (Model Repository Extension), so that its clients work unchanged.
+Paths and bodies are those of Triton's Model Repository Extension, so that its clients work unchanged.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ router = APIRouter(tags=["management"])
 MAX_MANAGEMENT_BODY_BYTES = 1 << 20
 RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
 
-# What the API's description says.
+# The API's description.
 STRING_SCHEMA = {"type": "string"}
 REPLICA_STATES_SCHEMA = {
     "type": "object",
-    "description": "By the replica's address.",
+    "description": "State of each replica, by address.",
     "additionalProperties": {
         "type": "object",
         "properties": {"state": STRING_SCHEMA, "reason": STRING_SCHEMA},
@@ -79,7 +79,7 @@ OPERATION_SCHEMA = {
         "action": {"enum": ["load", "unload"]},
         **REPORT_PROPERTIES,
         "operation": {"enum": ["running", "succeeded", "failed"]},
-        "error": {"type": "string", "description": "Why it failed, in a sentence."},
+        "error": {"type": "string", "description": "Reason of the failure, in one sentence."},
         "code": STRING_SCHEMA,
     },
     "required": ["id", "action", "model", "state", "replicas", "operation"],
@@ -88,8 +88,8 @@ INDEX_RESPONSES = build_error_responses() | build_success_response(
     {"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index."
 )
 OPERATION_RESPONSES = build_error_responses(
-    404, descriptions={404: "There is no such operation."}
-) | build_success_response(OPERATION_SCHEMA, "How far it is.")
+    404, descriptions={404: "The operation was not found."}
+) | build_success_response(OPERATION_SCHEMA, "The operation's status.")
 MANAGEMENT_RESPONSES = (
     build_error_responses(
         404,
@@ -99,13 +99,13 @@ MANAGEMENT_RESPONSES = (
         model=ManagementError,
         descriptions={
             422: "Triton cannot load the model.",
-            502: "It is done on some replicas only; the gateway goes on trying.",
+            502: "The action succeeded on some replicas only. The gateway retries on the others.",
         },
     )
-    | build_success_response(REPORT_SCHEMA, "It is done on every replica.")
+    | build_success_response(REPORT_SCHEMA, "The action succeeded on every replica.")
     | build_success_response(
         ACCEPTED_SCHEMA,
-        "It has begun: the request said `Prefer: respond-async`.",
+        "The operation was started, because the request has `Prefer: respond-async`.",
         status=202,
         headers={
             "Location": {"required": True, "schema": STRING_SCHEMA},
@@ -122,14 +122,13 @@ MANAGEMENT_RESPONSES[202]["links"] = {
 
 
 def build_optional_body(properties: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
-    """A body of JSON that may be missing."""
-    told = {"schema": {"type": "object", "properties": properties}, "example": example}
-    return {"requestBody": {"required": False, "content": {JSON: told}}}
+    media_type = {"schema": {"type": "object", "properties": properties}, "example": example}
+    return {"requestBody": {"required": False, "content": {JSON: media_type}}}
 
 
 INDEX_OPENAPI = build_optional_body(
     {
-        "ready": {"type": "boolean", "description": "Only the versions that are ready."},
+        "ready": {"type": "boolean", "description": "Return only versions that are ready."},
         "parameters": {"type": "object"},
     },
     {"ready": True},
@@ -142,15 +141,15 @@ MANAGEMENT_OPENAPI = {
                 "properties": {
                     UNLOAD_DEPENDENTS: {
                         "type": "boolean",
-                        "description": "Of an unload: what only this model needs as well.",
+                        "description": "For unload: also unload the models that only this model needs.",
                     },
                     CONFIG_PARAMETER: {
-                        "description": "Of a load, where uploading is allowed: the model's configuration."
+                        "description": "For load, if uploads are allowed: the model's configuration."
                     },
                 },
                 "additionalProperties": {
                     "type": "string",
-                    "description": "`file:PATH` of a load, where uploading is allowed: a file in base64.",
+                    "description": "For load, if uploads are allowed: `file:PATH` with the file in base64.",
                 },
             }
         },
@@ -161,7 +160,7 @@ MANAGEMENT_OPENAPI = {
             "name": "Prefer",
             "in": "header",
             "required": False,
-            "description": "`respond-async`: answer 202 at once, and the operation to look at.",
+            "description": "`respond-async`: return 202 immediately, with an operation to poll.",
             "schema": STRING_SCHEMA,
             "example": RESPOND_ASYNC,
         }
@@ -179,9 +178,9 @@ MANAGEMENT_OPENAPI = {
 async def get_repository_index(
     request: Request, services: ServicesForFleet, detail: str = ""
 ) -> Response:
-    """The repository index of the fleet, in Triton's form: of each version the worst state.
+    """Return the fleet's repository index in Triton's format, with the worst state of each version.
 
-    `?detail=replicas` adds each replica's own.
+    `?detail=replicas` adds the state on each replica.
     """
     document = parse_management_body(
         await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
@@ -211,7 +210,6 @@ async def get_repository_index(
 async def load_model_on_replicas(
     request: Request, services: ServicesForLoad, model: str
 ) -> Response:
-    """Load a model, or load it again, on every replica."""
     return await change_model(request, services, model, load=True)
 
 
@@ -225,49 +223,54 @@ async def load_model_on_replicas(
 async def unload_model_from_replicas(
     request: Request, services: ServicesForManagement, model: str
 ) -> Response:
-    """Unload a model from every replica; with `unload_dependents` what only it needs as well."""
+    """Unload a model from every replica. `unload_dependents` also unloads the models that only it needs."""
     return await change_model(request, services, model, load=False)
 
 
 @router.get(
     "/v1/operations/{operation}",
     operation_id="get_operation",
-    summary="How far a load or an unload is",
+    summary="Status of a load or unload",
     responses=OPERATION_RESPONSES,
 )
 async def get_operation(
     request: Request, services: ServicesForManagement, operation: str
 ) -> Response:
-    """How far a load or an unload is that was asked for with `Prefer: respond-async`."""
+    """Return the status of an operation that was started with `Prefer: respond-async`."""
     document = await services.repository.get_operation(operation)
     if document is None or not get_caller(request).can_see(document["model"]):
-        raise NotFound("there is no such operation; it may be over for more than an hour")
+        raise NotFound("operation not found; operations are kept for one hour after they end")
     return Response(orjson.dumps(document), media_type=JSON)
 
 
 async def change_model(request: Request, services: Services, model: str, *, load: bool) -> Response:
     caller = get_caller(request)
-    # A model's config and files are code, and code sees every model.
+    # Uploaded configs and files can contain code, which can access every model.
     uploads = load and services.settings.allow_model_upload and caller.can_see_all
     limit = services.settings.max_body_bytes if uploads else MAX_MANAGEMENT_BODY_BYTES
     document = parse_management_body(await read_management_body(request, services, limit))
     parameters: dict[str, Any] = document.get("parameters", {})
-    notes: RequestInfo = request.scope["request_info"]
+    info: RequestInfo = request.scope["request_info"]
     if services.pool.has_model(model):
-        notes.model = model
-    if notes.management_call is not None:
-        notes.management_call.parameters = tuple(parameters)
+        info.model = model
+    if info.management_call is not None:
+        info.management_call.parameters = tuple(parameters)
     check_load_parameters(parameters, can_upload=uploads)
     if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
         raise Forbidden(
-            f"{UNLOAD_DEPENDENTS} may reach models that the key {quote_text(caller.name)} does not see"
+            f"{UNLOAD_DEPENDENTS} requires access to all models; key {quote_text(caller.name)} lacks it"
         )
     if RESPOND_ASYNC in request.headers.get("prefer", "").lower():
-        begun = await services.repository.start_operation(model, load, parameters, caller.can_see)
-        if notes.management_call is not None:
-            notes.management_call.operation = begun
-        headers = {"Location": f"/v1/operations/{begun}", "Preference-Applied": RESPOND_ASYNC}
-        body = orjson.dumps({"id": begun, "model": model, "operation": "running"})
+        operation_id = await services.repository.start_operation(
+            model, load, parameters, caller.can_see
+        )
+        if info.management_call is not None:
+            info.management_call.operation = operation_id
+        headers = {
+            "Location": f"/v1/operations/{operation_id}",
+            "Preference-Applied": RESPOND_ASYNC,
+        }
+        body = orjson.dumps({"id": operation_id, "model": model, "operation": "running"})
         return Response(body, 202, headers, JSON)
     if load:
         report = await services.repository.load(model, parameters)
@@ -284,7 +287,7 @@ async def read_management_body(request: Request, services: Services, max_bytes: 
 
 
 def parse_management_body(body: bytes) -> dict[str, Any]:
-    """The body as an object; an empty one is none. Raises `Malformed`."""
+    """Return the body's JSON object, which is empty for an empty body. Raises `MalformedRequest`."""
     if not body.strip():
         return {}
     try:
@@ -292,5 +295,5 @@ def parse_management_body(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as exc:
         raise MalformedRequest(f"the body is not JSON: {exc}") from None
     if not isinstance(document, dict) or not isinstance(document.get("parameters", {}), dict):
-        raise MalformedRequest('the body must be an object, as in {"parameters": {}}')
+        raise MalformedRequest('the body must be a JSON object, such as {"parameters": {}}')
     return document

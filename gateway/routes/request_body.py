@@ -1,5 +1,4 @@
-"""Reading a request's body under its limit, compressed or not, into a payload; and the API's own
-description of the bodies that errors have."""
+"""Reading and decompressing request bodies within their limits, and the OpenAPI schemas of errors."""
 
 from __future__ import annotations
 
@@ -34,20 +33,20 @@ ZLIB_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "defla
 INFLATE_INPUT_BYTES = 16 << 10
 INLINE_INFLATE_BYTES = 64 << 10
 INFLATE_STEP_BYTES = 1 << 20
-# Larger bodies are read in a thread, large JSON and archives in a process: the parser of JSON holds the GIL,
-# and an archive may inflate.
+# Larger bodies are parsed in a thread, large JSON and archives in a process: the JSON parser holds the GIL,
+# and archives are compressed.
 MAX_INLINE_DECODE_BYTES = 16 << 10
 MAX_THREAD_JSON_BYTES = 256 << 10
 MAX_THREAD_BYTES = {JSON: MAX_THREAD_JSON_BYTES, NPZ: 16 << 10}
-# Bytes of memory for a byte of the body: the body itself, its tensors, and what is sent to Triton. Numbers
-# take less room in JSON than as tensors.
+# Bytes of memory per byte of the body: the body, its tensors, and the request to Triton. Numbers can be
+# shorter in JSON than as tensors.
 DEFAULT_MEMORY_FACTOR = 3
 MEMORY_FACTORS = {JSON: 6}
 
 
 @dataclass(frozen=True)
 class LargeBody:
-    """A body that is decoded in a process: its size says nothing of the time and memory that takes."""
+    """A body that is decoded in a process, because decoding may take much time or memory."""
 
     data: bytes
     content_type: str
@@ -56,9 +55,9 @@ class LargeBody:
 async def receive_payload(
     request: Request, limits: PayloadLimits, decoders: DecodeExecutor, charge: MemoryCharge
 ) -> Payload | MultipartForm | LargeBody:
-    """Return the parts of a request's body, or what only a process may decode.
+    """Return the body's parts, or the raw body if it must be decoded in a process.
 
-    A multipart body is taken apart as it arrives.
+    A multipart body is split into parts as it arrives.
     """
     content_type = request.headers.get("content-type", "")
     name, _ = parse_content_type(content_type)
@@ -87,7 +86,7 @@ def is_raw_media_type(media_type_name: str) -> bool:
 
 
 async def read_request_body(request: Request, max_bytes: int, charge: MemoryCharge) -> bytes:
-    """Return the body, inflated. Raises `BodyTooLarge`, and `OutOfBudget` or `TooLarge` for its memory."""
+    """Return the decompressed body. Raises `BodyTooLarge`, `TooLarge` or `MemoryBudgetExceeded`."""
     chunks = [chunk async for chunk in stream_charged_body(request, max_bytes, charge)]
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
@@ -95,7 +94,6 @@ async def read_request_body(request: Request, max_bytes: int, charge: MemoryChar
 async def stream_charged_body(
     request: Request, max_bytes: int, charge: MemoryCharge
 ) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives, and charge the memory that it and what becomes of it will take."""
     name = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     factor = MEMORY_FACTORS.get(name, DEFAULT_MEMORY_FACTOR)
     async for chunk in stream_request_body(request, max_bytes):
@@ -104,7 +102,7 @@ async def stream_charged_body(
 
 
 async def stream_request_body(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
-    """The body as it comes, inflated; never more than `max_bytes` of it. Raises `BodyTooLarge`."""
+    """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -124,7 +122,7 @@ async def stream_request_body(request: Request, max_bytes: int) -> AsyncIterator
 
 
 async def inflate_chunks(chunks: AsyncIterator[bytes], wbits: int) -> AsyncIterator[bytes]:
-    """A compressed body in plain pieces of at most 1 MiB, so that the limit is met in time."""
+    """Yield the decompressed body in chunks of at most 1 MiB, so that limits apply early."""
     inflater = Inflater(wbits)
     async for chunk in chunks:
         async for piece in inflater.feed(chunk):
@@ -133,8 +131,9 @@ async def inflate_chunks(chunks: AsyncIterator[bytes], wbits: int) -> AsyncItera
 
 
 class Inflater:
-    """Several gzip members one after the other are one body (RFC 1952, section 2.2); anything else after
-    the end is an error. Raises `Malformed`.
+    """A decompressor of gzip and deflate. Raises `MalformedRequest`.
+
+    Several gzip members are one body (RFC 1952, section 2.2). Other data after the end is an error.
     """
 
     def __init__(self, wbits: int) -> None:
@@ -143,24 +142,26 @@ class Inflater:
         self._has_input = False
 
     async def feed(self, compressed: bytes) -> AsyncIterator[bytes]:
-        """The plain pieces. A slice at a time, because zlib copies what it leaves of its input, for each
-        step and each member: thousands of tiny members would be quadratic."""
+        # zlib copies its unconsumed input at each step and member: without slices, the cost of thousands of
+        # small members would be quadratic.
         for start in range(0, len(compressed), INFLATE_INPUT_BYTES):
             async for piece in self._feed_slice(compressed[start : start + INFLATE_INPUT_BYTES]):
                 yield piece
 
     async def _feed_slice(self, compressed: bytes) -> AsyncIterator[bytes]:
-        """What inflates to much does so in a thread, step by step: the event loop would notice."""
-        left = INLINE_INFLATE_BYTES
+        # Large outputs are inflated in a thread, because they would block the event loop.
+        remaining_bytes = INLINE_INFLATE_BYTES
         while compressed:
             if self._inflater.eof:
                 self._inflater = zlib.decompressobj(self._wbits)
             self._has_input = True
-            if left > 0:
-                piece = self._inflate(compressed, left)
+            if remaining_bytes > 0:
+                piece = self._inflate(compressed, remaining_bytes)
             else:
                 piece = await asyncio.to_thread(self._inflate, compressed, INFLATE_STEP_BYTES)
-            left = left - len(piece) if left > 0 else INLINE_INFLATE_BYTES
+            remaining_bytes = (
+                remaining_bytes - len(piece) if remaining_bytes > 0 else INLINE_INFLATE_BYTES
+            )
             if piece:
                 yield piece
             compressed = self._inflater.unconsumed_tail or self._inflater.unused_data
@@ -169,33 +170,33 @@ class Inflater:
         try:
             return self._inflater.decompress(compressed, max_bytes)
         except zlib.error:
-            raise MalformedRequest("the body is not what its Content-Encoding says") from None
+            raise MalformedRequest("the body does not match its Content-Encoding") from None
 
     def end(self) -> None:
         if not (self._has_input and self._inflater.eof):
-            raise MalformedRequest("the compressed body ends too early")
+            raise MalformedRequest("the compressed body is truncated")
 
 
-# What the API's description says of answers.
+# The API's description of responses.
 
 
 class Error(BaseModel):
     """The body of every error."""
 
-    error: str = Field(description="one sentence")
-    code: str = Field(description="a stable name")
+    error: str = Field(description="The error in one sentence.")
+    code: str = Field(description="Stable name of the error.")
     request_id: str
 
 
 class ReplicaState(BaseModel):
-    """What a replica says of a model."""
+    """The state of a model on a replica."""
 
     state: str
     reason: str | None = None
 
 
 class ManagementError(Error):
-    """One of loading and unloading, with what came of it on each replica."""
+    """The body of an error of a load or unload, with the result on each replica."""
 
     model: str | None = None
     state: str | None = None
@@ -205,18 +206,18 @@ class ManagementError(Error):
 ERROR_DESCRIPTIONS: Final = {
     int(status): text for status, text in schema.STATUS_DESCRIPTIONS.items()
 }
-# What any request can come to, whatever it asks for.
+# Any request can result in these errors.
 COMMON_ERROR_STATUSES: Final = (400, 401, 403, 408, 413, 414, 422, 429, 431, 500, 503)
 REQUEST_ID_HEADER: Final = {
     "X-Request-ID": {
-        "description": "The request's own X-Request-ID, or one that was made for it.",
+        "description": "The request's X-Request-ID, or a generated one.",
         "required": True,
         "schema": {"type": "string", "minLength": 1},
     }
 }
 RETRY_AFTER_HEADER: Final = {
     "Retry-After": {
-        "description": "Seconds to wait before trying again.",
+        "description": "Seconds to wait before a retry.",
         "required": True,
         "schema": {"type": "integer", "minimum": 1},
     }
@@ -234,12 +235,11 @@ OpenApiResponses = dict[int | str, dict[str, Any]]
 def build_error_responses(
     *statuses: int, model: type[Error] = Error, descriptions: dict[int, str] | None = None
 ) -> OpenApiResponses:
-    """These errors and those that any request can come to, as a route declares them."""
-    told = ERROR_DESCRIPTIONS | (descriptions or {})
+    texts = ERROR_DESCRIPTIONS | (descriptions or {})
     return {
         status: {
             "model": model,
-            "description": told[status],
+            "description": texts[status],
             "headers": REQUEST_ID_HEADER | EXTRA_ERROR_HEADERS.get(status, {}),
         }
         for status in sorted({*COMMON_ERROR_STATUSES, *statuses})
@@ -253,7 +253,6 @@ def build_success_response(
     status: int = 200,
     headers: dict[str, Any] | None = None,
 ) -> OpenApiResponses:
-    """A success in JSON, by its schema."""
     return {
         status: {
             "description": description,

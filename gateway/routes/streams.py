@@ -1,4 +1,4 @@
-"""The answers of a model as they are made: events for browsers and curl, or a line of JSON each."""
+"""Streaming responses of `/infer`: server-sent events, or one line of JSON per result."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gateway.tensors.payload import EVENT_STREAM, NDJSON
 STREAM_HEADERS: Final = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",
-}  # proxies are not to collect
+}  # tells proxies not to buffer
 
 
 def choose_stream_type(accept: str) -> str:
-    """The kind of stream that is asked for before all else; empty for none."""
-    wanted = list_accepted_types(accept)[:1]
-    return wanted[0] if wanted and wanted[0] in (EVENT_STREAM, NDJSON) else ""
+    """Return the stream's media type if `Accept` prefers one, else an empty string."""
+    preferred = next(iter(list_accepted_types(accept)), "")
+    return preferred if preferred in (EVENT_STREAM, NDJSON) else ""
 
 
 class InferStreamResponse(StreamingResponse):
-    """Gives back what the stream holds however it ends: who leaves cancels the inference."""
+    """A stream that releases its resources when it ends. Client disconnects cancel the inference."""
 
     def __init__(
         self,
@@ -51,7 +51,6 @@ class InferStreamResponse(StreamingResponse):
 
 
 async def encode_stream_item(result: InferResult) -> bytes:
-    """Return a result as JSON, written in a thread if it is large."""
     rendered = (
         await asyncio.to_thread(encode_json_result, result)
         if result.is_large
@@ -63,7 +62,9 @@ async def encode_stream_item(result: InferResult) -> bytes:
 async def stream_events(
     results: AsyncIterator[InferResult], request_id: str
 ) -> AsyncIterator[bytes]:
-    """Server-sent events (WHATWG HTML, section 9.2): an answer each, counted; `error`; `end`."""
+    """Yield server-sent events (WHATWG HTML, section 9.2): one per result with its number as ID, then
+    `error` if the inference failed, then `end`.
+    """
     number = 0
     try:
         async for result in results:
@@ -77,7 +78,6 @@ async def stream_events(
 async def stream_json_lines(
     results: AsyncIterator[InferResult], request_id: str
 ) -> AsyncIterator[bytes]:
-    """The same without a name for each; an error is the last line."""
     try:
         async for result in results:
             yield await encode_stream_item(result) + b"\n"

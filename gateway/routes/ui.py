@@ -1,7 +1,6 @@
-"""`/`: for a browser the fleet, a form for every model and live numbers; for programs, that it is alive.
+"""The web page at `/` and its files, and the liveness response for programs at the same path.
 
-The files of `gateway/static/` are public; what the page shows comes from the API, with the key that its
-user typed.
+The files of `gateway/static/` are public. The page gets its data from the API with the user's key.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gateway.routes.dependencies import ServicesForAnyCaller
 from gateway.tensors.outputs import list_accepted_types
 from gateway.tensors.payload import JSON
 
-router = APIRouter(include_in_schema=False)  # the page's files
+router = APIRouter(include_in_schema=False)  # for the page's files
 root_router = APIRouter(include_in_schema=False)
 
 ASSET_CONTENT_TYPES: Final = {
@@ -29,7 +28,7 @@ ASSET_CONTENT_TYPES: Final = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-# A model's name and answer are strangers' words: nothing inline runs, nor does a string become markup.
+# Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
 UI_SECURITY_POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -44,7 +43,7 @@ UI_SECURITY_POLICY: Final = "; ".join(
         "trusted-types 'none'",
     )
 )
-# The files name one another without a version: each is asked for again, and seldom sent.
+# The files have no version in their names, so that browsers revalidate each of them.
 CACHE_CONTROL: Final = "no-cache"
 
 
@@ -56,14 +55,13 @@ class Asset:
 
 
 def load_assets(folder: Path) -> dict[str, Asset]:
-    """Every file below the folder that has a type of `TYPES`, by its path there."""
-    found: dict[str, Asset] = {}
+    assets: dict[str, Asset] = {}  # by path, relative to the folder
     for path in folder.rglob("*"):
         if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
             body = path.read_bytes()
             etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
-    return found
+            assets[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
+    return assets
 
 
 ASSETS: Final = load_assets(Path(__file__).parents[1] / "static")
@@ -73,8 +71,7 @@ ALIVE_BODY: Final = b'{"status":"alive"}'
 
 @root_router.api_route("/", methods=["GET", "HEAD"])
 async def get_root(request: Request, services: ServicesForAnyCaller) -> Response:
-    """Return the page if it is switched on and `Accept` names HTML, as a browser's does; otherwise what
-    KServe answers here."""
+    """Return the page if it is enabled and `Accept` contains `text/html`, else the same JSON as KServe."""
     if services.settings.page and HTML_TYPE in list_accepted_types(
         request.headers.get("accept", "")
     ):
@@ -93,13 +90,13 @@ async def get_static_file(request: Request, name: str) -> Response:
 
 
 def build_asset_response(request: Request, asset: Asset) -> Response:
-    """With `If-None-Match`, nothing but that it is the same (RFC 9110, section 13.1.2)."""
     headers = {
         "ETag": asset.etag,
         "Cache-Control": CACHE_CONTROL,
         "Content-Security-Policy": UI_SECURITY_POLICY,
     }
-    known = request.headers.get("if-none-match", "").split(",")
-    if any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known):
+    # RFC 9110, section 13.1.2.
+    known_etags = request.headers.get("if-none-match", "").split(",")
+    if any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known_etags):
         return Response(status_code=304, headers=headers)
     return Response(asset.body, 200, headers, asset.content_type)

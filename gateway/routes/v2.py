@@ -1,7 +1,7 @@
-"""`/v2/**`: Triton's own HTTP API, passed on untouched. Raw ASGI: this is the path that must cost little.
+"""Pass-through of Triton's own HTTP API (`/v2/**`), in plain ASGI for speed.
 
-What passes, what is refused and which headers end here are tables. Success flows through byte for
-byte, in both directions as it comes; only Triton's errors are corrected and scrubbed.
+Tables define the paths that are forwarded or rejected and the headers that are removed. Successful
+responses are streamed byte for byte; only Triton's errors are rewritten.
 """
 
 from __future__ import annotations
@@ -67,26 +67,26 @@ MODEL_PATTERN = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 MAX_CACHED_PATH_LENGTH = 256
 MAX_SMALL_BODY_BYTES = 64 * 1024
 SEQUENCE_ID_KEY = b'"sequence_id"'
-MAX_SEQUENCE_JSON_BYTES = 128 * 1024  # of the JSON that is parsed to find it
+MAX_SEQUENCE_JSON_BYTES = 128 * 1024  # larger JSON is not searched for a sequence
 FLEET_PATHS = frozenset((b"/v2/models", b"/v2/health/ready"))
 EMPTY_PATH_PARAMS = {"model": "", "version": "", "path": "", "route": ""}
 
 
 @dataclass(frozen=True)
 class RouteRule:
-    """What happens to the paths that match: passed for who has the right, answered here, or refused."""
+    """The handling of matching paths: forwarded with the required right, answered here, or rejected."""
 
     pattern: re.Pattern[str]
     methods: frozenset[str]
     right: Right = Right.infer
-    for_all_models: bool = False  # it concerns every model
+    for_all_models: bool = False
     refusal_message: str = ""
-    fixed_body: bytes | None = None  # the gateway's own, in place of Triton's
+    fixed_body: bytes | None = None  # returned without a request to Triton
     is_health: bool = False
-    is_inference: bool = False  # counts against the limits
-    has_tensors: bool = False  # its body says what shapes they have
-    key_limits: KeyLimits = GENERATE_KEY_LIMITS  # of its JSON
-    not_found_error: type[UnknownModel] = UnknownModel  # the error for a model that is not found
+    is_inference: bool = False  # requires a slot
+    has_tensors: bool = False  # the body describes tensors
+    key_limits: KeyLimits = GENERATE_KEY_LIMITS  # limits of the JSON's keys
+    not_found_error: type[UnknownModel] = UnknownModel
 
 
 def make_route_rule(path: str, methods: str, **options: Any) -> RouteRule:
@@ -99,7 +99,7 @@ SHARED_MEMORY_REFUSAL = (
 ROUTE_RULES = (
     make_route_rule(
         "/v2/models/stats", "GET HEAD", for_all_models=True
-    ),  # and not a model called stats
+    ),  # precedes the rule for a model named stats
     make_route_rule(
         f"{MODEL_PATTERN}/infer",
         "POST",
@@ -112,7 +112,7 @@ ROUTE_RULES = (
     make_route_rule(f"{MODEL_PATTERN}(/config|/stats)?", "GET HEAD"),
     make_route_rule("/v2/health/live", "GET HEAD", is_health=True),
     make_route_rule("/v2", "GET HEAD"),
-    # Many clients look, and clean up, before they do anything else. Nothing is ever registered.
+    # Many clients call these first to clean up. No region is ever registered.
     make_route_rule(
         f"{SHARED_MEMORY_PATTERN}{REGION_PATTERN}/status", "GET HEAD", fixed_body=b"[]"
     ),
@@ -133,21 +133,23 @@ ROUTE_RULES = (
 
 
 def is_passthrough(raw_path: bytes) -> bool:
-    """Under `/v2`, but not what the gateway answers for the fleet. Triton does not decode paths: neither
-    do we."""
+    """Return whether the path is forwarded to Triton instead of being answered for the fleet.
+
+    Like Triton, the gateway does not decode percent-encoded paths.
+    """
     if raw_path[:4] not in (b"/v2", b"/v2/"):
         return False
     return not raw_path.startswith(b"/v2/repository") and raw_path not in FLEET_PATHS
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
-    """Answer a request from Triton; its status. Every failure is answered as well."""
+    """Forward a request to Triton and send the response, or an error. Returns the status."""
     status = 0
     names = EMPTY_PATH_PARAMS
-    notes: RequestInfo = scope["request_info"]
+    info: RequestInfo = scope["request_info"]
     try:
         rule, names = find_route_rule(scope["raw_path"].decode("latin-1"), scope["method"])
-        notes.route = names["route"]
+        info.route = names["route"]
         if rule.for_all_models:
             authorize_all_models(scope, rule.right)
         else:
@@ -156,33 +158,33 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return await send_own_response(
                 Response(rule.fixed_body, media_type=JSON), scope, receive, send
             )
-        answer = await forward_request(services, scope, receive, rule, names)
+        response = await forward_request(services, scope, receive, rule, names)
         try:
-            notes.model, notes.version = names["model"], names["version"]
-            start = build_start_message(answer, scope)
-            if answer.is_complete and not answer.is_event_stream and scope["method"] != "HEAD":
-                status = answer.status
+            info.model, info.version = names["model"], names["version"]
+            start = build_start_message(response, scope)
+            if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
+                status = response.status
                 await send(start)
-                rest = answer.take_buffered()
-                notes.bytes_out = len(rest)
-                await send({"type": "http.response.body", "body": rest})
+                body = response.take_buffered()
+                info.bytes_out = len(body)
+                await send({"type": "http.response.body", "body": body})
             else:
-                async for message in relay_response(answer, start, scope):
-                    status = answer.status
+                async for message in relay_response(response, start, scope):
+                    status = response.status
                     await send(message)
         finally:
-            answer.close()
+            response.close()
             if rule.is_inference:
                 services.admission.release(names["model"])
     except ClientDisconnect:
         return CLIENT_CLOSED_REQUEST
-    except Exception as exc:  # noqa: BLE001 - the border of the process: everything is answered
+    except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
         if status:
-            # An answer that is cut off must look like one: the server closes the connection.
-            log.warning("an answer was cut off: %s", exc)
+            # The response has started: the server closes the connection, so that clients see the error.
+            log.warning("the response was aborted: %s", exc)
             return status
         if services.pool.has_model(names["model"], names["version"]):
-            notes.model, notes.version = names["model"], names["version"]
+            info.model, info.version = names["model"], names["version"]
         return await send_own_response(
             await render_error(Request(scope, receive), exc), scope, receive, send
         )
@@ -190,9 +192,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
 
 
 async def send_own_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
-    """Send an answer that is not Triton's, and return its status."""
-    notes: RequestInfo = scope["request_info"]
-    notes.bytes_out = len(response.body)
+    info: RequestInfo = scope["request_info"]
+    info.bytes_out = len(response.body)
     response.headers["x-request-id"] = scope["request_id"]
     response.headers["x-content-type-options"] = "nosniff"
     await response(scope, receive, send)
@@ -202,26 +203,26 @@ async def send_own_response(response: Response, scope: Scope, receive: Receive, 
 async def forward_request(
     services: Services, scope: Scope, receive: Receive, rule: RouteRule, path_params: dict[str, str]
 ) -> UpstreamResponse:
-    """Triton's answer, a success; and for an inference its place, which is the caller's to give back."""
-    notes: RequestInfo = scope["request_info"]
-    headers, wishes = prepare_request_headers(scope["headers"])
-    asked_s = wishes.requested_timeout
-    timeout_s = services.resolve_timeout_s(asked_s) if asked_s else services.default_timeout_s
-    notes.timeout_s = timeout_s
-    body, step = await prepare_body(services, scope, receive, rule, path_params, headers, wishes)
+    """Return Triton's successful response. For an inference, the caller must release the slot."""
+    info: RequestInfo = scope["request_info"]
+    headers, parsed = prepare_request_headers(scope["headers"])
+    requested = parsed.requested_timeout
+    timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
+    info.timeout_s = timeout_s
+    body, step = await prepare_body(services, scope, receive, rule, path_params, headers, parsed)
     model = path_params["model"]
     if rule.right is Right.manage:
         headers = add_management_headers(headers, services.management_headers)
     if rule.is_inference and not services.admission.try_acquire(model):
-        timeout_s = await wait_for_admission(services.admission, model, timeout_s, notes.key)
-    whom = RequestTarget(
+        timeout_s = await wait_for_admission(services.admission, model, timeout_s, info.key)
+    target = RequestTarget(
         model, path_params["version"], timeout_s, rule.is_health, step, rule.not_found_error
     )
-    # Triton answers HEAD with a body, which would be read as the next answer.
+    # Triton sends a body for HEAD, which would be read as the next response.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     try:
         return await services.pool.send(
-            whom, method, build_request_target(scope, path_params), headers, body
+            target, method, build_request_target(scope, path_params), headers, body
         )
     except BaseException:
         if rule.is_inference:
@@ -238,7 +239,7 @@ async def prepare_body(
     headers: Headers,
     parsed: ParsedHeaders,
 ) -> tuple[PassthroughBody, SequenceStep | None]:
-    """The body for Triton, with `headers` that frame it, and the step of a sequence that it is."""
+    """Return the body for Triton and its sequence step, and adjust the framing in `headers`."""
     length, encoding, step = parsed.content_length, parsed.content_encoding, parsed.step
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
@@ -260,53 +261,51 @@ async def prepare_body(
         length = limit if length is None else length
     json_bytes = parsed.json_bytes
     if json_bytes is not None and json_bytes > length:
-        raise header_length_error(str(json_bytes), f"the body has {length} bytes at most")
+        raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
     if not rule.has_tensors:
-        json_bytes = None  # Triton takes all of it for JSON
+        json_bytes = None  # Triton parses the whole body as JSON
     elif step is None:
         step = find_sequence_step(first, json_bytes)
     if "POST" in rule.methods:
-        screening = JsonGuard(
+        guard = JsonGuard(
             length, json_bytes, has_tensors=rule.has_tensors, key_limits=rule.key_limits
         )
         signature = partial(
             services.models.get_signature, path_params["model"], path_params["version"]
         )
-        body = await guard_body(body, screening, signature)
+        body = await guard_body(body, guard, signature)
     return body, step
 
 
 async def wait_for_admission(
     admission: AdmissionQueue, model: str, timeout_s: float, caller: str
 ) -> float:
-    """Wait for a place; what is left of the time then."""
-    began = perf_counter()
+    """Wait for a slot, and return the remaining time in seconds."""
+    started = perf_counter()
     await admission.acquire(model, timeout_s, caller)
-    return timeout_s - (perf_counter() - began)
+    return timeout_s - (perf_counter() - started)
 
 
 def find_route_rule(path: str, method: str) -> tuple[RouteRule, dict[str, str]]:
-    """As below; the usual paths are looked up once."""
     return (match_route_rule_cached if len(path) <= MAX_CACHED_PATH_LENGTH else match_route_rule)(
         path, method
     )
 
 
 def match_route_rule(path: str, method: str) -> tuple[RouteRule, dict[str, str]]:
-    """The rule for this path and method, with model and version. Raises `NotFound`, `Forbidden` or 405."""
-    for row in ROUTE_RULES:
-        if match := row.pattern.fullmatch(path):
-            if row.refusal_message:
-                raise Forbidden(row.refusal_message)
-            if method not in row.methods:
-                raise MethodNotAllowed(row.methods)
-            return row, parse_path_params(match)
-    raise NotFound("Triton's API has nothing at this path; GET /docs shows what there is")
+    """Return the rule and the path's parameters. Raises `NotFound`, `Forbidden` or `MethodNotAllowed`."""
+    for rule in ROUTE_RULES:
+        if match := rule.pattern.fullmatch(path):
+            if rule.refusal_message:
+                raise Forbidden(rule.refusal_message)
+            if method not in rule.methods:
+                raise MethodNotAllowed(rule.methods)
+            return rule, parse_path_params(match)
+    raise NotFound("path not found in Triton's API; for the available paths, see GET /docs")
 
 
 def parse_path_params(match: re.Match[str]) -> dict[str, str]:
-    """Return model and version as they stand in the path, the path with the version as Triton writes it, and
-    the route: the path with placeholders for model and version.
+    """Return the model, the normalized version, the path with that version if it differs, and the route.
 
     Raises `UnknownModel`.
     """
@@ -323,12 +322,13 @@ def parse_path_params(match: re.Match[str]) -> dict[str, str]:
 
 
 def route_template(match: re.Match[str]) -> str:
-    """Return the path with `{model}`, `{version}` or `{region}` for what the client chose. The rest of a
-    path that a rule lets through is fixed by the rule, so that there are few of these: they become label
-    values."""
+    """Return the path with placeholders: `{model}`, `{version}` and `{region}`.
+
+    The rules fix the rest of the path, so that the number of routes is bounded: they are label values.
+    """
     route = match.string
-    chosen = [name for name, value in match.groupdict().items() if value is not None]
-    for name in sorted(chosen, key=match.start, reverse=True):  # so that the spans stay valid
+    present = [name for name, value in match.groupdict().items() if value is not None]
+    for name in sorted(present, key=match.start, reverse=True):  # keeps the spans valid
         start, end = match.span(name)
         route = f"{route[:start]}{{{name}}}{route[end:]}"
     return route
@@ -342,25 +342,25 @@ class MethodNotAllowed(GatewayError):
 
     def __init__(self, methods: frozenset[str]) -> None:
         allowed = ", ".join(sorted(methods))
-        super().__init__(f"this path takes {allowed}", headers={"Allow": allowed})
+        super().__init__(f"this path supports only {allowed}", headers={"Allow": allowed})
 
 
 def build_request_target(scope: Scope, path_params: dict[str, str]) -> bytes:
-    """Path and query as the client wrote them, but for a version that can be written in several ways."""
     path: bytes = path_params["path"].encode("latin-1") or scope["raw_path"]
     query: bytes = scope["query_string"]
     return b"%b?%b" % (path, query) if query else path
 
 
 def add_management_headers(headers: Headers, management_headers: Headers) -> Headers:
-    """The headers with those that open Triton's management APIs; a client's own of that name are dropped."""
     names = {name for name, _ in management_headers}
     return [*(header for header in headers if header[0] not in names), *management_headers]
 
 
 def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | None:
-    """The step of a sequence that the JSON of an inference names, where all of that has come. Whether it
-    is a good one is Triton's to say."""
+    """Return the sequence step in the JSON of an inference, or None if it is absent or incomplete.
+
+    Triton reports invalid steps.
+    """
     document = memoryview(body)[:json_bytes]
     if body.find(SEQUENCE_ID_KEY, 0, json_bytes) < 0 or len(document) > MAX_SEQUENCE_JSON_BYTES:
         return None
@@ -382,9 +382,9 @@ def build_start_message(response: UpstreamResponse, scope: Scope) -> Message:
 async def relay_response(
     response: UpstreamResponse, start: Message, scope: Scope
 ) -> AsyncIterator[Message]:
-    """The answer as it comes; each piece may take as long as its beginning might have.
+    """Yield the response as it arrives. The timeout applies to each chunk.
 
-    The head goes with the first piece: an answer that never has one is none.
+    The head is sent with the first chunk, so that a failure before it can still be an error response.
     """
     if scope["method"] == "HEAD":
         yield start
@@ -394,20 +394,20 @@ async def relay_response(
     if response.is_event_stream:
         events = EventStreamScrubber(sanitize_event)
         yield start
-        yield {"type": "http.response.body", "more_body": True}  # the head goes ahead
-    begun = events is not None
+        yield {"type": "http.response.body", "more_body": True}  # sends the head immediately
+    is_started = events is not None
     last = False
-    notes: RequestInfo = scope["request_info"]
+    info: RequestInfo = scope["request_info"]
     while not last:
-        response.set_timeout(notes.timeout_s)
-        began = perf_counter()
+        response.set_timeout(info.timeout_s)
+        started = perf_counter()
         chunk = await response.next_chunk()
-        notes.upstream_s += perf_counter() - began
+        info.upstream_s += perf_counter() - started
         last = response.is_complete
         if events is not None:
             chunk = events.feed(chunk) + (events.end() if last else b"")
-        if not begun:
-            begun = True
+        if not is_started:
+            is_started = True
             yield start
-        notes.bytes_out += len(chunk)
+        info.bytes_out += len(chunk)
         yield {"type": "http.response.body", "body": chunk, "more_body": not last}

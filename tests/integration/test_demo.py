@@ -176,7 +176,7 @@ def test_a_named_version_answers(demo: httpx.Client) -> None:
 
 def test_an_unknown_path_is_404_in_the_same_shape(demo: httpx.Client) -> None:
     assert_error(demo.get("/nowhere"), 404, "NOT_FOUND", "nothing at this path")
-    assert_error(demo.get("/v2/nowhere"), 404, "NOT_FOUND", "nothing at this path")
+    assert_error(demo.get("/v2/nowhere"), 404, "NOT_FOUND", "not found in Triton's API")
 
 
 def test_a_wrong_method_is_405_in_the_same_shape(demo: httpx.Client) -> None:

@@ -303,7 +303,7 @@ def test_a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_sampl
                 assert counters(text) == of_all([well])
                 assert durations(text)[dead.address] == 0
                 assert durations(text)[hanging.address] > least_s - 0.01
-            command.wait_for("its page is no exposition: line 1")
+            command.wait_for("invalid metrics page: line 1")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_replicas_that_mean_something_else_by_a_name_are_told_of() -> None:
         assert f'nv_x{{replica="{second}"}}' not in page
         assert f'nv_y{{replica="{second}"}}' in page
         assert up(page) == {first: 1, second: 1}
-        assert "nv_x" in command.wait_for(f"left out of the metrics of the replica {second}")
+        assert "nv_x" in command.wait_for(f"omitted metrics of replica {second}")
 
 
 # The price.
