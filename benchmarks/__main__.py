@@ -1,8 +1,8 @@
-"""`make bench`: one table per question, every ratio within one run.
+"""The benchmarks of `make bench`. All ratios of a table come from one run.
 
-Each server is loaded in turn, round after round, so that a slow minute of the machine hits all of
-them; the median of the rounds counts. CPU is user and system time of the server's process tree,
-divided by the number of requests that wrk counted. Any failed request ends the run.
+The servers take turns in each round, so that a slow minute of the machine affects all of them; the
+median of the rounds is reported. CPU is the user and system time of the server's process tree,
+divided by the number of requests that wrk counted. A failed request aborts the run.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ RESULTS = Path(__file__).with_name("results.md")
 
 @dataclass(frozen=True)
 class Target:
-    """A server and the path and body by which it does the work."""
+    """A server with the URL and request that are measured."""
 
     name: str
     url: str
     process: psutil.Process
     request: Request
-    beside: str = ""  # a command of the shell that runs meanwhile
+    beside: str = ""  # a shell command that runs during the measurement
 
 
 def v2_infer(name: str, array: np.ndarray, datatype: str) -> Request:
-    """The same inference as Triton's own client would post it."""
+    """Return the request as Triton's own client sends it."""
     tensor = InferInput("X", list(array.shape), datatype).set_data_from_numpy(array)
     body, length = InferenceServerClient.generate_request_body([tensor])
     return Request(body, {"Inference-Header-Content-Length": str(length)})
@@ -68,16 +68,16 @@ def npy(array: np.ndarray) -> bytes:
 def rounds(
     targets: list[Target], connections: int, seconds: float, count: int
 ) -> Mapping[str, Measured]:
-    found: dict[str, list[Measured]] = {target.name: [] for target in targets}
+    results: dict[str, list[Measured]] = {target.name: [] for target in targets}
     for number in range(count):
         for target in targets:
             print(f"  round {number + 1} of {count}: {target.name}", file=sys.stderr, flush=True)
             with servers.shell(target.beside):
                 result = measure(target.url, target.request, target.process, connections, seconds)
-            found[target.name].append(result)
+            results[target.name].append(result)
     return {
-        name: Measured(*map(statistics.median, zip(*map(astuple, results), strict=True)))
-        for name, results in found.items()
+        name: Measured(*map(statistics.median, zip(*map(astuple, measured), strict=True)))
+        for name, measured in results.items()
     }
 
 
@@ -86,11 +86,12 @@ def table(title: str, measured: Mapping[str, Measured], base: str) -> Iterator[s
     yield f"| | requests/s | of {base} | p50 ms | p99 ms | CPU µs per request | of {base} | MiB | growth |"
     yield "|---|---|---|---|---|---|---|---|---|"
     reference = measured[base]
-    for name, m in measured.items():
+    for name, row in measured.items():
+        requests_ratio = row.requests_per_s / reference.requests_per_s
         yield (
-            f"| {name} | {m.requests_per_s:,.0f} | {m.requests_per_s / reference.requests_per_s:.2f} "
-            f"| {m.p50_ms:.2f} | {m.p99_ms:.2f} | {m.cpu_us:.0f} | {m.cpu_us / reference.cpu_us:.2f} "
-            f"| {m.peak_mib:.0f} | {m.growth_mib:.1f} |"
+            f"| {name} | {row.requests_per_s:,.0f} | {requests_ratio:.2f} "
+            f"| {row.p50_ms:.2f} | {row.p99_ms:.2f} | {row.cpu_us:.0f} "
+            f"| {row.cpu_us / reference.cpu_us:.2f} | {row.peak_mib:.0f} | {row.growth_mib:.1f} |"
         )
 
 
@@ -102,35 +103,35 @@ def machine() -> str:
 
 
 def friendly(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
-    """What the conversion of `/v1` costs, beside the same work in a plain FastAPI route."""
+    """Measure the conversion of `/v1` against the same work in a plain FastAPI route."""
     address = f"127.0.0.1:{triton.options.http_port}"
     gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url))
     plain_url, plain = stack.enter_context(servers.plain_fastapi(address))
     nginx_url, nginx = stack.enter_context(servers.nginx(address))
     picture = jpeg()
     array = np.random.default_rng(0).random((3, 224, 224), np.float32)
-    work = {
+    workloads = {
         "a JPEG of 640×480 to a BYTES input": (
             "blob", Request(picture, {"Content-Type": "image/jpeg"}), np.array([[picture]], object), "BYTES",
         ),
-        "a 3×224×224 FP32 array by npy": (
+        "a 3×224×224 FP32 array as .npy": (
             "array", Request(npy(array), {"Content-Type": "application/x-npy"}), array[None], "FP32",
         ),
     }  # fmt: skip
-    for title, (model, request, tensor, datatype) in work.items():
+    for title, (model, request, tensor, datatype) in workloads.items():
         targets = [
-            Target("nginx, the tensor ready-made", f"{nginx_url}/v2/models/{model}/infer", nginx,
+            Target("nginx, prepared tensor", f"{nginx_url}/v2/models/{model}/infer", nginx,
                    v2_infer(model, tensor, datatype)),
             Target("gateway /v1", f"{gateway_url}/v1/models/{model}/infer", gateway, request),
             Target("plain FastAPI", f"{plain_url}/{model}", plain, request),
         ]  # fmt: skip
-        yield from table(title, rounds(targets, 4, seconds, count), "nginx, the tensor ready-made")
+        yield from table(title, rounds(targets, 4, seconds, count), "nginx, prepared tensor")
 
 
 def pass_through(
     triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
 ) -> Iterator[str]:
-    """What standing in front of Triton costs."""
+    """Measure the overhead of the gateway and other proxies in front of Triton."""
     address = f"127.0.0.1:{triton.options.http_port}"
     gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url))
     plain_url, plain = stack.enter_context(servers.plain_fastapi(address))
@@ -147,9 +148,9 @@ def pass_through(
     if servers.has_kserve():
         kserve_url, kserve = stack.enter_context(servers.kserve_transformer(address))
         body = json.dumps({"instances": array.tolist()}).encode()
-        posted = Request(body, {"Content-Type": "application/json"})
+        kserve_request = Request(body, {"Content-Type": "application/json"})
         url = f"{kserve_url}/v1/models/small:predict"
-        targets.append(Target("KServe transformer, V1 JSON", url, kserve, posted))
+        targets.append(Target("KServe transformer, V1 JSON", url, kserve, kserve_request))
     for connections in (16, 1):
         title = (
             f"1 KB binary infer, {connections} connection{'s' * (connections > 1)}, one worker each"
@@ -158,7 +159,7 @@ def pass_through(
 
 
 def large(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
-    """64 MiB in and out: streamed, or held?"""
+    """Measure bodies of 64 MiB, to show whether they are streamed or buffered."""
     address = f"127.0.0.1:{triton.options.http_port}"
     settings = {"GATEWAY_MAX_BODY_BYTES": str(1 << 30)}
     gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url, 1, settings))
@@ -175,7 +176,7 @@ def large(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
 
 
 def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
-    """What a second process brings, where there are cores for it, wrk and Triton."""
+    """Measure a second worker. It helps only with enough cores for it, wrk and Triton."""
     one = stack.enter_context(servers.gateway(triton.options.url))
     two = stack.enter_context(servers.gateway(triton.options.url, workers=2))
     request = v2_infer("small", np.ones((1, 256), np.float32), "FP32")
@@ -189,30 +190,30 @@ def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
 
 
 def scraping(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
-    """Whether inference notices that a large metrics page is made: that of 200 models on 3 more replicas."""
+    """Measure inference during scrapes of a large metrics page: 200 models on each of 3 more replicas."""
     pages = stack.enter_context(servers.metrics_pages(of_models(200), 3))
     urls = ",".join((triton.options.url, *pages))
     url, process = stack.enter_context(servers.gateway(urls))
     request = v2_infer("small", np.ones((1, 256), np.float32), "FP32")
     scrape = f"curl -sf --compressed -o /dev/null {url}/metrics"
     loops = {
-        "nobody scrapes": "",
+        "no scrapes": "",
         "a scrape every second": f"while {scrape}; do sleep 1; done",
-        "one scrape after the other": f"while {scrape}; do :; done",
+        "continuous scrapes": f"while {scrape}; do :; done",
     }
     targets = [
         Target(name, f"{url}/v2/models/small/infer", process, request, loop)
         for name, loop in loops.items()
     ]
     yield from table(
-        "1 KB, 1 connection, beside scrapes of 3 × 200 models",
+        "1 KB, 1 connection, during scrapes of 3 × 200 models",
         rounds(targets, 1, 2 * seconds, count),
-        "nobody scrapes",
+        "no scrapes",
     )
 
 
 def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
-    """Print the tables, and keep them in benchmarks/results.md when all were made."""
+    """Print the tables. A full run also writes them to benchmarks/results.md."""
     suites = {
         "pass-through": pass_through,
         "large": large,
@@ -222,7 +223,7 @@ def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
     }
     lines = [
         "# Results of the last run",
-        f"\n{datetime.now(timezone.utc):%Y-%m-%d}, {machine()}. The machine is shared: believe the ratios.",
+        f"\n{datetime.now(timezone.utc):%Y-%m-%d}, {machine()}. The machine is shared; only ratios count.",
         f"\n{__doc__.partition(chr(10))[2].strip()}",
     ]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What the gateway adds to every request besides passing it on, part by part, in this process alone."""
+"""CPU time of the gateway's own work per request, by part, without a network."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KEY, MODEL = "tgw_benchmark", "small"
 TIMES, REPEAT = 20_000, 7
 
 
-def keys_file(folder: Path, **more: object) -> KeysFile:
-    entry = {"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **more}
-    path = folder / f"{len(more)}.yaml"
+def keys_file(folder: Path, **fields: object) -> KeysFile:
+    entry = {"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **fields}
+    path = folder / f"{len(fields)}.yaml"
     path.write_text(yaml.safe_dump({"keys": [{**entry, "roles": ["infer"], "models": ["sm*"]}]}))
     file = KeysFile(path)
     file.load()
@@ -36,51 +36,50 @@ def parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {KEY}".encode())]
     scope: Scope = {"path": f"/v2/models/{MODEL}/infer", "headers": headers, "type": "http"}
     metrics = Metrics()
-    gate = AdmissionQueue(2048, 1024, 512, metrics)
+    admission = AdmissionQueue(2048, 1024, 512, metrics)
     access = Authenticator(keys_file(folder))
     rates = RateLimiter(metrics)
-    notes = scope["notes"] = RequestInfo("0" * 32)
-    notes.route, notes.model = "/v2", MODEL
+    info = scope["request_info"] = RequestInfo("0" * 32)
+    info.route, info.model = "/v2", MODEL
 
-    def accounts() -> None:
-        made = RequestInfo(choose_request_id(headers))
-        current_request_info.set(made)
+    def observe() -> None:
+        new_info = RequestInfo(choose_request_id(headers))
+        current_request_info.set(new_info)
         metrics.in_flight["/v2"] += 1
-        made.route, made.model = "/v2", MODEL
+        new_info.route, new_info.model = "/v2", MODEL
         metrics.in_flight["/v2"] -= 1
-        metrics.observe(made, 200, 0.003)
+        metrics.observe(new_info, 200, 0.003)
 
     def flush() -> None:
-        metrics.observe(notes, 200, 0.003)
+        metrics.observe(info, 200, 0.003)
         metrics.flush()
 
-    def keys_and_limits() -> None:
-        caller = notes.caller = access.authenticate(scope)
+    def authorize_and_admit() -> None:
+        caller = info.caller = access.authenticate(scope)
         if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
             raise AssertionError
         authorize(scope, Right.infer, MODEL)
-        gate.try_acquire(MODEL)
-        gate.release(MODEL)
+        admission.try_acquire(MODEL)
+        admission.release(MODEL)
 
-    def rate() -> None:
-        step = rates.count_request("bench", 1_000_000)
+    def count_request() -> None:
+        coroutine = rates.count_request("bench", 1_000_000)
         try:
-            step.send(None)
+            coroutine.send(None)
         except StopIteration:
             return
-        raise AssertionError("it waits for something")
+        raise AssertionError("the rate limiter must not wait")
 
     return {
-        "request id, notes and counts": accounts,
-        "key, role, model and a place": keys_and_limits,
-        "requests per second, for a key that has a rate": rate,
-        "twice a second for each model: its counts are passed on": flush,
+        "request ID, request info and metrics": observe,
+        "authentication, authorization and admission": authorize_and_admit,
+        "rate limit, for keys with one": count_request,
+        "flush of a model's counts, twice a second": flush,
     }
 
 
 def table() -> Iterator[str]:
-    """Microseconds of each call at best: the machine is shared."""
-    yield "\n**The gateway's own accounts, by part, in one process without a network**\n"
+    yield "\n**The gateway's own work per request, by part, without a network**\n"
     yield "| | µs |"
     yield "|---|---|"
     with tempfile.TemporaryDirectory() as folder:

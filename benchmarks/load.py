@@ -1,4 +1,4 @@
-"""One measurement: wrk against a URL, and what it cost the server's processes."""
+"""A measurement with wrk, and the CPU time and memory of the server's processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ end
 
 @dataclass(frozen=True)
 class Request:
-    """What is posted."""
+    """The body and headers of a POST request."""
 
     body: bytes
     headers: dict[str, str]
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the server's process tree: processor time per request, memory at its peak and its growth."""
+    """Throughput and latency, and the CPU time per request and memory of the server's process tree."""
 
     requests_per_s: float
     p50_ms: float
@@ -62,7 +62,7 @@ def memory_mib(process: psutil.Process) -> float:
 
 
 class Peak:
-    """Looks at the memory ten times a second."""
+    """The peak memory of a process tree, sampled ten times per second."""
 
     def __init__(self, process: psutil.Process) -> None:
         self.mib = 0.0
@@ -86,8 +86,10 @@ class Peak:
 def measure(
     url: str, request: Request, server: psutil.Process, connections: int, seconds: float
 ) -> Measured:
-    """Raises when a single request failed: a fast error is no throughput."""
-    wrk = shutil.which("wrk") or sys.exit("make bench needs wrk: apt-get install wrk nginx-light")
+    """Measure a server. Raises `RuntimeError` if any request fails."""
+    wrk = shutil.which("wrk") or sys.exit(
+        "make bench requires wrk: apt-get install wrk nginx-light"
+    )
     with tempfile.TemporaryDirectory() as folder:
         body, script = Path(folder) / "body", Path(folder) / "post.lua"
         body.write_bytes(request.body)
@@ -95,22 +97,22 @@ def measure(
             f"[{json.dumps(k)}]={json.dumps(v)}" for k, v in request.headers.items()
         )
         script.write_text(SCRIPT % (json.dumps(str(body)), headers))
-        before, idle_mib = cpu_s(server), memory_mib(server)
+        cpu_before_s, idle_mib = cpu_s(server), memory_mib(server)
         command = [wrk, "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "30s"]
         with Peak(server) as peak:
             run = subprocess.run(
                 [*command, "-s", str(script), url], capture_output=True, text=True, check=True
             )
-        spent = cpu_s(server) - before
-    found = re.search(r"RESULT (\d+) (\d+) ([\d.]+) ([\d.]+) (\d+)", run.stdout)
-    if found is None or int(found[5]):
+        spent_s = cpu_s(server) - cpu_before_s
+    result = re.search(r"RESULT (\d+) (\d+) ([\d.]+) ([\d.]+) (\d+)", run.stdout)
+    if result is None or int(result[5]):
         raise RuntimeError(f"{url}: requests failed\n{run.stdout}")
-    count, duration_us, p50_us, p99_us = int(found[1]), *map(float, found.groups()[1:4])
+    count, duration_us, p50_us, p99_us = int(result[1]), *map(float, result.groups()[1:4])
     return Measured(
         requests_per_s=count / duration_us * 1e6,
         p50_ms=p50_us / 1e3,
         p99_ms=p99_us / 1e3,
-        cpu_us=spent / count * 1e6,
+        cpu_us=spent_s / count * 1e6,
         peak_mib=peak.mib,
         growth_mib=peak.mib - idle_mib,
     )

@@ -1,4 +1,4 @@
-"""What is measured, and what it is measured against: each server as a process, gone at the end."""
+"""Context managers that run the gateway and the servers it is compared with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def repository() -> Iterator[Path]:
 
 @contextmanager
 def process(command: list[str], url: str, **environment: str) -> Iterator[psutil.Process]:
-    """A server that answers at `url` when this gives it."""
+    """Run a server, and provide its process once `url` responds."""
     started = subprocess.Popen(
         command, env={**os.environ, **environment}, cwd=ROOT, stdout=subprocess.DEVNULL
     )
@@ -101,8 +101,8 @@ def gateway(
 
 
 def nginx_program() -> str:
-    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    return found or sys.exit("make bench compares with nginx: apt-get install nginx-light wrk")
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    return program or sys.exit("make bench requires nginx: apt-get install nginx-light wrk")
 
 
 @contextmanager
@@ -132,14 +132,14 @@ server {{
 
 @contextmanager
 def metrics_pages(page: bytes, count: int) -> Iterator[list[str]]:
-    """Replicas without a model, as the gateway sees them, each with this metrics page."""
+    """Run replicas without models that serve this metrics page."""
     ports = free_ports(count)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "page").write_bytes(page)
-        Path(folder).chmod(0o755)  # its workers are nobody
+        Path(folder).chmod(0o755)  # nginx's workers run as nobody
         config = Path(folder) / "nginx.conf"
-        listed = "".join(PAGE.format(folder=folder, port=port) for port in ports)
-        config.write_text(PAGES.format(folder=folder, servers=listed))
+        servers = "".join(PAGE.format(folder=folder, port=port) for port in ports)
+        config.write_text(PAGES.format(folder=folder, servers=servers))
         command = [nginx_program(), "-e", f"{folder}/error.log", "-c", str(config)]
         with process(command, f"http://127.0.0.1:{ports[-1]}/metrics"):
             yield [f"http://127.0.0.1:{port}?metrics={port}" for port in ports]
@@ -147,7 +147,7 @@ def metrics_pages(page: bytes, count: int) -> Iterator[list[str]]:
 
 @contextmanager
 def shell(line: str) -> Iterator[None]:
-    """Runs beside what is done; nothing if there is no line."""
+    """Run a shell command in the background, if there is one."""
     if not line:
         yield
         return
@@ -155,7 +155,7 @@ def shell(line: str) -> Iterator[None]:
         try:
             yield
             if running.poll() is not None:
-                raise RuntimeError(f"it ended early: {line}")
+                raise RuntimeError(f"the command exited early: {line}")
         finally:
             os.killpg(running.pid, signal.SIGKILL)
 
@@ -181,13 +181,12 @@ def plain_fastapi(triton: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def has_kserve() -> bool:
-    """Whether `make bench-peers` was run."""
+    # `make bench-peers` creates this file.
     return (PEERS.parents[1] / ".ready").exists()
 
 
 @contextmanager
 def kserve_transformer(triton: str) -> Iterator[tuple[str, psutil.Process]]:
-    """For the model `small`; in an environment of its own."""
     (port,) = free_ports(1)
     command = [str(PEERS), "-W", "ignore", "-m", "benchmarks.baselines.kserve_transformer"]
     command += ["--http_port", str(port), "--workers", "1", "--enable_grpc", "false"]

@@ -1,4 +1,4 @@
-"""How long the first answer of a model that answers several times takes, beside Triton's own client."""
+"""Time to the first result of a decoupled model, compared with Triton's own client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVENTS = {"Accept": "text/event-stream"}
 
 
 class Direct:
-    """Triton's own client, on one connection."""
+    """Triton's gRPC client on one connection."""
 
     def __init__(self, client: triton_grpc.InferenceServerClient) -> None:
         self._client = client
@@ -37,35 +37,35 @@ class Direct:
 
     def first_event_s(self) -> float:
         self._arrived.clear()
-        began = time.perf_counter()
+        started = time.perf_counter()
         self._client.async_stream_infer("ticking", self._inputs)
         self._arrived.wait()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
 
 def first_event_s(client: httpx.Client) -> float:
-    began = time.perf_counter()
-    with client.stream("POST", "/v1/models/ticking/infer", json=BODY, headers=EVENTS) as answer:
-        pieces = answer.iter_raw()
+    started = time.perf_counter()
+    with client.stream("POST", "/v1/models/ticking/infer", json=BODY, headers=EVENTS) as response:
+        pieces = response.iter_raw()
         next(pieces)
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - started
         for _ in pieces:
             pass
     return took_s
 
 
 def table(triton: EmbeddedTriton, stack: ExitStack) -> Iterator[str]:
-    """In turns, so that a slow moment of the machine hits both."""
     url, _ = stack.enter_context(servers.gateway(triton.options.url))
     client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
     address = f"127.0.0.1:{triton.options.grpc_port}"
     direct = Direct(stack.enter_context(triton_grpc.InferenceServerClient(address)))
     first_event_s(client)
     direct.first_event_s()
+    # The clients take turns, so that a slow moment of the machine affects both.
     pairs = [(direct.first_event_s(), first_event_s(client)) for _ in range(ROUNDS)]
-    own_s, through_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-    yield "\n**The first event of a stream, one after the other**\n"
-    yield "| | p50 ms | of Triton's own client |"
+    direct_s, gateway_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    yield "\n**The first event of a stream, sequential requests**\n"
+    yield "| | p50 ms | of Triton's client |"
     yield "|---|---|---|"
-    yield f"| Triton's own client, gRPC | {own_s * 1e3:.2f} | 1.00 |"
-    yield f"| gateway /v1, httpx | {through_s * 1e3:.2f} | {through_s / own_s:.2f} |"
+    yield f"| Triton's client, gRPC | {direct_s * 1e3:.2f} | 1.00 |"
+    yield f"| gateway /v1, httpx | {gateway_s * 1e3:.2f} | {gateway_s / direct_s:.2f} |"

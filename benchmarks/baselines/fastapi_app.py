@@ -1,6 +1,6 @@
-"""What one would write without a gateway: a FastAPI route per kind of input, and tritonclient.http.aio.
+"""The baseline without a gateway: one FastAPI route per kind of input, with tritonclient.http.aio.
 
-Three handlers, each a dozen lines, each knowing its model: the work that the gateway does for any.
+Each of the three handlers works for one model only, while the gateway works for any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tritonclient.http.aio import InferenceServerClient
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    # The client belongs to the loop that it is made in.
+    # The client must be created in the event loop that uses it.
     async with InferenceServerClient(os.environ["TRITON"], conn_limit=64) as client:
         app.state.client = client
         yield
@@ -27,7 +27,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(lifespan=lifespan)
 
 
-async def asked(model: str, array: np.ndarray, datatype: str) -> np.ndarray:
+async def infer(model: str, array: np.ndarray, datatype: str) -> np.ndarray:
     tensor = InferInput("X", list(array.shape), datatype).set_data_from_numpy(array)
     result = await app.state.client.infer(model, [tensor])
     return result.as_numpy("Y")
@@ -35,20 +35,20 @@ async def asked(model: str, array: np.ndarray, datatype: str) -> np.ndarray:
 
 @app.post("/small")
 async def small(request: Request) -> Response:
-    """1 KB of FP32 in and out."""
+    """Take and return 1 KB of FP32."""
     array = np.frombuffer(await request.body(), np.float32).reshape(1, -1)
-    return Response((await asked("small", array, "FP32")).tobytes())
+    return Response((await infer("small", array, "FP32")).tobytes())
 
 
 @app.post("/blob")
 async def blob(request: Request) -> dict[str, int]:
-    """A file as BYTES."""
+    """Take a file as BYTES."""
     array = np.array([[await request.body()]], object)
-    return {"length": int((await asked("blob", array, "BYTES"))[0, 0])}
+    return {"length": int((await infer("blob", array, "BYTES"))[0, 0])}
 
 
 @app.post("/array")
 async def array(request: Request) -> dict[str, float]:
-    """NumPy's own file."""
+    """Take an array in NumPy's file format."""
     values = np.load(io.BytesIO(await request.body()))
-    return {"mean": float((await asked("array", values[None], "FP32"))[0, 0])}
+    return {"mean": float((await infer("array", values[None], "FP32"))[0, 0])}

@@ -1,7 +1,7 @@
-"""What one would deploy beside Triton with KServe: a transformer, its own server and REST client.
+"""The baseline with KServe: a transformer in front of Triton, in KServe's model server.
 
-It takes KServe's V1 JSON, `{"instances": [[...]]}`, asks Triton by V2 with binary tensors, and
-answers `{"predictions": [[...]]}`. Run by `.venv-peers`, with KServe's own arguments.
+It accepts KServe's V1 JSON, `{"instances": [[...]]}`, calls Triton through V2 with binary tensors, and
+returns `{"predictions": [[...]]}`. It runs in `.venv-peers` with KServe's own arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kserve.logging import configure_logging
 
 
 class Transformer(Model):
-    """`predict` is KServe's: it posts what `preprocess` gave to the predictor."""
+    """A transformer. `predict`, which sends the result of `preprocess` to Triton, is inherited."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -42,6 +42,6 @@ if __name__ == "__main__":
     arguments, _ = argparse.ArgumentParser(parents=[model_server.parser]).parse_known_args()
     configure_logging()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    # Without a handler uvicorn does not even format its access log.
+    # Without handlers, uvicorn does not format its access log.
     logging.getLogger("uvicorn.access").handlers.clear()
     ModelServer().start([Transformer(arguments.model_name)])
