@@ -1,49 +1,48 @@
-// The gateway's API, with the key that was typed. It is kept for this tab, and goes nowhere else.
+// Client of the gateway's API. The user's key is stored for this tab and sent only to this gateway.
 
-const KEPT = "triton-gateway-key";
+const STORAGE_KEY = "triton-gateway-key";
 
-export class Refused extends Error {
-  /** @param {number} status @param {object} body the gateway's own: error, code, request_id, perhaps more */
+export class ApiError extends Error {
+  /** @param {number} status @param {object} body the gateway's error document: error, code, request_id and others */
   constructor(status, body) {
-    super(body.error ?? `The gateway answered ${status}.`);
+    super(body.error ?? `The gateway returned status ${status}.`);
     this.status = status;
     this.body = body;
   }
-  get wantsKey() {
+  get needsKey() {
     return this.status === 401 || this.status === 403;
   }
 }
 
 export const key = {
-  get: () => sessionStorage.getItem(KEPT) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEPT, value) : sessionStorage.removeItem(KEPT)),
+  get: () => sessionStorage.getItem(STORAGE_KEY) ?? "",
+  set: (value) => (value ? sessionStorage.setItem(STORAGE_KEY, value) : sessionStorage.removeItem(STORAGE_KEY)),
 };
 
-/** The answer, if it is a good one. Throws `Refused`, and `TypeError` where the gateway is not reached. */
+/** Return a successful response. Throws `ApiError`, or `TypeError` if the gateway cannot be reached. */
 export async function call(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
-  const answer = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
-  if (answer.ok) return answer;
-  throw new Refused(answer.status, await answer.json().catch(() => ({})));
+  const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  if (response.ok) return response;
+  throw new ApiError(response.status, await response.json().catch(() => ({})));
 }
 
-export const json = async (path, options) => (await call(path, options)).json();
+export const getJson = async (path, options) => (await call(path, options)).json();
 
-export const pathOf = (model, version = "") =>
+export const modelPath = (model, version = "") =>
   `/v1/models/${encodeURIComponent(model)}${version ? `/versions/${encodeURIComponent(version)}` : ""}`;
 
-export const models = async () => (await json("/v1/models")).models;
-export const replicas = async () => (await json("/v1/replicas")).replicas;
-export const describe = (model, version) => json(pathOf(model, version));
+export const listModels = async () => (await getJson("/v1/models")).models;
+export const listReplicas = async () => (await getJson("/v1/replicas")).replicas;
+export const describeModel = (model, version) => getJson(modelPath(model, version));
 
-export const change = (model, action, parameters = {}) =>
-  json(`/v2/repository/models/${encodeURIComponent(model)}/${action}`, {
+export const changeModel = (model, action, parameters = {}) =>
+  getJson(`/v2/repository/models/${encodeURIComponent(model)}/${action}`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ parameters }),
   });
 
-/** What went wrong, in a sentence. */
-export const reason = (error) =>
-  error instanceof Refused ? error.message : `The gateway cannot be reached: ${error.message}`;
+export const errorMessage = (error) =>
+  error instanceof ApiError ? error.message : `Cannot reach the gateway: ${error.message}`;

@@ -1,34 +1,34 @@
-// Elements are made here, and their words are always text: a model's name or answer is never markup.
+// DOM helpers. Strings become text, never markup, because model names and outputs are untrusted.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element with attributes (`on…` listens, `class`, `text`) and children; null children are left out. */
+/** Create an element with attributes (`on…` adds a listener, `text` sets the text). Omits null children. */
 export function el(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "text") made.textContent = value;
-    else made.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "text") element.textContent = value;
+    else element.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
 export function svg(tag, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }
 
-/** Only what is another text: the screen reader and the selection are left alone. */
-export function say(element, text) {
+/** Set the text only if it differs, so that screen readers and the selection are not disturbed. */
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A line above a view, with a button; or, without a text, no line. */
-export function notice(element, text = "", label = "", action = null) {
+/** Show a notice above a view, optionally with a button. An empty text hides it. */
+export function showNotice(element, text = "", label = "", action = null) {
   if (element.dataset.text === text) return;
   element.dataset.text = text;
   element.hidden = !text;
@@ -37,28 +37,28 @@ export function notice(element, text = "", label = "", action = null) {
 }
 
 /**
- * Rows of a table's body, kept as long as their key is: the focus stays where it is.
- * A cell is a text, `{text, class}`, or an element that stays the same.
+ * Update the rows of a table's body. Rows with the same key are reused, which keeps the focus.
+ * A cell is a text, `{text, class}` or an element.
  */
-export function fill(body, items, keyOf, cellsOf) {
-  const known = new Map([...body.rows].map((row) => [row.dataset.key, row]));
-  items.forEach((item, at) => {
+export function updateRows(body, items, keyOf, cellsOf) {
+  const rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  items.forEach((item, index) => {
     const key = keyOf(item);
-    const row = known.get(key) ?? el("tr", { "data-key": key });
-    known.delete(key);
-    cellsOf(item).forEach((cell, column) => show(row, column, cell));
-    if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] ?? null);
+    const row = rows.get(key) ?? el("tr", { "data-key": key });
+    rows.delete(key);
+    cellsOf(item).forEach((cell, column) => setCell(row, column, cell));
+    if (body.rows[index] !== row) body.insertBefore(row, body.rows[index] ?? null);
   });
-  for (const row of known.values()) row.remove();
+  for (const row of rows.values()) row.remove();
 }
 
-function show(row, column, cell) {
-  const wanted = cell instanceof Element ? { element: cell } : typeof cell === "object" ? cell : { text: cell };
-  const at = row.cells[column] ?? row.appendChild(el(column ? "td" : "th", column ? {} : { scope: "row" }));
-  if (wanted.element) {
-    if (at.firstChild !== wanted.element) at.replaceChildren(wanted.element);
+function setCell(row, column, cell) {
+  const content = cell instanceof Element ? { element: cell } : typeof cell === "object" ? cell : { text: cell };
+  const target = row.cells[column] ?? row.appendChild(el(column ? "td" : "th", column ? {} : { scope: "row" }));
+  if (content.element) {
+    if (target.firstChild !== content.element) target.replaceChildren(content.element);
     return;
   }
-  say(at, wanted.text ?? "");
-  at.className = wanted.class ?? "";
+  setText(target, content.text ?? "");
+  target.className = content.class ?? "";
 }

@@ -1,12 +1,12 @@
-// The fleet: every replica, every model, where it is ready and why not; loading and unloading.
+// The fleet view: replicas and models with their states, loading and unloading.
 
 import * as api from "./api.js";
-import { $, el, fill, notice, say } from "./dom.js";
-import { ask, withKey } from "./key.js";
+import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { promptForKey, withKey } from "./key.js";
 
-const CHANGES = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
-const buttons = new Map(); // by model: they stay, and with them the focus
-const busy = new Map(); // model → what is being done to it
+const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
+const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
+const busy = new Map(); // model → action in progress
 let columns = null;
 
 export function start() {
@@ -16,8 +16,8 @@ export function start() {
 
 export const show = () => refresh();
 
-/** What another key may have seen goes. */
-export function forget() {
+/** Remove everything that was loaded with another key. */
+export function reset() {
   for (const table of ["models", "replicas"]) $(table).tBodies[0].replaceChildren();
   buttons.clear();
   columns = null;
@@ -26,40 +26,40 @@ export function forget() {
 
 export async function refresh() {
   try {
-    const models = await api.models();
-    const replicas = await api.replicas().catch((error) => {
-      if (error.wantsKey) return null;
+    const models = await api.listModels();
+    const replicas = await api.listReplicas().catch((error) => {
+      if (error.needsKey) return null;
       throw error;
     });
     draw(models, replicas);
-    if (replicas) notice($("fleet-notice"));
-    else notice($("fleet-notice"), "The replicas are for an administrator's key.", "Use another key", another);
+    if (replicas) showNotice($("fleet-notice"));
+    else showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
   } catch (error) {
-    notice($("fleet-notice"), api.reason(error), error.wantsKey ? "Use another key" : "", error.wantsKey ? another : null);
+    showNotice($("fleet-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? useAnotherKey : null);
   }
 }
 
-async function another() {
-  if (await ask()) {
-    forget();
+async function useAnotherKey() {
+  if (await promptForKey()) {
+    reset();
     await refresh();
   }
 }
 
 function draw(models, replicas) {
-  fill($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
+  updateRows($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
   const addresses = (replicas ?? []).map((replica) => replica.address);
-  head(addresses);
-  fill($("models").tBodies[0], models, (model) => model.name, (model) => modelCells(model, addresses));
+  updateColumns(addresses);
+  updateRows($("models").tBodies[0], models, (model) => model.name, (model) => modelCells(model, addresses));
   filter();
 }
 
 function replicaCells(replica) {
   const ready = Object.values(replica.models).filter((state) => state === "READY").length;
-  const away = replica.ejected_for_s === undefined ? "" : ` (for ${replica.ejected_for_s} s)`;
+  const ejection = replica.ejected_for_s === undefined ? "" : ` (for ${replica.ejected_for_s} s)`;
   return [
     replica.address,
-    state(replica.state, away),
+    stateCell(replica.state, ejection),
     { text: String(replica.outstanding), class: "number" },
     { text: replica.slowness.toFixed(2), class: "number" },
     { text: String(ready), class: "number" },
@@ -69,13 +69,13 @@ function replicaCells(replica) {
 
 const GOOD = new Set(["READY", "UP"]);
 
-function state(name, more = "") {
+function stateCell(name, more = "") {
   const kind = GOOD.has(name) ? "good" : /UNAVAILABLE|UNREACHABLE|DOWN|EJECTED/.test(name) ? "bad" : "quiet";
   return { text: name + more, class: `state ${kind}` };
 }
 
-function head(addresses) {
-  const names = ["Model", "Versions", ...addresses, "Last error", "Change"];
+function updateColumns(addresses) {
+  const names = ["Model", "Versions", ...addresses, "Last error", "Actions"];
   if (columns === names.join("\n")) return;
   columns = names.join("\n");
   $("models").tHead.rows[0].replaceChildren(...names.map((name) => el("th", { scope: "col", text: name })));
@@ -83,87 +83,87 @@ function head(addresses) {
 }
 
 function modelCells(model, addresses) {
-  const versions = model.versions.map(({ version, state: at }) => (version ? `${version} ${at ?? ""}` : at ?? ""));
+  const versions = model.versions.map(({ version, state: name }) => (version ? `${version} ${name ?? ""}` : name ?? ""));
   const missing = model.wished === "loaded" && !model.ready;
-  const reasons = model.versions.map((version) => version.reason).filter((why) => why && why !== "unloaded");
+  const reasons = model.versions.map((version) => version.reason).filter((reason) => reason && reason !== "unloaded");
   return [
     model.name,
     {
-      text: (versions.join(", ") || "not loaded") + (missing ? ", to be loaded" : ""),
+      text: (versions.join(", ") || "not loaded") + (missing ? ", load pending" : ""),
       class: model.ready ? "state good" : "state quiet",
     },
-    ...addresses.map((address) => state(model.replicas?.[address] ?? "–")),
+    ...addresses.map((address) => stateCell(model.replicas?.[address] ?? "–")),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
-    changes(model.name, model.ready, missing),
+    actionButtons(model.name, model.ready, missing),
   ];
 }
 
-/** A model that is missing can be unloaded as well: then it is no longer to be loaded. */
-function changes(model, ready, missing) {
+/** Unloading a missing model cancels the pending load. */
+function actionButtons(model, ready, missing) {
   if (!buttons.has(model)) {
-    const make = (action) =>
+    const makeButton = (action) =>
       el("button", {
         type: "button",
-        text: CHANGES[action][0],
-        "aria-label": `${CHANGES[action][0]} ${model}`,
-        onclick: () => (action === "unload" ? confirmed(model) : change(model, action)),
+        text: ACTIONS[action][0],
+        "aria-label": `${ACTIONS[action][0]} ${model}`,
+        onclick: () => (action === "unload" ? confirmUnload(model) : runAction(model, action)),
       });
-    const doing = el("span", { class: "quiet" });
+    const status = el("span", { class: "quiet" });
     const trial = el("a", { href: `#try/${encodeURIComponent(model)}`, text: "Try", "aria-label": `Try ${model}` });
-    buttons.set(model, el("div", { class: "buttons" }, make("load"), make("unload"), trial, doing));
+    buttons.set(model, el("div", { class: "buttons" }, makeButton("load"), makeButton("unload"), trial, status));
   }
-  const [load, unload, trial, doing] = buttons.get(model).children;
+  const [load, unload, trial, status] = buttons.get(model).children;
   const action = busy.get(model);
   load.disabled = Boolean(action);
   unload.disabled = Boolean(action) || !(ready || missing);
   trial.hidden = !ready;
-  say(load, ready ? "Reload" : "Load");
+  setText(load, ready ? "Reload" : "Load");
   load.setAttribute("aria-label", `${load.textContent} ${model}`);
-  say(doing, action ? CHANGES[action][1] : "");
+  setText(status, action ? ACTIONS[action][1] : "");
   return buttons.get(model);
 }
 
 function filter() {
-  const wanted = $("filter").value.trim().toLowerCase();
-  for (const row of $("models").tBodies[0].rows) row.hidden = !row.dataset.key.toLowerCase().includes(wanted);
+  const query = $("filter").value.trim().toLowerCase();
+  for (const row of $("models").tBodies[0].rows) row.hidden = !row.dataset.key.toLowerCase().includes(query);
 }
 
-/** An unload takes a model from everybody: it is asked for twice. */
-function confirmed(model) {
-  say($("unload-text"), `${model} will be unloaded from every replica, and its requests will be refused.`);
+/** Ask for confirmation, because unloading affects all users. */
+function confirmUnload(model) {
+  setText($("unload-text"), `${model} will be unloaded from every replica, and requests to it will be rejected.`);
   $("unload-dependents").checked = false;
   $("unload-form").onsubmit = (event) => {
     event.preventDefault();
     $("unload-dialog").close();
-    change(model, "unload", $("unload-dependents").checked ? { unload_dependents: true } : {});
+    runAction(model, "unload", $("unload-dependents").checked ? { unload_dependents: true } : {});
   };
   $("unload-dialog").showModal();
 }
 
-async function change(model, action, parameters = {}) {
+async function runAction(model, action, parameters = {}) {
   if (busy.has(model)) return;
   busy.set(model, action);
-  say($("report"), `${model}: ${CHANGES[action][1]}`);
+  setText($("report"), `${model}: ${ACTIONS[action][1]}`);
   await refresh();
   try {
-    report(model, action, await withKey(() => api.change(model, action, parameters)));
+    showReport(model, action, await withKey(() => api.changeModel(model, action, parameters)));
   } catch (error) {
-    report(model, action, error.body ?? {}, api.reason(error));
+    showReport(model, action, error.body ?? {}, api.errorMessage(error));
   } finally {
     busy.delete(model);
     await refresh();
   }
 }
 
-/** What became of it on each replica; a failure has a report as well, when something was done. */
-function report(model, action, document, failure = "") {
-  const done = action === "load" ? "loaded" : "unloaded";
-  const heading = failure ? `${model} was not ${done} everywhere` : `${model} is ${done} on every replica`;
-  const rows = Object.entries(document.replicas ?? {}).map(([address, found]) =>
+/** Show the result on each replica. Failures can have a report, too. */
+function showReport(model, action, document, failure = "") {
+  const participle = action === "load" ? "loaded" : "unloaded";
+  const heading = failure ? `${model} could not be ${participle} on every replica` : `${model} is ${participle} on every replica`;
+  const rows = Object.entries(document.replicas ?? {}).map(([address, result]) =>
     el("tr", {},
       el("th", { scope: "row", text: address }),
-      el("td", { class: state(found.state).class, text: found.state }),
-      el("td", { class: "long", text: found.reason ?? "" })));
+      el("td", { class: stateCell(result.state).class, text: result.state }),
+      el("td", { class: "long", text: result.reason ?? "" })));
   const parts = [el("h3", { text: heading, class: failure ? "bad" : "" })];
   if (failure) parts.push(el("p", { text: failure }));
   if (rows.length) {

@@ -1,145 +1,145 @@
-// A form for any model, from its signature: datatype, shape, content type.
+// Form fields for the inputs of any model, generated from its signature.
 
 import { Drawing } from "./draw.js";
-import { el, say } from "./dom.js";
+import { el, setText } from "./dom.js";
 import { asJson } from "./numbers.js";
 
 const LABELS = { file: "File", draw: "Draw", text: "Text", values: "Values" };
 
-export const shapeText = (tensor) => `${tensor.datatype} [${tensor.shape.map((size) => (size < 0 ? "any" : size)).join(", ")}]`;
+export const formatShape = (tensor) => `${tensor.datatype} [${tensor.shape.map((size) => (size < 0 ? "any" : size)).join(", ")}]`;
 
-/** The ways in which a person may give this input, the likeliest first. */
-export function waysOf(tensor) {
+/** Return the input methods for a tensor, with the default first. */
+export function inputMethods(tensor) {
   const type = tensor.content_type ?? "";
   if (tensor.datatype === "BYTES") {
     if (!tensor.shape.every((size) => size === 1 || size === -1)) return ["values"];
-    const many = tensor.shape.includes(-1) ? ["values"] : [];
-    if (type.startsWith("image/")) return ["draw", "file", ...many];
-    if (type.startsWith("text/") || type === "application/json") return ["text", ...many];
-    return ["text", "file", "draw", ...many];
+    const lists = tensor.shape.includes(-1) ? ["values"] : [];
+    if (type.startsWith("image/")) return ["draw", "file", ...lists];
+    if (type.startsWith("text/") || type === "application/json") return ["text", ...lists];
+    return ["text", "file", "draw", ...lists];
   }
   if (!tensor.image) return ["values"];
   return tensor.image.layout === "NHW" ? ["values", "file", "draw"] : ["draw", "file", "values"];
 }
 
 export class Field {
-  /** @param {boolean} compares whether a second text may be given, to be compared */
-  constructor(tensor, number, compares, changed) {
+  /** @param {boolean} compares whether a second text can be entered for comparison */
+  constructor(tensor, number, compares, onChange) {
     this.tensor = tensor;
-    this.changed = changed;
-    this.ways = waysOf(tensor);
-    this.way = this.ways[0];
-    this.chosen = null;
+    this.onChange = onChange;
+    this.methods = inputMethods(tensor);
+    this.method = this.methods[0];
+    this.selectedFile = null;
     this.id = `input-${number}`;
-    this.wrong = el("p", { class: "bad", role: "alert", id: `${this.id}-wrong` });
-    this.panels = Object.fromEntries(this.ways.map((way) => [way, this[way](compares && way === "text")]));
+    this.error = el("p", { class: "bad", role: "alert", id: `${this.id}-error` });
+    this.panels = Object.fromEntries(this.methods.map((method) => [method, this[method](compares && method === "text")]));
     this.element = el("fieldset", { "data-input": tensor.name },
       el("legend", {}, el("span", { class: "name", text: tensor.name }), " ",
-        el("span", { class: "quiet", text: shapeText(tensor) + (tensor.optional ? ", optional" : "") })),
-      this.ways.length > 1 ? this.choice() : null,
+        el("span", { class: "quiet", text: formatShape(tensor) + (tensor.optional ? ", optional" : "") })),
+      this.methods.length > 1 ? this.methodChoice() : null,
       ...Object.values(this.panels),
-      this.wrong);
-    this.choose(this.way);
+      this.error);
+    this.selectMethod(this.method);
   }
 
-  choice() {
-    const radios = this.ways.map((way) =>
+  methodChoice() {
+    const radios = this.methods.map((method) =>
       el("label", {},
-        el("input", { type: "radio", name: `${this.id}-way`, value: way, checked: way === this.way,
-          onchange: () => { this.choose(way); this.changed(); } }),
-        ` ${LABELS[way]}`));
-    return el("div", { class: "line", role: "radiogroup", "aria-label": `How ${this.tensor.name} is given` }, ...radios);
+        el("input", { type: "radio", name: `${this.id}-method`, value: method, checked: method === this.method,
+          onchange: () => { this.selectMethod(method); this.onChange(); } }),
+        ` ${LABELS[method]}`));
+    return el("div", { class: "line", role: "radiogroup", "aria-label": `Input method for ${this.tensor.name}` }, ...radios);
   }
 
-  choose(way) {
-    this.way = way;
-    for (const [name, panel] of Object.entries(this.panels)) panel.hidden = name !== way;
-    for (const radio of this.element.querySelectorAll(`input[name="${this.id}-way"]`)) radio.checked = radio.value === way;
+  selectMethod(method) {
+    this.method = method;
+    for (const [name, panel] of Object.entries(this.panels)) panel.hidden = name !== method;
+    for (const radio of this.element.querySelectorAll(`input[name="${this.id}-method"]`)) radio.checked = radio.value === method;
   }
 
-  // The panels.
+  // Panels, one per input method.
 
   text(compares) {
     this.texts = [this.area("Text", 3)];
-    if (compares) this.texts.push(this.area("A second text, to compare (optional)", 3));
+    if (compares) this.texts.push(this.area("Second text for comparison (optional)", 3));
     return el("div", {}, ...this.texts.map(({ element }) => element));
   }
 
   values() {
-    const texts = this.tensor.datatype === "BYTES";
-    this.typed = this.area(texts ? 'JSON: ["a text", "another"]' : "Numbers, with blanks, commas or lines between, or JSON",
+    const isText = this.tensor.datatype === "BYTES";
+    this.valuesArea = this.area(isText ? 'JSON: ["a text", "another"]' : "Numbers separated by spaces, commas or newlines, or JSON",
       this.tensor.shape.every((size) => size === 1) ? 1 : 4);
-    return el("div", {}, this.typed.element);
+    return el("div", {}, this.valuesArea.element);
   }
 
   area(label, rows) {
     const id = `${this.id}-${label.split(" ").slice(0, 2).join("-").replace(/\W/g, "")}`;
-    const area = el("textarea", { id, rows, spellcheck: "false", "aria-describedby": this.wrong.id, oninput: this.changed });
+    const area = el("textarea", { id, rows, spellcheck: "false", "aria-describedby": this.error.id, oninput: this.onChange });
     return { area, element: el("div", {}, el("label", { for: id, text: label }), area) };
   }
 
   draw() {
-    this.drawing = new Drawing(this.tensor.name, this.tensor.image, this.changed);
+    this.drawing = new Drawing(this.tensor.name, this.tensor.image, this.onChange);
     return this.drawing.element;
   }
 
   file() {
-    const image = this.ways.includes("draw");
-    const pick = (attributes) =>
-      el("input", { type: "file", accept: image ? "image/*" : null, ...attributes,
-        onchange: (event) => this.take(event.target.files[0]) });
-    this.preview = el("img", { alt: "What was chosen", hidden: true });
-    this.named = el("span", { class: "quiet", role: "status", text: "Nothing is chosen yet." });
+    const isImage = this.methods.includes("draw");
+    const fileInput = (attributes) =>
+      el("input", { type: "file", accept: isImage ? "image/*" : null, ...attributes,
+        onchange: (event) => this.setFile(event.target.files[0]) });
+    this.preview = el("img", { alt: "Selected image", hidden: true });
+    this.fileStatus = el("span", { class: "quiet", role: "status", text: "No file selected." });
     const zone = el("div", { class: "drop" },
-      el("label", {}, image ? "Choose an image, drop it here, or paste it" : "Choose a file, or drop it here", pick({})),
-      image ? el("label", { class: "camera" }, "Take a photograph", pick({ capture: "environment" })) : null,
-      this.named, this.preview);
+      el("label", {}, isImage ? "Choose an image, drop it here, or paste it" : "Choose a file, or drop it here", fileInput({})),
+      isImage ? el("label", { class: "camera" }, "Take a photo", fileInput({ capture: "environment" })) : null,
+      this.fileStatus, this.preview);
     zone.addEventListener("dragover", (event) => { event.preventDefault(); zone.classList.add("over"); });
     zone.addEventListener("dragleave", () => zone.classList.remove("over"));
     zone.addEventListener("drop", (event) => {
       event.preventDefault();
       zone.classList.remove("over");
-      this.take(event.dataTransfer.files[0]);
+      this.setFile(event.dataTransfer.files[0]);
     });
     return zone;
   }
 
-  /** A file that was chosen, dropped or pasted. */
-  take(file) {
+  /** Use a file that was chosen, dropped or pasted. */
+  setFile(file) {
     if (!file) return;
-    this.chosen = file;
-    this.choose("file");
-    say(this.named, `${file.name || "pasted"}, ${Math.max(Math.round(file.size / 1024), 1)} KB`);
+    this.selectedFile = file;
+    this.selectMethod("file");
+    setText(this.fileStatus, `${file.name || "pasted"}, ${Math.max(Math.round(file.size / 1024), 1)} KB`);
     if (this.preview.src) URL.revokeObjectURL(this.preview.src);
     this.preview.hidden = !/^image\/(png|jpeg|webp|gif)$/.test(file.type);
     if (!this.preview.hidden) this.preview.src = URL.createObjectURL(file);
-    this.changed();
+    this.onChange();
   }
 
-  // What was given.
+  // Values.
 
-  get second() {
-    return this.way === "text" ? this.texts[1]?.area.value ?? "" : "";
+  get secondText() {
+    return this.method === "text" ? this.texts[1]?.area.value ?? "" : "";
   }
 
-  /** `{file}`, `{text}`, `{json}`, or null for an optional input without a value. Throws `Error`. */
+  /** Return `{file}`, `{text}`, `{json}`, or null for an empty optional input. Shows and throws errors. */
   async value() {
-    say(this.wrong, "");
+    setText(this.error, "");
     try {
-      const found = await this.given();
-      if (found || this.tensor.optional) return found;
-      throw new Error({ file: "choose a file", draw: "draw something", text: "write a text", values: "give the values" }[this.way]);
+      const value = await this.enteredValue();
+      if (value || this.tensor.optional) return value;
+      throw new Error({ file: "choose a file", draw: "draw something", text: "enter a text", values: "enter values" }[this.method]);
     } catch (error) {
-      say(this.wrong, `${this.tensor.name}: ${error.message}.`);
+      setText(this.error, `${this.tensor.name}: ${error.message}.`);
       throw error;
     }
   }
 
-  async given() {
-    if (this.way === "file") return this.chosen ? { file: this.chosen } : null;
-    if (this.way === "draw") return this.drawing.empty ? null : { file: await this.drawing.blob() };
-    if (this.way === "text") return this.texts[0].area.value ? { text: this.texts[0].area.value } : null;
-    const typed = this.typed.area.value;
-    return typed.trim() ? { json: asJson(typed, this.tensor.shape) } : null;
+  async enteredValue() {
+    if (this.method === "file") return this.selectedFile ? { file: this.selectedFile } : null;
+    if (this.method === "draw") return this.drawing.isEmpty ? null : { file: await this.drawing.blob() };
+    if (this.method === "text") return this.texts[0].area.value ? { text: this.texts[0].area.value } : null;
+    const entered = this.valuesArea.area.value;
+    return entered.trim() ? { json: asJson(entered, this.tensor.shape) } : null;
   }
 }

@@ -1,46 +1,46 @@
-// Asking for a key.
+// The dialog that prompts for the API key.
 
 import { key } from "./api.js";
-import { $, say } from "./dom.js";
+import { $, setText } from "./dom.js";
 
-let settle = null;
+let resolvePrompt = null;
 
-export function shown() {
-  say($("key-button"), key.get() ? "Key: set" : "Key: none");
+export function updateButton() {
+  setText($("key-button"), key.get() ? "Key: set" : "Key: none");
 }
 
-/** Ask for a key, and say why; whether there is another one now. One question at a time. */
-export function ask(why = "") {
-  if (settle) return Promise.resolve(false);
-  say($("key-reason"), why);
-  say($("key-wrong"), "");
-  $("key-reason").hidden = !why;
-  $("key-forget").hidden = !key.get();
+/** Prompt for a key. Resolves to true if the key was changed. Only one prompt can be open. */
+export function promptForKey(message = "") {
+  if (resolvePrompt) return Promise.resolve(false);
+  setText($("key-reason"), message);
+  setText($("key-error"), "");
+  $("key-reason").hidden = !message;
+  $("key-remove").hidden = !key.get();
   $("key").value = "";
   $("key-dialog").showModal();
-  return new Promise((resolve) => (settle = resolve));
+  return new Promise((resolve) => (resolvePrompt = resolve));
 }
 
-function close(changed) {
-  const answer = settle;
-  settle = null;
+function close(isChanged) {
+  const resolve = resolvePrompt;
+  resolvePrompt = null;
   $("key-dialog").close();
-  shown();
-  answer?.(changed);
+  updateButton();
+  resolve?.(isChanged);
 }
 
-export function listen(changed) {
+export function start(onChange) {
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const typed = $("key").value.trim();
-    if (!/^[\x21-\x7e]+$/.test(typed)) {
-      say($("key-wrong"), "A key is one word of letters, digits and signs.");
+    const entered = $("key").value.trim();
+    if (!/^[\x21-\x7e]+$/.test(entered)) {
+      setText($("key-error"), "A key consists of letters, digits and punctuation, without spaces.");
       return;
     }
-    key.set(typed);
+    key.set(entered);
     close(true);
   });
-  $("key-forget").addEventListener("click", () => {
+  $("key-remove").addEventListener("click", () => {
     key.set("");
     close(true);
   });
@@ -49,17 +49,17 @@ export function listen(changed) {
     event.preventDefault();
     close(false);
   });
-  $("key-button").addEventListener("click", async () => (await ask()) && changed());
-  shown();
+  $("key-button").addEventListener("click", async () => (await promptForKey()) && onChange());
+  updateButton();
 }
 
-/** Do it; and where a key is missing or not enough, ask for one and do it again. */
+/** Run the action. If the API rejects the key, prompt for another one and try again. */
 export async function withKey(action) {
   for (;;) {
     try {
       return await action();
     } catch (error) {
-      if (!error.wantsKey || !(await ask(error.message))) throw error;
+      if (!error.needsKey || !(await promptForKey(error.message))) throw error;
     }
   }
 }

@@ -1,153 +1,155 @@
-// Live numbers, from the metrics page, as far as the key may see it.
+// The live view: rates and latencies, calculated from /metrics.
 
 import * as api from "./api.js";
-import { $, el, fill, notice, say } from "./dom.js";
-import { ask } from "./key.js";
-import { grown, quantile, samples, sums } from "./metrics.js";
+import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { promptForKey } from "./key.js";
+import { increase, parseSamples, quantile, sumBy } from "./metrics.js";
 
 const BUCKET = "gateway_request_duration_seconds_bucket";
 const COUNT = "gateway_request_duration_seconds_count";
 const ATTEMPTS = "gateway_upstream_attempts_total";
 const OUTSTANDING = "gateway_upstream_outstanding";
 const QUANTILES = [0.5, 0.9, 0.99];
-const KEPT = 150; // points: five minutes
+const MAX_POINTS = 150; // five minutes
 const ALL = "";
-const FIRST_MS = 400;
+const FIRST_INTERVAL_MS = 400;
 
-let before = null; // the last page
-let history = []; // of what was seen: {at, models}
-let seen = []; // models that had traffic
+let previous = null; // the last metrics: {at, samples}
+let history = []; // {at, models}
+let knownModels = []; // models with requests
 let charts = [];
 
 export function start() {
   $("live-model").addEventListener("change", draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drop(); draw(); });
-  addEventListener("resize", () => { drop(); draw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { destroyCharts(); draw(); });
+  addEventListener("resize", () => { destroyCharts(); draw(); });
 }
 
-export function forget() {
-  before = null;
+export function reset() {
+  previous = null;
   history = [];
-  seen = [];
+  knownModels = [];
   $("live-model").replaceChildren(el("option", { value: ALL, text: "all" }));
   for (const id of ["by-model", "by-replica"]) $(id).tBodies[0].replaceChildren();
-  drop();
+  destroyCharts();
 }
 
-/** Two looks in short order: a rate lies between them. */
+/** Fetch the metrics twice in quick succession, because rates need two pages. */
 export async function show() {
-  before = null;
+  previous = null;
   draw();
   await refresh();
-  setTimeout(refresh, FIRST_MS);
+  setTimeout(refresh, FIRST_INTERVAL_MS);
 }
 
 export async function refresh() {
   try {
     const page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
-    take({ at: performance.now() / 1000, found: samples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING]) });
-    notice($("live-notice"));
+    addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING]) });
+    showNotice($("live-notice"));
   } catch (error) {
-    const again = async () => { if (await ask()) { forget(); await refresh(); } };
-    notice($("live-notice"), api.reason(error), error.wantsKey ? "Use another key" : "", error.wantsKey ? again : null);
+    const retry = async () => { if (await promptForKey()) { reset(); await refresh(); } };
+    showNotice($("live-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
   }
 }
 
 const SEPARATOR = "\n";
-const joined = (...parts) => parts.join(SEPARATOR);
-/** Requests to models; what watches, this page among it, has none. */
-const ofModel = (rest) => (labels) => (labels.model ? joined(labels.model, rest(labels)) : null);
+const joinKey = (...parts) => parts.join(SEPARATOR);
+/** Ignore requests without a model, such as those of this page. */
+const modelKey = (rest) => (labels) => (labels.model ? joinKey(labels.model, rest(labels)) : null);
 
-function take(now) {
-  if (before && now.at - before.at > 0.2) {
-    const seconds = now.at - before.at;
-    const models = byModel(now.found, before.found, seconds);
-    history = [...history, { at: Date.now() / 1000, models }].slice(-KEPT);
-    tables(models, byReplica(now.found, before.found, seconds));
+function addMetrics(current) {
+  if (previous && current.at - previous.at > 0.2) {
+    const seconds = current.at - previous.at;
+    const models = byModel(current.samples, previous.samples, seconds);
+    history = [...history, { at: Date.now() / 1000, models }].slice(-MAX_POINTS);
+    updateTables(models, byReplica(current.samples, previous.samples, seconds));
     draw();
   }
-  before = now;
+  previous = current;
 }
 
-/** Of each model, and of all: requests and errors per second, and quantiles in ms. */
-function byModel(now, then, seconds) {
-  const counts = [now, then].map((found) => sums(found.get(COUNT), ofModel(({ status }) => status)));
-  const buckets = [now, then].map((found) => sums(found.get(BUCKET), ofModel(({ le }) => le)));
+/** Return the requests and errors per second and the quantiles in ms, for each model and for all. */
+function byModel(current, last, seconds) {
+  const counts = [current, last].map((samples) => sumBy(samples.get(COUNT), modelKey(({ status }) => status)));
+  const buckets = [current, last].map((samples) => sumBy(samples.get(BUCKET), modelKey(({ le }) => le)));
   const models = new Map();
-  const of = (model) => models.get(model) ?? models.set(model, { requests: 0, errors: 0, buckets: new Map() }).get(model);
+  const entry = (model) => models.get(model) ?? models.set(model, { requests: 0, errors: 0, buckets: new Map() }).get(model);
   for (const key of counts[0].keys()) {
     const [model, status] = key.split(SEPARATOR);
-    const rate = grown(...counts, key) / seconds;
-    for (const one of [of(model), of(ALL)]) {
-      one.requests += rate;
-      if (status !== "2xx") one.errors += rate;
+    const rate = increase(...counts, key) / seconds;
+    for (const stats of [entry(model), entry(ALL)]) {
+      stats.requests += rate;
+      if (status !== "2xx") stats.errors += rate;
     }
   }
   for (const key of buckets[0].keys()) {
     const [model, le] = key.split(SEPARATOR);
     const bound = le === "+Inf" ? Infinity : Number(le);
-    for (const one of [of(model), of(ALL)]) one.buckets.set(bound, (one.buckets.get(bound) ?? 0) + grown(...buckets, key));
+    for (const stats of [entry(model), entry(ALL)]) {
+      stats.buckets.set(bound, (stats.buckets.get(bound) ?? 0) + increase(...buckets, key));
+    }
   }
-  for (const one of models.values()) {
-    one.quantiles = QUANTILES.map((q) => quantile(q, one.buckets)).map((value) => (value === null ? null : value * 1000));
+  for (const stats of models.values()) {
+    stats.quantiles = QUANTILES.map((q) => quantile(q, stats.buckets)).map((value) => (value === null ? null : value * 1000));
   }
   return models;
 }
 
-function byReplica(now, then, seconds) {
-  const counts = [now, then].map((found) => sums(found.get(ATTEMPTS), ({ replica, outcome }) => joined(replica, outcome)));
-  const outstanding = sums(now.get(OUTSTANDING), ({ replica }) => replica);
+function byReplica(current, last, seconds) {
+  const counts = [current, last].map((samples) => sumBy(samples.get(ATTEMPTS), ({ replica, outcome }) => joinKey(replica, outcome)));
+  const outstanding = sumBy(current.get(OUTSTANDING), ({ replica }) => replica);
   const replicas = new Map([...outstanding].map(([replica, count]) => [replica, { requests: 0, failed: 0, outstanding: count }]));
   for (const key of counts[0].keys()) {
     const [replica, outcome] = key.split(SEPARATOR);
-    const one = replicas.get(replica);
-    if (!one) continue; // it left
-    const rate = grown(...counts, key) / seconds;
-    one.requests += rate;
-    if (outcome !== "answered") one.failed += rate;
+    const stats = replicas.get(replica);
+    if (!stats) continue; // the replica was removed
+    const rate = increase(...counts, key) / seconds;
+    stats.requests += rate;
+    if (outcome !== "answered") stats.failed += rate;
   }
   return replicas;
 }
 
-const number = (value, digits = 1) => ({ text: value === null || value === undefined ? "–" : value.toFixed(digits), class: "number" });
+const numberCell = (value, digits = 1) => ({ text: value === null || value === undefined ? "–" : value.toFixed(digits), class: "number" });
 
-function tables(models, replicas) {
+function updateTables(models, replicas) {
   const named = [...models].filter(([model]) => model !== ALL).sort(([a], [b]) => a.localeCompare(b));
-  fill($("by-model").tBodies[0], named, ([model]) => model, ([model, one]) =>
-    [model, number(one.requests), number(one.errors), ...one.quantiles.map((value) => number(value))]);
-  fill($("by-replica").tBodies[0], [...replicas], ([replica]) => replica, ([replica, one]) =>
-    [replica, number(one.requests), number(one.failed), number(one.outstanding, 0)]);
-  const fresh = named.map(([model]) => model).filter((model) => !seen.includes(model));
-  seen = [...seen, ...fresh];
-  $("live-model").append(...fresh.map((model) => el("option", { value: model, text: model })));
+  updateRows($("by-model").tBodies[0], named, ([model]) => model, ([model, stats]) =>
+    [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.quantiles.map((value) => numberCell(value))]);
+  updateRows($("by-replica").tBodies[0], [...replicas], ([replica]) => replica, ([replica, stats]) =>
+    [replica, numberCell(stats.requests), numberCell(stats.failed), numberCell(stats.outstanding, 0)]);
+  const newModels = named.map(([model]) => model).filter((model) => !knownModels.includes(model));
+  knownModels = [...knownModels, ...newModels];
+  $("live-model").append(...newModels.map((model) => el("option", { value: model, text: model })));
 }
 
-// The charts. Whoever does not see them has the tables.
+// Charts. The tables show the same data to screen readers.
 
 function draw() {
   if ($("live").hidden || history.length === 0) return;
   const model = $("live-model").value;
   const points = history.map(({ models }) => models.get(model));
-  const column = (of) => points.map((one) => (one ? of(one) : null));
+  const column = (select) => points.map((stats) => (stats ? select(stats) : null));
   const at = history.map((point) => point.at);
   const data = [
-    [at, column((one) => one.requests), column((one) => one.errors)],
-    [at, ...QUANTILES.map((_, index) => column((one) => one.quantiles[index]))],
+    [at, column((stats) => stats.requests), column((stats) => stats.errors)],
+    [at, ...QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
   ];
-  if (charts.length === 0) charts = [chart("rate-chart", [["accent"], ["bad"]]), chart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
-  charts.forEach((one, index) => one.setData(data[index]));
+  if (charts.length === 0) charts = [createChart("rate-chart", [["accent"], ["bad"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
+  charts.forEach((chart, index) => chart.setData(data[index]));
   const last = points.at(-1);
   const [p50, , p99] = last?.quantiles ?? [];
   const ms = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(1)} ms`);
-  say($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "no requests");
+  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "no requests");
 }
 
-function drop() {
-  for (const one of charts) one.destroy();
+function destroyCharts() {
+  for (const chart of charts) chart.destroy();
   charts = [];
 }
 
-function chart(id, lines) {
+function createChart(id, lines) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
   const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };

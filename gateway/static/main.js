@@ -1,22 +1,22 @@
-// The views, of which one is shown; each is refreshed while it is looked at.
+// Navigation between the views. The visible view is refreshed periodically.
 
 import { $ } from "./dom.js";
 import * as fleet from "./fleet.js";
-import { listen } from "./key.js";
+import * as key from "./key.js";
 import * as live from "./live.js";
 import * as trial from "./try.js";
 
 const VIEWS = { try: trial, fleet, live };
-const EVERY_MS = 2000;
-let shown = "";
+const REFRESH_MS = 2000;
+let visible = "";
 
-/** `#fleet`; `#try/NAME` for a model. */
-function where() {
+/** Parse `#fleet`, or `#try/NAME` for a model. */
+function parseHash() {
   const [view, ...rest] = location.hash.slice(1).split("/");
-  return view in VIEWS ? [view, decoded(rest.join("/"))] : ["try", ""];
+  return view in VIEWS ? [view, decode(rest.join("/"))] : ["try", ""];
 }
 
-function decoded(text) {
+function decode(text) {
   try {
     return decodeURIComponent(text);
   } catch {
@@ -25,29 +25,29 @@ function decoded(text) {
 }
 
 function show() {
-  const [view, detail] = where();
+  const [view, detail] = parseHash();
   for (const name of Object.keys(VIEWS)) {
     $(name).hidden = name !== view;
     const link = document.querySelector(`nav a[href^="#${name}"]`);
     if (name === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  shown = view;
+  visible = view;
   VIEWS[view].show(detail);
 }
 
-async function keepFresh() {
+async function refreshPeriodically() {
   for (;;) {
-    await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
-    if (!document.hidden) await VIEWS[shown].refresh?.();
+    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
+    if (!document.hidden) await VIEWS[visible].refresh?.();
   }
 }
 
 for (const view of Object.values(VIEWS)) view.start();
-listen(() => {
-  for (const view of Object.values(VIEWS)) view.forget();
+key.start(() => {
+  for (const view of Object.values(VIEWS)) view.reset();
   show();
 });
 addEventListener("hashchange", show);
 show();
-keepFresh();
+refreshPeriodically();

@@ -1,40 +1,40 @@
-// A metrics page as numbers: the text format of Prometheus, and what lies between two of its pages.
+// Parsing of metrics in Prometheus' text format, and calculations with them.
 
 const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
-const ESCAPED = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
+const ESCAPES = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
 
-/** Samples by name: `[{labels, value}]`. Only names that are wanted are read. */
-export function samples(page, wanted) {
-  const found = new Map(wanted.map((name) => [name, []]));
+/** Return the samples of these metrics: a map from each name to `[{labels, value}]`. */
+export function parseSamples(page, names) {
+  const result = new Map(names.map((name) => [name, []]));
   for (const line of page.split("\n")) {
     const name = line.slice(0, line.search(/[{ ]/));
-    if (!found.has(name)) continue;
+    if (!result.has(name)) continue;
     const [, , labels = "", value] = SAMPLE.exec(line) ?? [];
     if (value === undefined) continue;
-    const read = [...labels.matchAll(LABEL)].map(([, key, text]) => [key, text.replace(/\\[n"\\]/g, (at) => ESCAPED[at])]);
-    found.get(name).push({ labels: Object.fromEntries(read), value: Number(value.replace("Inf", "Infinity")) });
+    const pairs = [...labels.matchAll(LABEL)].map(([, key, text]) => [key, text.replace(/\\[n"\\]/g, (escape) => ESCAPES[escape])]);
+    result.get(name).push({ labels: Object.fromEntries(pairs), value: Number(value.replace("Inf", "Infinity")) });
   }
-  return found;
+  return result;
 }
 
-/** Sums of samples by a key made of their labels; samples whose key is null are left out. */
-export function sums(list, keyOf) {
-  const found = new Map();
+/** Sum samples by a key made of their labels. Samples with a null key are ignored. */
+export function sumBy(list, keyOf) {
+  const result = new Map();
   for (const { labels, value } of list) {
     const key = keyOf(labels);
-    if (key !== null) found.set(key, (found.get(key) ?? 0) + value);
+    if (key !== null) result.set(key, (result.get(key) ?? 0) + value);
   }
-  return found;
+  return result;
 }
 
-/** What a counter grew by; after a restart it began at 0 again. */
-export const grown = (now, before, key) => {
+/** Return the increase of a counter, which starts at 0 again after a restart. */
+export const increase = (now, before, key) => {
   const [a, b] = [before.get(key) ?? 0, now.get(key) ?? 0];
   return b >= a ? b - a : b;
 };
 
-/** As Prometheus' histogram_quantile: linear within a bucket. `buckets`: `[[upper bound, cumulated count]]`. */
+/** Interpolate linearly, as histogram_quantile does. `buckets` is `[[upper bound, cumulative count]]`. */
 export function quantile(q, buckets) {
   const sorted = [...buckets].sort(([a], [b]) => a - b);
   const total = sorted.at(-1)?.[1] ?? 0;

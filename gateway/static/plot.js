@@ -1,11 +1,11 @@
-// Small pictures of numbers.
+// Charts and images of numbers.
 
 import { el, svg } from "./dom.js";
 
 const WIDTH = 360;
 const HEIGHT = 64;
 
-export const short = (value) =>
+export const formatNumber = (value) =>
   typeof value !== "number" ? String(value)
     : Number.isInteger(value) && Math.abs(value) < 1e9 ? String(value)
       : Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
@@ -14,32 +14,32 @@ export const isNumbers = (value) => Array.isArray(value) && value.length > 0 && 
 
 const norm = (values) => Math.sqrt(values.reduce((sum, value) => sum + value * value, 0));
 
-/** Of two vectors of one length; 1 is the same direction. */
-export const cosine = (a, b) => a.reduce((sum, value, at) => sum + value * b[at], 0) / (norm(a) * norm(b));
+/** The vectors must have the same length. */
+export const cosineSimilarity = (a, b) => a.reduce((sum, value, at) => sum + value * b[at], 0) / (norm(a) * norm(b));
 
-/** A vector as a line of bars from zero, at most as many as there are pixels. */
-export function vector(values) {
+/** Draw a vector as bars from zero, at most one per pixel. */
+export function renderVector(values) {
   const bars = Math.min(values.length, WIDTH);
   const shown = Array.from({ length: bars }, (_, at) => values[Math.floor((at * values.length) / bars)]);
-  const low = shown.reduce((least, value) => Math.min(least, value), 0);
-  const high = shown.reduce((most, value) => Math.max(most, value), 0);
+  const low = shown.reduce((lowest, value) => Math.min(lowest, value), 0);
+  const high = shown.reduce((highest, value) => Math.max(highest, value), 0);
   const scale = HEIGHT / (high - low || 1);
   const step = WIDTH / bars;
-  const drawn = shown.map((value, at) =>
+  const paths = shown.map((value, at) =>
     `M${(at * step).toFixed(1)} ${(high * scale).toFixed(1)}h${(step * 0.8).toFixed(2)}v${(-value * scale).toFixed(1)}h${(-step * 0.8).toFixed(2)}z`);
-  const told = `${values.length} numbers from ${short(Math.min(...shown))} to ${short(Math.max(...shown))}, norm ${short(norm(values))}`;
+  const summary = `${values.length} numbers from ${formatNumber(Math.min(...shown))} to ${formatNumber(Math.max(...shown))}, norm ${formatNumber(norm(values))}`;
   return el("figure", { class: "vector" },
-    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": told, preserveAspectRatio: "none" },
-      svg("path", { d: drawn.join("") })),
-    el("figcaption", { class: "quiet", text: told }));
+    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": summary, preserveAspectRatio: "none" },
+      svg("path", { d: paths.join("") })),
+    el("figcaption", { class: "quiet", text: summary }));
 }
 
-/** Scores, the highest first: a name, a bar, a number. */
-export function scores(rows, most = 10) {
+/** Draw a table of scores in descending order, with bars. */
+export function renderScores(rows, limit = 10) {
   const sorted = [...rows].sort((a, b) => b.score - a.score);
   const top = Math.max(...sorted.map(({ score }) => score), Number.MIN_VALUE);
   const scale = top <= 1 ? 1 : top;
-  const lines = sorted.slice(0, most).map(({ label, score }) => {
+  const lines = sorted.slice(0, limit).map(({ label, score }) => {
     const bar = el("span", { class: "bar" });
     bar.style.width = `${Math.max(Math.min(score / scale, 1), 0) * 100}%`;
     return el("tr", {},
@@ -49,31 +49,31 @@ export function scores(rows, most = 10) {
   });
   const names = ["Label", "", "Score"].map((name) => el(name ? "th" : "td", name ? { scope: "col", text: name } : {}));
   return el("div", {},
-    el("table", { class: "scores" }, el("thead", { class: "unseen" }, el("tr", {}, ...names)), el("tbody", {}, ...lines)),
-    sorted.length > most ? el("p", { class: "quiet", text: `and ${sorted.length - most} more` }) : null);
+    el("table", { class: "scores" }, el("thead", { class: "visually-hidden" }, el("tr", {}, ...names)), el("tbody", {}, ...lines)),
+    sorted.length > limit ? el("p", { class: "quiet", text: `and ${sorted.length - limit} more` }) : null);
 }
 
-/** Rows of grey numbers, or of channels, as a picture; from their least to their greatest. */
-export function picture(rows, channelsFirst) {
+/** Draw rows of grey values, or of channels, as an image. Values are scaled from the lowest to the highest. */
+export function renderImage(rows, channelsFirst) {
   const planes = channelsFirst ? rows : null;
   const grid = planes ? planes[0] : rows;
   const [height, width] = [grid.length, grid[0].length];
   const channels = planes ? planes.length : Array.isArray(grid[0][0]) ? grid[0][0].length : 1;
-  const at = (y, x, channel) => (planes ? planes[channel][y][x] : Array.isArray(grid[y][x]) ? grid[y][x][channel] : grid[y][x]);
+  const valueAt = (y, x, channel) => (planes ? planes[channel][y][x] : Array.isArray(grid[y][x]) ? grid[y][x][channel] : grid[y][x]);
   const flat = rows.flat(Infinity);
-  const low = flat.reduce((least, value) => Math.min(least, value), Infinity);
-  const high = flat.reduce((most, value) => Math.max(most, value), -Infinity);
-  const told = `${width} × ${height}, values from ${short(low)} to ${short(high)}`;
-  const canvas = el("canvas", { width, height, role: "img", "aria-label": told, class: "pixels" });
+  const low = flat.reduce((lowest, value) => Math.min(lowest, value), Infinity);
+  const high = flat.reduce((highest, value) => Math.max(highest, value), -Infinity);
+  const summary = `${width} × ${height}, values from ${formatNumber(low)} to ${formatNumber(high)}`;
+  const canvas = el("canvas", { width, height, role: "img", "aria-label": summary, class: "pixels" });
   const pixels = new ImageData(width, height);
   for (let y = 0; y < height; y += 1) {
     for (let x = 0; x < width; x += 1) {
       for (let channel = 0; channel < 4; channel += 1) {
-        const value = channel === 3 && channels < 4 ? high : at(y, x, channels < 3 ? 0 : channel);
+        const value = channel === 3 && channels < 4 ? high : valueAt(y, x, channels < 3 ? 0 : channel);
         pixels.data[(y * width + x) * 4 + channel] = high === low ? (channel === 3 ? 255 : 128) : (255 * (value - low)) / (high - low);
       }
     }
   }
   canvas.getContext("2d").putImageData(pixels, 0, 0);
-  return el("figure", {}, canvas, el("figcaption", { class: "quiet", text: told }));
+  return el("figure", {}, canvas, el("figcaption", { class: "quiet", text: summary }));
 }

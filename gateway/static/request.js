@@ -1,69 +1,69 @@
-// What was given becomes a request, and the curl line that sends the same.
+// Inference requests, and the equivalent curl commands.
 
 const EVENTS = "text/event-stream";
 const JSON_TYPE = "application/json";
-const PROMPT = "$KEY";
+const KEY_VARIABLE = "$KEY";
 
-/** For a shell: nothing in it means anything. */
-const quoted = (text) => (/^[\w./:=@%+,-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
-const header = (name, value) => `-H ${quoted(`${name}: ${value}`)}`;
+/** Quote a text for a POSIX shell. */
+const shellQuote = (text) => (/^[\w./:=@%+,-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+const header = (name, value) => `-H ${shellQuote(`${name}: ${value}`)}`;
 const fileName = (file) => file.name || "file";
 
 /**
- * @param {object} description of the model, from the API
- * @param {Array<[object, object]>} given each input's tensor and value
+ * @param {object} description of the model, as returned by the API
+ * @param {Array<[object, object]>} values each input's tensor and value
  */
-export function request(description, path, given, hasKey) {
+export function buildRequest(description, path, values, hasKey) {
   const required = description.inputs.filter((tensor) => !tensor.optional);
-  const alone = given.length === 1 && required.length === 1 && given[0][0] === required[0];
-  const form = alone && !("json" in given[0][1]) ? single : given.some(([, value]) => value.file) ? fields : document_;
-  const { body, type, words } = form(given);
+  const isSingle = values.length === 1 && required.length === 1 && values[0][0] === required[0];
+  const buildBody = isSingle && !("json" in values[0][1]) ? singleBody : values.some(([, value]) => value.file) ? formBody : jsonBody;
+  const { body, type, curlArguments } = buildBody(values);
   const headers = { Accept: description.decoupled ? EVENTS : JSON_TYPE };
   if (type) headers["Content-Type"] = type;
-  const line = [
+  const command = [
     description.decoupled ? "curl -sN" : "curl -s",
-    ...words,
+    ...curlArguments,
     type ? header("Content-Type", type) : null,
     description.decoupled ? header("Accept", EVENTS) : null,
-    hasKey ? `-H "Authorization: Bearer ${PROMPT}"` : null, // the key itself stands nowhere
-    quoted(`${location.origin}${path}/infer`),
+    hasKey ? `-H "Authorization: Bearer ${KEY_VARIABLE}"` : null, // the key itself is never shown
+    shellQuote(`${location.origin}${path}/infer`),
   ];
   return {
     url: `${path}/infer`,
     options: { method: "POST", headers, body },
-    curl: line.filter(Boolean).join(" "),
+    curl: command.filter(Boolean).join(" "),
   };
 }
 
-/** The only value as the body. */
-function single([[, value]]) {
+/** Send a single value as the body itself. */
+function singleBody([[, value]]) {
   if (value.file) {
     const type = value.file.type || "application/octet-stream";
-    return { body: value.file, type, words: [`--data-binary ${quoted(`@${fileName(value.file)}`)}`] };
+    return { body: value.file, type, curlArguments: [`--data-binary ${shellQuote(`@${fileName(value.file)}`)}`] };
   }
-  return { body: value.text, type: "text/plain", words: [`--data-raw ${quoted(value.text)}`] };
+  return { body: value.text, type: "text/plain", curlArguments: [`--data-raw ${shellQuote(value.text)}`] };
 }
 
-function document_(given) {
-  const inputs = given.map(([tensor, value]) => `${JSON.stringify(tensor.name)}: ${value.json ?? JSON.stringify(value.text)}`);
+function jsonBody(values) {
+  const inputs = values.map(([tensor, value]) => `${JSON.stringify(tensor.name)}: ${value.json ?? JSON.stringify(value.text)}`);
   const body = `{"inputs": {${inputs.join(", ")}}}`;
-  return { body, type: JSON_TYPE, words: [`--data-raw ${quoted(body)}`] };
+  return { body, type: JSON_TYPE, curlArguments: [`--data-raw ${shellQuote(body)}`] };
 }
 
-/** A form, where there is a file among several values. The browser names the boundary. */
-function fields(given) {
+/** Send a form, if one of several values is a file. The browser sets the Content-Type with its boundary. */
+function formBody(values) {
   const body = new FormData();
-  const words = given.map(([{ name }, value]) => {
+  const curlArguments = values.map(([{ name }, value]) => {
     if (value.file) {
       body.append(name, value.file, fileName(value.file));
-      return `-F ${quoted(`${name}=@${fileName(value.file)}`)}`;
+      return `-F ${shellQuote(`${name}=@${fileName(value.file)}`)}`;
     }
     if (value.text !== undefined) {
       body.append(name, value.text);
-      return `--form-string ${quoted(`${name}=${value.text}`)}`;
+      return `--form-string ${shellQuote(`${name}=${value.text}`)}`;
     }
     body.append(name, new Blob([value.json], { type: JSON_TYPE }), "values.json");
-    return `-F ${quoted(`${name}=${value.json};type=${JSON_TYPE}`)}`;
+    return `-F ${shellQuote(`${name}=${value.json};type=${JSON_TYPE}`)}`;
   });
-  return { body, type: "", words };
+  return { body, type: "", curlArguments };
 }

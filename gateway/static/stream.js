@@ -1,23 +1,23 @@
-// Server-sent events of an answer to a POST, which EventSource cannot send.
+// Server-sent events in the response to a POST request, which EventSource does not support.
 
-/** Yields `{event, data}` as they come (WHATWG HTML, section 9.2). */
-export async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+/** Yield `{event, data}` as they arrive (WHATWG HTML, section 9.2). */
+export async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffered = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const blocks = (held + value).split("\n\n");
-      held = blocks.pop();
-      yield* blocks.map(parsed);
+      const blocks = (buffered + value).split("\n\n");
+      buffered = blocks.pop();
+      yield* blocks.map(parseEvent);
     }
   } finally {
-    await reader.cancel(); // which ends the inference, if it is not over
+    await reader.cancel(); // cancels an inference in progress
   }
 }
 
-function parsed(block) {
+function parseEvent(block) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {

@@ -1,88 +1,90 @@
-// Try a model: its form, its answer, and the curl line that does the same.
+// The try view: a form for the model, its response, and the equivalent curl command.
 
-import * as answers from "./answer.js";
 import * as api from "./api.js";
-import { $, el, notice, say } from "./dom.js";
+import { $, el, setText, showNotice } from "./dom.js";
 import { Field } from "./inputs.js";
-import { ask, withKey } from "./key.js";
-import { cosine, isNumbers, short, vector } from "./plot.js";
-import { request } from "./request.js";
-import { events } from "./stream.js";
+import { promptForKey, withKey } from "./key.js";
+import { cosineSimilarity, isNumbers, renderVector } from "./plot.js";
+import { buildRequest } from "./request.js";
+import { renderJson, renderOutputs } from "./response.js";
+import { readEvents } from "./stream.js";
 
-const LOOKED_AT = 12; // models, to find one that people have something for
+const MAX_DEFAULT_CANDIDATES = 12; // models that are examined to choose the default
 let description = null;
 let fields = [];
-let running = null; // what ends the request that is under way
-let turn = 0; // of drawing the form: only the last one counts
+let running = null; // the AbortController of the request in progress
+let generation = 0; // of the form: responses for an older one are ignored
 
 export function start() {
   $("model").addEventListener("change", () => { location.hash = `try/${encodeURIComponent($("model").value)}`; });
-  $("version").addEventListener("change", () => open($("model").value, $("version").value));
+  $("version").addEventListener("change", () => openModel($("model").value, $("version").value));
   $("try-form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   $("try-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   });
-  $("curl-copy").addEventListener("click", copy);
-  document.addEventListener("paste", pasted);
+  $("curl-copy").addEventListener("click", copyCurl);
+  document.addEventListener("paste", handlePaste);
   for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => event.preventDefault());
 }
 
-export function forget() {
+export function reset() {
   description = null;
   $("model").replaceChildren();
   clear();
 }
 
-export async function show(wanted) {
+export async function show(requestedModel) {
   try {
-    const ready = (await withKey(api.models)).filter((model) => model.ready).map((model) => model.name);
+    const ready = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
     $("model").replaceChildren(...ready.map((name) => el("option", { value: name, text: name })));
-    const model = wanted || description?.name || (await first(ready));
+    const model = requestedModel || description?.name || (await chooseDefault(ready));
     if (!model) {
       clear();
-      notice($("try-notice"), "No model is ready. An administrator loads one under Fleet.");
+      showNotice($("try-notice"), "No model is ready. Administrators can load models under Fleet.");
       return;
     }
     $("model").value = model;
-    if (description?.name !== model) await open(model);
-    else await renewed();
+    if (description?.name !== model) await openModel(model);
+    else await reopenIfChanged();
   } catch (error) {
-    failed(error);
+    showError(error);
   }
 }
 
-/** One whose config says what people send to it; else any. */
-async function first(ready) {
-  const found = await Promise.all(ready.slice(0, LOOKED_AT).map((name) => api.describe(name).catch(() => null)));
-  return (found.find((one) => one?.inputs.some((tensor) => tensor.content_type)) ?? found.find(Boolean))?.name ?? ready[0];
+/** Prefer a model whose config declares a content type, because its inputs are easy to provide. */
+async function chooseDefault(names) {
+  const candidates = names.slice(0, MAX_DEFAULT_CANDIDATES);
+  const descriptions = await Promise.all(candidates.map((name) => api.describeModel(name).catch(() => null)));
+  const typed = descriptions.find((model) => model?.inputs.some((tensor) => tensor.content_type));
+  return (typed ?? descriptions.find(Boolean))?.name ?? names[0];
 }
 
-async function open(model, version = "") {
-  const mine = (turn += 1);
+async function openModel(model, version = "") {
+  const current = (generation += 1);
   clear();
   try {
-    const found = await withKey(() => api.describe(model, version));
-    if (mine !== turn) return;
-    description = found;
-    notice($("try-notice"));
-    facts(version);
-    build();
+    const newDescription = await withKey(() => api.describeModel(model, version));
+    if (current !== generation) return;
+    description = newDescription;
+    showNotice($("try-notice"));
+    showModelInfo(version);
+    buildForm();
   } catch (error) {
-    if (mine === turn) failed(error);
+    if (current === generation) showError(error);
   }
 }
 
-/** It may have been loaded anew, with another signature; what was typed stays if it was not. */
-async function renewed() {
+/** A model may have been reloaded with another signature. If it was not, the entered values are kept. */
+async function reopenIfChanged() {
   const { name, versions } = description;
   const version = $("version").hidden ? "" : $("version").value;
-  const found = await api.describe(name, versions.includes(version) ? version : "");
-  if (JSON.stringify(found) !== JSON.stringify(description)) await open(name);
+  const newDescription = await api.describeModel(name, versions.includes(version) ? version : "");
+  if (JSON.stringify(newDescription) !== JSON.stringify(description)) await openModel(name);
 }
 
-function failed(error) {
-  const again = async () => (await ask()) && show("");
-  notice($("try-notice"), api.reason(error), error.wantsKey ? "Use another key" : "", error.wantsKey ? again : null);
+function showError(error) {
+  const retry = async () => (await promptForKey()) && show("");
+  showNotice($("try-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
 }
 
 function clear() {
@@ -90,109 +92,108 @@ function clear() {
   description = null;
   fields = [];
   $("try-form").replaceChildren();
-  $("answer-body").replaceChildren();
-  say($("answer-state"), "Nothing was asked yet.");
-  say($("curl"), "");
+  $("response-body").replaceChildren();
+  setText($("response-state"), "No request sent yet.");
+  setText($("curl"), "");
 }
 
-function facts(version) {
+function showModelInfo(version) {
   const { versions, platform, max_batch_size: batch, decoupled } = description;
   const several = versions.length > 1;
   $("version").hidden = $("version-label").hidden = !several;
-  $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name || "newest" })));
+  $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name || "latest" })));
   $("version").value = version;
-  say($("model-facts"), [
+  setText($("model-facts"), [
     platform,
     several ? "" : `version ${versions[0] ?? ""}`,
-    batch > 0 ? `batches of up to ${batch}` : "",
-    decoupled ? "answers as they are made" : "",
+    batch > 0 ? `max batch size ${batch}` : "",
+    decoupled ? "streams responses" : "",
   ].filter(Boolean).join(" · "));
 }
 
 const isVector = (tensor) => /^(FP|BF)/.test(tensor.datatype) && tensor.shape.length === 1 && tensor.shape[0] !== 1;
 
-function build() {
+function buildForm() {
   const required = description.inputs.filter((tensor) => !tensor.optional);
   const compares = required.length === 1 && !description.decoupled && description.outputs.some(isVector);
-  fields = description.inputs.map((tensor, at) => new Field(tensor, at, compares && tensor === required[0], curl));
-  const send = el("button", { class: "main", text: "Ask", id: "ask" });
+  fields = description.inputs.map((tensor, index) => new Field(tensor, index, compares && tensor === required[0], updateCurl));
+  const infer = el("button", { class: "main", text: "Infer", id: "infer" });
   const stop = el("button", { type: "button", text: "Stop", id: "stop", hidden: true, onclick: () => running?.abort() });
-  $("try-form").replaceChildren(...fields.map(({ element }) => element), el("div", { class: "line" }, send, stop));
-  curl();
+  $("try-form").replaceChildren(...fields.map(({ element }) => element), el("div", { class: "line" }, infer, stop));
+  updateCurl();
 }
 
-const path = () => api.pathOf(description.name, $("version").hidden ? "" : $("version").value);
+const path = () => api.modelPath(description.name, $("version").hidden ? "" : $("version").value);
 
-/** The values of the form; all that is missing is said at once. Throws `Error`. */
-async function given() {
-  const found = await Promise.allSettled(fields.map((field) => field.value()));
-  const wrong = found.find(({ status }) => status === "rejected");
-  if (wrong) throw wrong.reason;
-  return fields.map((field, at) => [field.tensor, found[at].value]).filter(([, value]) => value);
+/** Return the form's tensors and values. Shows all errors in the form, and throws the first one. */
+async function readValues() {
+  const results = await Promise.allSettled(fields.map((field) => field.value()));
+  const failure = results.find(({ status }) => status === "rejected");
+  if (failure) throw failure.reason;
+  return fields.map((field, index) => [field.tensor, results[index].value]).filter(([, value]) => value);
 }
 
-const built = (values) => request(description, path(), values, Boolean(api.key.get()));
+const requestFor = (values) => buildRequest(description, path(), values, Boolean(api.key.get()));
 
-/** The requests of the form: one, or two that are compared. */
-async function requests() {
-  const values = await given();
-  const second = fields.find((field) => field.second)?.second;
-  return second ? [built(values), built([[values[0][0], { text: second }]])] : [built(values)];
+/** Return the form's request, or two requests if their results are compared. */
+async function buildRequests() {
+  const values = await readValues();
+  const secondText = fields.find((field) => field.secondText)?.secondText;
+  return secondText ? [requestFor(values), requestFor([[values[0][0], { text: secondText }]])] : [requestFor(values)];
 }
 
-/** Kept as the form is; while that is not whole, nothing is said about it. */
-async function curl() {
-  const mine = description;
-  const quiet = fields.map((field) => field.given().catch(() => null));
-  const found = await Promise.all(quiet);
-  if (mine !== description || !mine) return;
-  const whole = fields.every((field, at) => found[at] || field.tensor.optional);
-  const values = fields.map((field, at) => [field.tensor, found[at]]).filter(([, value]) => value);
-  say($("curl"), whole ? built(values).curl : "");
-  $("curl-copy").disabled = !whole;
+/** Update the curl command, which is empty while the form is incomplete. Shows no errors. */
+async function updateCurl() {
+  const current = description;
+  const entered = await Promise.all(fields.map((field) => field.enteredValue().catch(() => null)));
+  if (current !== description || !current) return;
+  const isComplete = fields.every((field, index) => entered[index] || field.tensor.optional);
+  const values = fields.map((field, index) => [field.tensor, entered[index]]).filter(([, value]) => value);
+  setText($("curl"), isComplete ? requestFor(values).curl : "");
+  $("curl-copy").disabled = !isComplete;
 }
 
-async function copy() {
+async function copyCurl() {
   try {
     await navigator.clipboard.writeText($("curl").textContent);
-    say($("curl-copied"), "copied");
+    setText($("curl-copied"), "copied");
   } catch {
-    getSelection().selectAllChildren($("curl")); // a page without TLS may not write there
-    say($("curl-copied"), "selected; copy it with the keyboard");
+    getSelection().selectAllChildren($("curl")); // pages without TLS cannot access the clipboard
+    setText($("curl-copied"), "selected; use the keyboard to copy");
   }
 }
 
-function pasted(event) {
+function handlePaste(event) {
   const file = [...(event.clipboardData?.files ?? [])][0];
-  const field = fields.find(({ ways }) => ways.includes("file"));
+  const field = fields.find(({ methods }) => methods.includes("file"));
   if (!file || !field || $("try").hidden) return;
   event.preventDefault();
-  field.take(file);
+  field.setFile(file);
 }
 
 async function submit() {
-  let asked;
+  let requests;
   try {
-    asked = await requests();
+    requests = await buildRequests();
   } catch {
-    fields.find((field) => field.wrong.textContent)?.element.querySelector("textarea, input, canvas")?.focus();
+    fields.find((field) => field.error.textContent)?.element.querySelector("textarea, input, canvas")?.focus();
     return;
   }
   running?.abort();
-  const mine = (running = new AbortController());
-  say($("curl"), asked.map((one) => one.curl).join("\n"));
-  say($("answer-state"), "asking…");
-  $("answer-body").replaceChildren();
+  const controller = (running = new AbortController());
+  setText($("curl"), requests.map((request) => request.curl).join("\n"));
+  setText($("response-state"), "waiting for the response…");
+  $("response-body").replaceChildren();
   $("stop").hidden = false;
-  const began = performance.now();
+  const started = performance.now();
   try {
-    if (description.decoupled) await streamed(asked[0], mine.signal, began);
-    else if (asked.length === 2) await compared(asked, mine.signal, began);
-    else await answered(asked[0], mine.signal, began);
+    if (description.decoupled) await runStream(requests[0], controller.signal, started);
+    else if (requests.length === 2) await runComparison(requests, controller.signal, started);
+    else await runSingle(requests[0], controller.signal, started);
   } catch (error) {
-    if (running === mine) refused(error, began);
+    if (running === controller) showRequestError(error, started);
   } finally {
-    if (running === mine) {
+    if (running === controller) {
       running = null;
       $("stop").hidden = true;
     }
@@ -200,56 +201,56 @@ async function submit() {
 }
 
 const send = ({ url, options }, signal) => withKey(() => api.call(url, { ...options, signal }));
-const took = (began) => `${(performance.now() - began).toFixed(0)} ms`;
+const elapsed = (started) => `${(performance.now() - started).toFixed(0)} ms`;
 
-function refused(error, began) {
-  const stopped = error.name === "AbortError";
-  say($("answer-state"), stopped ? `stopped after ${took(began)}` : `refused after ${took(began)}`);
-  if (stopped) return;
+function showRequestError(error, started) {
+  const isStopped = error.name === "AbortError";
+  setText($("response-state"), isStopped ? `stopped after ${elapsed(started)}` : `failed after ${elapsed(started)}`);
+  if (isStopped) return;
   const { code, request_id: id } = error.body ?? {};
-  $("answer-body").append(
-    el("p", { class: "bad", text: api.reason(error) }),
+  $("response-body").append(
+    el("p", { class: "bad", text: api.errorMessage(error) }),
     code ? el("p", { class: "quiet", text: `${error.status} ${code}, request ${id}` }) : "");
 }
 
-async function answered(one, signal, began) {
-  const document = await (await send(one, signal)).json();
-  say($("answer-state"), `${took(began)}, version ${document.version}`);
-  $("answer-body").replaceChildren(answers.outputs(document, description));
+async function runSingle(request, signal, started) {
+  const document = await (await send(request, signal)).json();
+  setText($("response-state"), `${elapsed(started)}, version ${document.version}`);
+  $("response-body").replaceChildren(renderOutputs(document, description));
 }
 
-async function compared(asked, signal, began) {
-  const documents = await Promise.all(asked.map(async (one) => (await send(one, signal)).json()));
-  say($("answer-state"), `${took(began)} for both`);
+async function runComparison(requests, signal, started) {
+  const documents = await Promise.all(requests.map(async (request) => (await send(request, signal)).json()));
+  setText($("response-state"), `${elapsed(started)} for both requests`);
   const parts = description.outputs.flatMap(({ name }) => {
     const [a, b] = documents.map((document) => document.outputs[name]);
     if (!isNumbers(a) || !isNumbers(b) || a.length !== b.length) return [];
     return [
       el("h4", { text: name }),
-      el("p", { class: "figure", id: "cosine", text: `cosine similarity ${cosine(a, b).toFixed(3)}` }),
-      vector(a), vector(b),
+      el("p", { class: "figure", id: "cosine", text: `cosine similarity ${cosineSimilarity(a, b).toFixed(3)}` }),
+      renderVector(a), renderVector(b),
     ];
   });
-  $("answer-body").replaceChildren(...parts, answers.raw(documents));
+  $("response-body").replaceChildren(...parts, renderJson(documents));
 }
 
-/** Each answer when it comes; texts are also joined, as generated ones are read. */
-async function streamed(one, signal, began) {
-  const joined = el("p", { class: "said", id: "joined" });
+/** Show each response as it arrives. Texts are also joined, because generated text arrives in pieces. */
+async function runStream(request, signal, started) {
+  const joinedText = el("p", { class: "text-output", id: "joined" });
   const list = el("ol", { id: "events" });
-  const region = el("div", { class: "events", tabindex: "0", role: "region", "aria-label": "Answers" }, list);
+  const region = el("div", { class: "events", tabindex: "0", role: "region", "aria-label": "Responses" }, list);
   const documents = [];
-  const answer = await send(one, signal);
-  $("answer-body").replaceChildren(joined, region, answers.raw(documents));
-  for await (const { event, data } of events(answer)) {
+  const response = await send(request, signal);
+  $("response-body").replaceChildren(joinedText, region, renderJson(documents));
+  for await (const { event, data } of readEvents(response)) {
     if (event === "end") break;
     const document = JSON.parse(data);
-    if (event === "error") throw new api.Refused(answer.status, document);
+    if (event === "error") throw new api.ApiError(response.status, document);
     documents.push(document);
-    say($("answer-state"), `${documents.length} so far, ${took(began)}`);
+    setText($("response-state"), `${documents.length} so far, ${elapsed(started)}`);
     const texts = Object.values(document.outputs).flat(Infinity).filter((value) => typeof value === "string");
-    joined.append(...texts);
-    list.append(el("li", {}, el("span", { class: "quiet", text: took(began) }), answers.outputs(document, description, false)));
+    joinedText.append(...texts);
+    list.append(el("li", {}, el("span", { class: "quiet", text: elapsed(started) }), renderOutputs(document, description, false)));
   }
-  say($("answer-state"), `${documents.length} ${documents.length === 1 ? "answer" : "answers"} in ${took(began)}`);
+  setText($("response-state"), `${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}`);
 }
