@@ -64,7 +64,7 @@ def cpu_us(work: Callable[[], object]) -> float:
     return min(spent_s) * 1e6
 
 
-async def parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, float]:
+async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, float]:
     """Return the microseconds of each choice, probe and plan."""
     sources = [ReplicaSource(address) for address in addresses]
     async with ReplicaPool(
@@ -94,7 +94,7 @@ def table() -> Iterator[str]:
     measured = []
     for count in (SMALL, LARGE):
         with replicas(count) as addresses:
-            measured.append(uvloop.run(parts(addresses)))
+            measured.append(uvloop.run(measure_parts(addresses)))
     yield "\n**The fleet's own work, by the number of replicas**\n"
     yield f"| | µs with {SMALL} replicas | µs with {LARGE} | ratio |"
     yield "|---|---|---|---|"

@@ -32,7 +32,7 @@ def keys_file(folder: Path, **fields: object) -> KeysFile:
     return file
 
 
-def parts(folder: Path) -> Mapping[str, Callable[[], object]]:
+def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {KEY}".encode())]
     scope: Scope = {"path": f"/v2/models/{MODEL}/infer", "headers": headers, "type": "http"}
     metrics = Metrics()
@@ -83,6 +83,6 @@ def table() -> Iterator[str]:
     yield "| | µs |"
     yield "|---|---|"
     with tempfile.TemporaryDirectory() as folder:
-        for name, part in parts(Path(folder)).items():
+        for name, part in build_parts(Path(folder)).items():
             spent_s = min(timeit.repeat(part, number=TIMES, repeat=REPEAT)) / TIMES
             yield f"| {name} | {spent_s * 1e6:.1f} |"

@@ -62,14 +62,14 @@ def process(command: list[str], url: str, **environment: str) -> Iterator[psutil
         command, env={**os.environ, **environment}, cwd=ROOT, stdout=subprocess.DEVNULL
     )
     try:
-        wait_for(url)
+        wait_until_ready(url)
         yield psutil.Process(started.pid)
     finally:
         started.terminate()
         started.wait(20)
 
 
-def wait_for(url: str) -> None:
+def wait_until_ready(url: str) -> None:
     deadline = time.monotonic() + 30
     while True:
         try:
