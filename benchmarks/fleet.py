@@ -45,12 +45,12 @@ def serve(count: int, pipe: Connection) -> None:
 @contextmanager
 def replicas(count: int) -> Iterator[list[ReplicaAddress]]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(count, theirs), daemon=True)
+    local, remote = context.Pipe()
+    process = context.Process(target=serve, args=(count, remote), daemon=True)
     process.start()
-    theirs.close()
-    with ours:
-        yield [ReplicaAddress("127.0.0.1", port) for port in ours.recv()]
+    remote.close()
+    with local:
+        yield [ReplicaAddress("127.0.0.1", port) for port in local.recv()]
     process.join()
 
 

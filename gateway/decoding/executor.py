@@ -27,7 +27,7 @@ MAX_WORKER_MEMORY_BYTES: Final = 1 << 30
 
 
 def worker_memory_bytes(workers: int) -> int:
-    """Return the memory limit of one process. All of them together get a quarter of the total limit."""
+    # All processes together get a quarter of the memory limit.
     return min(
         max(memory_limit_bytes() // 4 // workers, MIN_WORKER_MEMORY_BYTES), MAX_WORKER_MEMORY_BYTES
     )

@@ -39,19 +39,19 @@ class DecodeProcess:
 
     @classmethod
     async def start(cls, max_memory_bytes: int) -> DecodeProcess:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
+        local, remote = socket.socketpair()
+        local.setblocking(False)
+        with remote:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", "from gateway.decoding.worker import main; main()"),
-                *(str(theirs.fileno()), str(max_memory_bytes)),
+                *(str(remote.fileno()), str(max_memory_bytes)),
                 stdin=DEVNULL,
                 stdout=DEVNULL,
                 stderr=DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(remote.fileno(),),
                 start_new_session=True,  # Ctrl-C must not interrupt decoding while the gateway drains
             )
-        return cls(process, ours)
+        return cls(process, local)
 
     async def call(
         self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float

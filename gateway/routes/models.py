@@ -216,6 +216,7 @@ def group_model_versions(
     responses=REPLICA_LIST_RESPONSES,
 )
 async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
+    """Return the replicas with their state, load and models."""
     pool, caller = services.pool, get_caller(request)
     return {
         "replicas": [
@@ -305,6 +306,7 @@ async def describe_model(
 async def get_model_openapi(
     services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
+    """Return an OpenAPI document with the model's own inputs and outputs."""
     signature = await services.models.get_signature(model, version)
     return schema.build_model_openapi(signature, requires_key=services.access.requires_key)
 

@@ -65,7 +65,7 @@ class ParsedHeaders(NamedTuple):
 
 def prepare_request_headers(headers: Headers) -> tuple[Headers, ParsedHeaders]:
     """Return the headers for Triton and the parsed ones. Raises `MalformedRequest`, `UnsupportedEncoding`."""
-    kept: Headers = []
+    forwarded: Headers = []
     special: Headers = NO_HEADERS
     length: int | None = None
     for header in headers:
@@ -81,15 +81,15 @@ def prepare_request_headers(headers: Headers) -> tuple[Headers, ParsedHeaders]:
                 special = [*special, header]
             elif (value := sanitize_header(name, header[1])) != header[1]:
                 if value:
-                    kept.append((name, value))
+                    forwarded.append((name, value))
                 continue
-        kept.append(header)
+        forwarded.append(header)
     if not special:
-        return kept, ParsedHeaders(None, length)
-    return drop_connection_headers(kept, special), parse_control_headers(special, length)
+        return forwarded, ParsedHeaders(None, length)
+    return drop_connection_headers(forwarded, special), parse_control_headers(special, length)
 
 
-def drop_connection_headers(kept: Headers, control_headers: Headers) -> Headers:
+def drop_connection_headers(headers: Headers, control_headers: Headers) -> Headers:
     named = [
         token.strip().lower()
         for name, value in control_headers
@@ -97,9 +97,9 @@ def drop_connection_headers(kept: Headers, control_headers: Headers) -> Headers:
         for token in value.split(b",")
     ]
     if not named or named == KEEP_ALIVE_TOKENS:
-        return kept
+        return headers
     dropped = set(named) - PROTECTED_HEADERS
-    return [header for header in kept if header[0] not in dropped]
+    return [header for header in headers if header[0] not in dropped]
 
 
 def parse_control_headers(control_headers: Headers, content_length: int | None) -> ParsedHeaders:
@@ -166,8 +166,8 @@ def normalize_accept_encoding(accept_encoding: bytes) -> bytes:
 
 
 def filter_response_headers(headers: Headers) -> Headers:
-    kept = [header for header in headers if header[0] not in NOT_RELAYED]
-    if len(kept) < len(headers):
-        kept = drop_connection_headers(kept, headers)
-    kept.append(NOSNIFF_HEADER)
-    return kept
+    relayed = [header for header in headers if header[0] not in NOT_RELAYED]
+    if len(relayed) < len(headers):
+        relayed = drop_connection_headers(relayed, headers)
+    relayed.append(NOSNIFF_HEADER)
+    return relayed

@@ -210,6 +210,7 @@ async def get_repository_index(
 async def load_model_on_replicas(
     request: Request, services: ServicesForLoad, model: str
 ) -> Response:
+    """Load or reload a model on every replica."""
     return await change_model(request, services, model, load=True)
 
 

@@ -131,10 +131,10 @@ function draw() {
   const model = $("live-model").value;
   const points = history.map(({ models }) => models.get(model));
   const column = (select) => points.map((stats) => (stats ? select(stats) : null));
-  const at = history.map((point) => point.at);
+  const times = history.map((point) => point.at);
   const data = [
-    [at, column((stats) => stats.requests), column((stats) => stats.errors)],
-    [at, ...QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
+    [times, column((stats) => stats.requests), column((stats) => stats.errors)],
+    [times, ...QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
   ];
   if (charts.length === 0) charts = [createChart("rate-chart", [["accent"], ["bad"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
   charts.forEach((chart, index) => chart.setData(data[index]));
@@ -153,7 +153,7 @@ function createChart(id, lines) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
   const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
-  const times = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
+  const formatTimes = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
   const line = ([name, dash]) => ({ stroke: colour(name), width: 2, dash, points: { show: false } });
   const options = {
     width: $(id).clientWidth,
@@ -161,7 +161,7 @@ function createChart(id, lines) {
     legend: { show: false },
     cursor: { show: false },
     scales: { y: { range: (_, __, high) => [0, Math.max(high * 1.1, 1)] } },
-    axes: [{ ...axis, space: 90, values: times }, { ...axis, size: 52 }],
+    axes: [{ ...axis, space: 90, values: formatTimes }, { ...axis, size: 52 }],
     series: [{}, ...lines.map(line)],
   };
   return new uPlot(options, [[], ...lines.map(() => [])], $(id));

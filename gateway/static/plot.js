@@ -15,18 +15,18 @@ export const isNumbers = (value) => Array.isArray(value) && value.length > 0 && 
 const norm = (values) => Math.sqrt(values.reduce((sum, value) => sum + value * value, 0));
 
 /** The vectors must have the same length. */
-export const cosineSimilarity = (a, b) => a.reduce((sum, value, at) => sum + value * b[at], 0) / (norm(a) * norm(b));
+export const cosineSimilarity = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0) / (norm(a) * norm(b));
 
 /** Draw a vector as bars from zero, at most one per pixel. */
 export function renderVector(values) {
   const bars = Math.min(values.length, WIDTH);
-  const shown = Array.from({ length: bars }, (_, at) => values[Math.floor((at * values.length) / bars)]);
+  const shown = Array.from({ length: bars }, (_, index) => values[Math.floor((index * values.length) / bars)]);
   const low = shown.reduce((lowest, value) => Math.min(lowest, value), 0);
   const high = shown.reduce((highest, value) => Math.max(highest, value), 0);
   const scale = HEIGHT / (high - low || 1);
   const step = WIDTH / bars;
-  const paths = shown.map((value, at) =>
-    `M${(at * step).toFixed(1)} ${(high * scale).toFixed(1)}h${(step * 0.8).toFixed(2)}v${(-value * scale).toFixed(1)}h${(-step * 0.8).toFixed(2)}z`);
+  const paths = shown.map((value, index) =>
+    `M${(index * step).toFixed(1)} ${(high * scale).toFixed(1)}h${(step * 0.8).toFixed(2)}v${(-value * scale).toFixed(1)}h${(-step * 0.8).toFixed(2)}z`);
   const summary = `${values.length} numbers from ${formatNumber(Math.min(...shown))} to ${formatNumber(Math.max(...shown))}, norm ${formatNumber(norm(values))}`;
   return el("figure", { class: "vector" },
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": summary, preserveAspectRatio: "none" },
