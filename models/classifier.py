@@ -1,7 +1,7 @@
-"""A classifier of pictures as a model repository: the image pipeline of `triton_repo/`, other values.
+"""A generator of model repositories for image classifiers, based on the pipeline of `triton_repo/`.
 
-No code changes from one network to the next, and no line of a config.pbtxt but those named here.
-Only the standard library is needed.
+The code is copied unchanged; only the lines of config.pbtxt that `changes` lists differ. The module
+needs only the standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "triton_repo"
 CONFIGS = ("config.pbtxt", "configs/embedded.pbtxt")
-# What belongs to the network of triton_repo, and what Python leaves behind.
+# These files belong to the network of triton_repo or are Python caches.
 NOT_COPIED = shutil.ignore_patterns("model.onnx", "labels.txt", "__pycache__")
 
 TOP_K = 5
@@ -21,10 +21,10 @@ TOP_K = 5
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the network's pictures were made when it was trained.
+    """The preprocessing of the training images.
 
-    The shorter side becomes `resize` pixels, the centre of `size` × `size` is taken, and a value of
-    0..1 has `mean` subtracted and is divided by `std`, per channel of RGB.
+    The shorter side is resized to `resize` pixels, the centre is cropped to `size` × `size`, and
+    values of 0..1 are normalised with `mean` and `std` per RGB channel.
     """
 
     resize: int
@@ -34,17 +34,17 @@ class Recipe:
 
 
 class ConfigError(Exception):
-    """A config.pbtxt of triton_repo is not what this module changes; the text is one sentence."""
+    """A config.pbtxt of triton_repo does not contain a line that this module replaces."""
 
 
 def write(folder: Path, graph: bytes, labels: Sequence[str], recipe: Recipe) -> None:
-    """Writes preprocessing, core, postprocessing and ensemble.
+    """Write the models preprocessing, core, postprocessing and ensemble.
 
-    `graph` is an ONNX file of `INPUT__0` FP32 [batch, 3, size, size] to `OUTPUT__0` FP32
-    [batch, labels]; its first dimension is free.
+    `graph` is an ONNX file with the input `INPUT__0` FP32 [batch, 3, size, size] and the output
+    `OUTPUT__0` FP32 [batch, labels], with a dynamic batch dimension.
     """
     for model, values in changes(recipe, len(labels)):
-        # Links are followed: a repository may be carried away without this one.
+        # Links are followed, so that the new repository does not depend on this one.
         shutil.copytree(SOURCE / model, folder / model, ignore=NOT_COPIED, dirs_exist_ok=True)
         for name in CONFIGS:
             config = folder / model / name
@@ -54,7 +54,7 @@ def write(folder: Path, graph: bytes, labels: Sequence[str], recipe: Recipe) -> 
 
 
 def changes(recipe: Recipe, classes: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Of each model: what its config says for the digits, and what it shall say."""
+    """Yield the replacements for the config of each model: the line for the digits, the new line."""
     picture = {"dims: [ 1, 16, 16 ]": f"dims: [ 3, {recipe.size}, {recipe.size} ]"}
     scores = {"dims: [ 10 ]": f"dims: [ {classes} ]"}
     photo = {
@@ -86,6 +86,6 @@ def lines(parameters: dict[str, str]) -> str:
 def changed(config: str, values: dict[str, str], name: str) -> str:
     for old, new in values.items():
         if config.count(old) != 1:
-            raise ConfigError(f"triton_repo/{name} does not say {old!r} once")
+            raise ConfigError(f"triton_repo/{name} must contain {old!r} exactly once")
         config = config.replace(old, new)
     return config

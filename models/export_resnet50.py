@@ -1,7 +1,8 @@
-"""torchvision's ResNet-50 as a model repository: `python -m models.export_resnet50 --output DIR`.
+"""Export of torchvision's ResNet-50 as a model repository.
 
-`make resnet50` does it in an environment of its own. Any other with torch, torchvision and
-onnxscript will do: this is all that the export needs.
+    python -m models.export_resnet50 --output DIR
+
+`make resnet50` creates an environment for it; torch, torchvision and onnxscript are sufficient.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torchvision.models import ResNet, ResNet50_Weights, resnet50
 from models.classifier import Recipe, write
 
 INPUT, OUTPUT = "INPUT__0", "OUTPUT__0"
-# The oldest that the exporter writes without converting: old servers read it, too.
+# The oldest opset that the exporter writes without conversion, for old servers.
 OPSET = 18
 UNTRAINED = "none"
-# What torch.load raises for a file that is none of its own.
+# torch.load raises all of these for files in another format.
 DAMAGE = (
     pickle.UnpicklingError,
     struct.error,
@@ -40,11 +41,11 @@ DAMAGE = (
 
 
 class ExportError(Exception):
-    """The network can't be had; the text is one sentence for whoever called."""
+    """The network cannot be exported; the message gives the reason."""
 
 
 class Source(NamedTuple):
-    """A network, ready to answer, and the published weights whose pictures it expects."""
+    """A network, and the published weights that define its preprocessing."""
 
     network: ResNet
     weights: ResNet50_Weights
@@ -55,7 +56,7 @@ def main() -> int:
     try:
         network, weights = source(options.weights)
         size, recipe = crop(weights)
-        print("writing the ONNX graph", flush=True)
+        print("exporting the ONNX graph", flush=True)
         graph = exported(network, size)
         write(options.output, graph, weights.meta["categories"], recipe)
     except ExportError as error:
@@ -67,19 +68,20 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m models.export_resnet50")
-    parser.add_argument("--output", type=Path, required=True, help="the repository's folder")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the new model repository"
+    )
     parser.add_argument(
         "--weights",
         default="DEFAULT",
-        help=f"{', '.join(ResNet50_Weights.__members__)} of torchvision (98 MB, fetched once), "
-        f"a file of weights, or {UNTRAINED}: a network that knows nothing (default: DEFAULT)",
+        help=f"{', '.join(ResNet50_Weights.__members__)} from torchvision (98 MB, downloaded once), "
+        f"a weights file, or {UNTRAINED} for random weights (default: DEFAULT)",
     )
     return parser.parse_args()
 
 
 def source(chosen: str) -> Source:
-    """The network with the weights that were chosen."""
-    torch.manual_seed(0)  # without weights, too, the same network every time
+    torch.manual_seed(0)  # random weights are reproducible
     network = resnet50(weights=None).eval()
     weights = published(chosen)
     if chosen == UNTRAINED:
@@ -93,7 +95,7 @@ def source(chosen: str) -> Source:
 
 
 def published(chosen: str) -> ResNet50_Weights:
-    """The weights of this name or with this file's name; the default's for any other."""
+    """Return the published weights with this name or file name, or the default."""
     for name, weights in ResNet50_Weights.__members__.items():
         if chosen == name or weights.url.endswith(f"/{Path(chosen).name}"):
             return weights
@@ -101,30 +103,30 @@ def published(chosen: str) -> ResNet50_Weights:
 
 
 def fetched(weights: ResNet50_Weights) -> dict[str, torch.Tensor]:
-    """From torchvision's cache or its site; the file's name holds the hash that it must have."""
+    # The file name contains the expected hash.
     try:
         return dict(weights.get_state_dict(progress=sys.stdout.isatty(), check_hash=True))
     except (OSError, RuntimeError) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        raise ExportError(f"the weights could not be fetched: {reason}") from None
+        raise ExportError(f"cannot download the weights: {reason}") from None
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors and nothing else: a pickle that would run code is refused."""
     try:
         check_hash(path)
+        # `weights_only` rejects pickles that execute code.
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except OSError as error:
-        raise ExportError(f"{path} cannot be read: {error.strerror}") from None
+        raise ExportError(f"cannot read {path}: {error.strerror}") from None
     except DAMAGE:
-        raise ExportError(f"{path} is no file of weights") from None
+        raise ExportError(f"{path} is not a weights file") from None
 
 
 def check_hash(path: Path) -> None:
-    """Of a name such as resnet50-11ad3fa6.pth, as torch writes them."""
-    named = re.search(r"-([0-9a-f]{8,})\.pth$", path.name)
-    if named and not hashlib.sha256(path.read_bytes()).hexdigest().startswith(named[1]):
-        raise ExportError(f"{path} is damaged: its SHA-256 does not begin with {named[1]}")
+    # torch adds the start of the SHA-256 to the name, e.g. resnet50-11ad3fa6.pth.
+    match = re.search(r"-([0-9a-f]{8,})\.pth$", path.name)
+    if match and not hashlib.sha256(path.read_bytes()).hexdigest().startswith(match[1]):
+        raise ExportError(f"{path} is damaged: its SHA-256 does not begin with {match[1]}")
 
 
 def crop(weights: ResNet50_Weights) -> tuple[int, Recipe]:
@@ -134,7 +136,6 @@ def crop(weights: ResNet50_Weights) -> tuple[int, Recipe]:
 
 
 def exported(network: torch.nn.Module, size: int) -> bytes:
-    """The same weights give the same bytes, wherever they are exported."""
     program = torch.onnx.export(
         network,
         (torch.zeros(2, 3, size, size),),
@@ -145,14 +146,14 @@ def exported(network: torch.nn.Module, size: int) -> bytes:
         dynamo=True,
         verbose=False,
     )
-    assert program is not None  # it is only when a file name is given
+    assert program is not None  # it is None only if a file name is given
     model = bare(program.model_proto)
     onnx.checker.check_model(model, full_check=True)
     return bytes(model.SerializeToString(deterministic=True))
 
 
 def bare(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Without the exporter's notes, which tell paths of this machine and the build of PyTorch."""
+    # The metadata contains local paths and the PyTorch build, so the bytes would differ.
     model.ClearField("producer_version")
     graph = model.graph
     values = [*graph.input, *graph.output, *graph.value_info, *graph.initializer]

@@ -1,7 +1,7 @@
-"""Bytes within a text: base64 (RFC 4648, section 4; the URL-safe alphabet too) or a `data:` URI (RFC 2397).
+"""A decoder for base64 (RFC 4648, section 4, and the URL-safe alphabet) and `data:` URIs (RFC 2397).
 
-The cost is linear in the text, and long texts are decoded in pieces: one call of the C decoder holds the
-interpreter's lock for as long as it runs.
+The cost is linear in the length. Long strings are decoded in chunks, because a call of the C decoder holds
+the GIL until it returns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from gateway.errors import MalformedRequest
 
-# What may stand before the comma of a data: URI.
+# The media type before the comma of a data: URI is much shorter than this.
 MAX_DATA_URI_PREFIX_CHARS: Final = 1024
-CHUNK_CHARS: Final = 1 << 20  # characters
+CHUNK_CHARS: Final = 1 << 20
 STANDARD_ALPHABET: Final = bytes.maketrans(b"-_", b"+/")
 BASE64_WHITESPACE: Final = b" \t\n\r\x0b\x0c"
 PERCENT_SIGN: Final = ord("%")
@@ -36,14 +36,13 @@ def is_data_uri(text: str) -> bool:
 
 
 def decode_base64_text(text: str) -> bytes:
-    """Return the bytes that base64 or a `data:` URI stands for. Raises `Malformed`."""
+    """Return the decoded bytes of base64 or of a `data:` URI. Raises `MalformedRequest`."""
     if not is_data_uri(text):
         return b"".join(iter_base64_chunks(text, 0))
     comma = text.find(",", 0, MAX_DATA_URI_PREFIX_CHARS)
     if comma < 0:
         raise MalformedRequest(
-            f"the data: URI has no comma within its first {MAX_DATA_URI_PREFIX_CHARS} characters, "
-            "and so no data"
+            f"the data: URI has no comma in its first {MAX_DATA_URI_PREFIX_CHARS} characters"
         )
     is_base64 = text[:comma].lower().endswith(";base64")
     decode = iter_base64_chunks if is_base64 else iter_percent_chunks
@@ -51,7 +50,7 @@ def decode_base64_text(text: str) -> bytes:
 
 
 def iter_base64_chunks(text: str, start: int) -> Iterator[bytes]:
-    """Yield what the text stands for from `start` on. Whitespace is skipped, and padding may be missing."""
+    # Whitespace is skipped, and padding may be missing.
     end = max(start, len(text.rstrip("= \t\n\r\x0b\x0c")))
     padding = text.count("=", end)
     rest = b""
@@ -68,15 +67,14 @@ def iter_base64_chunks(text: str, start: int) -> Iterator[bytes]:
             raise ValueError("too much padding")
         yield base64.b64decode(rest + b"=" * (-len(rest) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise MalformedRequest('the value of "b64" is not base64') from None
+        raise MalformedRequest('the value of "b64" is not valid base64') from None
 
 
 def iter_percent_chunks(text: str, start: int) -> Iterator[bytes]:
-    """Yield the text from `start` on with every `%41` decoded."""
     while start < len(text):
         end = start + CHUNK_CHARS
         if end < len(text) and (cut := text.rfind("%", end - 2, end)) > 0:
-            end = cut  # an escape stays in one piece
+            end = cut  # an escape such as %41 must not be split
         yield percent_decode(text[start:end].encode())
         start = end
 

@@ -1,4 +1,4 @@
-"""A whole body and a signature become tensors in one call, which a worker process can be given. Pure."""
+"""Decoding of a complete body to input tensors, in one call that a worker process can run. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway.tensors.payload import (
 )
 from gateway.tensors.signature import Signature
 
-# Instances of a request that are an inference each.
+# Each instance of such a request is an inference of its own.
 MAX_UNBATCHED_INSTANCES = 1000
 
 
@@ -30,9 +30,9 @@ def decode_body(
     limits: PayloadLimits,
     image_limits: ImageLimits,
 ) -> tuple[Payload, InferInputs]:
-    """Return the tensors, and what else the body said.
+    """Return the payload without its parts, and the input tensors.
 
-    Raises `Malformed`, `UnsupportedBody`, `DoesNotFit`, `BadImage` or `TooLarge`.
+    Raises `MalformedRequest`, `UnsupportedBody`, `InputMismatch`, `BadImage` or `TooLarge`.
     """
     if parse_content_type(content_type)[0] == JSON:
         check_json_memory(body, limits)
@@ -42,7 +42,6 @@ def decode_body(
 def decode_form(
     form: MultipartForm, signature: Signature, limits: PayloadLimits, image_limits: ImageLimits
 ) -> tuple[Payload, InferInputs]:
-    """The same of a form that was fed its whole body."""
     form.check_json_memory(limits)
     return decode_payload(form.build_payload(), signature, image_limits)
 
@@ -50,7 +49,6 @@ def decode_form(
 def decode_payload(
     payload: Payload, signature: Signature, image_limits: ImageLimits
 ) -> tuple[Payload, InferInputs]:
-    """Return the tensors, and the payload without its parts, which became them."""
     inputs = to_inputs(payload, signature, image_limits)
     return replace(payload, parts={}), inputs
 
@@ -58,9 +56,9 @@ def decode_payload(
 def parse_predict_body(
     body: bytes, signature: Signature, limits: PayloadLimits
 ) -> tuple[bool, list[Payload]]:
-    """Return whether the body of `:predict` has columns, and a payload for each inference it needs.
+    """Return whether the body of `:predict` has columns, and one payload per inference.
 
-    Rows are one inference where the model has a batch dimension, else one each.
+    Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
     """
     rows, columns = kserve_v1.parse_rows_or_columns(body, limits)
     if rows is None:
@@ -69,8 +67,8 @@ def parse_predict_body(
         return False, [kserve_v1.payload_from_rows(rows)]
     if len(rows) > MAX_UNBATCHED_INSTANCES:
         raise TooLarge(
-            f"the model has no batch dimension: a request has at most {MAX_UNBATCHED_INSTANCES} instances, "
-            f"and this one has {len(rows)}"
+            f"the model has no batch dimension, so a request may have at most {MAX_UNBATCHED_INSTANCES} "
+            f"instances; got {len(rows)}"
         )
     return False, [kserve_v1.payload_from_row(row) for row in rows]
 
@@ -78,7 +76,6 @@ def parse_predict_body(
 def decode_predict_body(
     body: bytes, signature: Signature, limits: PayloadLimits, image_limits: ImageLimits
 ) -> tuple[bool, list[InferInputs]]:
-    """The same with the tensors of each inference."""
     check_json_memory(body, limits)
     is_columns, payloads = parse_predict_body(body, signature, limits)
     return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]

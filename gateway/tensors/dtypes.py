@@ -1,7 +1,7 @@
-"""Triton's datatypes, in one table; both directions are read from it.
+"""Triton's datatypes and their NumPy dtypes.
 
-The names are those of the Open Inference Protocol ("Tensor Data Types"); config.pbtxt spells them
-`TYPE_FP32`, and strings as `TYPE_STRING`.
+The names are those of the Open Inference Protocol ("Tensor Data Types"). config.pbtxt has the prefix `TYPE_`,
+and `TYPE_STRING` for BYTES.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 
 class DatatypeKind(Enum):
-    """How values of a datatype are checked and converted."""
+    """A group of datatypes that are checked and converted alike; the value is the word for messages."""
 
     BOOLEAN = "true or false"
     INTEGER = "integers"
     FLOAT = "numbers"
-    BYTES = "texts or bytes"
+    BYTES = "strings or bytes"
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype: its protocol name, the NumPy dtype of its elements, and a value as an example."""
+    """A datatype of the protocol, with an example value for messages and documents."""
 
     name: str
     numpy_dtype: np.dtype
@@ -33,7 +33,6 @@ class Datatype:
 
     @property
     def integer_range(self) -> tuple[int, int]:
-        """The smallest and largest value of an integer datatype."""
         info = np.iinfo(self.numpy_dtype)
         return int(info.min), int(info.max)
 
@@ -63,6 +62,6 @@ BYTES = DATATYPES["BYTES"]
 
 
 def parse_datatype(name: str) -> Datatype:
-    """The datatype that a metadata's or a config's name means; raises `KeyError`."""
+    """Return the datatype for its name in a model's metadata or config. Raises `KeyError`."""
     name = name.removeprefix("TYPE_")
     return BYTES if name == "STRING" else DATATYPES[name]

@@ -1,4 +1,4 @@
-"""A request that works, made from a model's signature: as a curl line and in Python. Pure."""
+"""Example requests for a model, as a curl command and as a Python program. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gateway.tensors.payload import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.signature import ChannelLayout, Signature, TensorSpec
 
 EXAMPLE_SIZE = 2
-# Above this, an example is written as a program that makes the values.
+# With more values than this, the curl example generates the body with a program.
 MAX_INLINE_VALUES = 64
 
 
 @dataclass(frozen=True)
 class ExampleBody:
-    """A body that the model takes: of a file, of a text, or of JSON."""
+    """A request body that the model accepts: a file, a string or a JSON document."""
 
     content_type: str
     file_name: str = ""
@@ -29,7 +29,7 @@ class ExampleBody:
 
 
 def build_example_body(signature: Signature) -> ExampleBody:
-    """The simplest request: the only input alone, or every required input by name."""
+    """Return the simplest body: the only input alone, or every required input by name."""
     candidates = signature.required_inputs or list(signature.inputs.values())
     if len(candidates) != 1:
         return ExampleBody(JSON, json={"inputs": build_example_inputs(signature)})
@@ -44,18 +44,16 @@ def build_example_body(signature: Signature) -> ExampleBody:
 
 
 def build_example_inputs(signature: Signature) -> dict[str, Any]:
-    """Every required input; where all are optional the first, for Triton takes no request without any."""
-    shown = signature.required_inputs or list(signature.inputs.values())[:1]
-    return {tensor.name: build_example_value(tensor) for tensor in shown}
+    # Triton rejects a request without inputs, so the first one is shown if all of them are optional.
+    tensors = signature.required_inputs or list(signature.inputs.values())[:1]
+    return {tensor.name: build_example_value(tensor) for tensor in tensors}
 
 
 def accepts_single_value(tensor: TensorSpec) -> bool:
-    """One value is enough for it."""
     return all(size in (1, -1) for size in tensor.shape)
 
 
 def build_example_value(tensor: TensorSpec) -> Any:
-    """A value of the tensor's own shape; unknown sizes are 2, `[1]` is a single value."""
     value: Any = tensor.datatype.example
     if tensor.shape == (1,):
         return value
@@ -78,48 +76,48 @@ def has_many_values(document: Mapping[str, Any]) -> bool:
 
 
 def format_curl_example(signature: Signature, base_url: str) -> str:
-    """A line to paste into a shell; a model that answers several times is streamed."""
-    shown = build_example_body(signature)
+    example = build_example_body(signature)
     url = shlex.quote(f"{base_url}{build_infer_path(signature)}")
-    header = f"-H {shlex.quote(f'Content-Type: {shown.content_type}')}"
-    ask = "curl -s"
+    header = f"-H {shlex.quote(f'Content-Type: {example.content_type}')}"
+    command = "curl -s"
     if signature.is_decoupled:
-        ask, header = "curl -sN", f"{header} -H {shlex.quote(f'Accept: {EVENT_STREAM}')}"
-    if shown.file_name:
-        return f"{ask} --data-binary @{shown.file_name} {header} {url}"
-    if shown.text:
-        return f"{ask} -d {shlex.quote(shown.text)} {header} {url}"
-    if has_many_values(shown.json):
-        program = f"import json; print(json.dumps({format_python_literal(shown.json)}))"
-        return f"python3 -c {shlex.quote(program)} | {ask} -d @- {header} {url}"
-    return f"{ask} -d {shlex.quote(orjson.dumps(shown.json).decode())} {header} {url}"
+        command, header = "curl -sN", f"{header} -H {shlex.quote(f'Accept: {EVENT_STREAM}')}"
+    if example.file_name:
+        return f"{command} --data-binary @{example.file_name} {header} {url}"
+    if example.text:
+        return f"{command} -d {shlex.quote(example.text)} {header} {url}"
+    if has_many_values(example.json):
+        program = f"import json; print(json.dumps({format_python_literal(example.json)}))"
+        return f"python3 -c {shlex.quote(program)} | {command} -d @- {header} {url}"
+    return f"{command} -d {shlex.quote(orjson.dumps(example.json).decode())} {header} {url}"
 
 
 def format_python_example(signature: Signature, base_url: str) -> str:
-    """The same in Python, on the standard library alone."""
-    shown = build_example_body(signature)
-    if shown.file_name:
-        body = f'open("{shown.file_name}", "rb").read()'
-    elif shown.text:
-        body = f"{shown.text!r}.encode()"
+    example = build_example_body(signature)
+    if example.file_name:
+        body = f'open("{example.file_name}", "rb").read()'
+    elif example.text:
+        body = f"{example.text!r}.encode()"
     else:
-        body = f"json.dumps({format_python_literal(shown.json)}).encode()"
-    headers = f'"Content-Type": "{shown.content_type}"'
-    ask = 'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
+        body = f"json.dumps({format_python_literal(example.json)}).encode()"
+    headers = f'"Content-Type": "{example.content_type}"'
+    statement = 'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
     if signature.is_decoupled:
         headers += f', "Accept": "{NDJSON}"'
-        ask = "for answer in urllib.request.urlopen(request):\n    print(json.loads(answer))\n"
+        statement = (
+            "for answer in urllib.request.urlopen(request):\n    print(json.loads(answer))\n"
+        )
     return (
         "import json, urllib.request\n"
         f"body = {body}\n"
         f"headers = {{{headers}}}\n"
         f"request = urllib.request.Request({base_url + build_infer_path(signature)!r}, body, headers)\n"
-        f"{ask}"
+        f"{statement}"
     )
 
 
 def format_python_literal(value: Any) -> str:
-    """A Python expression of the value, in which equal rows are written once."""
+    # All elements of a list in an example are equal.
     if isinstance(value, dict):
         return (
             "{"

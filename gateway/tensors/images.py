@@ -1,4 +1,4 @@
-"""An encoded image becomes an array: looked at first, decoded second, never silently clipped. Pure."""
+"""Inspection and decoding of images (JPEG, PNG, WebP) to arrays. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from gateway.tensors.signature import ChannelLayout, ImageSpec
 
 MAX_SIDE = 16_384
 SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
-FIRST_SIDEWAYS_ORIENTATION: Final = (
-    5  # from this EXIF orientation on, height and width change places
-)
+# From this EXIF orientation on, width and height are swapped.
+FIRST_SIDEWAYS_ORIENTATION: Final = 5
 ORIENTATION_TRANSPOSES: Final[Mapping[int, Image.Transpose]] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -30,7 +29,7 @@ ORIENTATION_TRANSPOSES: Final[Mapping[int, Image.Transpose]] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow lets escape when the file is damaged.
+# Pillow raises all of these for damaged files.
 PILLOW_ERRORS: Final = (
     OSError,
     EOFError,
@@ -44,13 +43,13 @@ PILLOW_ERRORS: Final = (
     struct.error,
 )
 
-# The limit is ours, and checked before a pixel is decoded; Pillow's own only warns.
+# Pillow's own limit is disabled, because it only warns; `inspect_image` checks ours before decoding.
 Image.MAX_IMAGE_PIXELS = None
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """How large an image may be, in pixels and along a side; and the images of a request as they are held."""
+    """The limits of an image. `max_pixels` also bounds the decoded images of a request in total."""
 
     max_pixels: int = 25_000_000
     max_side: int = MAX_SIDE
@@ -58,38 +57,41 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image within the limits, of which nothing is decoded."""
+    """An image within the limits that is not decoded yet."""
 
     data: bytes
     header: ImageHeader
 
 
 def inspect_image(data: bytes, limits: ImageLimits, input_name: str) -> EncodedImage:
-    """Raises `BadImage`, or `TooLarge` for more pixels than the limit."""
+    """Read the header and check the limits. Raises `BadImage` or `TooLarge`."""
     header = read_image_header(data, input_name)
     width, height = header.width, header.height
     if header.pixels > limits.max_pixels:
         raise TooLarge(
-            f"the image for {quote_text(input_name)} has {width} × {height} pixels; "
+            f"the image for input {quote_text(input_name)} has {width} × {height} pixels; "
             f"the limit is {limits.max_pixels} pixels"
         )
     if max(width, height) > limits.max_side:
         raise TooLarge(
-            f"the image for {quote_text(input_name)} is {width} × {height}; "
-            f"the limit is {limits.max_side} along a side"
+            f"the image for input {quote_text(input_name)} has {width} × {height} pixels; "
+            f"the limit is {limits.max_side} pixels per side"
         )
     return EncodedImage(data, header)
 
 
 def decode_image(image: EncodedImage, spec: ImageSpec, input_name: str) -> np.ndarray:
-    """UINT8 values 0..255 in the layout and size of `spec`; EXIF orientation applied.
+    """Return UINT8 values 0..255 in the layout and size of `spec`, with the EXIF orientation applied.
 
-    Shape [height, width], [channels, height, width] or [height, width, channels]. Raises `BadImage`.
+    The shape is [height, width], [channels, height, width] or [height, width, channels].
+    Raises `BadImage`.
     """
     try:
         converted = convert_image_mode(load_upright_image(image, spec), spec.mode)
     except PILLOW_ERRORS:
-        raise BadImage(f"the image for {quote_text(input_name)} is truncated or damaged") from None
+        raise BadImage(
+            f"the image for input {quote_text(input_name)} is truncated or damaged"
+        ) from None
     size = (
         converted.width if spec.width < 0 else spec.width,
         converted.height if spec.height < 0 else spec.height,
@@ -104,23 +106,24 @@ def decode_image(image: EncodedImage, spec: ImageSpec, input_name: str) -> np.nd
 
 
 def load_upright_image(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
-    """Decoded and turned; a JPEG is decoded at a reduced scale when the model wants a small one."""
     header = encoded.header
     file = io.BytesIO(strip_metadata(encoded.data, header))
     image = Image.open(file, formats=(header.format,))
     if image.size != (header.width, header.height):
-        raise ValueError("its size is not the one that was screened")
+        raise ValueError("the decoder found another size than the inspection")
     is_sideways = header.orientation >= FIRST_SIDEWAYS_ORIENTATION
     size = (spec.height, spec.width) if is_sideways else (spec.width, spec.height)
     if min(size) > 0 and image.mode in ("L", "RGB"):
-        image.draft(image.mode, size)
+        image.draft(
+            image.mode, size
+        )  # decodes a JPEG at a reduced scale if the model expects a small image
     image.load()
-    turn = ORIENTATION_TRANSPOSES.get(header.orientation)
-    return image if turn is None else image.transpose(turn)
+    transpose = ORIENTATION_TRANSPOSES.get(header.orientation)
+    return image if transpose is None else image.transpose(transpose)
 
 
 def convert_image_mode(image: Image.Image, mode: str) -> Image.Image:
-    """`image` as L, RGB or RGBA: 16 bits scaled, transparency laid on white unless it is wanted."""
+    """Convert to L, RGB or RGBA. 16 bits are scaled to 8; L and RGB are composited over white."""
     if image.mode in SIXTEEN_BIT_MODES:
         grey = np.asarray(image).astype(np.float64) / 257.0
         image = Image.fromarray(np.rint(grey.clip(0, 255)).astype(np.uint8))

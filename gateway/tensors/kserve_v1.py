@@ -1,4 +1,4 @@
-"""The dialect of TensorFlow Serving's REST API, which KServe calls V1. Pure.
+"""A codec for TensorFlow Serving's REST API, which KServe calls V1. Pure.
 
 Rows: `{"instances": [value or {name: value}, …]}` → `{"predictions": […]}`, one value per instance.
 Columns: `{"inputs": value or {name: value}}` → `{"outputs": …}`, with the batch dimension in each.
@@ -25,25 +25,25 @@ KNOWN_PREDICT_KEYS = {"instances", "inputs", "signature_name", "parameters", "id
 
 
 def parse_rows_or_columns(body: bytes, limits: PayloadLimits) -> tuple[list[Any] | None, Any]:
-    """The instances, or None and the columns. Raises `Malformed`."""
+    """Return the instances and None, or None and the columns. Raises `MalformedRequest`."""
     document = parse_json_body(body)
     if not isinstance(document, dict) or ("instances" in document) == ("inputs" in document):
         raise MalformedRequest('the body must be an object with either "instances" or "inputs"')
     if unknown := document.keys() - KNOWN_PREDICT_KEYS:
         raise MalformedRequest(
-            f"the body has the unknown key '{min(unknown)}'; known are "
+            f"unknown key '{min(unknown)}' in the body; valid keys are "
             f"{join_names(sorted(KNOWN_PREDICT_KEYS))}"
         )
     if "inputs" in document:
         return None, decode_b64_objects(document["inputs"], limits.max_json_depth)
     instances = decode_b64_objects(document["instances"], limits.max_json_depth)
     if not isinstance(instances, list) or not instances:
-        raise MalformedRequest('"instances" must be a list of at least one instance')
+        raise MalformedRequest('"instances" must be a non-empty list')
     return instances, None
 
 
 def payload_from_rows(instances: list[Any]) -> Payload:
-    """Every input's values over the instances, as a batch. Raises `DoesNotFit`."""
+    """Return each input's values of all instances as a batch. Raises `InputMismatch`."""
     if dict not in map(type, instances):
         return Payload({"": [Part(instance, JSON) for instance in instances]}, is_stacked=True)
     rows = [instance if isinstance(instance, dict) else {"": instance} for instance in instances]
@@ -51,14 +51,13 @@ def payload_from_rows(instances: list[Any]) -> Payload:
     different = next((row for row in rows if row.keys() != names), None)
     if different is not None:
         raise InputMismatch(
-            f"the instances name different inputs: {join_names(names)} and {join_names(different)}"
+            f"the instances have different inputs: {join_names(names)} and {join_names(different)}"
         )
     parts = {name: [Part(row[name], JSON) for row in rows] for name in names}
     return Payload(parts, is_stacked=True)
 
 
 def payload_from_row(row: Any) -> Payload:
-    """One instance, for a model that has no batch dimension."""
     return payload_from_columns(row)
 
 
@@ -68,12 +67,11 @@ def payload_from_columns(columns: Any) -> Payload:
 
 
 def encode_predictions(results: list[InferResult]) -> EncodedBody:
-    """One value per instance; an object of the outputs where there are several."""
     rows: list[Any] = []
     for result in results:
         names = list(result.arrays)
         if not names:
-            raise ModelFault("the model answered no output")
+            raise ModelFault("the model returned no outputs")
         columns = [get_output_column(result, name) for name in names]
         values = columns[0] if len(names) == 1 else map(partial(build_prediction, names), *columns)
         rows.extend(values)
@@ -81,7 +79,7 @@ def encode_predictions(results: list[InferResult]) -> EncodedBody:
 
 
 def get_output_column(result: InferResult, name: str) -> list[Any]:
-    """The output's value for each instance of this answer."""
+    """Return the output's value for each instance. Raises `ModelFault` if their number differs."""
     value = to_list(output_to_json(result, name))
     if not result.signature.has_batch_dimension:
         return [value]
@@ -89,7 +87,7 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
         return value
     count = f"{len(value)} values" if isinstance(value, list) else "a single value"
     raise ModelFault(
-        f"the model answered {count} for {result.instance_count} instances in its output {quote_text(name)}"
+        f"the model returned {count} for {result.instance_count} instances in output {quote_text(name)}"
     )
 
 

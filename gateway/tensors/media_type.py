@@ -1,6 +1,6 @@
-"""Header values of the form `type; name=value; name="quoted \\" value"` (RFC 9110, section 5.6.6).
+"""A parser for header values such as `type; name=value; name="quoted \\" value"` (RFC 9110, section 5.6.6).
 
-Every character is looked at once: the cost is linear in the length, whatever the header holds.
+The cost is linear in the length for any header.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Final
 
 from gateway.errors import UnsupportedBody
 
-# No media type that is in use comes near it.
+# The media types in use are much shorter.
 MAX_CONTENT_TYPE_CHARS: Final = 1024
 PARAMETER_NAME: Final = re.compile(r"[^;=]*")
 OPTIONAL_WHITESPACE: Final = re.compile(r"[ \t]*")
 QUOTED_STRING: Final = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL)
 UNQUOTED_VALUE: Final = re.compile(r"[^;]*")
-# A backslash before anything else stands for itself: some browsers send Windows' paths.
+# A backslash before any other character is literal, because some browsers send Windows paths.
 QUOTED_PAIR: Final = re.compile(r'\\(["\\])')
 
 
 def parse_content_type(content_type: str) -> tuple[str, dict[str, str]]:
     """`text/plain; charset=utf-8` → ("text/plain", {"charset": "utf-8"}).
 
-    Raises `UnsupportedBody` for what is longer than any media type.
+    Raises `UnsupportedBody` if the header is too long.
     """
     if len(content_type) > MAX_CONTENT_TYPE_CHARS:
         raise UnsupportedBody(
@@ -33,10 +33,10 @@ def parse_content_type(content_type: str) -> tuple[str, dict[str, str]]:
 
 
 def parse_header_parameters(header: str) -> tuple[str, dict[str, str]]:
-    """The value before the first `;` in lower case, and the parameters by name in lower case.
+    """Return the value before the first `;` in lower case, and the parameters by name in lower case.
 
-    Lenient: what is no parameter is left out, a quoted string without an end takes all that is left, and of
-    several parameters of one name the last counts.
+    Invalid parameters are ignored, an unterminated quoted string extends to the end of the header, and the
+    last of several parameters with the same name is used.
     """
     position = header.find(";")
     if position < 0:
@@ -51,7 +51,7 @@ def parse_header_parameters(header: str) -> tuple[str, dict[str, str]]:
 
 
 def parse_header_parameter(header: str, start: int) -> tuple[str, str, int]:
-    """The name and value of the parameter that begins at `start`, and where the next `;` or the end is."""
+    """Return the name and value of the parameter at `start`, and the position of the next `;` or the end."""
     position = find_match_end(PARAMETER_NAME, header, start)
     name = header[start:position].strip().lower()
     if header[position : position + 1] != "=":
@@ -69,6 +69,5 @@ def parse_header_parameter(header: str, start: int) -> tuple[str, str, int]:
 
 
 def find_match_end(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Where the match at `start` ends; of a pattern that matches everywhere."""
     match = pattern.match(text, start)
     return start if match is None else match.end()

@@ -1,6 +1,6 @@
-"""A parser of multipart/form-data (RFC 7578; RFC 2046, section 5.1) that is fed bytes and returns parts.
+"""An incremental parser for multipart/form-data (RFC 7578; RFC 2046, section 5.1).
 
-Every byte is searched once, at the speed of C. Parts are held in memory, under the limit of the body.
+Each byte is searched once, at the speed of C. Parts are kept in memory, within the body size limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gateway.errors import MalformedRequest, TooLarge
 MAX_BOUNDARY_CHARS: Final = 256
 MAX_HEADER_BYTES: Final = 8 << 10
 MAX_HEADER_FIELDS: Final = 16
-# Blanks that a delimiter may have after its boundary.
+# RFC 2046 allows spaces and tabs after the boundary of a delimiter.
 MAX_DELIMITER_PADDING_BYTES: Final = 64
 HEADER_FIELD: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):(.*)", re.DOTALL)
 CRLF: Final = b"\r\n"
@@ -24,14 +24,14 @@ DELIMITER_TAIL: Final = re.compile(b"(?:(--)|[ \t]{0,%d}\r\n)" % MAX_DELIMITER_P
 
 @dataclass(frozen=True)
 class RawPart:
-    """A part as it came: header values by name in lower case, and the content."""
+    """A part with its header values, by name in lower case, and its undecoded content."""
 
     headers: Mapping[str, str]
     content: bytearray
 
 
 class Delimiter(NamedTuple):
-    """Where a delimiter begins and ends, and whether it closes the body."""
+    """The position of a delimiter in the buffer."""
 
     start: int
     end: int
@@ -39,41 +39,41 @@ class Delimiter(NamedTuple):
 
 
 class MultipartParser:
-    """Feed it the body in pieces of any size. `is_complete` tells whether the last delimiter was seen."""
+    """A parser that is fed chunks of any size. `is_complete` is set after the closing delimiter."""
 
     def __init__(self, boundary: str, max_parts: int) -> None:
         if len(boundary) > MAX_BOUNDARY_CHARS:
             raise MalformedRequest(
-                f"the multipart body's boundary is too long; the limit is {MAX_BOUNDARY_CHARS} characters"
+                f"the multipart boundary is too long; the limit is {MAX_BOUNDARY_CHARS} characters"
             )
         dashes = b"\r\n--" + boundary.encode("latin-1")
         self._delimiter_prefix = dashes
         self._max_delimiter_bytes = len(dashes) + MAX_DELIMITER_PADDING_BYTES + len(CRLF)
         self._max_parts = max_parts
         self._part_count = 0
-        self._buffer = bytearray(CRLF)  # the first delimiter needs no line before it
-        self._search_start = 0  # bytes of `_unread` in which no delimiter begins
+        self._buffer = bytearray(CRLF)  # the first delimiter may start the body
+        self._search_start = 0  # no delimiter begins in the buffer before this position
         self._headers: Mapping[str, str] | None = None
         self._is_preamble = True
         self.is_complete = False
 
     def feed(self, data: bytes) -> Iterator[RawPart]:
-        """Yield the parts that end within `data`. Raises `Malformed` and `TooLarge`."""
+        """Yield the parts that end within `data`. Raises `MalformedRequest` or `TooLarge`."""
         if self.is_complete:
-            return  # the epilogue, which has no meaning
+            return  # the epilogue is ignored
         self._buffer += data
         while not self.is_complete:
             if self._headers is None and not self._is_preamble:
                 self._headers = self._read_headers()
                 if self._headers is None:
                     return
-            found = self._find_delimiter()
-            if found is None:
+            delimiter = self._find_delimiter()
+            if delimiter is None:
                 return
             headers, content = self._headers, self._buffer
-            self._begin_part(content[found.end :], found.is_last)
+            self._begin_part(content[delimiter.end :], delimiter.is_last)
             if headers is not None:
-                del content[found.start :]
+                del content[delimiter.start :]
                 yield RawPart(headers, content)
 
     def _find_delimiter(self) -> Delimiter | None:
@@ -81,10 +81,11 @@ class MultipartParser:
         if start >= 0:
             tail = DELIMITER_TAIL.match(self._buffer, start + len(self._delimiter_prefix))
             if tail is None:
-                # Compiled only for content that looks like a delimiter: each body has its own boundary.
-                delimiter = re.compile(re.escape(self._delimiter_prefix) + DELIMITER_TAIL.pattern)
-                found = delimiter.search(self._buffer, start)
-                start, tail = (found.start(), found) if found else (-1, None)
+                # The pattern is compiled only if the content looks like a delimiter, because each body
+                # has its own boundary.
+                pattern = re.compile(re.escape(self._delimiter_prefix) + DELIMITER_TAIL.pattern)
+                match = pattern.search(self._buffer, start)
+                start, tail = (match.start(), match) if match else (-1, None)
             if tail is not None:
                 return Delimiter(start, tail.end(), tail[1] is not None)
         self._search_start = max(0, len(self._buffer) - self._max_delimiter_bytes)
@@ -102,7 +103,6 @@ class MultipartParser:
             raise TooLarge(f"the multipart body has more than {self._max_parts} parts")
 
     def _read_headers(self) -> Mapping[str, str] | None:
-        """The header of the part that begins here, if all of it is there."""
         if self._buffer.startswith(CRLF):
             del self._buffer[: len(CRLF)]
             return {}
@@ -125,5 +125,5 @@ class MultipartParser:
 def parse_header_field(line: bytes) -> tuple[str, str]:
     field = HEADER_FIELD.fullmatch(line)
     if field is None:
-        raise MalformedRequest("a part of the multipart body has a header field that is malformed")
+        raise MalformedRequest("a part of the multipart body has a malformed header field")
     return field[1].decode("ascii").lower(), field[2].strip(b" \t").decode("latin-1")

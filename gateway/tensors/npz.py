@@ -1,8 +1,8 @@
-"""A reader of NumPy's archive of arrays (.npz), for files that nobody vouches for.
+"""A reader for .npz files, NumPy's archives of arrays, from untrusted sources.
 
-An archive is a ZIP file (PKWARE's APPNOTE), which has many ways to say little and mean much. What NumPy
-writes is taken: entries that are stored or deflated, side by side, and a directory at the end. What they
-inflate to is counted as it comes, against one budget; no size that the archive declares is relied upon.
+An archive is a ZIP file (PKWARE's APPNOTE). The reader supports only what NumPy writes: stored or deflated
+entries that do not overlap, and a central directory at the end. One limit bounds the inflated bytes of all
+entries; the sizes that the archive declares are not trusted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gateway.errors import MalformedRequest, TooLarge
 from gateway.messages import quote_text
 from gateway.tensors.npy import read_npy
 
-MAX_ENTRY_NAME_BYTES: Final = 255  # bytes
-INFLATE_CHUNK_BYTES: Final = 64 << 10  # bytes that are inflated at a time
+MAX_ENTRY_NAME_BYTES: Final = 255
+INFLATE_CHUNK_BYTES: Final = 64 << 10
 STORED, DEFLATED = 0, 8
 ENCRYPTED_FLAG, UTF8_FLAG = 1 << 0, 1 << 11
 END_RECORD: Final = struct.Struct("<4s4H2LH")
@@ -30,16 +30,16 @@ LOCAL_HEADER: Final = struct.Struct("<4s5H3L2H")
 
 
 class DamagedArchive(Exception):
-    """The archive contradicts itself; the message is the reason."""
+    """The archive is inconsistent; the message gives the reason."""
 
 
 class ArchiveTooLarge(Exception):
-    """The archive inflates to more than it may."""
+    """The archive inflates to more bytes than the limit."""
 
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """A file of the archive, as the directory declares it."""
+    """An entry of the central directory."""
 
     name: bytes
     flags: int
@@ -55,36 +55,36 @@ class ArchiveEntry:
 
 
 def read_npz(data: bytes, max_bytes: int, max_entries: int) -> dict[str, np.ndarray]:
-    """The arrays by name. `max_bytes` bounds what all of them inflate to together.
+    """Return the arrays by name. `max_bytes` limits the inflated size of all arrays together.
 
-    Raises `TooLarge` for more bytes or arrays than that, and `Malformed` for what is not a .npz file.
+    Raises `TooLarge` for more bytes or arrays, and `MalformedRequest` for an invalid file.
     """
     arrays: dict[str, np.ndarray] = {}
-    left = max_bytes
+    remaining_bytes = max_bytes
     try:
         for entry in read_archive_directory(memoryview(data), max_entries):
             name = entry.decoded_name.removesuffix(".npy")
             if name in arrays:
                 raise MalformedRequest(
-                    f"the .npz file holds two arrays of the name {quote_text(name)}"
+                    f"the .npz file contains two arrays named {quote_text(name)}"
                 )
-            content = read_entry_content(memoryview(data), entry, left)
-            left -= len(content)
+            content = read_entry_content(memoryview(data), entry, remaining_bytes)
+            remaining_bytes -= len(content)
             arrays[name] = read_npy(content)
     except ArchiveTooLarge:
         raise TooLarge(f"the .npz file inflates to more than {max_bytes} bytes") from None
     except DamagedArchive as exc:
-        raise MalformedRequest(f"the body is not a whole .npz file: {exc}") from None
+        raise MalformedRequest(f"the body is not a valid .npz file: {exc}") from None
     except (struct.error, zlib.error, UnicodeDecodeError):
-        raise MalformedRequest("the body is not a whole .npz file: it is damaged") from None
+        raise MalformedRequest("the body is not a valid .npz file: it is damaged") from None
     return arrays
 
 
 def read_archive_directory(data: memoryview, max_entries: int) -> list[ArchiveEntry]:
-    """The entries, in the order of their data, of which no two overlap."""
+    """Return the entries, which do not overlap, in the order of their data."""
     start, end, count = find_archive_directory(data)
     if count > max_entries:
-        raise TooLarge(f"the .npz file holds more than {max_entries} arrays")
+        raise TooLarge(f"the .npz file contains more than {max_entries} arrays")
     entries = []
     position = start
     for _ in range(count):
@@ -96,37 +96,36 @@ def read_archive_directory(data: memoryview, max_entries: int) -> list[ArchiveEn
         name = bytes(data[position : position + name_length])
         position += name_length + extra_length + comment_length
         if signature != b"PK\x01\x02" or position > end:
-            raise DamagedArchive("its directory is damaged")
+            raise DamagedArchive("its central directory is damaged")
         if not 0 < name_length <= MAX_ENTRY_NAME_BYTES:
             raise DamagedArchive(
-                f"a name in it is empty or has more than {MAX_ENTRY_NAME_BYTES} bytes"
+                f"an entry name is empty or longer than {MAX_ENTRY_NAME_BYTES} bytes"
             )
         entries.append(ArchiveEntry(name, flags, method, crc, compressed, size, offset))
     if position != end:
-        raise DamagedArchive("its directory is damaged")
+        raise DamagedArchive("its central directory is damaged")
     return check_entry_overlap(data, sorted(entries, key=lambda entry: entry.offset), start)
 
 
 def find_archive_directory(data: memoryview) -> tuple[int, int, int]:
-    """Where the directory begins and ends, and how many entries it has."""
+    """Return the start and end of the central directory, and its number of entries."""
     tail_start = max(0, len(data) - END_RECORD.size - MAX_COMMENT_BYTES)
     tail = bytes(data[tail_start:])
-    found = tail.rfind(END_SIGNATURE)
-    if found < 0:
-        raise DamagedArchive("it has no directory")
-    end = tail_start + found
-    _, disk, start_disk, here, count, size, start, comment = END_RECORD.unpack_from(data, end)
-    if disk or start_disk or here != count or end + END_RECORD.size + comment != len(data):
-        raise DamagedArchive("its directory is damaged")
-    if start + size != end:  # with ZIP64, all of them are the largest number
-        raise DamagedArchive("its directory is not where it says, or it is a ZIP64 archive")
+    tail_position = tail.rfind(END_SIGNATURE)
+    if tail_position < 0:
+        raise DamagedArchive("it has no central directory")
+    end = tail_start + tail_position
+    _, disk, start_disk, disk_count, count, size, start, comment = END_RECORD.unpack_from(data, end)
+    if disk or start_disk or disk_count != count or end + END_RECORD.size + comment != len(data):
+        raise DamagedArchive("its central directory is damaged")
+    if start + size != end:  # ZIP64 sets both fields to the greatest value
+        raise DamagedArchive("its central directory has a wrong offset, or it is a ZIP64 archive")
     return start, end, count
 
 
 def check_entry_overlap(
     data: memoryview, entries: list[ArchiveEntry], directory_start: int
 ) -> list[ArchiveEntry]:
-    """The same entries, when the data of each ends before the next begins."""
     offsets = [*(entry.offset for entry in entries), directory_start]
     for entry, end in zip(entries, offsets[1:], strict=True):
         if find_entry_data(data, entry) + entry.compressed_size > end:
@@ -135,28 +134,30 @@ def check_entry_overlap(
 
 
 def find_entry_data(data: memoryview, entry: ArchiveEntry) -> int:
-    """Where an entry's data begins: behind a header of its own, whose sizes nobody needs."""
+    # The data follows a local header; the sizes in it are redundant.
     signature, _, flags, method, *_, name_length, extra_length = LOCAL_HEADER.unpack_from(
         data, entry.offset
     )
     name_start: int = entry.offset + LOCAL_HEADER.size
     name = bytes(data[name_start : name_start + name_length])
     if signature != b"PK\x03\x04" or (method, name) != (entry.method, entry.name):
-        raise DamagedArchive("an entry contradicts the directory")
+        raise DamagedArchive("an entry does not match the central directory")
     if (flags | entry.flags) & ENCRYPTED_FLAG:
         raise DamagedArchive("it is encrypted")
     if method not in (STORED, DEFLATED):
-        raise DamagedArchive("its compression is not taken; use numpy.savez or savez_compressed")
+        raise DamagedArchive(
+            "its compression method is not supported; use numpy.savez or savez_compressed"
+        )
     return name_start + int(name_length) + int(extra_length)
 
 
 def read_entry_content(data: memoryview, entry: ArchiveEntry, max_bytes: int) -> memoryview:
-    """An entry's content, of at most `max_bytes`, with its declared size and checksum."""
+    """Return an entry's content. Raises if it exceeds `max_bytes` or its size or checksum is wrong."""
     if entry.size > max_bytes:
         raise ArchiveTooLarge
     start = find_entry_data(data, entry)
     compressed = data[start : start + entry.compressed_size]
-    # One byte more than is declared tells whether there is more.
+    # One byte more than the declared size is requested, to detect content that is too long.
     content = compressed if entry.method == STORED else inflate(compressed, entry.size + 1)
     if len(content) != entry.size or zlib.crc32(content) != entry.crc:
         raise DamagedArchive("the size or checksum of an entry is wrong")
@@ -164,10 +165,8 @@ def read_entry_content(data: memoryview, entry: ArchiveEntry, max_bytes: int) ->
 
 
 def inflate(compressed: memoryview, max_bytes: int) -> memoryview:
-    """The content of a deflated entry, or no less than the first `max_bytes` of it.
-
-    Fed and taken in pieces: zlib copies the input that it has no room for at every call.
-    """
+    # Inflating stops after `max_bytes`, at the end of a chunk. Input and output are chunked, because zlib
+    # copies all unconsumed input at every call.
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     content = bytearray()
     for start in range(0, len(compressed), INFLATE_CHUNK_BYTES):
@@ -181,5 +180,5 @@ def inflate(compressed: memoryview, max_bytes: int) -> memoryview:
         if inflater.eof or len(content) >= max_bytes:
             break
     if inflater.eof and (inflater.unused_data or start + INFLATE_CHUNK_BYTES < len(compressed)):
-        raise DamagedArchive("an entry ends before its data does")
+        raise DamagedArchive("an entry has extra bytes after its compressed data")
     return memoryview(content)

@@ -1,4 +1,4 @@
-"""Tensors become an answer: JSON, NumPy's files, or one output raw, as `Accept` asks. Pure."""
+"""Encoders of output tensors as JSON, .npy, .npz or raw bytes, and content negotiation. Pure."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ from gateway.tensors.media_type import parse_header_parameters
 from gateway.tensors.payload import JSON, NPY, NPZ, OCTET_STREAM
 from gateway.tensors.signature import Signature, TensorSpec
 
-MAX_CLASS_INDEX_DIGITS = 18  # of a number of 64 bits
+MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
 IMAGE_SIGNATURES = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
     b"RIFF": "image/webp",
     b"GIF8": "image/gif",
 }
-
-
-# Numbers that orjson writes in about a millisecond.
+# orjson serializes this many numbers in about a millisecond.
 VALUES_PER_CHUNK = 16_384
-# Browsers send some 150 characters.
+# Browsers send about 150 characters.
 MAX_ACCEPT_CHARS = 2048
 
 
 @dataclass(frozen=True)
 class InferResult:
-    """What a model answered. The arrays of a batching model keep their batch dimension here."""
+    """The response of a model. `arrays` keep the batch dimension of a model that supports batching."""
 
     signature: Signature
     arrays: Mapping[str, np.ndarray]
@@ -52,20 +50,22 @@ class InferResult:
     id: str = ""
     version: str = ""
     has_classifications: bool = False
-    instance_count: int = 0  # of the request, where it wants an answer for each
-    size_bytes: int = 0  # of Triton's answer
+    instance_count: int = 0  # more than 0 if the client expects one result per instance
+    size_bytes: int = 0  # of Triton's response
 
     @property
     def is_large(self) -> bool:
-        """Whether writing it takes too long for the event loop."""
+        # Serializing more numbers would block the event loop for too long.
         return self.size_bytes > 4 * VALUES_PER_CHUNK
 
     def get_array(self, name: str) -> np.ndarray:
-        """An output as the request asked for it: without a batch dimension if that had none."""
+        """Return an output, without the batch dimension if the request had none."""
         array = self.arrays[name]
         if self.is_batched or not self.signature.supports_batching:
             return array
-        return array[0] if array.shape[:1] == (1,) else array  # a model may answer no batch of one
+        return (
+            array[0] if array.shape[:1] == (1,) else array
+        )  # a model may return another batch size
 
     def get_tensor_spec(self, name: str) -> TensorSpec | None:
         return self.signature.outputs.get(name)
@@ -78,9 +78,9 @@ class EncodedBody:
 
 
 def concatenate_results(results: Sequence[InferResult]) -> InferResult:
-    """The answers to the pieces of one batch, as one answer.
+    """Join the results of the sub-batches of one request.
 
-    Raises `DoesNotFit`: a model may pad to the longest item of a batch, and each piece has another.
+    Raises `InputMismatch` if their shapes differ: a model may pad to the longest item of each sub-batch.
     """
     first = results[0]
     if len(results) == 1:
@@ -92,7 +92,7 @@ def concatenate_results(results: Sequence[InferResult]) -> InferResult:
         }
     except (KeyError, ValueError):
         raise InputMismatch(
-            "the answers to the pieces of this batch have different shapes; "
+            "the responses to the parts of this batch have different shapes; "
             f"send at most {first.signature.max_batch_size} items at a time"
         ) from None
     return replace(
@@ -117,9 +117,9 @@ def encode_json_result(result: InferResult) -> EncodedBody:
 
 
 def dump_json(value: Any) -> bytes:
-    """Return the JSON of a value, whose dictionaries have strings as keys.
+    """Return the JSON of a value; the keys of dictionaries must be strings.
 
-    Large arrays and long lists are written in pieces: orjson holds the GIL for each call.
+    Large arrays and long lists are serialized in chunks, because orjson holds the GIL during a call.
     """
     if isinstance(value, np.ndarray) and value.size > VALUES_PER_CHUNK:
         rows = VALUES_PER_CHUNK * len(value) // value.size
@@ -137,16 +137,17 @@ def dump_json(value: Any) -> bytes:
 
 
 def dump_json_chunks(value: np.ndarray | list[Any], chunk_length: int) -> bytes:
-    pieces = (value[start : start + chunk_length] for start in range(0, len(value), chunk_length))
-    return b"[" + b",".join(dump_json(piece)[1:-1] for piece in pieces) + b"]"
+    chunks = (value[start : start + chunk_length] for start in range(0, len(value), chunk_length))
+    return b"[" + b",".join(dump_json(chunk)[1:-1] for chunk in chunks) + b"]"
 
 
 def output_to_json(result: InferResult, name: str) -> Any:
-    """An output as orjson writes it. Of single values (shape [1]), a batch is a list."""
+    """Return an output as a value for orjson. A batch of single values (shape [1]) is a flat list."""
     array, tensor = result.get_array(name), result.get_tensor_spec(name)
     if result.signature.supports_batching and tensor is not None and tensor.shape == (1,):
-        own = array.ndim - result.is_batched
-        array = array.reshape(array.shape[:-1]) if own > 0 and array.shape[-1] == 1 else array
+        item_ndim = array.ndim - result.is_batched
+        if item_ndim > 0 and array.shape[-1] == 1:
+            array = array.reshape(array.shape[:-1])
     if array.dtype.kind == "O":
         content_type = tensor.content_type if tensor is not None else ""
         if result.has_classifications and (tensor is None or tensor.can_classify):
@@ -156,9 +157,9 @@ def output_to_json(result: InferResult, name: str) -> Any:
 
 
 def array_to_json(array: np.ndarray) -> Any:
-    """Numbers as orjson writes them; what JSON has no number for, as protobuf's JSON mapping names it."""
+    """Return numbers as a value for orjson, with NaN and infinities as in protobuf's JSON mapping."""
     if array.dtype.kind not in "biuf":
-        array = array.astype(np.float32)  # BF16, exactly
+        array = array.astype(np.float32)  # BF16 converts exactly
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         names = {np.inf: "Infinity", -np.inf: "-Infinity"}
         return map_nested(
@@ -168,7 +169,6 @@ def array_to_json(array: np.ndarray) -> Any:
 
 
 def map_nested(array: np.ndarray, convert: Callable[[Any], Any]) -> Any:
-    """Nested lists of the array's elements, each converted."""
     if array.ndim == 0:
         return convert(array.item())
     return [
@@ -184,7 +184,7 @@ def bytes_to_json(value: bytes) -> Any:
 
 
 def parse_json_output(value: bytes) -> Any:
-    """An output that its model declares to be JSON is not quoted a second time."""
+    # An output that the model declares as JSON is embedded instead of quoted.
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
@@ -192,19 +192,18 @@ def parse_json_output(value: bytes) -> Any:
 
 
 def parse_classification(value: bytes) -> Any:
-    """The classification extension's `value:index[:label]`."""
+    # The format of Triton's classification extension is `value:index[:label]`.
     try:
         score, index, *label = value.decode(errors="replace").split(":", 2)
-        found = {"score": float(score), "index": int(index[:MAX_CLASS_INDEX_DIGITS])}
+        entry = {"score": float(score), "index": int(index[:MAX_CLASS_INDEX_DIGITS])}
     except ValueError:
         return bytes_to_json(value)
-    return {**found, **({"label": label[0]} if label else {})}
+    return {**entry, **({"label": label[0]} if label else {})}
 
 
 def get_single_output_name(result: InferResult) -> str:
-    """The one that was asked for, which Triton lets a model leave out."""
-    if not result.arrays:
-        raise ModelFault("the model did not answer the output that was asked for")
+    if not result.arrays:  # Triton does not check that a model returns the requested outputs
+        raise ModelFault("the model did not return the requested output")
     (name,) = result.arrays
     return name
 
@@ -217,7 +216,7 @@ def encode_npy_result(result: InferResult) -> EncodedBody:
 
 
 def encode_npz_result(result: InferResult) -> EncodedBody:
-    """As `np.savez` writes it, which takes some names for its own parameters."""
+    # `np.savez` is not used, because it cannot store arrays with the names of its own parameters.
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name in result.arrays:
@@ -228,33 +227,31 @@ def encode_npz_result(result: InferResult) -> EncodedBody:
 
 
 def to_npy_array(array: np.ndarray) -> np.ndarray:
-    """BYTES as NumPy's fixed-width bytes; BF16 as its two raw bytes, which is how NumPy stores it."""
+    """Convert BYTES to NumPy's fixed-width bytes. BF16 stays as it is: NumPy stores its two raw bytes."""
     if array.dtype.kind != "O":
         return array
     if any(value[-1:] == b"\0" for value in array.flat):
         raise UnrepresentableResponse(
-            "bytes that end in NUL, which a NumPy file would lose", [JSON]
+            "bytes that end in NUL, which a NumPy file cannot store", [JSON]
         )
     width = max((len(value) for value in array.flat), default=0)
     return array.astype(f"S{max(width, 1)}")
 
 
 def encode_raw_result(result: InferResult, content_type: str) -> EncodedBody:
-    """The only element of the only output."""
     name = get_single_output_name(result)
     array = result.get_array(name)
     if array.size != 1:
-        raise UnrepresentableResponse(f"{array.size} values, and one body holds one", [JSON])
+        raise UnrepresentableResponse(
+            f"{array.size} values, but a raw body holds exactly one", [JSON]
+        )
     value = array.item()
     if not isinstance(value, bytes):
-        raise BadUpstream(
-            f"the replica answered numbers for the output {quote_text(name)} of texts"
-        )
+        raise BadUpstream(f"the replica returned numbers for the string output {quote_text(name)}")
     return EncodedBody(value, detect_image_type(value) if "*" in content_type else content_type)
 
 
 def detect_image_type(value: bytes) -> str:
-    """The type of an image by its first bytes."""
     return next(
         (kind for magic, kind in IMAGE_SIGNATURES.items() if value.startswith(magic)), OCTET_STREAM
     )
@@ -263,28 +260,28 @@ def detect_image_type(value: bytes) -> str:
 def choose_result_encoder(
     accept: str, signature: Signature, outputs: Sequence[str]
 ) -> Callable[[InferResult], EncodedBody]:
-    """What `Accept` chooses among the forms that these outputs have (RFC 9110, section 12.5.1).
+    """Return the encoder that `Accept` prefers for these outputs (RFC 9110, section 12.5.1).
 
-    Raises `NotAcceptable` before anything is sent to the model.
+    Raises `NotAcceptable`, so it is called before the inference.
     """
-    forms: dict[str, Callable[[InferResult], EncodedBody]] = {
+    encoders: dict[str, Callable[[InferResult], EncodedBody]] = {
         JSON: encode_json_result,
         NPZ: encode_npz_result,
     }
     if len(outputs) == 1:
-        forms[NPY] = encode_npy_result
+        encoders[NPY] = encode_npy_result
         tensor = signature.outputs.get(outputs[0])
         if tensor is not None and tensor.datatype.kind is DatatypeKind.BYTES:
-            forms[OCTET_STREAM] = lambda result: encode_raw_result(
+            encoders[OCTET_STREAM] = lambda result: encode_raw_result(
                 result, tensor.content_type or OCTET_STREAM
             )
             if tensor.content_type and tensor.content_type != JSON:
-                forms[tensor.content_type] = forms[OCTET_STREAM]
+                encoders[tensor.content_type] = encoders[OCTET_STREAM]
     ranges = parse_accept(accept)
-    ranked = [(rank, form) for form in forms if (rank := rank_media_type(form, ranges))]
+    ranked = [(rank, name) for name in encoders if (rank := rank_media_type(name, ranges))]
     if not ranked:
-        raise NotAcceptable(accept, forms)
-    return forms[max(ranked, key=itemgetter(0))[1]]  # the first of equals
+        raise NotAcceptable(accept, encoders)
+    return encoders[max(ranked, key=itemgetter(0))[1]]  # the first one on a tie
 
 
 class MediaRange(NamedTuple):
@@ -296,10 +293,10 @@ class MediaRange(NamedTuple):
 
 
 def parse_accept(accept: str) -> list[MediaRange]:
-    """As they stand in the header; one that names nothing is as good as none. Raises `Malformed`."""
+    """Return the ranges in the order of the header, or `*/*` for an empty one. Raises `MalformedRequest`."""
     if len(accept) > MAX_ACCEPT_CHARS:
         raise MalformedRequest(
-            f"the Accept header is longer than {MAX_ACCEPT_CHARS} characters; name fewer media types"
+            f"the Accept header is longer than {MAX_ACCEPT_CHARS} characters; send fewer media types"
         )
     ranges = []
     for position, entry in enumerate(accept.split(",")):
@@ -314,16 +311,16 @@ def parse_accept(accept: str) -> list[MediaRange]:
 
 
 def rank_media_type(media_type: str, ranges: Sequence[MediaRange]) -> tuple[float, int] | None:
-    """By the most specific range that matches, and where that stands; None where it is not wanted."""
-    found = [each for each in ranges if is_in_media_range(each.name, media_type)]
-    best = max(found, key=lambda each: (-each.name.count("*"), each.quality), default=None)
+    """Return quality and position of the most specific matching range; None if it is not acceptable."""
+    matches = [each for each in ranges if is_in_media_range(each.name, media_type)]
+    best = max(matches, key=lambda each: (-each.name.count("*"), each.quality), default=None)
     return best[:2] if best is not None and best.quality > 0 else None
 
 
 def list_accepted_types(accept: str) -> list[str]:
-    """The media ranges of an `Accept` header that are wanted, best first."""
-    wanted = (each for each in parse_accept(accept) if each.quality > 0)
-    return [each.name for each in sorted(wanted, reverse=True)]
+    """Return the acceptable media ranges of an `Accept` header, best first."""
+    acceptable = (each for each in parse_accept(accept) if each.quality > 0)
+    return [each.name for each in sorted(acceptable, reverse=True)]
 
 
 def is_in_media_range(media_range: str, media_type: str) -> bool:

@@ -1,7 +1,7 @@
-"""A body becomes named parts: bytes, texts and arrays, whatever dress they came in. Pure.
+"""Decoders from a request body to named parts, by content type. Pure.
 
-The readers are a table by content type. A part's value is `bytes`, `str`, a NumPy array, or what JSON
-holds (a number, a boolean, nested lists of these, of texts and of bytes).
+The value of a part is `bytes`, `str`, a NumPy array or a JSON value (a number, a boolean, or nested lists of
+these, of strings and of bytes).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ EVENT_STREAM = "text/event-stream"
 NDJSON = "application/x-ndjson"
 MULTIPART = "multipart/form-data"
 SUPPORTED_CONTENT_TYPES = ("image/*", OCTET_STREAM, "text/plain", MULTIPART, JSON, NPY, NPZ)
-# Those of the WHATWG's Encoding Standard, by Python's names, and ASCII, UTF-16 and UTF-32. Python's other
-# codecs may be no character encodings, make what is no Unicode, or keep each name that they do not know.
+# The encodings of the WHATWG Encoding Standard by their Python names, and ASCII, UTF-16 and UTF-32. Python's
+# other codecs include binary transforms, produce invalid Unicode, or cache every unknown name.
 SUPPORTED_CODECS = frozenset({
     "ascii", "big5", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257",
     "cp1258", "cp866", "cp874", "euc_jp", "euc_kr", "gb18030", "gb2312", "gbk", "iso2022_jp",
@@ -42,20 +42,20 @@ SUPPORTED_CODECS = frozenset({
     "latin_1", "mac_cyrillic", "mac_roman", "shift_jis", "tis_620", "utf_16", "utf_16_be", "utf_16_le",
     "utf_32", "utf_32_be", "utf_32_le", "utf_8", "utf_8_sig",
 })  # fmt: skip
-# Of Python's objects, on average: a list or a dict; and a number with its places in two lists and an array.
+# The average memory of a Python list or dict, and of a number with its entries in two lists and an array.
 CONTAINER_BYTES = 160
 VALUE_BYTES = 40
-# A decoder holds the interpreter's lock: this much takes the slowest of them less than a millisecond, and the
-# event loop waits for the lock several times in a request.
+# A decoder holds the GIL, which the event loop needs several times per request. The slowest decoder needs
+# less than a millisecond for a chunk.
 TEXT_CHUNK_BYTES = 64 << 10
-# Fast enough in one piece; and in several they refuse what has no mark.
+# These are fast enough without chunks, and their incremental decoders reject text without a BOM.
 BOM_CODECS = frozenset({"utf_16", "utf_32"})
 FEED_CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class PayloadLimits:
-    """What a body may hold."""
+    """The limits of a request body."""
 
     max_bytes: int = 64 << 20
     max_json_depth: int = 64
@@ -65,7 +65,7 @@ class PayloadLimits:
 
 @dataclass(frozen=True)
 class Part:
-    """One value, and what is known about it."""
+    """One value with its metadata."""
 
     value: Any
     content_type: str = ""
@@ -74,20 +74,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Payload:
-    """What a request brings: parts by name, a list of parts where a field came several times.
+    """The content of a request: lists of parts by name, several if a form field is repeated.
 
-    Parts without a name are under "", for a model whose only input needs none.
+    The name is "" for a value without a name, which is valid if the model has one required input.
     """
 
     parts: Mapping[str, list[Part]]
     outputs: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
-    is_stacked: bool = False  # every part is one element of a batch, even when there is only one
+    is_stacked: bool = False  # each part is one item of a batch, even if there is only one
 
 
 def read_payload(body: bytes, content_type: str, limits: PayloadLimits) -> Payload:
-    """Read a whole body. Raises `Malformed`, `UnsupportedBody` or `TooLarge`."""
+    """Decode a complete body. Raises `MalformedRequest`, `UnsupportedBody` or `TooLarge`."""
     name, parameters = parse_content_type(content_type)
     if name == MULTIPART:
         form = MultipartForm(content_type, limits)
@@ -104,7 +104,6 @@ def read_payload(body: bytes, content_type: str, limits: PayloadLimits) -> Paylo
 def read_single_value(
     body: bytes, media_type: str, parameters: Mapping[str, str], content_type: str
 ) -> Any:
-    """A body, or a field of a form, that holds one value."""
     if media_type.startswith("image/") or media_type == OCTET_STREAM:
         return body
     reader = VALUE_READERS.get(media_type)
@@ -118,7 +117,7 @@ def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
     codec = normalize_encoding(charset.lower())
     codec = aliases.get(codec, codec)
     if codec not in SUPPORTED_CODECS:
-        raise MalformedRequest(f"the text's charset {quote_text(charset)} is not known; send UTF-8")
+        raise MalformedRequest(f"unknown charset {quote_text(charset)}; send UTF-8")
     if len(body) > TEXT_CHUNK_BYTES and codec not in BOM_CODECS:
         return decode_text_chunks(body, codec, charset)
     try:
@@ -129,22 +128,22 @@ def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
 
 def decode_text_chunks(body: bytes, codec: str, charset: str) -> str:
     decoder = codecs.getincrementaldecoder(codec)()
-    pieces: list[str] = []
+    chunks: list[str] = []
     for start in range(0, len(body), TEXT_CHUNK_BYTES):
         end = start + TEXT_CHUNK_BYTES
         try:
-            pieces.append(decoder.decode(body[start:end], end >= len(body)))
-        except UnicodeDecodeError as exc:  # of the piece, and what the last one left over
+            chunks.append(decoder.decode(body[start:end], end >= len(body)))
+        except UnicodeDecodeError as exc:  # the object also has the rest of the previous chunk
             raise build_charset_error(
                 charset, min(end, len(body)) - len(exc.object) + exc.start
             ) from None
-        except UnicodeError:  # of a sequence that has no end
+        except UnicodeError:  # an unterminated escape sequence
             raise build_charset_error(charset, min(end, len(body))) from None
-    return "".join(pieces)
+    return "".join(chunks)
 
 
 def build_charset_error(charset: str, position: int) -> MalformedRequest:
-    return MalformedRequest(f"the text is not valid {charset}: byte {position} does not fit")
+    return MalformedRequest(f"the text is not valid {charset} at byte {position}")
 
 
 def read_npy_value(body: bytes, parameters: Mapping[str, str]) -> np.ndarray:
@@ -163,42 +162,42 @@ VALUE_READERS: Mapping[str, Callable[[bytes, Mapping[str, str]], Any]] = {
 
 
 def read_npz_parts(body: bytes, limits: PayloadLimits) -> dict[str, list[Part]]:
-    """NumPy's own archive: arrays by name. What it inflates to is bounded like a body."""
+    # The inflated size has the same limit as a body.
     arrays = read_npz(body, limits.max_bytes, limits.max_parts)
     return {name: [Part(array, NPY)] for name, array in arrays.items()}
 
 
 def parse_json_body(body: bytes) -> Any:
-    """JSON, as strict as RFC 8259; orjson itself bounds the recursion."""
+    """Parse strict JSON (RFC 8259). Raises `MalformedRequest`; orjson limits the recursion."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as exc:
         if str(exc).startswith("Not enough memory"):
             raise MemoryError from None
-        raise MalformedRequest(f"the body is not JSON: {exc}") from None
+        raise MalformedRequest(f"the body is not valid JSON: {exc}") from None
 
 
 def check_json_memory(body: bytes | bytearray, limits: PayloadLimits) -> None:
-    """Refuse JSON whose values need more memory than the limit, by a rough count. Raises `TooLarge`."""
+    """Estimate the memory that the JSON values need. Raises `TooLarge` if it exceeds the limit."""
     containers = body.count(b"[") + body.count(b"{")
-    needed = len(body) + CONTAINER_BYTES * containers + VALUE_BYTES * body.count(b",")
-    if needed > limits.max_json_memory_bytes:
+    needed_bytes = len(body) + CONTAINER_BYTES * containers + VALUE_BYTES * body.count(b",")
+    if needed_bytes > limits.max_json_memory_bytes:
         raise TooLarge(
-            f"the JSON holds so many values that they need about {needed >> 20} MiB of memory; the limit is "
-            f"{limits.max_json_memory_bytes >> 20} MiB: send numbers as {NPY}, or less at a time"
+            f"the values of the JSON need about {needed_bytes >> 20} MiB of memory; the limit is "
+            f"{limits.max_json_memory_bytes >> 20} MiB; send numbers as {NPY}, or fewer values per request"
         )
 
 
 def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
-    """`{"inputs": value or {name: value}, "outputs": [name]?, "parameters": {}?, "id": ""?}`."""
+    """Decode `{"inputs": value or {name: value}, "outputs": [name]?, "parameters": {}?, "id": ""?}`."""
     document = parse_json_body(body)
     if not isinstance(document, dict) or "inputs" not in document:
-        raise MalformedRequest('the JSON body must be an object with "inputs", as in {"inputs": …}')
+        raise MalformedRequest('the JSON body must be an object with "inputs", e.g. {"inputs": …}')
     unknown = document.keys() - {"inputs", "outputs", "parameters", "id"}
     if unknown:
         raise MalformedRequest(
-            f"the JSON body has the unknown key {quote_text(min(unknown))}; "
-            'known are "inputs", "outputs", "parameters" and "id"'
+            f"unknown key {quote_text(min(unknown))} in the JSON body; "
+            'valid keys are "inputs", "outputs", "parameters" and "id"'
         )
     inputs = decode_b64_objects(document["inputs"], limits.max_json_depth)
     if not isinstance(inputs, dict):
@@ -224,67 +223,64 @@ def validate_parameters(value: Any) -> dict[str, Any]:
         return {}
     scalars = (str, int, float, bool)
     if not isinstance(value, dict) or not all(isinstance(item, scalars) for item in value.values()):
-        raise MalformedRequest('"parameters" must be an object of texts, numbers and booleans')
+        raise MalformedRequest('"parameters" must be an object of strings, numbers and booleans')
     return value
 
 
 def validate_request_id(value: Any) -> str:
     if not isinstance(value, str):
-        raise MalformedRequest('"id" must be a text')
+        raise MalformedRequest('"id" must be a string')
     return value
 
 
 def decode_b64_objects(value: Any, max_depth: int) -> Any:
-    """The same value with every `{"b64": …}` turned into bytes, down to `depth` levels."""
+    """Replace each `{"b64": …}` by its bytes. Raises `MalformedRequest` below `max_depth` levels."""
     if not isinstance(value, (list, dict)):
         return value
     if max_depth == 0:
         raise MalformedRequest("the JSON is nested too deeply")
     if isinstance(value, list):
-        # Long lists of numbers pass without a Python call per element.
-        nested = not {list, dict}.isdisjoint(map(type, value))
-        return [decode_b64_objects(item, max_depth - 1) for item in value] if nested else value
+        # A list of numbers needs no Python call per element.
+        is_nested = not {list, dict}.isdisjoint(map(type, value))
+        return [decode_b64_objects(item, max_depth - 1) for item in value] if is_nested else value
     if value.keys() == {"b64"} and isinstance(value["b64"], str):
         return decode_base64_text(value["b64"])
     return {key: decode_b64_objects(item, max_depth - 1) for key, item in value.items()}
 
 
 class MultipartForm:
-    """A multipart body (RFC 7578), fed as it comes; it is held in memory, under the limits."""
+    """A multipart body (RFC 7578) that is fed in chunks and kept in memory, within the limits."""
 
     def __init__(self, content_type: str, limits: PayloadLimits) -> None:
         boundary = parse_content_type(content_type)[1].get("boundary", "")
         if not boundary:
-            raise MalformedRequest("the multipart body's Content-Type names no boundary")
+            raise MalformedRequest("the Content-Type of the multipart body has no boundary")
         self._parser = MultipartParser(boundary, limits.max_parts)
         self._parts: list[RawPart] = []
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of its parts so far."""
         return sum(len(part.content) for part in self._parts)
 
     @property
     def json_size_bytes(self) -> int:
-        """The bytes of its parts so far that are to be read as JSON."""
         return sum(len(part.content) for part in self._parts if is_json_part(part))
 
     def feed(self, data: bytes) -> None:
         self._parts += self._parser.feed(data)
 
     def check_json_memory(self, limits: PayloadLimits) -> None:
-        """Raises `TooLarge` for a part whose values need more memory than the limit."""
         for part in self._parts:
             if is_json_part(part):
                 check_json_memory(part.content, limits)
 
     def build_payload(self) -> Payload:
-        """The form, when all of it was fed."""
+        """Decode the parts of a complete form. Raises `MalformedRequest` or `UnsupportedBody`."""
         if not self._parser.is_complete:
-            raise MalformedRequest("the multipart body ends before its last boundary")
+            raise MalformedRequest("the multipart body ends before its closing boundary")
         parts: dict[str, list[Part]] = {}
         parameters: dict[str, Any] = {}
-        while self._parts:  # each is copied, and then no longer held
+        while self._parts:  # each part is released after it is copied
             name, part = read_form_field(self._parts.pop(0))
             if name == "parameters":
                 parameters = validate_parameters(parse_form_parameters(part.value))
@@ -294,13 +290,13 @@ class MultipartForm:
 
 
 def is_json_part(raw_part: RawPart) -> bool:
-    """Whether a part is JSON, or the field `parameters`."""
+    # The field `parameters` is JSON even if its type says otherwise.
     is_parameters = "parameters" in raw_part.headers.get("content-disposition", "")
     return is_parameters or JSON in raw_part.headers.get("content-type", "").lower()
 
 
 def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
-    """Name and value. One without a type is a text; a file without one that we read is bytes."""
+    """Return name and value. A field without a type is text; a file without a supported type is bytes."""
     disposition, options = parse_header_parameters(raw_part.headers.get("content-disposition", ""))
     if disposition != "form-data" or "name" not in options:
         raise MalformedRequest("a part of the multipart body has no name")
@@ -308,7 +304,7 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
         name = options["name"].encode("latin-1").decode()
     except UnicodeDecodeError:
         raise MalformedRequest(
-            "a part of the multipart body has a name that is not UTF-8"
+            "a part of the multipart body has a name that is not valid UTF-8"
         ) from None
     is_file, data = "filename" in options, bytes(raw_part.content)
     content_type = raw_part.headers.get("content-type", OCTET_STREAM if is_file else "text/plain")
@@ -319,7 +315,6 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
 
 
 def parse_form_parameters(value: Any) -> Any:
-    """The field `parameters`, which is JSON whatever its type says."""
     if isinstance(value, str):
         value = value.encode()
     return parse_json_body(value) if isinstance(value, bytes) else value

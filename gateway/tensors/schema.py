@@ -1,4 +1,4 @@
-"""A model's signature as JSON Schema (draft 2020-12) and OpenAPI 3.1. Pure."""
+"""JSON Schema (draft 2020-12) and OpenAPI 3.1 documents of a model's signature. Pure."""
 
 from __future__ import annotations
 
@@ -26,32 +26,31 @@ BINARY_SCHEMA: Schema = {"type": "string", "format": "binary"}
 ERROR_SCHEMA: Schema = {
     "type": "object",
     "properties": {
-        "error": {"type": "string", "description": "one sentence"},
-        "code": {"type": "string", "description": "a stable name"},
+        "error": {"type": "string", "description": "a readable message"},
+        "code": {"type": "string", "description": "a stable error code"},
         "request_id": {"type": "string"},
     },
     "required": ["error", "code", "request_id"],
 }
 STATUS_DESCRIPTIONS = {
     "400": "The request is malformed.",
-    "401": "There is no key, or one that nobody has.",
-    "403": "The caller may not do this.",
-    "404": "The model or version is not known.",
-    "406": "The answer has no form that Accept allows.",
-    "408": "The request did not come in time.",
-    "409": "It conflicts with how the models are managed, or its sequence is not running.",
+    "401": "The API key is missing or unknown.",
+    "403": "The caller is not allowed to do this.",
+    "404": "The model or version was not found.",
+    "406": "The response is not available in a format that Accept allows.",
+    "408": "The request was not received in time.",
+    "409": "The request conflicts with the model management mode, or its sequence is not running.",
     "413": "The body or an image is too large.",
     "414": "The URL is too long.",
-    "415": "The body's type is not taken.",
-    "422": "The request does not fit the model; the sentence says what does.",
-    "429": "Triton's queue is full, the gateway is, or the key asks too often.",
-    "431": "The header is too large.",
+    "415": "The Content-Type is not supported.",
+    "422": "The request does not match the model's inputs; the message says what the model expects.",
+    "429": "The gateway or Triton's queue is full, or the key exceeds its rate limit.",
+    "431": "The request header is too large.",
     "500": "The model or the gateway failed.",
-    "502": "The replica answered nonsense.",
-    "503": "Nothing can serve the model now.",
-    "504": "There was no answer in time.",
+    "502": "The replica sent an invalid response.",
+    "503": "No replica can serve the model now.",
+    "504": "The response was not ready in time.",
 }
-# How a key is sent, where keys are asked for.
 SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -59,12 +58,17 @@ SECURITY_SCHEMES = {
 SECURITY: list[dict[str, list[str]]] = [{name: []} for name in SECURITY_SCHEMES]
 STREAM_CONTENT: Schema = {
     EVENT_STREAM: {
-        "schema": {"type": "string", "description": "An event for each answer, as it is made."}
+        "schema": {
+            "type": "string",
+            "description": "One event per response, as soon as it is available.",
+        }
     },
-    NDJSON: {"schema": {"type": "string", "description": "The same as lines of JSON."}},
+    NDJSON: {
+        "schema": {"type": "string", "description": "The same as one JSON document per line."}
+    },
 }
 
-# What `POST /v1/models/{model}/infer` takes, before the model is known.
+# The body of `POST /v1/models/{model}/infer` in the general API document, which covers all models.
 ANY_BODY_CONTENT = {
     "image/*": {"schema": BINARY_SCHEMA},
     OCTET_STREAM: {"schema": BINARY_SCHEMA},
@@ -111,17 +115,18 @@ def element_schema(datatype: Datatype, *, is_input: bool) -> Schema:
 
 
 def value_schema(tensor: TensorSpec, *, supports_batching: bool, is_input: bool) -> Schema:
-    """A value of the tensor alone; for a batching model, a batch as well."""
     item = element_schema(tensor.datatype, is_input=is_input)
     if supports_batching and tensor.shape == (1,):
-        one = item
+        single = item
     else:
-        one = item
+        single = item
         for size in reversed(tensor.shape):
-            one = {"type": "array", "items": one}
+            single = {"type": "array", "items": single}
             if size >= 0:
-                one |= {"minItems": size, "maxItems": size}
-    forms = [one, {"type": "array", "items": one, "minItems": 1}] if supports_batching else [one]
+                single |= {"minItems": size, "maxItems": size}
+    forms = [single]
+    if supports_batching:
+        forms.append({"type": "array", "items": single, "minItems": 1})
     if is_input and all(size in (1, -1) for size in tensor.shape):
         forms.append(item)
     if is_input and tensor.image_spec is not None:
@@ -158,7 +163,7 @@ def request_schema(signature: Signature) -> Schema:
 
 def response_schema(signature: Signature) -> Schema:
     values = {
-        # What a model declares to be JSON can be anything.
+        # An output that the model declares as JSON can have any type.
         name: {}
         if tensor.content_type == JSON
         else value_schema(tensor, supports_batching=signature.supports_batching, is_input=False)
@@ -177,7 +182,6 @@ def response_schema(signature: Signature) -> Schema:
 
 
 def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> dict[str, Any]:
-    """The document of this one model."""
     content: dict[str, Any] = {
         JSON: {
             "schema": request_schema(signature),
@@ -203,7 +207,7 @@ def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> 
             content["text/plain"] = {"schema": {"type": "string"}}
     infer = {
         "operationId": "infer",
-        "summary": f"Inference with {signature.model}",
+        "summary": f"Run inference with {signature.model}",
         "requestBody": {"required": True, "content": content},
         "responses": {"200": success_response(signature), **error_responses()},
     }
@@ -218,7 +222,6 @@ def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> 
 
 
 def success_response(signature: Signature) -> Schema:
-    """What it answers, in every form: `Accept` says which."""
     content: dict[str, Any] = dict(STREAM_CONTENT)
     if not signature.is_decoupled:
         content = {

@@ -1,4 +1,4 @@
-"""What a model takes and gives, read from Triton's metadata and config of it. Pure: JSON in, value out."""
+"""A model's signature, built from Triton's metadata and config of the model. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ JsonObject = Mapping[str, Any]
 
 
 class ChannelLayout(str, Enum):
-    """Where an image's channels are."""
-
     CHANNELS_FIRST = "NCHW"
     CHANNELS_LAST = "NHWC"
     GREY = "NHW"
@@ -27,7 +25,7 @@ class ChannelLayout(str, Enum):
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How an encoded image becomes this input; a size of -1 is the image's own."""
+    """The target of decoding an image for an input; -1 keeps the image's own height or width."""
 
     layout: ChannelLayout
     mode: str
@@ -37,7 +35,7 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output. `shape` is the model's own, without the batch dimension; -1 is any size."""
+    """An input or output. `shape` is without Triton's batch dimension; -1 is any size."""
 
     name: str
     datatype: Datatype
@@ -52,8 +50,8 @@ class TensorSpec:
 
     @property
     def can_classify(self) -> bool:
-        """Of which Triton can name the best few. tritonserver 2.51 dies of classes of BYTES, and of an
-        output that has no elements, as one of any size may."""
+        # tritonserver 2.51 crashes on the classification of BYTES and of an output without elements,
+        # which is possible if a dimension has any size.
         return (
             self.datatype.kind not in (DatatypeKind.BYTES, DatatypeKind.BOOLEAN)
             and -1 not in self.shape
@@ -61,9 +59,9 @@ class TensorSpec:
 
     @property
     def image_spec(self) -> ImageSpec | None:
-        """How an image fits, or None where the shape is not an image's.
+        """The layout and size of an image for this input, or None if the shape is not an image shape.
 
-        A model without a batch dimension of Triton's may carry one of its own: [1, 3, 224, 224].
+        A model without batching may have a batch dimension of its own, e.g. [1, 3, 224, 224].
         """
         if self.datatype.kind in (DatatypeKind.BYTES, DatatypeKind.BOOLEAN):
             return None
@@ -81,7 +79,6 @@ class TensorSpec:
 
 
 def guess_channel_layout(shape: tuple[int, ...]) -> ChannelLayout | None:
-    """Where the channels are when the config's `format` does not say it."""
     first, last = shape[0] in IMAGE_MODES, shape[2] in IMAGE_MODES
     if last and (not first or (shape[0] == 1 and shape[2] > 1)):
         return ChannelLayout.CHANNELS_LAST
@@ -92,7 +89,7 @@ def guess_channel_layout(shape: tuple[int, ...]) -> ChannelLayout | None:
 
 @dataclass(frozen=True)
 class Signature:
-    """A model as its callers see it."""
+    """The inputs, outputs and properties of a model."""
 
     model: str
     version: str
@@ -106,18 +103,18 @@ class Signature:
 
     @property
     def supports_batching(self) -> bool:
-        """Triton batches this model: its tensors have a first dimension that `shape` leaves out."""
+        # Triton adds a first dimension, which `shape` omits, to all tensors of such a model.
         return self.max_batch_size > 0
 
     @property
     def has_batch_dimension(self) -> bool:
-        """Its tensors have a batch dimension: Triton's, or one of the model's own, of any size."""
+        """True if all tensors have a batch dimension: Triton's, or a first dimension of any size."""
         tensors = [*self.inputs.values(), *self.outputs.values()]
         return self.supports_batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
 
     @property
     def is_cancellable(self) -> bool:
-        """Its config says that who leaves is to stop it."""
+        # The inference is cancelled in Triton when the client disconnects.
         return self.parameters.get("gateway.cancellable", "").strip().lower() == "true"
 
     @property
@@ -126,7 +123,7 @@ class Signature:
 
 
 def build_signature(metadata: JsonObject, config: JsonObject, version: str = "") -> Signature:
-    """Join `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""
+    """Combine `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""
     parameters = {
         key: str(value.get("string_value", ""))
         for key, value in config.get("parameters", {}).items()
@@ -165,7 +162,6 @@ def build_tensor_spec(
     *,
     supports_batching: bool,
 ) -> TensorSpec:
-    """One tensor, with the hints that the config's parameters hold for it."""
     name = metadata["name"]
     shape = tuple(int(size) for size in metadata["shape"])
     layouts = {
@@ -191,17 +187,17 @@ def build_tensor_spec(
 
 
 def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> tuple[float, ...]:
-    """`0.485,0.456,0.406`: one value per channel, and none that makes a pixel infinite."""
+    """Parse one value per channel, e.g. `0.485,0.456,0.406`. Raises if a pixel would become infinite."""
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise build_hint_error(text, key, "a list of numbers") from None
     with np.errstate(all="ignore"):
-        single = np.array(values, np.float32)
-        if not np.isfinite(single).all():
+        rounded = np.array(values, np.float32)
+        if not np.isfinite(rounded).all():
             raise build_hint_error(text, key, "a list of finite numbers")
-        if are_divisors and not np.isfinite(np.float32(255) / single).all():
-            raise build_hint_error(text, key, "a list of numbers to divide by")
+        if are_divisors and not np.isfinite(np.float32(255) / rounded).all():
+            raise build_hint_error(text, key, "a list of valid divisors")
     return values
 
 

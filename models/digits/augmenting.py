@@ -1,4 +1,4 @@
-"""Many versions of one digit, each through the very function that serves."""
+"""Training samples: augmented images of digits, converted by the serving code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Source(NamedTuple):
 
 
 def training_set(seed: int) -> tuple[FloatArray, IntArray]:
-    """Tensors [n, 1, 16, 16] and labels."""
+    """Return tensors [n, 1, 16, 16] and labels."""
     sources = list(_sources(seed))
     with ProcessPoolExecutor() as processes:
         tensors = np.concatenate(list(processes.map(_versions, sources, chunksize=16)))
@@ -45,7 +45,7 @@ def _sources(seed: int) -> Iterator[Source]:
 
 
 def _without_base(one: Image.Image) -> Image.Image:
-    """A printed 1 cut off above its base: the handwritten 1 with a flag, which resembles a 7."""
+    # A handwritten 1 often has a flag but no base, and then resembles a 7.
     box = one.getbbox()
     assert box is not None
     left, top, right, bottom = box
@@ -62,14 +62,13 @@ def _versions(source: Source) -> FloatArray:
 
 
 def _version(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """Light ink on black: turned, slanted, made wider or narrower, bolder or finer, noisy."""
-    turned = image.transform(
+    rotated = image.transform(
         image.size, Image.Transform.AFFINE, _affine(image.size[0], rng), Image.Resampling.BICUBIC
     )
     if rng.random() < 0.3:
-        turned = turned.filter(ImageFilter.MaxFilter(int(rng.choice([3, 5, 7]))))
-    blurred = np.asarray(turned.filter(ImageFilter.GaussianBlur(rng.uniform(0, 2))))
-    levels = blurred / blurred.max()  # hairlines must not blur away
+        rotated = rotated.filter(ImageFilter.MaxFilter(int(rng.choice([3, 5, 7]))))
+    blurred = np.asarray(rotated.filter(ImageFilter.GaussianBlur(rng.uniform(0, 2))))
+    levels = blurred / blurred.max()  # thin lines must not vanish
     weight = rng.uniform(0.25, 0.6)
     strokes = np.clip((levels - weight + 0.15) / 0.3, 0, 1)
     noisy = 20 + 200 * strokes + rng.normal(0, rng.uniform(0, 12), strokes.shape)
@@ -77,7 +76,7 @@ def _version(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def _affine(side: int, rng: np.random.Generator) -> tuple[float, ...]:
-    """From a pixel of the version to one of the source, about the middle of both."""
+    # The matrix maps a pixel of the result to a pixel of the source, relative to the centre.
     angle = np.radians(rng.uniform(-12, 12))
     shear = rng.uniform(-0.3, 0.3)
     stretch = np.exp(rng.uniform(-0.25, 0.25))

@@ -1,8 +1,8 @@
-"""Digits drawn with a pen that shakes, on paper of many kinds: for tests, never for training.
+"""A renderer of synthetic handwritten digits for tests; they are never used for training.
 
     python -m models.digits.drawing
 
-draws the sample pictures of docs/images.
+writes the sample images of docs/images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OVERSAMPLING = 3
 
 LINE, CURVE = "line", "curve"
 
-# Every digit in the unit square, y downwards: the ways in which people write it, stroke by stroke.
+# The common shapes of each digit as strokes in the unit square, with y downwards.
 SHAPES: dict[int, list[Outline]] = {
     0: [
         [(CURVE, [(0.55, 0), (0.15, 0.15), (0, 0.5), (0.15, 0.87), (0.5, 1), (0.85, 0.85),
@@ -90,7 +90,7 @@ SHAPES: dict[int, list[Outline]] = {
 
 @dataclass(frozen=True)
 class Pen:
-    """How the digit is written: lengths are shares of its height, angles are degrees."""
+    """The style of the strokes. Lengths are relative to the digit's height; angles are in degrees."""
 
     width: float = 0.09
     shake: float = 0.0
@@ -101,7 +101,7 @@ class Pen:
 
 @dataclass(frozen=True)
 class Paper:
-    """What it is written on: pixels, grey levels 0..255, and where the digit lies in it."""
+    """The background: size in pixels, grey levels 0..255, and the position of the digit."""
 
     size: tuple[int, int] = (200, 260)
     centre: tuple[float, float] = (0.5, 0.5)
@@ -114,7 +114,6 @@ class Paper:
 
 
 def drawn(digit: int, pen: Pen, paper: Paper, rng: np.random.Generator) -> Image.Image:
-    """The digit in mode L."""
     shapes = SHAPES[digit]
     shape = shapes[rng.integers(len(shapes))]
     stencil = _stencil(
@@ -127,7 +126,6 @@ def drawn(digit: int, pen: Pen, paper: Paper, rng: np.random.Generator) -> Image
 
 
 def drawn_at_random(digit: int, rng: np.random.Generator) -> Image.Image:
-    """Any writer, pen, paper and camera."""
     pen = Pen(
         width=rng.uniform(0.035, 0.15),
         shake=rng.uniform(0.0, 0.03),
@@ -152,7 +150,7 @@ def drawn_at_random(digit: int, rng: np.random.Generator) -> Image.Image:
 
 
 def drawn_digits(count: int, seed: int) -> tuple[list[Image.Image], npt.NDArray[np.int64]]:
-    """Pictures and labels, as many of each digit."""
+    """Return images and labels, with the same number of each digit."""
     labels = np.arange(count) % 10
     pictures = [
         drawn_at_random(int(label), np.random.default_rng((seed, index)))
@@ -162,7 +160,7 @@ def drawn_digits(count: int, seed: int) -> tuple[list[Image.Image], npt.NDArray[
 
 
 def _contrasting(rng: np.random.Generator) -> tuple[int, int]:
-    """The greys of ground and ink; either may be the darker one."""
+    # Either the ground or the ink is the darker one.
     dark, light = int(rng.integers(0, 90)), int(rng.integers(165, 256))
     return (light, dark) if rng.random() < 0.6 else (dark, light)
 
@@ -181,7 +179,7 @@ def _straight(points: Floats, steps: int = 24) -> Floats:
 
 
 def _smooth(points: Floats, steps: int = 12) -> Floats:
-    """A Catmull-Rom spline through the points."""
+    # This is a Catmull-Rom spline.
     padded = np.concatenate([points[:1], points, points[-1:]])
     t = np.linspace(0, 1, steps, endpoint=False)[:, np.newaxis]
     pieces = []
@@ -192,7 +190,6 @@ def _smooth(points: Floats, steps: int = 12) -> Floats:
 
 
 def _placed(path: Floats, pen: Pen, paper: Paper) -> Floats:
-    """The path in the pixels of the oversampled paper."""
     centred = (path - 0.5) * (pen.aspect, 1.0)
     centred[:, 0] -= pen.slant * centred[:, 1]
     angle = np.radians(pen.slope)
@@ -217,7 +214,6 @@ def _stencil(paths: list[Floats], pen: Pen, paper: Paper) -> Image.Image:
 
 
 def _ground(paper: Paper) -> Floats:
-    """The paper's grey, a little darker towards one corner."""
     width, height = paper.size
     down, across = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     ground: Floats = paper.ground - paper.shading * (down + across) / 2

@@ -1,4 +1,4 @@
-"""How often the network is right, on pictures that it was not trained on.
+"""Measurement of the network's accuracy on images that were not used for training.
 
 python -m models.digits.evaluate
 """
@@ -19,10 +19,9 @@ PRINTED_SEED = 2
 
 
 def held_out_accuracy(model: Path = MODEL) -> float:
-    """On the fifth of the handwriting that was set aside before training."""
     digits = handwriting()
-    found = labels_of((picture(values) for values in digits.held_out), model)
-    return float(np.mean(found == digits.held_out_labels))
+    labels = labels_of((picture(values) for values in digits.held_out), model)
+    return float(np.mean(labels == digits.held_out_labels))
 
 
 def drawn_accuracy(count: int = 2000, model: Path = MODEL) -> float:
@@ -31,7 +30,7 @@ def drawn_accuracy(count: int = 2000, model: Path = MODEL) -> float:
 
 
 def printed_accuracies(model: Path = MODEL) -> dict[str, float]:
-    """Per font; none of them was trained on."""
+    """Return the accuracy by font, for fonts that were not used for training."""
     accuracies = {}
     for font in unseen_fonts():
         pictures, labels = printed_digits(font, PRINTED_SEED)
@@ -44,8 +43,8 @@ def main() -> None:
         "held-out handwriting": held_out_accuracy,
         "2,000 drawn digits": drawn_accuracy,
     }
-    for name, measured in measures.items():
-        print(f"{name:<24}{measured():.2%}")
+    for name, measure in measures.items():
+        print(f"{name:<24}{measure():.2%}")
     for font, accuracy in printed_accuracies().items():
         print(f"{font:<24}{accuracy:.2%}")
 

@@ -1,4 +1,4 @@
-"""The network as an ONNX graph, written node by node: the same weights give the same bytes."""
+"""Export of the network as an ONNX graph; the same weights produce the same bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Layer(NamedTuple):
 
 
 def write(layers: list[Layer], path: Path) -> None:
-    """Three convolutions, the last two followed by pooling, then two dense layers."""
+    """Write three convolutions, the last two followed by pooling, and two dense layers."""
     first, second, third, dense, scores = layers
     nodes = [
         *_convolution("conv1", INPUT),

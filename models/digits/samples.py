@@ -1,4 +1,4 @@
-"""Where the digits come from: handwriting, split once and for all, and the glyphs of fonts."""
+"""The sources of digits: handwriting with a fixed split, and the glyphs of fonts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNSEEN_FONTS = (
 
 
 class Split(NamedTuple):
-    """Handwritten digits as scikit-learn has them: [n, 8, 8], values 0..16, and their labels."""
+    """The handwritten digits of scikit-learn, [n, 8, 8] with values 0..16, and their labels."""
 
     seen: FloatArray
     seen_labels: IntArray
@@ -35,7 +35,7 @@ class Split(NamedTuple):
 
 @cache
 def handwriting() -> Split:
-    """Split before anything else happens: no version of a held-out digit is ever trained on."""
+    # The split precedes the augmentation, so that no version of a held-out digit is trained on.
     digits = load_digits()
     seen, held_out, seen_labels, held_out_labels = train_test_split(
         digits.images.astype(np.float32),
@@ -48,13 +48,13 @@ def handwriting() -> Split:
 
 
 def picture(values: FloatArray) -> Image.Image:
-    """A handwritten digit of 8 x 8 values as a smooth picture, light on black, with a margin."""
+    """Render a handwritten digit of 8 x 8 values, light on black, with a margin."""
     levels = Image.fromarray(np.pad(values * (255 / 16) + 0.5, 1).astype(np.uint8))
     return levels.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
 def glyph(digit: int, font: Path, ground: int = 0, ink: int = 255, height: int = 64) -> Image.Image:
-    """A printed digit in the middle of a square picture; `height` is the font's, in pixels."""
+    """Render a printed digit in the centre of a square; `height` is the font size in pixels."""
     side = height * 3 // 2
     image = Image.new("L", (side, side), ground)
     face = ImageFont.truetype(str(font), height)
@@ -63,13 +63,12 @@ def glyph(digit: int, font: Path, ground: int = 0, ink: int = 255, height: int =
 
 
 def font_files(pattern: str) -> list[Path]:
-    """Fonts that come with matplotlib."""
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     return sorted(folder.glob(f"{pattern}.ttf"))
 
 
 def training_fonts() -> list[Path]:
-    """The faces of DejaVu; its two display faces are left out, because they have no digits."""
+    # The two display faces of DejaVu have no digits.
     return [font for font in font_files("DejaVu*") if not font.stem.endswith("Display")]
 
 
@@ -78,13 +77,12 @@ def unseen_fonts() -> list[Path]:
 
 
 def turned(image: Image.Image, angle: float) -> Image.Image:
-    """Turned about its middle, the corners filled with the ground."""
     ground = image.getpixel((0, 0))
     return image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=ground)
 
 
 def printed_digits(font: Path, seed: int, count: int = 50) -> tuple[list[Image.Image], IntArray]:
-    """Digits of one font in several sizes, contrasts and slight turns, as many of each."""
+    """Render digits of one font in several sizes, contrasts and angles; the same number of each."""
     rng = np.random.default_rng(seed)
     labels = np.arange(count) % 10
     pictures = []

@@ -1,4 +1,4 @@
-"""The code and the files that serve, so that training and tests use them and no copies of them."""
+"""Access to the serving code and model file, which training and tests share."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ MODEL = ROOT / "triton_repo" / "core" / "1" / "model.onnx"
 
 
 def serving_module(name: str) -> Any:
-    """A module of the model repository, such as `preprocessing.1.transforms`.
-
-    A version folder is a number, which no import statement can name.
-    """
+    """Import a module of the model repository, such as `preprocessing.1.transforms`."""
+    # An import statement cannot contain a version folder, because its name is a number.
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     return importlib.import_module(f"triton_repo.{name}")
@@ -36,13 +34,13 @@ tensor_of = serving_module("preprocessing.1.transforms").preprocessing({"transfo
 
 def encoded(picture: Image.Image, image_format: str = "PNG") -> bytes:
     buffer = BytesIO()
-    picture.save(buffer, image_format, compress_level=1)  # only PNG takes notice
+    picture.save(buffer, image_format, compress_level=1)  # only PNG uses the level
     return buffer.getvalue()
 
 
 def labels_of(pictures: Iterable[Image.Image], model: Path = MODEL) -> IntArray:
-    """What the network calls each of the pictures, sent as files, as a client sends them."""
-    import onnxruntime  # noqa: PLC0415 - only who asks the network needs it
+    """Return the network's label for each image, encoded as a client sends it."""
+    import onnxruntime  # noqa: PLC0415 - training does not need it
 
     session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     tensors = np.stack([tensor_of(encoded(picture)) for picture in pictures])

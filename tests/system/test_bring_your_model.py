@@ -183,5 +183,5 @@ def test_the_code_of_the_pipeline_is_the_same(folder: Path) -> None:
 
 
 def test_a_config_that_says_something_else_is_not_changed_by_half() -> None:
-    with pytest.raises(ConfigError, match=r"core/config\.pbtxt does not say"):
+    with pytest.raises(ConfigError, match=r"core/config\.pbtxt must contain"):
         changed("dims: [ 3 ]", {"dims: [ 10 ]": "dims: [ 1000 ]"}, "core/config.pbtxt")

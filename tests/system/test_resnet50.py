@@ -132,10 +132,10 @@ def test_exporting_again_gives_the_same_bytes(repository: Path, tmp_path: Path) 
 def test_weights_from_a_file_are_checked_before_they_are_read(tmp_path: Path) -> None:
     missing = export(tmp_path / "out", str(tmp_path / "missing.pth"))
     assert missing.returncode == 1
-    assert "cannot be read: No such file" in missing.stderr
+    assert f"cannot read {tmp_path / 'missing.pth'}: No such file" in missing.stderr
     for name, sentence in (
         ("resnet50-11ad3fa6.pth", "its SHA-256 does not begin with 11ad3fa6"),
-        ("mine.pth", "is no file of weights"),
+        ("mine.pth", "is not a weights file"),
     ):
         (tmp_path / name).write_bytes(b"junk")
         run = export(tmp_path / "out", str(tmp_path / name))

@@ -54,7 +54,7 @@ def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
 def test_a_requests_images_become_no_more_pixels_than_one_may_have() -> None:
     for shape, most in (([-1, 8, 8, 3], 10 * 64), ([-1, -1, -1, 3], 10 * 256)):
         assert len(convert([png()] * 10, "FP32", shape, max_pixels=most).arrays["X"]) == 10
-        with pytest.raises(TooLarge, match="the 11 images for 'X' become"):
+        with pytest.raises(TooLarge, match="the 11 images for input 'X' decode to"):
             convert([png()] * 11, "FP32", shape, max_pixels=most)
 
 
@@ -94,7 +94,7 @@ def test_what_images_become_is_known_before_they_are_decoded() -> None:
 
 def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
     tiny = png(1, 1)
-    with pytest.raises(TooLarge, match="takes at most 4096 images at a time; got 4097"):
+    with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
         convert([tiny] * 4097, "FP32", [-1, 1, 1, 3])
 
 

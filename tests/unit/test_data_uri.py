@@ -44,7 +44,7 @@ def test_base64_is_read_in_either_alphabet_with_and_without_padding(length: int)
 @pytest.mark.usefixtures("piece")
 def test_what_is_no_base64_is_malformed(text: str) -> None:
     for value in (text, f"data:;base64,{text}"):
-        with pytest.raises(MalformedRequest, match="not base64"):
+        with pytest.raises(MalformedRequest, match="not valid base64"):
             decode_base64_text(value)
 
 
@@ -64,7 +64,7 @@ def test_escaped_bytes_are_read_back(raw: bytes) -> None:
     "text", ["data:", "data:;;;", "data:image/png;base64", "data:" + ";" * 5000 + ","]
 )
 def test_a_data_uri_without_a_comma_near_its_start_has_no_data(text: str) -> None:
-    with pytest.raises(MalformedRequest, match="no comma within its first 1024 characters"):
+    with pytest.raises(MalformedRequest, match="no comma in its first 1024 characters"):
         decode_base64_text(text)
 
 

@@ -84,11 +84,15 @@ def test_what_a_mail_library_writes_is_read() -> None:
     [
         (b"X: " + b"y" * 9000 + b"\r\n\r\n", TooLarge, "a header of more than 8192 bytes"),
         (b"X: y\r\n" * 17 + b"\r\n", TooLarge, "more than 16 header fields"),
-        (b"no colon\r\n\r\n", MalformedRequest, "header field that is malformed"),
-        (b" folded: x\r\n\r\n", MalformedRequest, "header field that is malformed"),
+        (b"no colon\r\n\r\n", MalformedRequest, "malformed header field"),
+        (b" folded: x\r\n\r\n", MalformedRequest, "malformed header field"),
         (b"\r\nx", MalformedRequest, "has no name"),
         (b"Content-Disposition: form-data\r\n\r\nx", MalformedRequest, "has no name"),
-        (b'Content-Disposition: form-data; name="\xff"\r\n\r\nx', MalformedRequest, "not UTF-8"),
+        (
+            b'Content-Disposition: form-data; name="\xff"\r\n\r\nx',
+            MalformedRequest,
+            "not valid UTF-8",
+        ),
     ],
 )
 def test_a_part_that_is_none_is_refused(part: bytes, error: type[GatewayError], words: str) -> None:
@@ -99,10 +103,10 @@ def test_a_part_that_is_none_is_refused(part: bytes, error: type[GatewayError], 
 @pytest.mark.parametrize(
     ("content_type", "words"),
     [
-        ("multipart/form-data", "names no boundary"),
-        ('multipart/form-data; boundary=""', "names no boundary"),
+        ("multipart/form-data", "has no boundary"),
+        ('multipart/form-data; boundary=""', "has no boundary"),
         (f"multipart/form-data; boundary={'b' * 257}", "boundary is too long"),
-        ("multipart/form-data; boundary=other", "ends before its last boundary"),
+        ("multipart/form-data; boundary=other", "ends before its closing boundary"),
     ],
 )
 def test_a_boundary_that_is_none_is_malformed(content_type: str, words: str) -> None:

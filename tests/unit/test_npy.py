@@ -56,7 +56,7 @@ def test_what_other_programs_write_is_read_too(header: bytes) -> None:
 
 @pytest.mark.parametrize("name", NPY_HEADERS)
 def test_a_hostile_header_is_malformed(name: str) -> None:
-    with pytest.raises(MalformedRequest, match=r"\.npy file"):
+    with pytest.raises(MalformedRequest, match=r"\.npy "):
         read_npy(NPY_HEADERS[name])
 
 
@@ -84,16 +84,18 @@ def test_a_hostile_header_is_malformed(name: str) -> None:
     ],
 )
 def test_a_header_that_is_none_is_malformed(header: bytes) -> None:
-    with pytest.raises(MalformedRequest, match=r"\.npy file"):
+    with pytest.raises(MalformedRequest, match=r"\.npy "):
         read_npy(npy_with(header, bytes(8)))
 
 
 def test_a_file_has_the_size_that_it_claims() -> None:
     whole = npy(np.zeros(3, np.float32))
     for data in (whole[:-1], whole + b"x", whole[:5], whole[:9], whole[:20], b""):
-        with pytest.raises(MalformedRequest, match=r"\.npy file"):
+        with pytest.raises(MalformedRequest, match=r"\.npy "):
             read_npy(data)
-    with pytest.raises(MalformedRequest, match="claims 10000000000 × 4 bytes, and 0 came"):
+    with pytest.raises(
+        MalformedRequest, match="declares 10000000000 × 4 bytes of data; the file has 0"
+    ):
         read_npy(npy_of("(100000, 100000)"))
 
 

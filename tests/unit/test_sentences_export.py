@@ -150,8 +150,8 @@ def test_the_head_of_a_long_text_gives_the_tokens_of_the_whole(text: str) -> Non
     [
         ([b"caf\xe9"], "the text is not valid UTF-8 (at byte 3)"),
         ([b"good", b"\xed\xa0\x80"], "text 2 of 2 is not valid UTF-8 (at byte 0)"),
-        ([b"123456789"], "the text has 9 bytes, and at most 8 are allowed"),
-        ([b"1", b"123456789", b"2"], "text 2 of 3 has 9 bytes, and at most 8 are allowed"),
+        ([b"123456789"], "the text has 9 bytes; the limit is 8 bytes"),
+        ([b"1", b"123456789", b"2"], "text 2 of 3 has 9 bytes; the limit is 8 bytes"),
     ],
 )
 def test_a_bad_text_is_refused_in_one_sentence(texts: list[bytes], message: str) -> None:
@@ -163,13 +163,19 @@ def test_a_bad_text_is_refused_in_one_sentence(texts: list[bytes], message: str)
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"max_tokens": "many"}, "max_tokens must be a whole number above zero, not 'many'"),
-        ({"max_tokens": "-1"}, "max_tokens must be a whole number above zero, not '-1'"),
+        ({"max_tokens": "many"}, "max_tokens must be a positive integer, not 'many'"),
+        ({"max_tokens": "-1"}, "max_tokens must be a positive integer, not '-1'"),
         ({"max_tokens": "2"}, "max_tokens must be at least 3 for this tokenizer"),
-        ({"padded_lengths": "32,16"}, "padded_lengths must increase from each number to the next"),
-        ({"padded_lengths": "512"}, "padded_lengths has 512, which is above max_tokens (256)"),
+        ({"padded_lengths": "32,16"}, "padded_lengths must be strictly increasing"),
+        (
+            {"padded_lengths": "512"},
+            "padded_lengths contains 512, which is greater than max_tokens (256)",
+        ),
         ({"tokenizer_file": "../x"}, "tokenizer_file must be a file name without a folder"),
-        ({"tokenizer_file": "tokens.py"}, "tokens.py is not a file of the tokenizers library"),
+        (
+            {"tokenizer_file": "tokens.py"},
+            "tokens.py is not a valid file of the tokenizers library",
+        ),
     ],
 )
 def test_a_senseless_parameter_fails_the_load(parameters: dict[str, str], message: str) -> None:

@@ -78,9 +78,9 @@ WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        ("std", "0", "not a list of numbers to divide by"),
-        ("std", "0.5,-0.0,0.5", "not a list of numbers to divide by"),
-        ("std", "1e-40", "not a list of numbers to divide by"),
+        ("std", "0", "not a list of valid divisors"),
+        ("std", "0.5,-0.0,0.5", "not a list of valid divisors"),
+        ("std", "1e-40", "not a list of valid divisors"),
         ("std", "nan", "not a list of finite numbers"),
         ("std", "inf", "not a list of finite numbers"),
         ("mean", "0.5,nan,0.5", "not a list of finite numbers"),
@@ -146,7 +146,7 @@ def test_an_output_that_the_model_leaves_out_is_its_fault(accept: str) -> None:
     several = model(
         {"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, hints=hints
     )
-    with pytest.raises(ModelFault, match="did not answer the output"):
+    with pytest.raises(ModelFault, match="did not return the requested output"):
         choose_result_encoder(accept, several, ["PNG"])(result(several))
 
 
@@ -241,11 +241,11 @@ def test_what_is_stacked_is_a_batch(
 @pytest.mark.parametrize(
     ("shape", "batch", "values", "words"),
     [
-        ([2], 8, [1, 2], "a batch of 2, each a single value"),
-        ([2, 2], 8, [[1, 2], [3, 4]], r"a batch of 2, each of the shape \[2\]"),
-        ([-1, -1], 8, [[1, 2], [3, 4]], r"a batch of 2, each of the shape \[2\]"),
-        ([1], 8, [[[1]], [[2]]], r"each of the shape \[1,1\]"),
-        ([-1, 2], 0, [1, 2], "a batch of 2, each a single value"),
+        ([2], 8, [1, 2], "a batch of 2 items, each a single value"),
+        ([2, 2], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
+        ([-1, -1], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
+        ([1], 8, [[[1]], [[2]]], r"each an array of shape \[1,1\]"),
+        ([-1, 2], 0, [1, 2], "a batch of 2 items, each a single value"),
         ([-1], 8, [[1], [2, 3]], "different shapes"),
     ],
 )
@@ -260,15 +260,15 @@ def test_what_is_stacked_is_never_one_item(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"IDS": np.ones((2, 4))}, "answered 2 values for 3 instances in its output 'IDS'"),
-        ({"IDS": np.ones((4, 4))}, "answered 4 values for 3 instances"),
-        ({"IDS": np.array(1)}, "answered a single value for 3 instances"),
+        ({"IDS": np.ones((2, 4))}, "returned 2 values for 3 instances in output 'IDS'"),
+        ({"IDS": np.ones((4, 4))}, "returned 4 values for 3 instances"),
+        ({"IDS": np.array(1)}, "returned a single value for 3 instances"),
         (
             {"IDS": np.ones((3, 4)), "MORE": np.ones(2)},
-            "2 values for 3 instances in its output 'MORE'",
+            "2 values for 3 instances in output 'MORE'",
         ),
-        ({"MORE": np.array(1)}, "answered a single value for 3 instances"),
-        ({}, "answered no output"),
+        ({"MORE": np.array(1)}, "returned a single value for 3 instances"),
+        ({}, "returned no outputs"),
     ],
 )
 def test_a_model_that_does_not_answer_each_instance_is_at_fault(
@@ -297,7 +297,7 @@ def test_an_integer_that_may_have_been_rounded_is_refused(written: str) -> None:
         payload = read_payload(f'{{"inputs": [{number}]}}'.encode(), JSON, PayloadLimits())
         return converted(payload, [1], 8, datatype).arrays["X"].item()
 
-    with pytest.raises(InputMismatch, match="written with a fraction or an exponent"):
+    with pytest.raises(InputMismatch, match="write it without a fraction or an exponent"):
         sent(written)
     assert sent("9007199254740993") == 9007199254740993
     assert sent("18446744073709551615", "UINT64") == 18446744073709551615
@@ -319,7 +319,7 @@ def test_for_numbers_a_numpy_file_is_one_whatever_its_type() -> None:
             assert not inspect_payload(
                 payload, model(tensor, tensor, 8), ImageLimits()
             ).decoding_cost
-    with pytest.raises(MalformedRequest, match="npy file"):
+    with pytest.raises(MalformedRequest, match="npy header"):
         converted(form("X", whole[:-1]), [3, 2], 8)
     assert converted(form("X", whole), [1], 8, "BYTES").arrays["X"].item() == whole
 
@@ -348,7 +348,7 @@ def text_of(body: bytes, charset: str) -> Any:
 )  # fmt: skip
 def test_what_is_no_encoding_of_characters_is_no_charset(charset: str) -> None:
     for body in (b"text", b"+2AA-", b"\\ud800", b"xn--a"):
-        with pytest.raises(MalformedRequest, match=r"charset .* is not known; send UTF-8"):
+        with pytest.raises(MalformedRequest, match=r"unknown charset .*; send UTF-8"):
             text_of(body, charset)
 
 
@@ -379,6 +379,6 @@ def test_whatever_a_charset_makes_is_unicode() -> None:
 
 
 def test_a_boundary_that_is_too_long_is_malformed() -> None:
-    for length, told in ((300, "boundary is too long"), (70, "ends before its last boundary")):
+    for length, told in ((300, "boundary is too long"), (70, "ends before its closing boundary")):
         with pytest.raises(MalformedRequest, match=told):
             read_payload(b"", f"multipart/form-data; boundary={'b' * length}", PayloadLimits())

@@ -1,7 +1,7 @@
-"""What an encoded image declares, read without decoding it.
+"""Readers for the headers of encoded images, which do not decode the image.
 
-Libraries walk through a file's metadata in Python and decode whatever it declares. `read_image_header` looks
-at the same bytes first: its cost is linear, what it finds is bounded, and the metadata goes no further.
+Image libraries parse a file's metadata in Python and decode whatever it declares. `read_image_header` checks
+the same bytes first, at linear cost and with bounded results, and `strip_metadata` removes the metadata.
 """
 
 from __future__ import annotations
@@ -26,48 +26,47 @@ HEADER_READERS: Final[dict[bytes, HeaderReader]] = {
 
 
 def read_image_header(data: bytes, input_name: str) -> ImageHeader:
-    """The header of a JPEG, PNG or WebP. `name` is the input's, for the sentence of an error.
+    """Return the header of a JPEG, PNG or WebP image.
 
-    Raises `BadImage` for what is none, and `TooLarge` for more scans, segments or padding than is taken.
+    Raises `BadImage` for other or damaged data, and `TooLarge` for too many scans, segments or padding bytes.
     """
     if not data:
-        raise BadImage(f"the image for {quote_text(input_name)} is empty")
+        raise BadImage(f"the image for input {quote_text(input_name)} is empty")
     reader = find_header_reader(data)
     if reader is None:
         raise BadImage(
-            f"what came for {quote_text(input_name)} is not an image in JPEG, PNG or WebP"
+            f"the value for input {quote_text(input_name)} is not a JPEG, PNG or WebP image"
         )
     try:
         header = reader(data)
         if not header.pixels:
-            raise DamagedImage("it declares no size")
+            raise DamagedImage("its width or height is zero")
     except DamagedImage as exc:
         raise BadImage(
-            f"the image for {quote_text(input_name)} is truncated or damaged: {exc}"
+            f"the image for input {quote_text(input_name)} is truncated or damaged: {exc}"
         ) from None
     except ExcessiveImage as exc:
-        raise TooLarge(f"the image for {quote_text(input_name)} has {exc}") from None
+        raise TooLarge(f"the image for input {quote_text(input_name)} has {exc}") from None
     except (IndexError, ValueError, struct.error):
         raise BadImage(
-            f"the image for {quote_text(input_name)} is truncated or damaged: it ends within its header"
+            f"the image for input {quote_text(input_name)} is truncated or damaged: "
+            "it ends within its header"
         ) from None
     return header
 
 
 def find_header_reader(data: bytes) -> HeaderReader | None:
-    """The reader of the format that the first bytes name; None if they name none."""
-    found = next(
+    reader = next(
         (reader for start, reader in HEADER_READERS.items() if data.startswith(start)), None
     )
-    if found is webp.read_webp and data[8:12] != webp.WEBP_FORM_TYPE:
+    if reader is webp.read_webp and data[8:12] != webp.WEBP_FORM_TYPE:
         return None
-    return found
+    return reader
 
 
 def strip_metadata(data: bytes, header: ImageHeader) -> bytes:
-    """The same image without metadata; `data` itself if it has none."""
-    kept = sum(end - start for start, end in header.spans) + len(header.prefix)
-    if kept == len(data):
+    size_bytes = sum(end - start for start, end in header.spans) + len(header.prefix)
+    if size_bytes == len(data):
         return data
-    whole = memoryview(data)
-    return b"".join([header.prefix, *(whole[start:end] for start, end in header.spans)])
+    view = memoryview(data)
+    return b"".join([header.prefix, *(view[start:end] for start, end in header.spans)])

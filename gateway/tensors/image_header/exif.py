@@ -1,4 +1,4 @@
-"""The orientation in a block of EXIF metadata, which is a TIFF file without an image (Exif 3.0, 4.5.2)."""
+"""A reader for the orientation in EXIF metadata, which is a TIFF file without an image (Exif 3.0, 4.5.2)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 EXIF_PREFIX: Final = b"Exif\0\0"
 BYTE_ORDERS: Final = {b"II*\0": "<", b"MM\0*": ">"}
 ORIENTATION_TAG: Final = 0x0112
-# The first directory of a real file has some twenty entries.
+# The first directory of a real file has about twenty entries.
 MAX_EXIF_ENTRIES: Final = 512
-# By datatype: a number at the beginning of the entry's four bytes of value.
+# The struct formats of the integer datatypes; the value starts at the first of the entry's four bytes.
 INTEGER_FORMATS: Final = {1: "B", 3: "H", 4: "L"}
 UPRIGHT_ORIENTATION: Final = 1
 
 
 def read_orientation(block: bytes) -> int:
-    """1 to 8 as the block says, and 1 for a block that is damaged, says nothing or something else."""
+    """Return the orientation, 1 to 8; 1 if the block is damaged or has no valid orientation."""
     try:
         return find_orientation(block.removeprefix(EXIF_PREFIX))
     except struct.error:

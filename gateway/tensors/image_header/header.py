@@ -1,38 +1,38 @@
-"""The declared facts of an encoded image, and what the readers of the formats raise."""
+"""The header of an encoded image, and the exceptions of the format readers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-# Markers, chunks and their like in one file. Real files have a few dozen.
+# The limit for the segments or chunks of one file. Real files have a few dozen.
 MAX_SEGMENTS: Final = 1024
-# A scan of a progressive JPEG goes over all of the picture, but only decodes some bits of it: about four of
-# them take as long as turning the picture into pixels.
+# A scan of a progressive JPEG covers the whole image, but decodes only some bits of each value: about four
+# scans take as long as the conversion to pixels.
 SCANS_PER_PASS: Final = 4
 
 Span = tuple[int, int]
 
 
 class DamagedImage(Exception):
-    """The file contradicts its format; the message is the reason."""
+    """The file violates its format; the message gives the reason."""
 
 
 class ExcessiveImage(Exception):
-    """The file is well-formed, but has more of something than is taken; the message says of what."""
+    """The file is well-formed, but exceeds a limit, which the message names."""
 
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What an encoded image declares about itself."""
+    """The properties that an encoded image declares."""
 
-    format: str  # as Pillow names it
+    format: str  # the name that Pillow uses
     width: int
     height: int
-    # Where the bytes are that decoding needs; what lies between is metadata.
+    # The bytes that decoding needs; the bytes between the spans are metadata.
     spans: tuple[Span, ...]
     prefix: bytes = b""
-    orientation: int = 1  # as EXIF counts: 1 is upright
+    orientation: int = 1  # the EXIF value; 1 is upright
     scan_count: int = 1
 
     @property
@@ -41,16 +41,15 @@ class ImageHeader:
 
     @property
     def decoding_cost(self) -> int:
-        """The pixels of ordinary images that would take as long to decode."""
+        """The cost of decoding, as the pixels of a baseline image that takes as long."""
         return self.pixels + self.pixels * (self.scan_count - 1) // SCANS_PER_PASS
 
 
 def merge_spans(spans: list[Span]) -> tuple[Span, ...]:
-    """The same spans, neighbours made one."""
-    joined: list[Span] = []
+    merged: list[Span] = []
     for start, end in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], end
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], end
         else:
-            joined.append((start, end))
-    return tuple(joined)
+            merged.append((start, end))
+    return tuple(merged)

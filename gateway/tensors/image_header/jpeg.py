@@ -1,7 +1,7 @@
-"""The header of a JPEG (ITU-T T.81, annex B): its markers, and how often it goes over the picture.
+"""A header reader for JPEG (ITU-T T.81, annex B) that also counts the scans.
 
-Of the segments before the data, the tables and the frame are needed to decode, and two of applications' that
-say how colours are stored. Entropy-coded data is searched for markers at the speed of C.
+Decoding needs the tables, the frame header and the two application segments that define the colour space
+(JFIF and Adobe). A regular expression searches the entropy-coded data for markers, at the speed of C.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from gateway.tensors.image_header.header import (
 )
 
 JPEG_SIGNATURE: Final = b"\xff\xd8\xff"
-# Each scan costs a pass over the picture, however few its bytes are. Encoders write about ten.
+# Each scan costs a pass over the image, even if it has few bytes. Encoders write about ten.
 MAX_SCANS: Final = 64
-MAX_FILL_BYTES: Final = 16  # bytes of padding before a marker
-SEARCH_CHUNK_BYTES: Final = 64 << 10  # bytes at a time: a search holds the interpreter's lock
+MAX_FILL_BYTES: Final = 16  # the padding before a marker
+SEARCH_CHUNK_BYTES: Final = 64 << 10  # small, because a search holds the GIL
 
 SOI, EOI, SOS = 0xD8, 0xD9, 0xDA
 EXIF_MARKER, ADOBE, JFIF = 0xE1, 0xEE, 0xE0
 FRAME_MARKERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# By marker: the longest segment of tables that there is a use for.
+# The longest useful table segment by marker.
 MAX_TABLE_BYTES: Final = {
     0xDB: 2 + 4 * (1 + 2 * 64),  # quantization
     0xC4: 2 + 8 * (1 + 16 + 256),  # Huffman
     0xCC: 2 + 32 * 2,  # arithmetic conditioning
     0xDD: 4,  # restart interval
 }
-# Applications' segments that decoders read: how they begin, and how long a whole one is.
+# The application segments that decoders read, with their identifier and minimum length.
 COLOUR_SEGMENTS: Final = {JFIF: (b"JFIF\0", 16), ADOBE: (b"Adobe", 14)}
 MAX_COLOUR_SEGMENT_BYTES: Final = 256
 STANDALONE_MARKERS: Final = frozenset({0x00, 0x01, SOI, *range(0xD0, 0xD8)})
-# Reserved, or of hierarchical JPEG, which nobody writes.
+# Reserved markers, and those of hierarchical JPEG, which encoders do not write.
 UNSUPPORTED_MARKERS: Final = frozenset({*range(0x02, 0xC0), 0xC8, 0xDE, 0xDF, *range(0xF0, 0xFE)})
 
-# A marker in entropy-coded data that is no restart, or more padding than is taken.
+# A marker in entropy-coded data other than a restart marker, or too much padding.
 ENTROPY_DATA_MARKER: Final = re.compile(b"\xff(?:[\xc0-\xcf\xd8-\xfe]|\xff{%d})" % MAX_FILL_BYTES)
 
 
 def read_jpeg(data: bytes) -> ImageHeader:
-    """Raises `DamagedImage` and `ExcessiveImage`; `IndexError` or `ValueError` where the data ends."""
+    """Raises `DamagedImage` or `ExcessiveImage`, and `IndexError` or `ValueError` for truncated data."""
     spans: list[Span] = [(0, 2)]
     frames: list[tuple[int, int]] = []
     orientation = UPRIGHT_ORIENTATION
@@ -58,7 +58,7 @@ def read_jpeg(data: bytes) -> ImageHeader:
         if marker in STANDALONE_MARKERS:
             continue
         if marker in UNSUPPORTED_MARKERS or marker == EOI:
-            raise DamagedImage("an unknown segment stands before its data")
+            raise DamagedImage("it has an unknown segment before the image data")
         end = find_segment_end(data, position)
         if marker == SOS:
             return build_jpeg_header(frames, spans, start, orientation, *read_scans(data, end))
@@ -85,7 +85,7 @@ def build_jpeg_header(
     data_end: int,
 ) -> ImageHeader:
     if len(frames) != 1:
-        raise DamagedImage(f"it has {len(frames)} frames, and not one")
+        raise DamagedImage(f"it has {len(frames)} frames instead of one")
     width, height = frames[0]
     spans.append((data_start, data_end))
     return ImageHeader(
@@ -94,7 +94,7 @@ def build_jpeg_header(
 
 
 def find_marker(data: bytes, position: int) -> tuple[int, int]:
-    """Where the next marker stands, and which it is. What stands between segments is skipped."""
+    """Return the position and code of the next marker. Bytes between segments are skipped."""
     first = data.index(0xFF, position)
     for start in range(first, first + MAX_FILL_BYTES):
         if data[start + 1] != 0xFF:
@@ -103,7 +103,7 @@ def find_marker(data: bytes, position: int) -> tuple[int, int]:
 
 
 def find_segment_end(data: bytes, position: int) -> int:
-    """Where the segment ends whose length stands at `position`."""
+    # The segment begins with its length.
     end = position + (data[position] << 8 | data[position + 1])
     if end < position + 2 or end > len(data):
         raise DamagedImage("a segment is longer than the file")
@@ -111,16 +111,14 @@ def find_segment_end(data: bytes, position: int) -> int:
 
 
 def read_frame(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """Width and height."""
     components = data[start + 7]
     if end - start != 8 + 3 * components:
-        raise DamagedImage("the segment of its size is damaged")
-    height, width = (data[start + at] << 8 | data[start + at + 1] for at in (3, 5))
+        raise DamagedImage("its frame header is damaged")
+    height, width = (data[start + offset] << 8 | data[start + offset + 1] for offset in (3, 5))
     return width, height
 
 
 def is_needed_segment(data: bytes, marker: int, start: int, end: int) -> bool:
-    """Whether decoders read the segment."""
     if marker in COLOUR_SEGMENTS:
         name, length = COLOUR_SEGMENTS[marker]
         return (
@@ -129,24 +127,24 @@ def is_needed_segment(data: bytes, marker: int, start: int, end: int) -> bool:
     if marker not in MAX_TABLE_BYTES:
         return marker in FRAME_MARKERS
     if end - start > MAX_TABLE_BYTES[marker]:
-        raise DamagedImage("a segment of tables is too long")
+        raise DamagedImage("a table segment is too long")
     return True
 
 
 def read_scans(data: bytes, position: int) -> tuple[int, int]:
-    """How many scans there are, of which the first begins before `position`, and where the last ends."""
+    """Return the number of scans, of which the first begins before `position`, and the end of the last."""
     scans = 1
     for _ in range(MAX_SEGMENTS):
         position = find_entropy_marker(data, position)
         if position > len(data):
-            return scans, len(data)  # without an end: decoders judge whether it is enough
+            return scans, len(data)  # a missing end marker is left to the decoder
         marker = data[position - 1]
         if marker == 0xFF:
-            raise ExcessiveImage(f"more than {MAX_FILL_BYTES} bytes of padding in its data")
+            raise ExcessiveImage(f"more than {MAX_FILL_BYTES} bytes of padding in the image data")
         if marker == EOI:
             return scans, position
         if marker == SOI or marker in FRAME_MARKERS or marker in UNSUPPORTED_MARKERS:
-            raise DamagedImage("an unknown segment stands in its data")
+            raise DamagedImage("it has an unknown segment in the image data")
         scans += marker == SOS
         if scans > MAX_SCANS:
             raise ExcessiveImage(f"more than {MAX_SCANS} scans; save it as a baseline JPEG")
@@ -155,7 +153,7 @@ def read_scans(data: bytes, position: int) -> tuple[int, int]:
 
 
 def find_entropy_marker(data: bytes, position: int) -> int:
-    """Behind which byte the next marker ends; beyond the end of the data if there is none."""
+    """Return the end of the next marker, or a position after the end of the data if there is none."""
     while position < len(data):
         end = position + SEARCH_CHUNK_BYTES
         if match := ENTROPY_DATA_MARKER.search(data, position, end + MAX_FILL_BYTES):

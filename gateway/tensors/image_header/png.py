@@ -1,7 +1,7 @@
-"""The header of a PNG (W3C, Portable Network Graphics, third edition): its chunks.
+"""A header reader for PNG (W3C, Portable Network Graphics, third edition).
 
-Of these the size, the palette, the transparency and the data are needed to decode. The frames of an animation
-are not: the picture is the one that a reader without animations sees.
+Decoding needs the chunks of the size, palette, transparency and data. The frames of an animation are skipped:
+the result is the default image, as in a reader without support for animations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gateway.tensors.image_header.header import (
 )
 
 PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
-# libpng cuts the data into chunks of 8 KiB: a large file may have more than `MAX_SEGMENTS`.
+# libpng splits the data into chunks of 8 KiB, so a large file may have more chunks than `MAX_SEGMENTS`.
 BYTES_PER_CHUNK: Final = 2048
 PNG_CHUNK_HEADER: Final = struct.Struct(">L4s")
 CHECKSUM_BYTES: Final = 4
 IHDR, PLTE, IDAT, IEND, PNG_EXIF = b"IHDR", b"PLTE", b"IDAT", b"IEND", b"eXIf"
 IHDR_FIELDS: Final = struct.Struct(">LLBBBBB")
 INDEXED_COLOUR: Final = 3
-# By colour type: the bits per sample.
+# The valid bits per sample by colour type.
 BIT_DEPTHS: Final = {
     0: (1, 2, 4, 8, 16),
     2: (8, 16),
@@ -35,23 +35,23 @@ BIT_DEPTHS: Final = {
     4: (8, 16),
     6: (8, 16),
 }
-# Chunks that decoding needs, and the longest that there is a use for.
+# The chunks that decoding needs, with their greatest useful length.
 NEEDED_CHUNK_LIMITS: Final = {PLTE: 3 * 256, b"tRNS": 256, IDAT: 1 << 31, IEND: 1 << 31}
 ALLOWED_AFTER_DATA: Final = frozenset({IDAT, IEND})
 MAX_PNG_EXIF_BYTES: Final = 64 << 10
 
 
 def read_png(data: bytes) -> ImageHeader:
-    """Raises `DamagedImage` and `ExcessiveImage`, and `struct.error` where the data ends."""
+    """Raises `DamagedImage` or `ExcessiveImage`, and `struct.error` for truncated data."""
     width, height, needed, position = read_png_size(data)
     spans: list[Span] = [(0, position)]
     orientation, seen = UPRIGHT_ORIENTATION, set[bytes]()
     for _ in range(MAX_SEGMENTS + len(data) // BYTES_PER_CHUNK):
         if position == len(data) or IEND in seen:
-            break  # without an end: decoders judge whether it is enough
+            break  # a missing IEND chunk is left to the decoder
         kind, start, end = read_png_chunk(data, position)
         if kind == IHDR:
-            raise DamagedImage("it declares its size twice")
+            raise DamagedImage("it has two IHDR chunks")
         if kind == PNG_EXIF:
             orientation = read_orientation(data[start : min(end, start + MAX_PNG_EXIF_BYTES)])
         elif kind in NEEDED_CHUNK_LIMITS and (kind in ALLOWED_AFTER_DATA or IDAT not in seen):
@@ -61,30 +61,30 @@ def read_png(data: bytes) -> ImageHeader:
         seen.add(kind)
         position = end
     else:
-        raise ExcessiveImage("more chunks than its size explains")
+        raise ExcessiveImage("too many chunks for its file size")
     if not needed <= seen:
-        raise DamagedImage("it has no data or no palette")
+        raise DamagedImage("its data or palette is missing")
     return ImageHeader("PNG", width, height, merge_spans(spans), orientation=orientation)
 
 
 def read_png_chunk(data: bytes, position: int) -> tuple[bytes, int, int]:
-    """The chunk's type, where its content begins, and where the chunk ends with its checksum."""
+    """Return the chunk's type, the start of its content and the end of its checksum."""
     length, kind = PNG_CHUNK_HEADER.unpack_from(data, position)
     start = position + PNG_CHUNK_HEADER.size
     end = start + length + CHECKSUM_BYTES
     if end > len(data):
         raise DamagedImage("a chunk is longer than the file")
     if not kind.isalpha():
-        raise DamagedImage("a chunk has no type")
+        raise DamagedImage("a chunk has an invalid type")
     return kind, start, end
 
 
 def read_png_size(data: bytes) -> tuple[int, int, set[bytes], int]:
-    """Width, height, the chunks that must follow, and where they begin."""
+    """Return the width, the height, the types of the chunks that must follow, and their start."""
     kind, start, end = read_png_chunk(data, len(PNG_SIGNATURE))
     if kind != IHDR or end - start != IHDR_FIELDS.size + CHECKSUM_BYTES:
-        raise DamagedImage("it does not begin with its size")
+        raise DamagedImage("it does not begin with an IHDR chunk")
     width, height, bits, colour_type, *methods, interlacing = IHDR_FIELDS.unpack_from(data, start)
     if bits not in BIT_DEPTHS.get(colour_type, ()) or any(methods) or interlacing > 1:
-        raise DamagedImage("its colours are stored in an unknown way")
+        raise DamagedImage("its IHDR chunk has an invalid field")
     return width, height, {IDAT, PLTE} if colour_type == INDEXED_COLOUR else {IDAT}, end

@@ -1,7 +1,4 @@
-"""The header of a WebP (RFC 9649): its chunks, and the size in the first of them.
-
-Of an animation the first frame is taken.
-"""
+"""A header reader for WebP (RFC 9649). Only the first frame of an animation is used."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ WEBP_FORM_TYPE: Final = b"WEBP"
 RIFF_HEADER: Final = struct.Struct("<4sL4s")
 RIFF_CHUNK_HEADER: Final = struct.Struct("<4sL")
 LOSSY, LOSSLESS, EXTENDED, WEBP_EXIF = b"VP8 ", b"VP8L", b"VP8X", b"EXIF"
-# Chunks of an extended file that decoding needs: the first of each.
+# The chunks of an extended file that decoding needs; only the first of each type counts.
 NEEDED_WEBP_CHUNKS: Final = frozenset({b"ANIM", b"ANMF", b"ALPH", LOSSY, LOSSLESS})
 FRAME_START: Final = b"\x9d\x01\x2a"
 LOSSLESS_START: Final = 0x2F
@@ -31,13 +28,13 @@ MAX_WEBP_EXIF_BYTES: Final = 64 << 10
 
 
 def read_webp(data: bytes) -> ImageHeader:
-    """Raises `DamagedImage` and `ExcessiveImage`, and `struct.error` where the data ends."""
+    """Raises `DamagedImage` or `ExcessiveImage`, and `struct.error` for truncated data."""
     end = RIFF_HEADER.unpack_from(data)[1] + RIFF_CHUNK_HEADER.size
     if end > len(data):
-        raise DamagedImage("it is longer than the file")
+        raise DamagedImage("its RIFF header declares more bytes than the file has")
     kind, start, position = read_webp_chunk(data, RIFF_HEADER.size, end)
     if kind not in SIZE_READERS:
-        raise DamagedImage("it does not begin with its size")
+        raise DamagedImage("it does not begin with a VP8, VP8L or VP8X chunk")
     width, height = SIZE_READERS[kind](data, start)
     spans: list[Span] = [(RIFF_HEADER.size, position)]
     orientation = UPRIGHT_ORIENTATION
@@ -49,7 +46,7 @@ def read_webp(data: bytes) -> ImageHeader:
 
 
 def read_extended_chunks(data: bytes, position: int, end: int, spans: list[Span]) -> int:
-    """The orientation; where the needed chunks are is added to `spans`."""
+    """Return the orientation, and append the chunks that decoding needs to `spans`."""
     orientation, seen = UPRIGHT_ORIENTATION, set[bytes]()
     for _ in range(MAX_SEGMENTS):
         if position >= end:
@@ -65,7 +62,7 @@ def read_extended_chunks(data: bytes, position: int, end: int, spans: list[Span]
 
 
 def read_webp_chunk(data: bytes, position: int, end: int) -> tuple[bytes, int, int]:
-    """The chunk's type, and where its content begins and the next chunk."""
+    """Return the chunk's type, the start of its content and the start of the next chunk."""
     kind, length = RIFF_CHUNK_HEADER.unpack_from(data, position)
     start = position + RIFF_CHUNK_HEADER.size
     stop = start + length + length % 2
@@ -75,22 +72,22 @@ def read_webp_chunk(data: bytes, position: int, end: int) -> tuple[bytes, int, i
 
 
 def read_lossy_size(data: bytes, start: int) -> tuple[int, int]:
-    """Of a key frame of VP8 (RFC 6386, section 9.1)."""
+    # The frame header of a VP8 key frame (RFC 6386, section 9.1).
     frame_start, width, height = struct.unpack_from("<3x3sHH", data, start)
     if frame_start != FRAME_START:
-        raise DamagedImage("it does not begin with a frame")
+        raise DamagedImage("its frame header is invalid")
     return width & 0x3FFF, height & 0x3FFF
 
 
 def read_lossless_size(data: bytes, start: int) -> tuple[int, int]:
     first, bits = struct.unpack_from("<BL", data, start)
     if first != LOSSLESS_START:
-        raise DamagedImage("it does not begin with a frame")
+        raise DamagedImage("its frame header is invalid")
     return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
 
 
 def read_extended_size(data: bytes, start: int) -> tuple[int, int]:
-    """Of the canvas, in numbers of 24 bits."""
+    # The canvas size has 24 bits per side.
     low_width, high_width, low_height, high_height = struct.unpack_from("<4xHBHB", data, start)
     return (high_width << 16 | low_width) + 1, (high_height << 16 | low_height) + 1
 

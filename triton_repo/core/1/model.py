@@ -1,8 +1,7 @@
-"""Runs the ONNX graph beside this file on onnxruntime, where Triton has no backend for it.
+"""A Python model that runs model.onnx on onnxruntime, for Triton servers without the ONNX backend.
 
-It knows no network: names, datatypes and shapes come from the configuration, against which the
-graph is checked, and what the configuration leaves out comes from the graph. Requests that Triton
-hands over together share one run.
+Names, datatypes and shapes come from the configuration, which is checked against the graph; missing
+inputs and outputs are completed from the graph. The requests of one `execute` call share a run.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ ONNX_TYPES = {
     "TYPE_FP64": "tensor(double)",
     "TYPE_STRING": "tensor(string)",
 }
-TRITON_TYPES = {found: name for name, found in ONNX_TYPES.items()}
+TRITON_TYPES = {onnx_type: name for name, onnx_type in ONNX_TYPES.items()}
 
-# What Triton's own ONNX backend takes where a configuration says nothing.
+# The default of Triton's ONNX backend.
 DEFAULT_MAX_BATCH_SIZE = 4
 
 
 class Work(NamedTuple):
-    """A request's place in the call, and its tensors."""
+    """The position of a request in the call, and its tensors."""
 
     place: int
     tensors: Tensors
@@ -54,20 +53,20 @@ class Work(NamedTuple):
 class TritonPythonModel:
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
-        """Adds inputs or outputs where there are none, by the rules of Triton's own ONNX backend."""
-        written = config.as_dict()
-        if written["input"] and written["output"]:
+        """Add missing inputs or outputs, by the rules of Triton's ONNX backend."""
+        declared = config.as_dict()
+        if declared["input"] and declared["output"]:
             return config
         session = _session(Path(__file__).with_name(GRAPH), threads=1)
         inputs, outputs = session.get_inputs(), session.get_outputs()
-        if written["max_batch_size"] == 0 and _can_batch([*inputs, *outputs]):
+        if declared["max_batch_size"] == 0 and _can_batch([*inputs, *outputs]):
             config.set_max_batch_size(DEFAULT_MAX_BATCH_SIZE)
-        batches = written["max_batch_size"] > 0
-        if written["max_batch_size"] > 1 and "sequence_batching" not in written:
+        batches = declared["max_batch_size"] > 0
+        if declared["max_batch_size"] > 1 and "sequence_batching" not in declared:
             config.set_dynamic_batching()
-        for tensor in [] if written["input"] else inputs:
+        for tensor in [] if declared["input"] else inputs:
             config.add_input(_described(tensor, batches))
-        for tensor in [] if written["output"] else outputs:
+        for tensor in [] if declared["output"] else outputs:
             config.add_output(_described(tensor, batches))
         return config
 
@@ -83,7 +82,7 @@ class TritonPythonModel:
         _check_complete(self.session.get_inputs(), self.input_names)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response per request; one run for all whose shapes agree beyond the batch dimension."""
+        """Run requests together if their shapes agree apart from the batch dimension."""
         groups: dict[Any, list[Work]] = defaultdict(list)
         for index, request in enumerate(requests):
             tensors = self._tensors(request)
@@ -95,17 +94,17 @@ class TritonPythonModel:
         return responses
 
     def _tensors(self, request: Any) -> Tensors:
-        found = {
+        inputs = {
             name: pb_utils.get_input_tensor_by_name(request, name) for name in self.input_names
         }
         return {
             name: _for_onnx(tensor.as_numpy())
-            for name, tensor in found.items()
+            for name, tensor in inputs.items()
             if tensor is not None
         }
 
     def _kind(self, tensors: Tensors, index: int) -> Any:
-        """Requests of the same kind can be concatenated; without batches each is its own."""
+        # Requests of the same kind can be concatenated, which needs a batch dimension.
         if not self.batches:
             return index
         return tuple((name, values.shape[1:]) for name, values in tensors.items())
@@ -120,8 +119,8 @@ class TritonPythonModel:
         try:
             outputs = self.session.run(self.output_names, joined)
         except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
-            # One request can spoil the run for all (an index out of range): find out whose it is.
-            pb_utils.Logger.log_verbose(f"a shared run failed, each request runs alone: {error}")
+            # The cause can be a single request, such as an index out of range.
+            pb_utils.Logger.log_verbose(f"batched run failed, running each request alone: {error}")
             return [self._run(work.tensors) for work in group]
         sizes = [len(next(iter(work.tensors.values()))) for work in group]
         ends = np.cumsum(sizes)[:-1]
@@ -143,7 +142,7 @@ class TritonPythonModel:
 
 
 def _for_onnx(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Triton's texts are bytes, and onnxruntime's are str."""
+    # Strings are bytes in Triton, but str in onnxruntime.
     if values.dtype != np.object_:
         return values
     texts = [text.decode(errors="replace") for text in values.ravel()]
@@ -158,11 +157,11 @@ def _for_triton(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _failure(error: Exception) -> Any:
-    """What the caller is told: onnxruntime's own message names nodes and source files."""
+    # onnxruntime's message contains node names and source files, so it goes only to the log.
     pb_utils.Logger.log_error(f"the network failed: {error}")
     if isinstance(error, InvalidArgument):
-        sentence = "the network cannot take these values"
-        return pb_utils.TritonError(sentence, pb_utils.TritonError.INVALID_ARG)
+        message = "the network does not accept these values"
+        return pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG)
     return pb_utils.TritonError("the network failed", pb_utils.TritonError.INTERNAL)
 
 
@@ -170,7 +169,7 @@ def _threads(config: dict[str, Any]) -> int:
     text = config.get("parameters", {}).get("intra_op_threads", {}).get("string_value", "1")
     if not text.isdecimal() or int(text) < 1:
         raise pb_utils.TritonModelException(
-            f"intra_op_threads must be a whole number of at least 1, not {text!r}"
+            f"intra_op_threads must be a positive integer, not {text!r}"
         )
     return int(text)
 
@@ -178,12 +177,12 @@ def _threads(config: dict[str, Any]) -> int:
 def _session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     if not path.is_file():
         raise pb_utils.TritonModelException(
-            f"there is no {GRAPH} in the version folder {path.parent.name}"
+            f"{GRAPH} not found in version folder {path.parent.name}"
         )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # Threads that spin while they wait take the processor from the other models.
+    # Waiting threads that spin would take CPU time from the other models.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     available = onnxruntime.get_available_providers()
     providers = [name for name in PROVIDERS if name in available]
@@ -192,19 +191,19 @@ def _session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
         pb_utils.Logger.log_error(f"onnxruntime cannot load the graph: {error}")
         raise pb_utils.TritonModelException(
-            f"onnxruntime {onnxruntime.__version__} cannot load {GRAPH}; the log says why"
+            f"onnxruntime {onnxruntime.__version__} cannot load {GRAPH}; see the log for the reason"
         ) from None
 
 
 def _can_batch(in_graph: list[Any]) -> bool:
-    """Whether the first dimension of every tensor is free."""
+    # The first dimension of every tensor must be dynamic.
     return all(tensor.shape and not isinstance(tensor.shape[0], int) for tensor in in_graph)
 
 
 def _described(tensor: Any, batches: bool) -> dict[str, Any]:
     if tensor.type not in TRITON_TYPES:
         raise pb_utils.TritonModelException(
-            f"{tensor.name} is {tensor.type} in the ONNX graph, which Triton has no datatype for"
+            f"{tensor.name} is {tensor.type} in the ONNX graph, which Triton does not support"
         )
     dims = [size if isinstance(size, int) else -1 for size in tensor.shape]
     return {
@@ -215,7 +214,7 @@ def _described(tensor: Any, batches: bool) -> dict[str, Any]:
 
 
 def _check(direction: str, declared: list[dict[str, Any]], in_graph: Any, batches: bool) -> None:
-    """Whether the configuration describes the graph; found out now and not by a caller."""
+    # A mismatch must fail the load instead of the first request.
     graph = {tensor.name: tensor for tensor in in_graph}
     for tensor in declared:
         name = tensor["name"]
@@ -223,26 +222,26 @@ def _check(direction: str, declared: list[dict[str, Any]], in_graph: Any, batche
             raise pb_utils.TritonModelException(
                 f"the ONNX graph has no {direction} {name}; it has {', '.join(graph)}"
             )
-        wanted, found = ONNX_TYPES.get(tensor["data_type"]), graph[name].type
-        if wanted != found:
+        actual_type = graph[name].type
+        if ONNX_TYPES.get(tensor["data_type"]) != actual_type:
             raise pb_utils.TritonModelException(
                 f"the {direction} {name} is {tensor['data_type']} in the configuration, "
-                f"and {found} in the ONNX graph"
+                f"but {actual_type} in the ONNX graph"
             )
         dims = [int(size) for size in tensor["dims"]]
         shape = [-1, *dims] if batches else dims
         if not _agree(shape, graph[name].shape):
             raise pb_utils.TritonModelException(
                 f"the {direction} {name} has the shape {shape} in the configuration, "
-                f"batch dimension included, and {graph[name].shape} in the ONNX graph"
+                f"including the batch dimension, but {graph[name].shape} in the ONNX graph"
             )
 
 
 def _agree(declared: list[int], in_graph: list[int | str | None]) -> bool:
-    """A free dimension of the graph takes any size; a fixed one must be declared as it is."""
+    # A dynamic dimension of the graph matches any size, a fixed one only its own.
     return len(declared) == len(in_graph) and all(
-        not isinstance(found, int) or found == wanted
-        for wanted, found in zip(declared, in_graph, strict=True)
+        not isinstance(actual, int) or actual == expected
+        for expected, actual in zip(declared, in_graph, strict=True)
     )
 
 
@@ -250,5 +249,5 @@ def _check_complete(in_graph: Any, declared: list[str]) -> None:
     missing = [tensor.name for tensor in in_graph if tensor.name not in declared]
     if missing:
         raise pb_utils.TritonModelException(
-            f"the ONNX graph needs the input {missing[0]}, which the configuration does not declare"
+            f"the ONNX graph requires the input {missing[0]}, which the configuration does not declare"
         )

@@ -1,4 +1,4 @@
-"""The stage after the network: the scores of each item become a JSON object of labels."""
+"""The postprocessing stage of the image pipeline, from scores to a JSON object of labels per item."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TritonPythonModel:
         scores, result = config["input"][0], config["output"][0]
         self.input_name: str = scores["name"]
         self.output_name: str = result["name"]
-        # Triton's own field for it; the file lies beside config.pbtxt.
+        # `label_filename` is a field of Triton, relative to config.pbtxt.
         label_file = Path(args["model_repository"]) / (result.get("label_filename") or "labels.txt")
         try:
             self.rank = read(Ranking, own_parameters(config))
@@ -35,11 +35,11 @@ class TritonPythonModel:
         count = len(self.labels)
         require(
             dims in ([count], [-1]),
-            f"the input {self.input_name} has dims {dims}, and there are {count} labels",
+            f"the input {self.input_name} has dims {dims}, but there are {count} labels",
         )
         require(
             self.rank.top_k <= count,
-            f"top_k is {self.rank.top_k}, and there are {count} labels",
+            f"top_k is {self.rank.top_k}, but there are only {count} labels",
         )
 
     def _respond(self, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From a network's scores to the labels that people read."""
+"""Ranking of a network's scores as labels with probabilities."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DIGITS_KEPT = 6
 
 
 class ScoresError(ValueError):
-    """The network's scores cannot be ranked; the text is one sentence."""
+    """The network's scores cannot be ranked."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The `top_k` likeliest labels; doubtful where even the first is below `doubt_below`.
+    """The `top_k` most probable labels; the result is doubtful if the first is below `doubt_below`.
 
-    `activation` makes probabilities of scores: `none` is for networks that do it themselves.
+    `activation` converts scores to probabilities; `none` is for networks that return probabilities.
     """
 
     top_k: int = 3
@@ -40,9 +40,9 @@ class Ranking:
         )
 
     def __call__(self, scores: Floats, labels: Sequence[str]) -> bytes:
-        """JSON for the scores of one item, shape [labels]; raises ScoresError."""
+        """Return JSON for the scores of one item, shape [labels]; raise ScoresError."""
         if scores.shape != (len(labels),):
-            raise ScoresError(f"{scores.size} scores came, and there are {len(labels)} labels")
+            raise ScoresError(f"got {scores.size} scores for {len(labels)} labels")
         if not np.isfinite(scores).all():
             raise ScoresError("the network's scores are not finite numbers")
         values = _softmax(scores) if self.activation == "softmax" else scores
@@ -57,18 +57,18 @@ class Ranking:
 
 
 def _softmax(scores: Floats) -> Floats:
-    """Shifted by the largest score, so that no exponential overflows."""
+    # The shift by the largest score prevents an overflow.
     powers = np.exp(scores.astype(np.float64) - scores.max())
     shares: Floats = powers / powers.sum()
     return shares
 
 
 def read_labels(path: Path) -> list[str]:
-    """A label per line, in the order of the scores; raises ParameterError."""
+    """Return one label per line, in the order of the scores; raise ParameterError."""
     try:
         labels = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        raise ParameterError(f"the label file {path.name} cannot be read") from None
+        raise ParameterError(f"cannot read the label file {path.name}") from None
     require(bool(labels), f"the label file {path.name} is empty")
     require(all(map(str.strip, labels)), f"the label file {path.name} has an empty line")
     return [label.strip() for label in labels]

@@ -1,4 +1,4 @@
-"""A single drawn, written or printed sign on any plain ground, as a small square of ink."""
+"""A transform for a single written or printed character on a plain background."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LEAST_STROKE = 0.11
 
 @dataclass(frozen=True)
 class Ink:
-    """Finds the ink, whichever of ink and ground is darker, centres it and evens the stroke.
+    """Detect dark or light ink, centre it and normalise the stroke width.
 
-    Gives [1, size, size], `low` where there is no ink and `high` where there is most.
+    The result is [1, size, size], from `low` (no ink) to `high` (the most ink).
     """
 
     size: int = 16
@@ -67,9 +67,9 @@ def _grey(picture: Image.Image) -> Image.Image:
 
 
 def _ink(grey: Image.Image) -> FloatArray:
-    """How much each pixel differs from the ground, between 0 and 1; raises PictureError.
+    """Return each pixel's difference from the background, 0 to 1; raise PictureError if it is blank.
 
-    The ground is what the outermost pixels show, so dark on light and light on dark are the same.
+    The outermost pixels define the background, so dark on light and light on dark are equal.
     """
     values = np.asarray(grey).astype(np.float32)
     edge = np.concatenate([values[0], values[-1], values[1:-1, 0], values[1:-1, -1]])
@@ -81,13 +81,13 @@ def _ink(grey: Image.Image) -> FloatArray:
     ink, ground = difference[is_ink].mean(), difference[~is_ink].mean()
     if ink - ground < LEAST_CONTRAST:
         raise PictureError(BLANK)
-    # A ramp around the threshold: shades of the ground vanish, and edges stay smooth.
+    # A ramp around the threshold removes shades of the background and keeps edges smooth.
     levels: FloatArray = np.clip((difference - 0.6 * threshold) / (0.8 * threshold + 1), 0, 1)
     return levels
 
 
 def _otsu(values: FloatArray) -> float:
-    """The threshold that separates two classes of values 0..255 best (Otsu 1979)."""
+    """Return the threshold that best separates two classes of values 0..255 (Otsu 1979)."""
     counts = np.bincount(values.astype(np.uint8).ravel(), minlength=256).astype(np.float64)
     below = np.cumsum(counts)
     above = counts.sum() - below
@@ -95,12 +95,11 @@ def _otsu(values: FloatArray) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         distance = sums / below - (sums[-1] - sums) / above
         spread = np.nan_to_num(below * above * distance**2, nan=0.0, posinf=0.0)
-    # Where no value lies between the classes, a whole range is best: its middle.
+    # If no value lies between the classes, a range of thresholds is optimal, and its middle is used.
     return float(np.flatnonzero(spread >= spread.max() * (1 - 1e-9)).mean()) + 0.5
 
 
 def _square(ink: FloatArray) -> Image.Image:
-    """The ink alone, centred in a square with a margin."""
     left, right = _extent(ink.sum(axis=0))
     top, bottom = _extent(ink.sum(axis=1))
     half = max(right - left, bottom - top) * (0.5 + MARGIN)
@@ -112,7 +111,7 @@ def _square(ink: FloatArray) -> Image.Image:
 
 
 def _extent(profile: npt.NDArray[np.float32]) -> tuple[int, int]:
-    """Where the ink begins and ends; a few stray specks do not count."""
+    # A few stray pixels at either end do not count as ink.
     share = np.cumsum(profile, dtype=np.float64) / profile.sum(dtype=np.float64)
     first = int(np.searchsorted(share, OUTLIERS, side="right"))
     last = int(np.searchsorted(share, 1 - OUTLIERS, side="left"))
@@ -120,14 +119,14 @@ def _extent(profile: npt.NDArray[np.float32]) -> tuple[int, int]:
 
 
 def _thickened(square: Image.Image) -> Image.Image:
-    """At least the stroke of a normal pen: a hairline would fade away in the small square."""
+    # A thin stroke would vanish in the small square.
     missing = LEAST_STROKE * CANVAS - _stroke_width(square)
     radius = round(missing / 2)
     return square.filter(ImageFilter.MaxFilter(2 * radius + 1)) if radius > 0 else square
 
 
 def _stroke_width(square: Image.Image) -> float:
-    """Twice the area by the outline, where the outline is what a pixel of erosion takes away."""
+    # The width is twice the area divided by the outline, which is the area that erosion removes.
     area = np.asarray(square, dtype=np.float64).sum()
     eroded = np.asarray(square.filter(ImageFilter.MinFilter(3)), dtype=np.float64).sum()
     return float(2 * area / max(area - eroded, 1.0))

@@ -1,4 +1,4 @@
-"""The stage before the network: each image of BYTES becomes a tensor of FP32."""
+"""The preprocessing stage of the image pipeline, from BYTES images to FP32 tensors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class TritonPythonModel:
         self._check_shape(config["output"][0]["dims"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response per request: a bad image fails its own request and no other."""
+        # An invalid image fails only its own request.
         return [self._respond(request) for request in requests]
 
     def _check_shape(self, dims: list[str | int]) -> None:
         declared = [int(size) for size in dims]
-        made = list(self.tensor_of.shape)
-        if declared != made:
+        produced = list(self.tensor_of.shape)
+        if declared != produced:
             raise pb_utils.TritonModelException(
                 f"the output {self.output_name} has dims {declared}, "
-                f"and the transform's parameters make {made}"
+                f"but the transform's parameters produce {produced}"
             )
 
     def _respond(self, request: Any) -> Any:

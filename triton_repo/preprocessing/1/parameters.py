@@ -1,4 +1,4 @@
-"""Reads the `parameters` of a config.pbtxt into a dataclass, whose fields say what may be set."""
+"""A parser for the `parameters` of a config.pbtxt into a dataclass whose fields are the settings."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ T = TypeVar("T")
 
 
 class ParameterError(ValueError):
-    """A parameter is unknown or has a value that makes no sense; the text is one sentence."""
+    """A parameter is unknown or has an invalid value."""
 
 
-def require(condition: bool, sentence: str) -> None:
+def require(condition: bool, message: str) -> None:
     if not condition:
-        raise ParameterError(sentence)
+        raise ParameterError(message)
 
 
 def own_parameters(model_config: Mapping[str, Any]) -> dict[str, str]:
-    """The parameters that are meant for the model's code.
+    """Return the parameters for the model's code.
 
-    Triton's own are upper case (`EXECUTION_ENV_PATH`) and the gateway's have a dot
-    (`gateway.content_type.image`); whatever is left must be known to the model.
+    Triton's parameters are upper case (`EXECUTION_ENV_PATH`), and the gateway's contain a dot
+    (`gateway.content_type.image`).
     """
     return {
         name: parameter["string_value"]
@@ -33,11 +33,11 @@ def own_parameters(model_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read(kind: type[T], given: Mapping[str, str]) -> T:
-    """An instance of the dataclass `kind`; fields that are not given keep their defaults."""
+    """Return an instance of the dataclass `kind`; raise ParameterError for an invalid parameter."""
     hints = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     for name in given:
-        require(name in names, f"the parameter {name} is unknown; known are {', '.join(names)}")
+        require(name in names, f"unknown parameter {name}; valid parameters are {', '.join(names)}")
     return kind(**{name: _value(name, hints[name], text) for name, text in given.items()})
 
 
@@ -46,15 +46,15 @@ def _value(name: str, hint: Any, text: str) -> Any:
         choices = get_args(hint)
         require(text in choices, f"{name} must be one of {', '.join(choices)}, not {text!r}")
         return text
-    parse, wanted = _PARSERS[hint]
+    parse, expected = _PARSERS[hint]
     try:
         return parse(text.strip())
     except (ValueError, ZeroDivisionError):
-        raise ParameterError(f"{name} must be {wanted}, not {text!r}") from None
+        raise ParameterError(f"{name} must be {expected}, not {text!r}") from None
 
 
 def _number(text: str) -> float:
-    """A finite number; a fraction such as 1/255 is one, too."""
+    # Fraction also parses values such as 1/255, and rejects NaN and infinities.
     return float(Fraction(text))
 
 
@@ -63,7 +63,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 _PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
-    int: (int, "a whole number"),
+    int: (int, "an integer"),
     float: (_number, "a number"),
     tuple[float, ...]: (_numbers, "numbers separated by commas"),
 }

@@ -1,4 +1,4 @@
-"""Pictures for networks of the ImageNet kind: resized, cropped, scaled and normalised."""
+"""A transform for ImageNet networks that resizes, crops, scales and normalises an image."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHANNELS = {"L": 1, "RGB": 3}
 
 @dataclass(frozen=True)
 class Photo:
-    """Gives [channels, height, width] or, as NHWC, [height, width, channels].
+    """Convert an image to [channels, height, width] or, as NHWC, [height, width, channels].
 
-    `crop` resizes the shorter side to `resize` and takes the centre; `stretch` takes all of the
-    picture and ignores its proportions. A value is (pixel * scale - mean) / std.
+    `crop` resizes the shorter side to `resize` and crops the centre; `stretch` resizes the whole
+    image and ignores its aspect ratio. A value is (pixel * scale - mean) / std.
     """
 
     fit: Literal["crop", "stretch"] = "crop"
@@ -74,10 +74,8 @@ class Photo:
         return values if self.layout == "NHWC" else np.ascontiguousarray(values.transpose(2, 0, 1))
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The part that is wanted, in the picture's pixels: where torchvision's transforms take it.
-
-        Resizing just this part bounds the work, however long and thin the picture is.
-        """
+        # The box is the crop of torchvision's transforms in the original pixels. Resizing only this box
+        # bounds the work for any aspect ratio.
         if self.fit == "stretch":
             return (0, 0, width, height)
         shorter = min(width, height)

@@ -1,4 +1,4 @@
-"""Encoded images, as people upload them, to upright opaque pictures of eight bits per channel."""
+"""Decoding of uploaded images to upright, opaque images with 8 bits per channel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from PIL import Image
 
 FloatArray = npt.NDArray[np.float32]
 
-# Pillow opens more than forty formats; these three are what people send, and the best tested.
+# Pillow supports more than forty formats; these three are the most common and the best tested.
 FORMATS = ("JPEG", "PNG", "WEBP")
 
-# Above this Pillow, as it comes, refuses to open an image.
+# Pillow's default limit, above which it does not open an image.
 MOST_PIXELS = 178_956_970
 
 JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
@@ -33,25 +33,25 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# What Pillow raises for damaged bytes, found by mutating valid files.
+# Pillow raises these for damaged files, according to tests with mutated files.
 DAMAGE = (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, struct.error)
 
 
 class PictureError(ValueError):
-    """The bytes cannot be used as a picture; the text is one sentence for whoever sent them."""
+    """The bytes are not a usable image; the message is for the client."""
 
 
 class Draft(NamedTuple):
-    """The least that a transform needs, so that a JPEG may be decoded at a fraction of its size."""
+    """The smallest size that a transform needs, so that a JPEG can be decoded at a reduced scale."""
 
     mode: str
     side: int
 
 
 def decode(data: bytes, max_pixels: int, draft: Draft | None = None) -> Image.Image:
-    """The picture in mode L or RGB; raises PictureError.
+    """Return the image in mode L or RGB; raise PictureError.
 
-    Its size is checked before any pixel is decoded: a PNG of some kilobytes can claim gigabytes.
+    The size is checked before decoding, because a PNG of a few kilobytes can declare gigabytes.
     """
     if not data:
         raise PictureError("the image is empty")
@@ -59,8 +59,8 @@ def decode(data: bytes, max_pixels: int, draft: Draft | None = None) -> Image.Im
     width, height = image.size
     if width * height > max_pixels:
         raise PictureError(
-            f"the image is too large: it has {width} x {height} pixels, "
-            f"and at most {max_pixels} pixels are taken"
+            f"the image is too large: it has {width} x {height} pixels; "
+            f"the limit is {max_pixels} pixels"
         )
     if draft is not None:
         image.draft(draft.mode, (draft.side, draft.side))
@@ -74,13 +74,11 @@ def decode(data: bytes, max_pixels: int, draft: Draft | None = None) -> Image.Im
 def _opened(data: bytes, max_pixels: int) -> Image.Image:
     try:
         with warnings.catch_warnings():
-            # Pillow's warning about many pixels; our limit is the stricter one.
+            # Pillow warns about many pixels, but `max_pixels` is stricter.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
-        raise PictureError(
-            f"the image is too large: at most {max_pixels} pixels are taken"
-        ) from None
+        raise PictureError(f"the image is too large: the limit is {max_pixels} pixels") from None
     except DAMAGE:
         raise PictureError(_damage(data)) from None
 
@@ -102,7 +100,7 @@ def _is_webp(data: bytes) -> bool:
 
 
 def _is_cut(data: bytes) -> bool:
-    """Whether the end is missing; to be asked only about bytes that cannot be decoded."""
+    # The check is valid only for data that cannot be decoded.
     if _is_webp(data):
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     end = PNG_END if data.startswith(PNG_START) else JPEG_END
@@ -110,7 +108,7 @@ def _is_cut(data: bytes) -> bool:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Sixteen bits of grey scaled to eight, where Pillow's own conversion clips them to white."""
+    # Pillow's conversion of 16-bit grey clips to white instead of scaling.
     if image.mode != "I" and not image.mode.startswith("I;16"):
         return image
     values = np.asarray(image).astype(np.float32) / 257
@@ -130,7 +128,7 @@ def _plain_mode(mode: str) -> str:
 
 
 def _backdrop(layered: Image.Image) -> str:
-    """White as paper is, or black below a drawing in light ink, which white would swallow."""
+    # A drawing in light ink would vanish on white.
     small = layered.resize((64, 64), Image.Resampling.BOX)
     alpha = np.asarray(small.getchannel("A"), dtype=np.float64) / 255
     grey = np.asarray(small.convert("RGB").convert("L"), dtype=np.float64)
@@ -142,10 +140,10 @@ def _backdrop(layered: Image.Image) -> str:
 def _orientation(image: Image.Image) -> Any:
     try:
         return image.getexif().get(ORIENTATION)
-    except DAMAGE:  # a picture with broken metadata is still a picture
+    except DAMAGE:  # broken metadata does not invalidate the image
         return None
 
 
 def _upright(image: Image.Image, orientation: Any) -> Image.Image:
-    turn = UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return image if turn is None else image.transpose(turn)
+    transpose = UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    return image if transpose is None else image.transpose(transpose)

@@ -1,4 +1,4 @@
-"""From the bytes of an image to the tensor of a network, as config.pbtxt describes it."""
+"""The preprocessing that config.pbtxt describes, from an encoded image to a tensor."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Preprocessing:
         return self.transform.shape
 
     def __call__(self, data: bytes) -> FloatArray:
-        """The tensor of one encoded image, without a batch dimension; raises PictureError."""
+        """Return the tensor of one image, without a batch dimension; raise PictureError."""
         return self.transform(decode(data, self.limits.max_pixels, self.transform.draft))
 
 
 def preprocessing(parameters: Mapping[str, str]) -> Preprocessing:
-    """What the parameters describe; raises ParameterError."""
+    """Build the preprocessing from the config's parameters; raise ParameterError."""
     choices = ", ".join(TRANSFORMS)
-    rest = dict(parameters)
-    name = rest.pop("transform", "")
-    require(name != "", f"the parameter transform is missing; it is one of {choices}")
+    remaining = dict(parameters)
+    name = remaining.pop("transform", "")
+    require(name != "", f"parameter transform is missing; it must be one of {choices}")
     require(name in TRANSFORMS, f"transform must be one of {choices}, not {name!r}")
-    limits = {"max_pixels": rest.pop("max_pixels")} if "max_pixels" in rest else {}
-    return Preprocessing(read(Limits, limits), read(TRANSFORMS[name], rest))
+    limits = {"max_pixels": remaining.pop("max_pixels")} if "max_pixels" in remaining else {}
+    return Preprocessing(read(Limits, limits), read(TRANSFORMS[name], remaining))

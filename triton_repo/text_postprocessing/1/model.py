@@ -1,4 +1,4 @@
-"""The stage behind the network: vectors as the caller wants them."""
+"""The postprocessing stage of the text pipeline, which truncates and normalises embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage before the network: each text of BYTES becomes a row of token ids and its mask."""
+"""The preprocessing stage of the text pipeline, from BYTES strings to token ids and their mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response per request: a bad text fails its own request and no other."""
+        # An invalid text fails only its own request.
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:

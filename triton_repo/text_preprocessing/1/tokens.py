@@ -1,4 +1,4 @@
-"""Texts to token ids: what is asked of each text, and how long a row of ids becomes."""
+"""Validation, tokenisation and padding of texts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tokenizers import Encoding, Tokenizer
 
 Rows = NDArray[np.int64]
 
-# Characters of a long text that are looked at first: room for 256 tokens of most languages.
-FIRST_LOOK = 4096
+# The first characters of a long text, enough for 256 tokens in most languages.
+FIRST_PREFIX_CHARS = 4096
 
 
 class ParameterError(ValueError):
-    """A parameter makes no sense; the text is one sentence for whoever loads the model."""
+    """A parameter is invalid; the message is for the user who loads the model."""
 
 
 class TextError(ValueError):
-    """A text can't be taken; the text is one sentence for the caller."""
+    """A text is invalid; the message is for the client."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What config.pbtxt may set, by these names.
+    """The parameters of config.pbtxt.
 
-    Rows of ids are as long as the longest text of their request needs, rounded up to one of
-    `padded_lengths`; `max_tokens` counts as the last of them, and longer texts are cut there.
+    Rows of ids have the length of the longest text in the request, rounded up to one of
+    `padded_lengths` or `max_tokens`; longer texts are truncated to `max_tokens`.
     """
 
     tokenizer_file: str = "tokenizer.json"
@@ -43,16 +43,16 @@ class Settings:
         if Path(self.tokenizer_file).name != self.tokenizer_file:
             raise ParameterError("tokenizer_file must be a file name without a folder")
         if sorted(set(self.padded_lengths)) != list(self.padded_lengths):
-            raise ParameterError("padded_lengths must increase from each number to the next")
+            raise ParameterError("padded_lengths must be strictly increasing")
         if self.padded_lengths and self.padded_lengths[-1] > self.max_tokens:
             raise ParameterError(
-                f"padded_lengths has {self.padded_lengths[-1]}, "
-                f"which is above max_tokens ({self.max_tokens})"
+                f"padded_lengths contains {self.padded_lengths[-1]}, "
+                f"which is greater than max_tokens ({self.max_tokens})"
             )
 
 
 def settings_of(model_config: Mapping[str, Any]) -> Settings:
-    """From the config's `parameters`; others have a dot (the gateway's) or capitals (Triton's)."""
+    # The gateway's parameters contain a dot, and Triton's are upper case.
     given = {
         name: parameter["string_value"]
         for name, parameter in model_config.get("parameters", {}).items()
@@ -60,13 +60,15 @@ def settings_of(model_config: Mapping[str, Any]) -> Settings:
     }
     for name in given:
         if name not in READERS:
-            raise ParameterError(f"the parameter {name} is unknown; known are {', '.join(READERS)}")
+            raise ParameterError(
+                f"unknown parameter {name}; valid parameters are {', '.join(READERS)}"
+            )
     return Settings(**{name: READERS[name](name, text) for name, text in given.items()})
 
 
 def whole_number(name: str, text: str) -> int:
     if not (text.strip().isascii() and text.strip().isdigit() and int(text) > 0):
-        raise ParameterError(f"{name} must be a whole number above zero, not {text!r}")
+        raise ParameterError(f"{name} must be a positive integer, not {text!r}")
     return int(text)
 
 
@@ -87,14 +89,14 @@ class TextEncoder:
         self.settings = settings
         self.tokenizer = load_tokenizer(folder / settings.tokenizer_file)
         self.pad_id: int = (self.tokenizer.padding or {}).get("pad_id", 0)
-        least = self.tokenizer.num_special_tokens_to_add(False) + 1
-        if settings.max_tokens < least:
-            raise ParameterError(f"max_tokens must be at least {least} for this tokenizer")
+        min_tokens = self.tokenizer.num_special_tokens_to_add(False) + 1
+        if settings.max_tokens < min_tokens:
+            raise ParameterError(f"max_tokens must be at least {min_tokens} for this tokenizer")
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(settings.max_tokens)
 
     def rows(self, texts: Sequence[bytes]) -> tuple[Rows, Rows]:
-        """`input_ids` and `attention_mask`, each [texts, length]; a TextError says which text."""
+        """Return `input_ids` and `attention_mask`, both [texts, length]; raise TextError."""
         strings = [self._decode(text, n, len(texts)) for n, text in enumerate(texts)]
         encodings = [self._encode(string) for string in strings]
         length = self.padded_length(max((len(encoding) for encoding in encodings), default=0))
@@ -113,25 +115,23 @@ class TextEncoder:
 
     def _decode(self, text: bytes, index: int, count: int) -> str:
         which = "the text" if count == 1 else f"text {index + 1} of {count}"
-        most = self.settings.max_text_bytes
-        if len(text) > most:
-            raise TextError(f"{which} has {len(text)} bytes, and at most {most} are allowed")
+        limit = self.settings.max_text_bytes
+        if len(text) > limit:
+            raise TextError(f"{which} has {len(text)} bytes; the limit is {limit} bytes")
         try:
             return text.decode()
         except UnicodeDecodeError as error:
             raise TextError(f"{which} is not valid UTF-8 (at byte {error.start})") from None
 
     def _encode(self, text: str) -> Encoding:
-        """As the tokenizer would, without making it read a megabyte for 256 tokens.
-
-        What it makes of the head of a text is what it makes of the whole, save for the last word,
-        which the cut may have split: a head that fills the row with words before that is enough.
-        """
-        size = FIRST_LOOK
+        # To encode a megabyte for 256 tokens would be slow. The tokens of a prefix are those of the
+        # whole text, except for the last word, which may be split: a prefix is sufficient if the row
+        # is full before that word.
+        size = FIRST_PREFIX_CHARS
         while size < len(text):
-            head = self.tokenizer.encode(text[:size])
-            if head.overflowing and last_word(head) < last_word(head.overflowing[-1]):
-                return head
+            prefix = self.tokenizer.encode(text[:size])
+            if prefix.overflowing and last_word(prefix) < last_word(prefix.overflowing[-1]):
+                return prefix
             size *= 4
         return self.tokenizer.encode(text)
 
@@ -143,10 +143,10 @@ def last_word(encoding: Encoding) -> int:
 def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise ParameterError(
-            f"the tokenizer {path.name} is not in the model's version folder; "
-            "for the model of this repository, `python -m models.sentences` puts it there"
+            f"tokenizer {path.name} not found in the model's version folder; "
+            "for the model of this repository, run `python -m models.sentences`"
         )
     try:
         return Tokenizer.from_file(str(path))
     except Exception:  # noqa: BLE001  (the library raises nothing more precise)
-        raise ParameterError(f"{path.name} is not a file of the tokenizers library") from None
+        raise ParameterError(f"{path.name} is not a valid file of the tokenizers library") from None

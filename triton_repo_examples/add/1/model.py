@@ -1,4 +1,4 @@
-"""OUTPUT0 = INPUT0 + INPUT1, each times its weight in the file that the config names."""
+"""A weighted sum of INPUT0 and INPUT1, with the weights of a file that the config names."""
 
 import json
 from pathlib import Path
@@ -23,10 +23,10 @@ class TritonPythonModel:
         left = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
         right = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
         total = self.weights[0] * left + self.weights[1] * right
-        # Triton sends what it is given: a float64 here would be an error there.
+        # Triton does not convert the output, so a float64 array would be an error.
         tensor = pb_utils.Tensor("OUTPUT0", total.astype(self.dtype))
         return pb_utils.InferenceResponse([tensor])
 
     def finalize(self):
-        """When the model is unloaded; a server that is killed does not call it."""
+        # Triton calls this when it unloads the model, but not when the server is killed.
         pb_utils.Logger.log_warn("add: finalized")

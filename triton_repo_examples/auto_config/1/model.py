@@ -1,4 +1,4 @@
-"""The mean of some numbers. There is no config.pbtxt: what it would say is said here."""
+"""The mean of numbers, by a model that defines its config in code instead of config.pbtxt."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     @staticmethod
     def auto_complete_config(config):
-        """Called before `initialize`, in another process. What a config.pbtxt says goes before it."""
+        # Triton calls this before `initialize`, in another process. A config.pbtxt takes precedence.
         config.set_max_batch_size(8)
         config.set_dynamic_batching()
         config.add_input({"name": "NUMBERS", "data_type": "TYPE_FP32", "dims": [-1]})

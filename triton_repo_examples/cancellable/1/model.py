@@ -1,4 +1,4 @@
-"""Long work in steps of 50 ms, that ends when nobody waits for it any more."""
+"""A long computation in steps of 50 ms that stops when the request is cancelled."""
 
 import time
 
@@ -13,7 +13,7 @@ class TritonPythonModel:
     def respond(self, request):
         steps = int(pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy()[0])
         for step in range(steps):
-            # Triton interrupts no model: one that does not ask goes on to the end.
+            # Triton does not interrupt a model, so the model must check for cancellation.
             if request.is_cancelled():
                 pb_utils.Logger.log_warn(f"cancellable: cancelled after {step} steps of {steps}")
                 error = pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED)

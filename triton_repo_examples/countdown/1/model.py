@@ -1,4 +1,4 @@
-"""Counts down to zero, an answer for each number, SECONDS apart (0.1 if it is not said)."""
+"""A countdown to zero with one response per number, SECONDS apart (default 0.1)."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     async def execute(self, requests):
-        """While one request waits the next is executed: an ordinary `execute` would hold it up."""
+        # A coroutine lets Triton execute the next request while this one waits.
         await asyncio.gather(*map(self.count, requests))
 
     async def count(self, request):
@@ -23,5 +23,5 @@ class TritonPythonModel:
             await asyncio.sleep(pause_s if number >= 0 else 0)
         if number >= 0:
             pb_utils.Logger.log_warn(f"countdown: cancelled before {number}")
-        # Without the flag the request never ends; it is wanted after a cancellation as well.
+        # The request never ends without this flag, even after a cancellation.
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

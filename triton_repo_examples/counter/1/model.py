@@ -6,7 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
-        # The Python backend has no implicit state: what a sequence needs is kept here.
+        # The Python backend has no implicit state, so the model keeps the state of each sequence.
         self.totals = {}
 
     def execute(self, requests):
@@ -18,7 +18,7 @@ class TritonPythonModel:
 
         sequence = value("CORRID")
         if value("START"):
-            # Also what is left of one that never ended: Triton forgets it without telling.
+            # This also resets a sequence that timed out, because Triton does not report timeouts.
             self.totals[sequence] = 0
         if value("READY"):
             self.totals[sequence] += value("VALUE")

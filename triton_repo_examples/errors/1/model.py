@@ -1,4 +1,4 @@
-"""Fails with the code that it is asked for; `OK` is none, and `RAISE` is an ordinary exception."""
+"""A model that fails with the requested code; `RAISE` is an exception, and `OK` succeeds."""
 
 import triton_python_backend_utils as pb_utils
 
@@ -10,7 +10,7 @@ CODES = (
 
 class TritonPythonModel:
     def execute(self, requests):
-        # An error in a response fails one request; what `execute` raises fails all of the batch.
+        # An error in a response fails one request; an exception in `execute` fails the whole batch.
         return [self.respond(request) for request in requests]
 
     def respond(self, request):
@@ -21,11 +21,11 @@ class TritonPythonModel:
         if name == "RAISE":
             raise RuntimeError("the model raised an exception")
         if name not in CODES:
-            return failure(f"CODE is OK, RAISE or one of {', '.join(CODES)}", "INVALID_ARG")
-        return failure(f"the model answers {name}", name)
+            return failure(f"CODE must be OK, RAISE or one of {', '.join(CODES)}", "INVALID_ARG")
+        return failure(f"the model returned {name}", name)
 
 
 def failure(message, name):
-    # Not at the module's top: pb_utils has its classes only once the model runs.
+    # pb_utils has its classes only at run time, so this cannot be a module-level table.
     code = getattr(pb_utils.TritonError, name)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them, by a package that no other model has."""
+"""Formatting of byte sizes with a package that only this model has installed."""
 
 import humanize
 import numpy as np

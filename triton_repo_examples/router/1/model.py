@@ -1,4 +1,4 @@
-"""Business Logic Scripting: what to ask of other models is decided by what they answer."""
+"""A Business Logic Scripting (BLS) model whose calls depend on the responses of other models."""
 
 import asyncio
 import json
@@ -16,12 +16,12 @@ class TritonPythonModel:
 
     async def respond(self, request):
         text = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
-        # This one blocks until it is answered. `upper` has a batch dimension, and BLS adds none.
-        raised = inference(self.models["raise"], "RESULT", TEXT=text.reshape(1, 1)).exec()
-        capitals = output(raised, "RESULT").reshape(1)
+        # `exec` blocks until the response. `upper` has a batch dimension, which BLS does not add.
+        upper = inference(self.models["raise"], "RESULT", TEXT=text.reshape(1, 1)).exec()
+        capitals = output(upper, "RESULT").reshape(1)
         if (capitals == text).all():
             return pb_utils.InferenceResponse([pb_utils.Tensor("RESULT", text)])
-        # Two at the same time: one model in its two versions.
+        # These calls of the two versions of one model run at the same time.
         greetings = await asyncio.gather(
             *(inference(self.models["greet"], "GREETING", version, NAME=text).async_exec()
               for version in (1, 2))
@@ -34,16 +34,19 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("RESULT", result)])
 
 
-def inference(model, wanted, version=-1, **inputs):
-    """A request to another model of this server; version -1 is what its version policy says."""
+def inference(model, output_name, version=-1, **inputs):
+    # Version -1 selects the version by the model's version policy.
     tensors = [pb_utils.Tensor(name, array) for name, array in inputs.items()]
     return pb_utils.InferenceRequest(
-        model_name=model, model_version=version, requested_output_names=[wanted], inputs=tensors
+        model_name=model,
+        model_version=version,
+        requested_output_names=[output_name],
+        inputs=tensors,
     )
 
 
 def output(response, name):
-    """A failure of another model is not raised: it has to be asked for."""
+    # BLS does not raise the error of another model.
     if response.has_error():
         raise pb_utils.TritonModelException(response.error().message())
     return pb_utils.get_output_tensor_by_name(response, name).as_numpy()

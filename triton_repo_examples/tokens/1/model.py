@@ -1,6 +1,6 @@
-"""Text generation in small: a word at a time, each one that followed the word before in CORPUS.
+"""Text generation, one word at a time: each word followed the previous word in CORPUS.
 
-Inputs and outputs are called as those of Triton's vLLM and TensorRT-LLM backends.
+The inputs and outputs have the names of Triton's vLLM and TensorRT-LLM backends.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class TritonPythonModel:
             self.following[word].append(follower)
 
     async def execute(self, requests):
-        """Of a decoupled model a coroutine may be executed while others still wait."""
+        # A coroutine of a decoupled model can run while others wait.
         await asyncio.gather(*map(self.generate, requests))
 
     async def generate(self, request):
@@ -46,12 +46,12 @@ class TritonPythonModel:
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def words(self, prompt):
-        """What goes on from the prompt's last word; the same for the same prompt, until CORPUS ends."""
+        # The words after the prompt's last word are deterministic and end with CORPUS.
         word = prompt.lower().split()[-1] if prompt.split() else "the"
-        turn = defaultdict(int)
+        uses = defaultdict(int)
         while followers := self.following.get(word):
-            turn[word] += 1
-            word = followers[(turn[word] - 1) % len(followers)]
+            uses[word] += 1
+            word = followers[(uses[word] - 1) % len(followers)]
             yield word
 
 

@@ -1,4 +1,4 @@
-"""Texts in capitals, all requests of a batch at once."""
+"""Upper-case strings, computed for all requests of a batch at once."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -6,7 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        # Triton hands over the requests it batched; joining their rows is the model's business.
+        # Triton passes the batched requests separately, so the model concatenates their rows.
         texts = [pb_utils.get_input_tensor_by_name(r, "TEXT").as_numpy() for r in requests]
         ends = np.cumsum([len(rows) for rows in texts])[:-1]
         results = np.split(capitals(np.concatenate(texts)), ends)
@@ -14,6 +14,6 @@ class TritonPythonModel:
 
 
 def capitals(texts):
-    """[rows, 1] → [rows, 1]; a text is UTF-8, and its capitals may be longer: ß is SS."""
-    raised = [text.decode().upper().encode() for text in texts.ravel()]
-    return np.array(raised, dtype=object).reshape(texts.shape)
+    # Upper case can be longer: ß becomes SS.
+    upper = [text.decode().upper().encode() for text in texts.ravel()]
+    return np.array(upper, dtype=object).reshape(texts.shape)

@@ -1,4 +1,4 @@
-"""Version 1 says Hello."""
+"""Version 1, which greets with "Hello"."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

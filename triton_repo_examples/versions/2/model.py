@@ -1,4 +1,4 @@
-"""Version 2 says Welcome."""
+"""Version 2, which greets with "Welcome"."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

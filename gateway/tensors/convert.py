@@ -1,0 +1,224 @@
+"""Conversion of one value (JSON, a NumPy array, an image) to an array of the model's datatype, without loss.
+
+The functions raise `InputMismatch` for a value that the datatype cannot represent. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gateway.messages import join_names, quote_text
+from gateway.tensors import images
+from gateway.tensors.dtypes import BF16, DatatypeKind
+from gateway.tensors.mismatch import build_input_mismatch, describe_unexpected_value
+from gateway.tensors.npy import MAX_DIMENSIONS
+from gateway.tensors.payload import Part
+from gateway.tensors.signature import ImageSpec, TensorSpec
+
+# A float of this size or more may be the result of rounding another integer.
+FIRST_INEXACT_INTEGER = 1 << 53
+IMAGE_SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "": lambda values: values,
+    "none": lambda values: values,
+    "0..1": lambda values: values / np.float32(255),
+    "-1..1": lambda values: values / np.float32(127.5) - np.float32(1),
+}
+
+
+def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
+    value, spec = part.value, tensor.image_spec
+    if isinstance(value, np.ndarray):
+        return convert_array(value, tensor)
+    encoded_images = list_encoded_images(value)
+    if not encoded_images or spec is None:
+        return convert_nested_lists(value, tensor)
+    decoded = [convert_image(image, tensor, spec) for image in encoded_images]
+    if not isinstance(value, list):
+        return decoded[0]
+    if len({array.shape for array in decoded}) > 1:
+        raise build_input_mismatch(tensor, "images of different sizes, which cannot form a batch")
+    return np.stack(decoded)
+
+
+def list_encoded_images(value: Any) -> Sequence[images.EncodedImage]:
+    if isinstance(value, images.EncodedImage):
+        return [value]
+    if isinstance(value, list) and value and isinstance(value[0], images.EncodedImage):
+        return value
+    return ()
+
+
+def convert_image(image: images.EncodedImage, tensor: TensorSpec, spec: ImageSpec) -> np.ndarray:
+    values = images.decode_image(image, spec, tensor.name)
+    if tensor.scale not in IMAGE_SCALES:
+        raise build_input_mismatch(
+            tensor,
+            f"an image, but the model's config has the unknown gateway.scale {quote_text(tensor.scale)}",
+        )
+    if tensor.scale in ("", "none") and not tensor.mean and not tensor.std:
+        if tensor.datatype.name == "INT8":
+            raise build_input_mismatch(
+                tensor,
+                "an image, whose values 0..255 do not fit; set gateway.scale in the model's config",
+            )
+        return values.astype(tensor.datatype.numpy_dtype)
+    scaled = IMAGE_SCALES[tensor.scale](values.astype(np.float32))
+    for hint, apply in ((tensor.mean, np.subtract), (tensor.std, np.divide)):
+        if hint:
+            scaled = apply(scaled, reshape_per_channel(hint, tensor, spec))
+    return convert_array(
+        np.rint(scaled) if tensor.datatype.kind is DatatypeKind.INTEGER else scaled, tensor
+    )
+
+
+def reshape_per_channel(
+    values: tuple[float, ...], tensor: TensorSpec, spec: ImageSpec
+) -> np.ndarray:
+    if len(values) not in (1, len(spec.mode)):
+        raise build_input_mismatch(
+            tensor,
+            f"an image of {len(spec.mode)} channels, but gateway.mean or gateway.std in the model's config "
+            f"has {len(values)} values",
+        )
+    shape = (-1, 1, 1) if spec.layout.value == "NCHW" else (-1,)
+    return np.asarray(values, np.float32).reshape(shape)
+
+
+def convert_nested_lists(value: Any, tensor: TensorSpec) -> np.ndarray:
+    leaves, shape = flatten_lists(value, tensor)
+    kinds = set(map(type, leaves))
+    converted = CONVERTERS[tensor.datatype.kind](leaves, kinds, tensor)
+    return converted.reshape(shape)
+
+
+def flatten_lists(value: Any, tensor: TensorSpec) -> tuple[list[Any], tuple[int, ...]]:
+    """Return the leaves of nested lists and the shape, without a Python call per number."""
+    level, shape = [value], []
+    while level and set(map(type, level)) == {list}:
+        lengths = set(map(len, level))
+        if len(lengths) > 1:
+            raise build_input_mismatch(
+                tensor,
+                f"ragged lists: lengths {join_names(map(str, sorted(lengths)))} at the same level",
+            )
+        shape.append(lengths.pop())
+        if len(shape) > MAX_DIMENSIONS:
+            raise build_input_mismatch(tensor, f"lists of more than {MAX_DIMENSIONS} dimensions")
+        level = list(chain.from_iterable(level))
+    if dict in map(type, level):
+        raise build_input_mismatch(tensor, "a JSON object")
+    if list in map(type, level):
+        raise build_input_mismatch(tensor, "ragged lists: values and lists at the same level")
+    return level, tuple(shape)
+
+
+def convert_booleans(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
+    if kinds - {bool}:
+        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {bool}))
+    return np.array(leaves, bool)
+
+
+def convert_integers(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
+    if kinds - {int, float}:
+        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {int, float}))
+    if float in kinds:
+        fractional = next((leaf for leaf in leaves if int(leaf) != leaf), None)
+        if fractional is not None:
+            raise build_input_mismatch(tensor, f"{fractional!r}, which is not an integer")
+    integers = [int(leaf) for leaf in leaves] if float in kinds else leaves
+    low, high = tensor.datatype.integer_range
+    if integers and (min(integers) < low or max(integers) > high):
+        outside = next(leaf for leaf in integers if not low <= leaf <= high)
+        raise build_input_mismatch(tensor, f"{outside}, which is outside {low}..{high}")
+    if float in kinds:
+        rounded = (
+            leaf for leaf in leaves if type(leaf) is float and abs(leaf) >= FIRST_INEXACT_INTEGER
+        )
+        if (inexact := next(rounded, None)) is not None:
+            raise build_input_mismatch(
+                tensor,
+                f"{inexact!r}, which may have been rounded; write it without a fraction or an exponent",
+            )
+    return np.array(integers, tensor.datatype.numpy_dtype)
+
+
+def convert_floats(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
+    if kinds - {int, float}:
+        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {int, float}))
+    converted = cast_floats(np.array(leaves, np.float64), tensor)
+    if int in kinds:
+        lossy = (
+            a for a, b in zip(leaves, converted.tolist(), strict=True) if type(a) is int and a != b
+        )
+        integer = next(lossy, None)
+        if integer is not None:
+            raise build_input_mismatch(
+                tensor,
+                f"the integer {integer}, which {tensor.datatype.name} cannot represent exactly",
+            )
+    return converted
+
+
+def cast_floats(values: np.ndarray, tensor: TensorSpec) -> np.ndarray:
+    # Rounding is allowed, but a finite value must not become infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = values.astype(tensor.datatype.numpy_dtype)
+    overflown = np.isinf(converted) & np.isfinite(values)
+    if overflown.any():
+        raise build_input_mismatch(tensor, f"{values[overflown].flat[0]!s}, which is out of range")
+    return converted
+
+
+def convert_bytes(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
+    if kinds - {str, bytes}:
+        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {str, bytes}))
+    array = np.empty(len(leaves), object)
+    array[:] = [leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves]
+    return array
+
+
+CONVERTERS: Mapping[DatatypeKind, Callable[[list[Any], set[type], TensorSpec], np.ndarray]] = {
+    DatatypeKind.BOOLEAN: convert_booleans,
+    DatatypeKind.INTEGER: convert_integers,
+    DatatypeKind.FLOAT: convert_floats,
+    DatatypeKind.BYTES: convert_bytes,
+}
+
+
+def convert_array(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
+    """Return a NumPy array in the model's datatype. Raises where the cast would change a value."""
+    datatype, kind = tensor.datatype, array.dtype.kind
+    if array.dtype == datatype.numpy_dtype:
+        return array
+    if datatype == BF16 and kind == "V" and array.dtype.itemsize == 2:
+        return array.view(ml_dtypes.bfloat16)  # NumPy files store BF16 as 2 raw bytes
+    if datatype.kind is DatatypeKind.BYTES and kind in "SU":
+        return convert_bytes(array.ravel().tolist(), {str}, tensor).reshape(array.shape)
+    if datatype.kind is DatatypeKind.FLOAT and kind == "f":
+        return cast_floats(array, tensor)
+    if datatype.kind in (DatatypeKind.INTEGER, DatatypeKind.FLOAT) and kind in "iuf":
+        return cast_exactly(array, tensor)
+    raise build_input_mismatch(tensor, f"an array of dtype {array.dtype}")
+
+
+def cast_exactly(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        cast = array.astype(tensor.datatype.numpy_dtype)
+        wide = cast if cast.dtype.kind in "iuf" else cast.astype(np.float64)
+        # A comparison of int64 with float64 rounds, so the cast back to the array's type is compared.
+        # `!=` also finds NaN.
+        changed = (wide.astype(array.dtype) != array) | ((wide < 0) != (array < 0))
+        if array.dtype.kind == "f":
+            low, high = tensor.datatype.integer_range
+            changed |= ~((array >= low) & (array < float(high) + 1))
+    if changed.any():
+        raise build_input_mismatch(
+            tensor,
+            f"{array[changed].flat[0]!s}, which {tensor.datatype.name} cannot represent exactly",
+        )
+    return cast
