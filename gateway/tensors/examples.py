@@ -104,9 +104,7 @@ def format_python_example(signature: Signature, base_url: str) -> str:
     statement = 'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
     if signature.is_decoupled:
         headers += f', "Accept": "{NDJSON}"'
-        statement = (
-            "for answer in urllib.request.urlopen(request):\n    print(json.loads(answer))\n"
-        )
+        statement = "for line in urllib.request.urlopen(request):\n    print(json.loads(line))\n"
     return (
         "import json, urllib.request\n"
         f"body = {body}\n"
