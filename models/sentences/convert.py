@@ -1,8 +1,8 @@
-"""Conversion of all-MiniLM-L6-v2 to ONNX, from token ids and their mask to unit vectors.
+"""Writes all-MiniLM-L6-v2 as ONNX: token ids and their mask in, unit vectors out.
 
-The graph is BERT (https://arxiv.org/abs/1810.04805), followed by mean pooling and L2 normalisation
-as in the original model. Weights are stored as FP16, which halves the file, and cast once when the
-model is loaded; all arithmetic is FP32.
+The graph is BERT (https://arxiv.org/abs/1810.04805) with the two steps that the model's authors
+put behind it, mean pooling and L2 normalisation. Weights are stored as FP16, which halves the file,
+and cast back once when the model is loaded: all arithmetic is FP32.
 """
 
 import math
@@ -20,8 +20,8 @@ HEADS = 12
 WIDTH = 384
 EPSILON = 1e-12
 
-# Opset 20 is the first with Gelu. The IR version is that of the same ONNX release, because older
-# runtimes reject the version that a newer onnx package writes by default.
+# Opset 20 is the first with Gelu; the IR version is the one that its release of ONNX brought, so
+# that a newer onnx package does not write a file that older runtimes refuse.
 OPSET = 20
 IR_VERSION = 10
 
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Graph:
-    """A builder of an ONNX graph; each method returns the name of the tensor that it adds."""
+    """An ONNX graph in the making; each method returns the name of the tensor it adds."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -56,14 +56,14 @@ class Graph:
 
 
 class Bert:
-    """The layers of the encoder; `weights` have the names of the published checkpoint."""
+    """The encoder's layers; `weights` are named as in the published checkpoint."""
 
     def __init__(self, graph: Graph, weights: dict[str, Array]) -> None:
         self.graph = graph
         self.weights = weights
 
     def dense(self, x: str, name: str) -> str:
-        # The checkpoint has [out, in] matrices; transposing them here saves it on each run.
+        # The checkpoint keeps its matrices as [out, in]: transposed here once, not on each run.
         matrix = self.graph.half(f"{name}.weight", self.weights[f"{name}.weight"].T)
         bias = self.graph.constant(f"{name}.bias", self.weights[f"{name}.bias"])
         return self.graph.op("Add", self.graph.op("MatMul", x, matrix), bias)
@@ -74,7 +74,7 @@ class Bert:
         return self.graph.op("LayerNormalization", x, scale, bias, axis=-1, epsilon=EPSILON)
 
     def embeddings(self, input_ids: str) -> str:
-        """Map [batch, seq] to [batch, seq, WIDTH]; all tokens of a single sentence have type 0."""
+        """[batch, seq] -> [batch, seq, WIDTH]; with one sentence, all tokens are of type 0."""
         table = self.weights["embeddings.word_embeddings.weight"].astype(np.float16)
         words = self.graph.op("Gather", self.graph.constant("words", table), input_ids)
         places = self.weights["embeddings.position_embeddings.weight"]
@@ -116,15 +116,17 @@ class Bert:
 
 
 def attention_bias(graph: Graph, mask: str) -> str:
-    """Map a mask [batch, seq] to [batch, 1, 1, seq]: 0, or for padding the lowest FP32 number."""
+    """[batch, seq] of 1 and 0 -> [batch, 1, 1, seq] of 0 and a number that softmax turns into 0."""
     mask = graph.op("Unsqueeze", mask, graph.integers(1, 2))
     padding = graph.op("Sub", graph.number("one", 1.0), mask)
     return graph.op("Mul", padding, graph.number("lowest", float(np.finfo(np.float32).min)))
 
 
 def pooled(graph: Graph, x: str, mask: str) -> str:
-    # The normalised sum equals the normalised mean, because the divisor cancels. LpNormalization is
-    # not used, because onnxruntime has no CUDA kernel for it.
+    """The sum over the real tokens, at length 1: the mean's divisor would cancel.
+
+    Spelled out because onnxruntime has no CUDA kernel for LpNormalization.
+    """
     total = graph.op("MatMul", graph.op("Unsqueeze", mask, graph.integers(1)), x)
     total = graph.op("Squeeze", total, graph.integers(1))
     length = graph.op("ReduceL2", total, graph.integers(-1), keepdims=1)
@@ -132,7 +134,7 @@ def pooled(graph: Graph, x: str, mask: str) -> str:
 
 
 def sentence_model(weights: dict[str, Array]) -> onnx.ModelProto:
-    """Map INT64 `input_ids` and `attention_mask` [batch, seq] to FP32 [batch, WIDTH]."""
+    """Two INT64 [batch, seq], token ids and their mask, to one FP32 [batch, WIDTH]."""
     graph = Graph()
     bert = Bert(graph, weights)
     mask = graph.op("Cast", "attention_mask", to=TensorProto.FLOAT)
