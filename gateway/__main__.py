@@ -1,4 +1,4 @@
-"""`python -m gateway`, which is the command `triton-gateway`."""
+"""The entry point of `python -m gateway` and of the command `triton-gateway`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much at a time: inferences, each model's share of them, and anything that has a weight."""
+"""Admission control: a weighted semaphore, and a fair queue for concurrent inferences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.metrics import Metrics
 
 
 class WeightedSemaphore:
-    """A semaphore of weights, in turn: who asks for more than there is gets all of it, alone."""
+    """A FIFO weighted semaphore. A weight above the total waits for, and takes, the whole budget."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -19,18 +19,18 @@ class WeightedSemaphore:
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, weight: int) -> int:
-        """Wait for one's turn; give back what this returns."""
+        """Wait until `weight` is free and take it; return the weight to release."""
         weight = min(weight, self._total)
         if not self._waiters and weight <= self._free:
             self._free -= weight
             return weight
-        turn = asyncio.get_running_loop().create_future()
-        self._waiters.append((weight, turn))
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append((weight, waiter))
         try:
-            await turn
+            await waiter
         except BaseException:
-            # Whoever leaves the queue may have had the turn, or stood before one who can go.
-            self.release(weight if turn.done() and not turn.cancelled() else 0)
+            # A cancelled waiter may already hold its weight, or may have blocked a smaller one behind it.
+            self.release(weight if waiter.done() and not waiter.cancelled() else 0)
             raise
         return weight
 
@@ -39,29 +39,29 @@ class WeightedSemaphore:
         while self._waiters and (
             self._waiters[0][1].cancelled() or self._waiters[0][0] <= self._free
         ):
-            weight, turn = self._waiters.popleft()
-            if not turn.cancelled():
+            weight, waiter = self._waiters.popleft()
+            if not waiter.cancelled():
                 self._free -= weight
-                turn.set_result(None)
+                waiter.set_result(None)
 
 
 class AdmissionQueueFull(Overloaded):
-    """More than is taken at a time, and more than may wait for it."""
+    """The concurrency limit is reached, and the queue is full."""
 
     def __init__(self, model: str, running: int, waiting: int) -> None:
         super().__init__(
-            f"{running} requests are being served and {waiting} wait; there is no place for one more of "
-            f"model {quote_text(model)}; try again shortly"
+            f"cannot admit another request for model {quote_text(model)}: {running} are running and "
+            f"{waiting} are waiting; try again shortly"
         )
 
 
 class AdmissionQueue:
-    """Inferences at a time, of the process and of each model, and a short queue.
+    """Limits the concurrent inferences of the process and of each model, with a short fair queue.
 
-    Nobody starves. One model cannot take all places, and who waits is admitted by turns of model and
-    caller. A line grows only while more room is free than it takes itself, as switches share their
-    buffers (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): alone it gets half of the room,
-    and whoever comes next finds some.
+    One model cannot take all slots, and waiting requests are admitted in turn by model and caller. Each
+    queue grows only while the free room exceeds its own length, as in switches with a shared buffer
+    (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): a single queue gets half of the room, and
+    the next one still finds some.
     """
 
     def __init__(
@@ -77,68 +77,69 @@ class AdmissionQueue:
         self.waiting = 0
 
     def try_acquire(self, model: str) -> bool:
-        """Whether there is a place, which is taken then; give it back with `leave`.
+        """Take a slot if one is free, to be given back with `release`.
 
-        Nobody is overtaken: who waits does so because there is no place, or none for that model.
+        This overtakes no waiting request of the model: requests wait only while it has no free slot.
         """
-        held = self._running_by_model.get(model, 0)
-        if self.running >= self._max_running or held >= self._max_running_per_model:
+        running = self._running_by_model.get(model, 0)
+        if self.running >= self._max_running or running >= self._max_running_per_model:
             return False
         self.running += 1
-        self._running_by_model[model] = held + 1
+        self._running_by_model[model] = running + 1
         return True
 
     async def acquire(self, model: str, timeout_s: float, caller: str = "") -> None:
-        """Take a place, or wait for one. Raises `TooMany` at once, or `DeadlinePassed`."""
+        """Take a slot or wait for one. Raises `AdmissionQueueFull` at once, or `DeadlinePassed`."""
         if self.try_acquire(model):
             return
-        of = model, caller
-        line = self._queues.get(of) or deque()
-        if len(line) >= self._max_waiting - self.waiting:
+        queue_key = model, caller
+        queue = self._queues.get(queue_key) or deque()
+        if len(queue) >= self._max_waiting - self.waiting:
             self._metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, self.running, self.waiting)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues[of] = line
-        line.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues[queue_key] = queue
+        queue.append(waiter)
         self.waiting += 1
         try:
-            await asyncio.wait_for(asyncio.shield(turn), timeout_s)
+            await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
         except BaseException as exc:
-            if turn.done():
-                self.release(model)  # admitted in the same moment
+            if waiter.done():
+                self.release(model)  # admitted at the same moment
             else:
-                turn.cancel()
-                self._remove_waiter(of, turn)
+                waiter.cancel()
+                self._remove_waiter(queue_key, waiter)
             if isinstance(exc, asyncio.TimeoutError):
                 raise DeadlinePassed(timeout_s) from None
             raise
 
     def release(self, model: str) -> None:
         self.running -= 1
-        held = self._running_by_model[model] - 1
-        if held:
-            self._running_by_model[model] = held
+        running = self._running_by_model[model] - 1
+        if running:
+            self._running_by_model[model] = running
         else:
             del self._running_by_model[model]
         if self.waiting:
             self._admit_next()
 
     def _admit_next(self) -> None:
-        """Let in the first whom the place that has become free is for: there is never one for two."""
-        for of, line in self._queues.items():
-            if (held := self._running_by_model.get(of[0], 0)) < self._max_running_per_model:
-                turn = line[0]
-                self._remove_waiter(of, turn)
-                if line:  # the others come before its next
-                    self._queues[of] = self._queues.pop(of)
+        """Admit the first waiter whose model has a free slot; a release frees one slot only."""
+        for queue_key, queue in self._queues.items():
+            model = queue_key[0]
+            if (running := self._running_by_model.get(model, 0)) < self._max_running_per_model:
+                waiter = queue[0]
+                self._remove_waiter(queue_key, waiter)
+                if queue:  # the other queues come before its next waiter
+                    self._queues[queue_key] = self._queues.pop(queue_key)
                 self.running += 1
-                self._running_by_model[of[0]] = held + 1
-                turn.set_result(None)
+                self._running_by_model[model] = running + 1
+                waiter.set_result(None)
                 return
 
     def _remove_waiter(self, queue_key: tuple[str, str], waiter: asyncio.Future[None]) -> None:
-        line = self._queues[queue_key]
-        line.remove(waiter)
+        queue = self._queues[queue_key]
+        queue.remove(waiter)
         self.waiting -= 1
-        if not line:
+        if not queue:
             del self._queues[queue_key]

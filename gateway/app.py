@@ -1,4 +1,4 @@
-"""The application is a function of its settings; the wiring is below, in one table."""
+"""The application factory: builds the services from the settings and wires them together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from starlette.types import ASGIApp
 from gateway import __version__, errors, logs
 from gateway.admission import AdmissionQueue
 from gateway.auth import PUBLIC_PATHS, Authenticator
+from gateway.config_files import WatchedFile
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
-from gateway.fleet.collector import FleetCollector, StateCollector, WatchedFile
+from gateway.fleet.collector import FleetCollector, StateCollector
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import ReplicaConnectionOptions, ReplicaSource, parse_replica_url
@@ -54,9 +55,9 @@ log = logging.getLogger(__name__)
 METRICS_INTERVAL_S = 0.5
 THREAD_SWITCH_INTERVAL_S = 0.0005
 PREFLIGHT_MAX_AGE_S = 600
-# What a page of another origin may read of an answer's head.
+# Response headers that pages of other origins may read.
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
-LAG_SAMPLES = 20  # ten seconds: a scrape every ten sees the worst
+LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
 ROUTERS = (
     infer.router,
@@ -71,22 +72,19 @@ HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Except
 
 
 def tune_garbage_collector() -> None:
-    """What is alive now stays: looking at it again and again would take 30 ms each time.
-
-    And collecting every 700 new objects is every few requests, whose objects have no cycles.
-    """
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # Scanning the objects of the start again would take 30 ms each time.
+    # The default threshold of 700 new objects is reached every few requests, whose objects have no cycles.
     gc.set_threshold(10_000, 20, 50)
 
 
 def shorten_switch_interval() -> None:
-    """A thread that computes in Python gives way to the event loop after so long, and not after 5 ms."""
+    # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
 
 
 async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: MemoryBudget) -> None:
-    """See how late the event loop is; and pass on what was counted, for another worker's page."""
+    """Measure the event loop's lag and flush the metrics, for the pages of other workers, for ever."""
     loop = asyncio.get_running_loop()
     lags: deque[float] = deque(maxlen=LAG_SAMPLES)
     while True:
@@ -101,7 +99,7 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
 
 
 def app_from_environment() -> ASGIApp:
-    """For a worker process, which shares nothing with the one that started it."""
+    """Create the application of a worker process, which shares no memory with its parent."""
     settings = Settings()
     logs.configure(settings)
     return create_app(settings)
@@ -110,7 +108,7 @@ def app_from_environment() -> ASGIApp:
 def create_tls_context(
     settings: Settings, sources: Sequence[ReplicaSource]
 ) -> ssl.SSLContext | None:
-    """How `https://` replicas are trusted, and how the gateway shows itself to them."""
+    """Return the client context for `https://` replicas; None if there are none."""
     if not any(source.address.tls for source in sources):
         return None
     context = ssl.create_default_context(cafile=settings.triton_ca_file)
@@ -120,21 +118,21 @@ def create_tls_context(
 
 
 def open_configured_store(settings: Settings) -> StateStore:
-    """Where it is kept what the API loaded. Raises `BadState`."""
+    """Open the store of the desired state. Raises `BadState`."""
     if settings.state:
         return open_state_store(settings.state)
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    # A file for this fleet: what was loaded on another one does not concern it.
+    # Each fleet has its own file: models that were loaded on another one do not concern it.
     fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
     try:
         return open_state_store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
     except BadState as exc:
-        log.warning("what is loaded by the API will be forgotten at the next start: %s", exc)
+        log.warning("models loaded through the API will be forgotten at the next start: %s", exc)
         return open_state_store("memory:")
 
 
 class GatewayFastAPI(FastAPI):
-    """Its document says how a key is sent."""
+    """A FastAPI whose OpenAPI document describes how to send a key."""
 
     requires_key = False
 
@@ -150,7 +148,7 @@ class GatewayFastAPI(FastAPI):
 
 
 class AppComponents(NamedTuple):
-    """What the settings name, read and found usable, before anything runs."""
+    """The validated components that the settings name, before anything runs."""
 
     sources: Sequence[ReplicaSource]
     connection_options: ReplicaConnectionOptions
@@ -166,49 +164,40 @@ def build_components(settings: Settings) -> AppComponents:
     sources = [parse_replica_url(url) for url in settings.triton_urls]
     tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
     secret = settings.triton_restricted_api
-    wire = ReplicaConnectionOptions(
+    connection_options = ReplicaConnectionOptions(
         settings.connect_timeout_s,
         create_tls_context(settings, sources),
         tls,
         None if secret is None else parse_restricted_api(secret.get_secret_value()),
         max_response_bytes=settings.max_answer_bytes,
     )
-    file = ModelsFile(settings.models_file)
-    file.load()
-    keys = KeysFile(settings.keys_file) if settings.keys_file is not None else None
-    if keys is not None:
-        keys.load()
     tracer = None
     if settings.otlp_endpoint:
         tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
     return AppComponents(
         sources,
-        wire,
+        connection_options,
         ManagementOptions(
             settings.load_timeout_s, tls, settings.allow_model_upload, settings.ready_quorum
         ),
-        file,
-        keys,
+        ModelsFile(settings.models_file),
+        None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
         tracer,
     )
 
 
-def list_watched_files(components: AppComponents) -> dict[str, WatchedFile]:
-    """Return the files of the settings that are read again when they change, by what they hold."""
-    files: dict[str, WatchedFile] = {}
-    if components.keys_file is not None:
-        files["keys"] = components.keys_file
-    if components.models_file.path is not None:
-        files["models"] = components.models_file
-    return files
+def list_watched_files(components: AppComponents) -> dict[str, WatchedFile[Any]]:
+    """Return the watched files by their label in `gateway_file_valid`."""
+    files = {"keys": components.keys_file, "models": components.models_file.file}
+    return {name: file for name, file in files.items() if file is not None}
 
 
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
-    """All that works while the application runs; what is opened last is closed first."""
+    """Run the services; they are closed in reverse order."""
     async with AsyncExitStack() as stack:
-        stack.callback(logs.flush)  # a worker is ended by its own signal when this is over
+        stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics()
         pool = ReplicaPool(
             components.sources,
@@ -230,7 +219,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         )
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
-        gate = AdmissionQueue(
+        admission = AdmissionQueue(
             settings.max_inflight,
             settings.max_model_inflight or max(settings.max_inflight // 2, 1),
             settings.max_queue,
@@ -238,11 +227,11 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         )
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics)
         stack.callback(metrics.flush)
-        stack.callback(asyncio.create_task(update_metrics(metrics, gate, memory)).cancel)
-        access = Authenticator(
+        stack.callback(asyncio.create_task(update_metrics(metrics, admission, memory)).cancel)
+        authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, local_admin=settings.local_admin
         )
-        stack.callback(asyncio.create_task(access.watch_keys_file()).cancel)
+        stack.callback(asyncio.create_task(authenticator.watch_keys_file()).cancel)
         rates = RateLimiter(metrics, components.store.rate_windows())
         if components.tracer is not None:
             stack.callback(components.tracer.close)
@@ -255,10 +244,10 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             models,
             repository,
             decoders,
-            gate,
+            admission,
             memory,
             metrics,
-            access,
+            authenticator,
             rates,
             components.tracer,
             [] if restricted is None else restricted.headers,
@@ -266,19 +255,18 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
 
 
 def create_app(settings: Settings) -> ASGIApp:
-    """The gateway before the Tritons of `settings.triton_urls`.
+    """Return the gateway's ASGI application for the replicas of `settings.triton_urls`.
 
-    Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing` for settings that
-    cannot be used.
+    Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing` for invalid settings.
     """
-    parts = build_components(settings)
+    components = build_components(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with run_services(settings, parts) as services:
+        async with run_services(settings, components) as services:
             edge.services = app.state.services = services
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
-                # For the server: what it counts, and whether it is to close connections.
+                # The HTTP server counts connections and closes them while draining.
                 yield {
                     "connections": services.metrics.connections,
                     "refusals": services.metrics.refusals,
@@ -287,7 +275,7 @@ def create_app(settings: Settings) -> ASGIApp:
             edge.services = None
 
     app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
-    app.requires_key = parts.keys_file is not None
+    app.requires_key = components.keys_file is not None
     edge = GatewayMiddleware(app)
     for router in ROUTERS:
         if router is not ui.router or settings.page:
@@ -300,7 +288,7 @@ def create_app(settings: Settings) -> ASGIApp:
         edge,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST"),
-        allow_headers=("*",),  # those that are asked for; a key comes in one, and never in a cookie
+        allow_headers=("*",),  # safe, because a key is sent in a header and never in a cookie
         expose_headers=EXPOSED_HEADERS,
         max_age=PREFLIGHT_MAX_AGE_S,
     )

@@ -1,7 +1,7 @@
-"""The audit log: a line for every administrative call, whatever `GATEWAY_LOG_LEVEL` says.
+"""The audit log: one line for every administrative call, regardless of `GATEWAY_LOG_LEVEL`.
 
-An administrative call is one that needs the right to manage and may change something: a load, an unload,
-Triton's log and trace settings. The calls that are refused to a known caller are among them.
+An administrative call requires the right to manage and may change something: a load, an unload, or a change
+of Triton's log and trace settings. Calls that are denied to a known caller are logged as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ DENIED_STATUSES: Final = (401, 403)
 
 
 def describe_outcome(status: int) -> str:
-    """Return what an answer with this status says of the call."""
     if status < 300:
         return "accepted" if status == ACCEPTED_STATUS else "succeeded"
     if status == DISCONNECTED_STATUS:
@@ -56,14 +55,14 @@ def log_call(info: RequestInfo, method: str, path: str, client: str, status: int
 
 
 def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str = "") -> None:
-    """Log how a load or an unload ended that its caller did not wait for: `task` is done."""
-    notes = current_request_info.get()
+    """Log the result of a load or an unload that its caller did not wait for; `task` is done."""
+    info = current_request_info.get()
     error = None if task.cancelled() else task.exception()
     outcome = "cancelled" if task.cancelled() else "succeeded" if error is None else "failed"
     extra = {
         "model": model,
         "operation": operation,
-        "key": "" if notes is None else notes.key,
+        "key": "" if info is None else info.key,
         "outcome": outcome,
     }
     if isinstance(error, GatewayError):

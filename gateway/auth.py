@@ -1,6 +1,6 @@
-"""Who may call. Without a keys file: everybody, and administration from this very machine.
+"""Authentication and authorization. Without a keys file, everyone may call, and local programs administer.
 
-A request is looked at once, before anything else; what it may do is asked where it is about to be done.
+A request is authenticated once, before anything else, and authorized where it is handled.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from gateway.request_info import ManagementCall
 KEYS_FILE_POLL_S: Final = 0.5
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
-# Asked by what watches and what draws pages, neither of which has a key.
+# Probes and browsers that load pages have no key.
 PUBLIC_PATHS: Final = frozenset(
     ("/", "/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 )
 PUBLIC_PATH_PREFIX: Final = "/static/"
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
 ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)
-# The same, where nobody administers without a key.
+# The anonymous caller if GATEWAY_LOCAL_ADMIN is false.
 ANONYMOUS_NON_ADMIN: Final = Caller("", rights=ANONYMOUS_RIGHTS)
 UNAUTHENTICATED: Final = Caller("", models=())
 ROOT_UID: Final = 0
 READ_METHODS: Final = ("GET", "HEAD")
-# What proxies and content networks say of the client they ask for.
+# Headers with which proxies and content delivery networks describe their client.
 PROXY_HEADER: Final = re.compile(
     rb"forwarded|via|cdn-loop|x-(?:forwarded|original|envoy|appengine|azure)-.*|x-amzn-trace-id|"
     rb"x-(?:real|remote|originating)-ip|x-remote-addr|.*client-?ip|.*-connecting-ip"
 )
-# What a browser says of the gateway's own page, and of an address that a person typed.
+# Sec-Fetch-Site for the gateway's own page, and for an address that a user typed.
 SAME_SITE_VALUES: Final = frozenset((b"same-origin", b"none"))
 BROWSER_HEADERS: Final = frozenset((b"origin", b"sec-fetch-site"))
 CROSS_ORIGIN_REASON: Final = "a web page of another origin sent it"
@@ -52,7 +52,7 @@ REQUIRED_ROLES: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metr
 
 
 class Authenticator:
-    """Tells who calls, by the keys file there is, or is not."""
+    """Identifies callers by their key; without a keys file every caller is anonymous."""
 
     def __init__(
         self,
@@ -67,11 +67,10 @@ class Authenticator:
 
     @property
     def requires_key(self) -> bool:
-        """Whether keys are asked for at all."""
         return self._keys_file is not None
 
     def authenticate(self, scope: Scope) -> Caller:
-        """Raises `Unauthenticated`, or `Forbidden` for a host that is not the gateway's."""
+        """Return the caller. Raises `Unauthenticated`, or `Forbidden` for a host that is not allowed."""
         if self._allowed_hosts:
             self._check_host(scope["headers"])
         file = self._keys_file
@@ -79,26 +78,25 @@ class Authenticator:
             return self._anonymous
         try:
             key = extract_key(scope["headers"])
-            if (found := file.find_caller(key)) is None:
-                raise Unauthenticated("the key is not known")
+            if (caller := file.find_caller(key)) is None:
+                raise Unauthenticated("unknown key")
         except Unauthenticated:
             if is_public_path(scope["path"]):
                 return UNAUTHENTICATED
             raise
-        return found
+        return caller
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """A page whose name was made to stand for this machine (DNS rebinding) sends its own name."""
+        # A page that rebinds its DNS name to this machine sends that name as Host.
         for name, value in headers:
             if name == b"host" and not is_allowed_host(value, self._allowed_hosts):
                 host = quote_text(parse_host(value.decode("latin-1")))
                 raise Forbidden(
-                    f"the gateway does not serve the host {host}; add it to GATEWAY_ALLOWED_HOSTS if it is "
-                    "one of the gateway's own names"
+                    f"host {host} is not allowed; if it is a name of this gateway, add it to "
+                    "GATEWAY_ALLOWED_HOSTS"
                 )
 
     async def watch_keys_file(self) -> None:
-        """Look for another keys file, for ever."""
         while self._keys_file is not None:
             await asyncio.sleep(KEYS_FILE_POLL_S)
             self._keys_file.reload_if_changed()
@@ -109,36 +107,36 @@ def is_public_path(path: str) -> bool:
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The key that comes with a request. Raises `Unauthenticated` for none, and for two that differ.
+    """Return the key of a request. Raises `Unauthenticated` for no key, and for two different ones.
 
-    Basic credentials count where there is no other key: they may be a proxy's.
+    Basic credentials are used only without another key: they may be meant for a proxy.
     """
     key: bytes | None = None
     basic: list[bytes] = []
     for name, value in headers:
         if name == b"authorization":
-            scheme, _, shown = value.partition(b" ")
+            scheme, _, credentials = value.partition(b" ")
             if scheme.lower() == BASIC:
-                basic.append(shown)
+                basic.append(credentials)
             if scheme.lower() != BEARER:
-                continue  # somebody else's business
+                continue  # credentials for a proxy or another scheme
         elif name == b"x-api-key":
-            shown = value
+            credentials = value
         else:
             continue
-        shown = shown.strip()
-        if key is not None and shown != key:
-            raise Unauthenticated("the request has two different keys")
-        key = shown
+        credentials = credentials.strip()
+        if key is not None and credentials != key:
+            raise Unauthenticated("the request contains two different keys")
+        key = credentials
     if key is None and len(basic) == 1 and not is_from_browser(headers):
         key = read_password(basic[0])
     if not key:
-        raise Unauthenticated("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY")
+        raise Unauthenticated("a key is required: send Authorization: Bearer KEY or X-API-Key: KEY")
     return key
 
 
 def read_password(credentials: bytes) -> bytes:
-    """Return the password of Basic credentials (RFC 7617); empty for what are none."""
+    """Return the password of Basic credentials (RFC 7617); empty if they are invalid."""
     try:
         return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
     except binascii.Error:
@@ -146,8 +144,7 @@ def read_password(credentials: bytes) -> bytes:
 
 
 def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether a browser sent it: Basic credentials that it knows go with the requests of every
-    page, as cookies do."""
+    # A browser adds stored Basic credentials to the requests of every page, like cookies.
     return any(name in BROWSER_HEADERS for name, _ in headers)
 
 
@@ -158,16 +155,18 @@ def authorize(
     version: str = "",
     unknown_model_error: type[UnknownModel] = UnknownModel,
 ) -> None:
-    """Raises `Forbidden` for what the caller may not do, `unknown` for what it does not see, and for
-    what is no name of a model or no version: another server on the way could take it for another path."""
-    notes = scope["request_info"]
-    caller: Caller = notes.caller
+    """Raise `Forbidden` if the caller lacks the right, and `unknown_model_error` if it cannot see the model.
+
+    Invalid names and versions are unknown as well: a server on the way could read them as another path.
+    """
+    info = scope["request_info"]
+    caller: Caller = info.caller
     if right is Right.manage and scope["method"] not in READ_METHODS:
-        notes.management_call = ManagementCall(model)
+        info.management_call = ManagementCall(model)
     if right not in caller.rights:
-        why = explain_remote_origin(scope) if caller is ANONYMOUS else ""
-        if why or caller is not ANONYMOUS:
-            raise create_forbidden_error(caller, right, why)
+        reason = explain_remote_origin(scope) if caller is ANONYMOUS else ""
+        if reason or caller is not ANONYMOUS:
+            raise create_forbidden_error(caller, right, reason)
     if model and not (is_model_name(model) and caller.can_see(model)):
         raise unknown_model_error(model, version)
     if version and normalize_version(version) is None:
@@ -175,55 +174,51 @@ def authorize(
 
 
 def authorize_all_models(scope: Scope, right: Right) -> None:
-    """For what speaks of every model, or acts on it. Raises `Forbidden`."""
+    """Raise `Forbidden` unless the caller has the right and can see every model."""
     authorize(scope, right)
     caller: Caller = scope["request_info"].caller
     if not caller.can_see_all:
         raise Forbidden(
-            f"this concerns every model, and the key {quote_text(caller.name)} is for some"
+            f"key {quote_text(caller.name)} is limited to some models; this requires access to all models"
         )
 
 
 def create_forbidden_error(caller: Caller, right: Right, reason: str = "") -> Forbidden:
-    """What a caller without the right is told; `why` its request is not a local one."""
     if caller is ANONYMOUS:
         return Forbidden(
-            "without a key, administration is allowed only to the gateway's own user on the same machine; "
-            f"this request is refused because {reason}; use an admin key (GATEWAY_KEYS_FILE)"
+            "without a key, only the gateway's own user on the same machine may administer; "
+            f"this request was rejected because {reason}; use an admin key (GATEWAY_KEYS_FILE)"
         )
     if caller is ANONYMOUS_NON_ADMIN:
         return Forbidden(
-            "administration is switched off: GATEWAY_LOCAL_ADMIN is false, and there is no keys file"
+            "administration is disabled: GATEWAY_LOCAL_ADMIN is false and GATEWAY_KEYS_FILE is not set"
         )
     role = REQUIRED_ROLES.get(right, Role.admin.value)
     return Forbidden(
-        f"the key {quote_text(caller.name)} does not have the role {role}, which this needs"
+        f"key {quote_text(caller.name)} lacks the role {quote_text(role)}, which this requires"
     )
 
 
-# Without keys.
-
-
 def explain_remote_origin(scope: Scope) -> str:
-    """Why a request is not that of a program of this user on this machine; empty if it is.
+    """Return the reason why a request is not from a local program of this user; empty if it is.
 
-    Administration is code that runs: a request that a proxy sends for somebody else, a web page, or
-    another user of the machine must not pass for one of the gateway's own.
+    Administration can execute code: a request that a proxy forwards, or that a web page or another user of
+    the machine sends, must not pass as local.
     """
     client, server = scope.get("client"), scope.get("server")
     if client is None or server is None or not is_loopback(client[0]):
         return "it comes from another address"
-    if scope["http_version"] == "1.0":  # as nginx asks, if it is not told otherwise
+    if scope["http_version"] == "1.0":  # nginx's default for upstream requests
         return "it uses HTTP/1.0, as a proxy does"
-    if why := explain_foreign_headers(scope["headers"]):
-        return why
+    if reason := explain_foreign_headers(scope["headers"]):
+        return reason
     if can_identify_peers() and find_peer_uid(client, server) not in (os.geteuid(), ROOT_UID):
         return "a program of another user sent it"
     return ""
 
 
 def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Why a request's headers are those of a proxy or of a web page; empty if they are not."""
+    """Return the reason why the headers are those of a proxy or a web page; empty if they are not."""
     origin = host = ""
     for name, value in headers:
         if name == b"host":
@@ -233,9 +228,9 @@ def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
         elif name == b"sec-fetch-site" and value not in SAME_SITE_VALUES:
             return CROSS_ORIGIN_REASON
         elif PROXY_HEADER.fullmatch(name):
-            return f"a proxy passed it on (its header {name.decode('latin-1')})"
+            return f"a proxy forwarded it (header {name.decode('latin-1')})"
     if not is_loopback(parse_host(host)):
-        return f"it is for the host {quote_text(host)} and not for localhost"
+        return f"its host is {quote_text(host)}, not localhost"
     return (
         CROSS_ORIGIN_REASON
         if origin and origin not in (f"http://{host}", f"https://{host}")
@@ -244,17 +239,17 @@ def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def parse_host(authority: str) -> str:
-    """The host of a `Host` header, in lower case and without its port."""
+    """Return the host of a `Host` header in lower case, without the port; empty if it is invalid."""
     host = authority.lower()
     if host.startswith("["):
-        address, closed, _ = host[1:].partition("]")
-        return address if closed else ""
+        address, bracket, _ = host[1:].partition("]")
+        return address if bracket else ""
     return host.partition(":")[0].removesuffix(".")
 
 
 @lru_cache(256)
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address stands for this machine alone (RFC 6761, section 6.3)."""
+    """Return whether a name (RFC 6761, section 6.3) or an address is a loopback one."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -265,6 +260,5 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(256)
 def is_allowed_host(authority: bytes, patterns: tuple[str, ...]) -> bool:
-    """Whether a `Host` header names one of the hosts `allowed`, or this machine."""
     host = parse_host(authority.decode("latin-1"))
     return is_loopback(host) or any(fnmatchcase(host, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""The command `triton-gateway`. Each command imports what it needs when it is called, to answer soon."""
+"""The command `triton-gateway`. Each command imports its modules when it is called, to start fast."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ root_cli = typer.Typer(
 )
 
 key_commands = typer.Typer(
-    help="Keys: who may call the gateway.",
+    help="Manage the API keys of the gateway.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 root_cli.add_typer(key_commands, name="key")
 root_cli.add_typer(commands.cli)
 
-Host = Annotated[str, typer.Option(help="The address that the gateway listens on.")]
-Port = Annotated[int, typer.Option(help="The port that the gateway listens on.")]
+Host = Annotated[str, typer.Option(help="Address that the gateway listens on.")]
+Port = Annotated[int, typer.Option(help="Port that the gateway listens on.")]
 TritonHost = Annotated[
     str,
     typer.Option(
         "--host",
-        help="The address that Triton listens on. It asks nobody for a key: for gateways only.",
+        help="Address that Triton listens on. Triton does not check keys: expose it to gateways only.",
     ),
 ]
 WorkerCount = Annotated[
-    int, typer.Option(min=1, help="Processes that serve; one per core at most.")
+    int, typer.Option(min=1, help="Number of worker processes; at most one per core.")
 ]
 ReplicaCount = Annotated[
     int,
     typer.Option(
         min=1,
         max=16,
-        help="How many Tritons to start; each has ports 100 higher than the one before.",
+        help="Number of Tritons to start; the ports of each are 100 higher than the previous one's.",
     ),
 ]
 
-KeyName = Annotated[str, typer.Argument(help="What the key is called, in the log as well.")]
+KeyName = Annotated[str, typer.Argument(help="Name of the key; the log shows it.")]
 Roles = Annotated[
     list[Role],
-    typer.Option("--role", help="What it is for; may be repeated. admin includes the others."),
+    typer.Option("--role", help="Role of the key; may be repeated. admin includes the others."),
 ]
 ModelPatterns = Annotated[
     list[str],
     typer.Option(
-        "--model", help="A model that it sees, or a pattern such as 'res*'; may be repeated."
+        "--model", help="Model that the key may use, or a pattern such as 'res*'; may be repeated."
     ),
 ]
 RequestRate = Annotated[
-    float | None, typer.Option(min=0, help="How many requests per second it may send.")
+    float | None, typer.Option(min=0, help="Maximum number of requests per second.")
 ]
 KeysPath = Annotated[
-    Path | None, typer.Option("--file", help="The keys file. Default: that of GATEWAY_KEYS_FILE.")
+    Path | None, typer.Option("--file", help="Keys file. Default: GATEWAY_KEYS_FILE.")
 ]
 
 
@@ -80,7 +80,9 @@ def print_version(wanted: bool) -> None:
 def command(
     _: Annotated[
         bool,
-        typer.Option("--version", callback=print_version, is_eager=True, help="Say its version."),
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """The REST front door of NVIDIA Triton Inference Server."""
@@ -91,7 +93,7 @@ def command(
 def up(
     flags: TritonFlags, host: Host = "127.0.0.1", port: Port = 8080, replicas: ReplicaCount = 1
 ) -> None:
-    """Start an embedded Triton, or several, and the gateway before it."""
+    """Start one or several embedded Tritons with a gateway in front of them."""
     from gateway import launch
 
     launch.run_with_embedded_triton(flags.to_options(), host, port, replicas)
@@ -100,7 +102,7 @@ def up(
 @root_cli.command()
 @add_triton_flags
 def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
-    """Start the embedded Triton alone."""
+    """Start an embedded Triton without a gateway."""
     from gateway import launch
 
     launch.run_triton(flags.to_options(), host)
@@ -108,7 +110,7 @@ def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
 
 @root_cli.command()
 def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1) -> None:
-    """Start the gateway alone, before the Tritons of GATEWAY_TRITON_URLS."""
+    """Start the gateway for the Tritons of GATEWAY_TRITON_URLS."""
     from gateway import launch
 
     launch.run_gateway(host, port, workers)
@@ -117,26 +119,26 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
 @key_commands.command("create")
 def create_key(
     name: KeyName,
-    role: Roles = [Role.infer],  # noqa: B006 - typer's own way
+    role: Roles = [Role.infer],  # noqa: B006 - typer copies it
     model: ModelPatterns = ["*"],  # noqa: B006
     requests_per_second: RequestRate = None,
     file: KeysPath = None,
 ) -> None:
-    """Make a key and write its hash into the keys file. The key itself is printed, once."""
+    """Create a key and store its hash in the keys file. The key itself is printed once."""
     path = resolve_keys_path(file)
-    made = add_key(path, name, role, model, requests_per_second)
-    print_message(f"the key {name} is in {path} as a hash; this is the only time that it is shown:")
-    typer.echo(made)
+    key = add_key(path, name, role, model, requests_per_second)
+    print_message(f"added key {name} to {path}, which stores its hash; the key is not shown again:")
+    typer.echo(key)
 
 
 @key_commands.command("list")
 def list_keys(file: KeysPath = None) -> None:
-    """Show who has a key, and for what."""
+    """List the keys with their roles, models and limits."""
     rows = [("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND")]
-    for found in read_keys_file(resolve_keys_path(file)).values():
-        rate = found.requests_per_second
-        limit = "no limit of its own" if rate is None else f"{rate:g}"
-        rows.append((found.name, ",".join(found.roles), ",".join(found.models), limit))
+    for caller in read_keys_file(resolve_keys_path(file)).values():
+        rate = caller.requests_per_second
+        limit = "unlimited" if rate is None else f"{rate:g}"
+        rows.append((caller.name, ",".join(caller.roles), ",".join(caller.models), limit))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -145,10 +147,10 @@ def list_keys(file: KeysPath = None) -> None:
 
 @key_commands.command("revoke")
 def revoke_key(name: KeyName, file: KeysPath = None) -> None:
-    """Take a key out of the keys file; running gateways notice within two seconds."""
+    """Remove a key from the keys file; running gateways apply it within two seconds."""
     path = resolve_keys_path(file)
     remove_key(path, name)
-    print_message(f"the key {name} is not in {path} any more")
+    print_message(f"removed key {name} from {path}")
 
 
 def resolve_keys_path(file: Path | None) -> Path:
@@ -158,19 +160,19 @@ def resolve_keys_path(file: Path | None) -> Path:
 
     path = read_settings().keys_file
     if path is None:
-        raise CommandError("which keys file? Say --file FILE, or set GATEWAY_KEYS_FILE")
+        raise CommandError("no keys file: use --file FILE or set GATEWAY_KEYS_FILE")
     return path
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """SIGTERM unwinds the stack, so that whatever was started is stopped."""
+    # The exception unwinds the stack, so that context managers stop what was started.
     raise SystemExit(128 + number)
 
 
 def main() -> None:
-    """Every failure that is foreseen is one sentence on standard error."""
+    """Run the command; print expected failures as one sentence on standard error."""
     signal.signal(signal.SIGTERM, exit_on_signal)
-    # A shell starts what it puts in the background with SIGINT ignored.
+    # Shells start background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         root_cli(prog_name="triton-gateway")

@@ -1,15 +1,22 @@
-"""The YAML files that an operator writes: read strictly, and read again when they change."""
+"""A strict YAML loader, and files that are reloaded when they change."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import yaml
 
-# PyYAML lets through whatever its constructors raise, such as for `!!int x` or the date 2020-13-45.
+from gateway.messages import CommandError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# PyYAML does not wrap what its constructors raise, such as for `!!int x` or the date 2020-13-45.
 YAML_ERRORS: Final = (
     yaml.YAMLError,
     ValueError,
@@ -22,24 +29,61 @@ YAML_ERRORS: Final = (
 
 
 class StrictYamlLoader(yaml.SafeLoader):
-    """Without aliases, with which a short text stands for an endless one, and without keys that stand
-    twice, of which PyYAML takes the last."""
+    """A safe loader that rejects aliases, with which a short text expands without bound, and duplicate
+    keys, of which PyYAML keeps the last."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has an alias (*NAME), which is not taken here")
+            raise ValueError("aliases (*NAME) are not supported")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [key for key, count in keys.items() if count > 1]:
-            raise ValueError(f"{twice[0]!r} stands twice in one object")
+        if duplicates := [key for key, count in keys.items() if count > 1]:
+            raise ValueError(f"duplicate key {duplicates[0]!r}")
         return super().construct_mapping(node, deep)
 
 
-def config_file_stamp(path: Path) -> tuple[int, ...]:
-    """Another one when the file is another, or none. Kubernetes replaces a link above the file."""
-    with suppress(OSError):
-        found = path.stat()
-        return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
-    return (0,)
+class WatchedFile(Generic[T]):
+    """A file that is parsed again when it or one of its `companions` changes.
+
+    `parse` raises a `CommandError` that names the file if it is invalid. The constructor passes that on;
+    after a later change, `value` stays the last valid one and `is_valid` becomes false.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[Path], T], *companions: Path) -> None:
+        self.path = path
+        self.is_valid = True
+        self._parse = parse
+        self._companions = companions
+        self._stamp = self._read_stamp()
+        self.value = parse(path)
+
+    def reload_if_changed(self) -> bool:
+        """Return whether there is a new value."""
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp  # An invalid file is logged once, not at every check.
+        previous = self.value
+        try:
+            self.value = self._parse(self.path)
+        except CommandError as exc:
+            self.is_valid = False
+            log.error("%s; the last valid version stays in use", exc)
+            return False
+        self.is_valid = True
+        log.warning("%s changed and was reloaded", self.path)
+        return self.value != previous
+
+    def _read_stamp(self) -> list[tuple[int, ...]]:
+        return [read_file_stamp(path) for path in (self.path, *self._companions)]
+
+
+def read_file_stamp(path: Path) -> tuple[int, ...]:
+    # Kubernetes replaces a link above the file, so the inode counts as well.
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)

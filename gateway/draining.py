@@ -1,4 +1,4 @@
-"""SIGTERM: unready first, then quiet, then gone. Whoever sends requests has time to go elsewhere."""
+"""Graceful shutdown: readiness fails first, and the server stops after the drain period."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Drain:
-    """Stands before the server's own handlers of SIGTERM and SIGINT, from the application's start to its end.
+    """Wraps the server's handlers of SIGTERM and SIGINT while the application runs.
 
-    The first SIGTERM makes `began` true: `/readyz` says 503, and every answer closes its connection. The
-    server itself hears of it `seconds` later, and of SIGINT at once: it stops accepting, finishes what is
-    under way for `shutdown_s` at most, and ends. A second signal ends it at once. A process that has not
-    ended when that time is over is ended (`ExitDeadline`).
+    The first SIGTERM sets `is_draining`: `/readyz` returns 503, and every response closes its connection.
+    The server receives the signal `drain_s` later, and SIGINT at once: it stops accepting, finishes the
+    requests in progress within `shutdown_s`, and exits. A second signal stops it at once. `ExitDeadline`
+    terminates a process that is still running after that time.
     """
 
     def __init__(self, drain_s: float, shutdown_s: float) -> None:
@@ -36,11 +36,11 @@ class Drain:
         self._exit_deadline: ExitDeadline | None = None
 
     def __enter__(self) -> Drain:
-        before = {number: signal.getsignal(number) for number in DRAIN_SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in DRAIN_SIGNALS}
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and callable(before[signal.SIGTERM]):
+        if in_main_thread and callable(handlers[signal.SIGTERM]):
             self._exit_deadline = ExitDeadline()
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 if callable(handler):
                     self._previous_handlers[number] = handler
                     signal.signal(number, self._on_signal)
@@ -61,9 +61,8 @@ class Drain:
         if self.is_draining:
             self._limit_exit(0)
             self._previous_handlers[number](number, frame)
-            self._previous_handlers[signal.SIGINT](
-                signal.SIGINT, frame
-            )  # to uvicorn: do not wait for anybody
+            # SIGINT makes uvicorn stop without waiting for requests.
+            self._previous_handlers[signal.SIGINT](signal.SIGINT, frame)
             return
         self.is_draining = True
         drain_s = self._drain_s if number == signal.SIGTERM else 0.0
@@ -71,7 +70,7 @@ class Drain:
         if not drain_s:
             self._previous_handlers[number](number, frame)
             return
-        log.warning("asked to end: not ready any more, and gone in %g s", drain_s)
+        log.warning("SIGTERM received: draining, shutting down in %g s", drain_s)
         self._loop.call_soon_threadsafe(self._schedule_server_stop)
 
     def _limit_exit(self, limit_s: float) -> None:

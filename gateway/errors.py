@@ -1,8 +1,7 @@
-"""The error family: one sentence, one stable code, one status; and the one handler that renders it.
+"""The error classes, each with a status and a stable code, and the handler that renders them.
 
-Every class states its status and code once and builds its sentence from facts, so that callers pass
-what was wrong and never how to say it. The family derives from Starlette's `HTTPException`: what is
-raised while a body is being read then keeps its status on its way through FastAPI.
+The classes build their messages from facts, so that one error has one wording. They derive from Starlette's
+`HTTPException`, so that an error raised while a body is read keeps its status on its way through FastAPI.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from gateway.names import normalize_version
 log = logging.getLogger(__name__)
 
 
-# What curl -d says of a body when it is told nothing else.
+# The Content-Type that curl -d sends by default.
 CURL_DEFAULT_TYPE = "application/x-www-form-urlencoded"
 
 
 class GatewayError(HTTPException):
-    """What a caller is told. `detail` is the sentence; it never holds a path, a stack or a secret."""
+    """An error response. `detail` is the message; it never contains a path, a traceback or a secret."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "INTERNAL"
     retry_after_s: ClassVar[int | None] = None
-    report: Mapping[str, Any] | None = None  # management tells what came of it on each replica
-    is_event: bool = False  # Triton answered it as the first event of a stream
+    report: Mapping[str, Any] | None = None  # of a management call, by replica
+    is_event: bool = False  # Triton sent it as the first event of a stream
 
     def __init__(self, detail: str, *, headers: dict[str, str] | None = None) -> None:
         headers = headers or {}
@@ -47,7 +46,7 @@ class MalformedRequest(GatewayError):
 
 
 class Unauthenticated(GatewayError):
-    """Without a key, or with one that nobody has."""
+    """The request has no key, or an unknown one."""
 
     status, code = 401, "UNAUTHENTICATED"
 
@@ -64,7 +63,7 @@ class NotFound(GatewayError):
 
 
 class UnknownModel(GatewayError):
-    """The sentence begins as Triton's own does: its clients compare the words."""
+    """The message begins like Triton's, which existing clients compare."""
 
     status, code = 404, "MODEL_NOT_FOUND"
 
@@ -72,8 +71,8 @@ class UnknownModel(GatewayError):
         super().__init__(f"{self.describe(model, version)}; GET /v1/models lists the models")
 
     def describe(self, model: str, version: str) -> str:
-        which = f" version {normalize_version(version) or quote_text(version)}" if version else ""
-        return f"Request for unknown model: {quote_text(model)}{which} is not found"
+        suffix = f" version {normalize_version(version) or quote_text(version)}" if version else ""
+        return f"Request for unknown model: {quote_text(model)}{suffix} is not found"
 
 
 class UnknownModelToLoad(UnknownModel):
@@ -82,7 +81,7 @@ class UnknownModelToLoad(UnknownModel):
 
 
 class UnknownModelToTrace(UnknownModel):
-    """Triton words this one differently when asked for trace settings."""
+    """The trace settings API of Triton has a slightly different message."""
 
     def describe(self, model: str, version: str) -> str:
         return f"Request for unknown model : {quote_text(model)[1:-1]}"
@@ -93,16 +92,16 @@ class NotAcceptable(GatewayError):
 
     def __init__(self, accept: str, offered: Iterable[str]) -> None:
         super().__init__(
-            f"this answer cannot be given as {quote_text(accept)}; it can be had as {join_names(offered)}"
+            f"the response is not available as {quote_text(accept)}, but as {join_names(offered)}"
         )
 
 
 class UnrepresentableResponse(NotAcceptable):
-    """The form can be had in general, but not of this answer."""
+    """The content type is supported, but cannot represent this response."""
 
     def __init__(self, description: str, offered: Iterable[str]) -> None:
         GatewayError.__init__(
-            self, f"the answer is {description}; it can be had as {join_names(offered)}"
+            self, f"the response is {description}; it is available as {join_names(offered)}"
         )
 
 
@@ -112,7 +111,7 @@ class RequestTooSlow(GatewayError):
     status, code = 408, "REQUEST_TOO_SLOW"
 
     def __init__(self) -> None:
-        super().__init__("the request did not come in time")
+        super().__init__("the request was not received in time")
 
 
 class Conflict(GatewayError):
@@ -120,19 +119,19 @@ class Conflict(GatewayError):
 
 
 class ModelControlModeConflict(Conflict):
-    """Triton's words are the same for both of its modes that take no calls."""
+    """Triton's message is the same for modes poll and none, so this one names both."""
 
     code = "MODEL_CONTROL_MODE"
 
     def __init__(self) -> None:
         super().__init__(
-            "the replica's Triton runs in model control mode poll or none: what its repository holds "
-            "decides which models it serves; it takes loads and unloads in mode explicit"
+            "the replica's Triton runs in model control mode poll or none, in which its repository decides "
+            "which models it serves; loads and unloads require mode explicit"
         )
 
 
 class SequenceNotRunning(GatewayError):
-    """A request goes on with a sequence whose state is nowhere."""
+    """A request continues a sequence whose state does not exist."""
 
     status, code = 409, "SEQUENCE_NOT_RUNNING"
 
@@ -142,13 +141,13 @@ class SequenceNotRunning(GatewayError):
         sequence_id: int | str | None,
         reason: str = "it was not started, has ended or was idle for too long",
     ) -> None:
-        which = (
+        sequence = (
             "this sequence"
             if sequence_id is None
             else f"sequence {format_sequence_id(sequence_id)}"
         )
         super().__init__(
-            f"{which} of model {quote_text(model)} is not running: {reason}; begin it again with "
+            f"{sequence} of model {quote_text(model)} is not running: {reason}; start it again with "
             "sequence_start"
         )
 
@@ -159,33 +158,33 @@ class TooLarge(GatewayError):
 
 class BodyTooLarge(TooLarge):
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"the body is larger than the limit of {limit_bytes} bytes")
+        super().__init__(f"the body exceeds the limit of {limit_bytes} bytes")
 
 
 class UrlTooLong(GatewayError):
     status, code = 414, "URL_TOO_LONG"
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"the URL is longer than the limit of {limit_bytes} bytes")
+        super().__init__(f"the URL exceeds the limit of {limit_bytes} bytes")
 
 
 class UnsupportedBody(GatewayError):
     status, code = 415, "UNSUPPORTED_BODY"
 
     def __init__(self, content_type: str, supported: Iterable[str]) -> None:
-        what = (
-            f"a body of type {quote_text(content_type)}"
+        problem = (
+            f"Content-Type {quote_text(content_type)} is not supported here"
             if content_type
-            else "a body without a type"
+            else "Content-Type is missing"
         )
-        sentence = f"{what} is not taken here; send {join_names(supported)}"
+        message = f"{problem}; send {join_names(supported)}"
         if content_type == CURL_DEFAULT_TYPE:
-            sentence += " (curl -d needs a -H 'Content-Type: …' beside it)"
-        super().__init__(sentence)
+            message += " (with curl -d, add -H 'Content-Type: …')"
+        super().__init__(message)
 
 
 class UnsupportedEncoding(GatewayError):
-    """The body is compressed in a way that is not taken (RFC 9110, section 15.5.16)."""
+    """The content coding of the body is not supported (RFC 9110, section 15.5.16)."""
 
     status, code = UnsupportedBody.status, UnsupportedBody.code
 
@@ -197,7 +196,7 @@ class UnsupportedEncoding(GatewayError):
 
 
 class InputMismatch(GatewayError):
-    """Well-formed, but not what the model's metadata asks for."""
+    """The request is well-formed, but does not match the model's metadata."""
 
     status, code = 422, "DOES_NOT_FIT_MODEL"
 
@@ -207,7 +206,7 @@ class BadImage(InputMismatch):
 
 
 class RefusedByModel(GatewayError):
-    """Triton or the model itself found the request invalid."""
+    """Triton or the model rejected the request as invalid."""
 
     status, code = 422, "REFUSED_BY_MODEL"
 
@@ -221,7 +220,7 @@ class HeaderTooLarge(GatewayError):
 
     def __init__(self, limit_bytes: int, limit_fields: int) -> None:
         super().__init__(
-            f"the header is over the limit of {limit_bytes} bytes and {limit_fields} fields"
+            f"the header exceeds the limit of {limit_bytes} bytes or {limit_fields} fields"
         )
 
 
@@ -230,20 +229,20 @@ class ModelFault(GatewayError):
 
 
 class BadUpstream(GatewayError):
-    """A replica answered what no Triton answers, or stopped in the middle."""
+    """A replica sent an invalid or incomplete response."""
 
     status, code = 502, "BAD_UPSTREAM"
 
 
 class UpstreamResponseTooLarge(GatewayError):
-    """An answer of a replica that would be held as a whole. It says nothing of the replica's health."""
+    """A response is too large to buffer. It does not count against the replica's health."""
 
     status, code = 502, "BAD_UPSTREAM"
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
-            f"the replica's answer is larger than the limit of {limit_bytes} bytes; ask for less at a time, "
-            "or through /v2, which passes answers of any size"
+            f"the replica's response exceeds the limit of {limit_bytes} bytes; request less at a time, or "
+            "use /v2, which passes responses of any size"
         )
 
 
@@ -256,7 +255,7 @@ class NotEnoughMemory(GatewayError):
 
     def __init__(self) -> None:
         super().__init__(
-            "there is not enough memory for this request now; try again, or send less at a time"
+            "not enough memory for this request; try again later, or send less at a time"
         )
 
 
@@ -264,28 +263,28 @@ class TooManyConnections(GatewayError):
     status, code, retry_after_s = 503, "TOO_MANY_CONNECTIONS", 1
 
     def __init__(self) -> None:
-        super().__init__("the gateway has as many connections as it takes; try again")
+        super().__init__("the gateway has reached its connection limit; try again later")
 
 
 class ModelNotReady(GatewayError):
     status, code, retry_after_s = 503, "MODEL_NOT_READY", 1
 
     def __init__(self, model: str, version: str = "") -> None:
-        what = (
+        target = (
             f"version {quote_text(version)} of model {quote_text(model)}"
             if version
             else f"model {quote_text(model)}"
         )
-        super().__init__(f"{what} is not ready; load it, or try again when it has loaded")
+        super().__init__(f"{target} is not ready; load it, or try again when it is loaded")
 
 
 class StateUnavailable(GatewayError):
-    """What the API asked of models cannot be read or kept; what was kept before is as it was."""
+    """The desired state cannot be read or written; the stored one is unchanged."""
 
     status, code, retry_after_s = 503, "STATE_UNAVAILABLE", 1
 
     def __init__(self, action: str, reason: str) -> None:
-        super().__init__(f"what the API asked of models cannot be {action} now: {reason}")
+        super().__init__(f"the desired state cannot be {action}: {reason}")
 
 
 class DeadlinePassed(GatewayError):
@@ -293,15 +292,15 @@ class DeadlinePassed(GatewayError):
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(
-            f"no answer within {limit_s:g} s; ask for more time with X-Request-Timeout, in seconds"
+            f"no response within {limit_s:g} s; set a longer timeout with X-Request-Timeout, in seconds"
         )
 
 
-# What the framework raises itself, by status; the sentence is ours, for its own is a bare phrase.
+# Errors that the framework raises itself, by status; its own message is only the status phrase.
 FRAMEWORK_ERRORS = {
     400: ("MALFORMED_REQUEST", "the request is malformed"),
-    404: ("NOT_FOUND", "there is nothing at this path; GET /docs shows the API"),
-    405: ("METHOD_NOT_ALLOWED", "this path does not take this method; see the Allow header"),
+    404: ("NOT_FOUND", "path not found; GET /docs shows the API"),
+    405: ("METHOD_NOT_ALLOWED", "this path does not accept this method; see the Allow header"),
     413: ("TOO_LARGE", "the request is too large"),
 }
 
@@ -313,18 +312,18 @@ def format_sequence_id(sequence_id: int | str) -> str:
 def serialize_error(
     detail: str, code: str, request_id: str, report: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The body of every error: exactly these keys, `error` a string, as Triton's clients read it.
+    """Return the body of an error response, with the report of a management call.
 
-    Those of model management have their report as well.
+    `error` is a string, as Triton's clients expect.
     """
     return orjson.dumps({"error": detail, "code": code, "request_id": request_id, **(report or {})})
 
 
 def release_frames(exc: BaseException) -> None:
-    """Drop the tracebacks of an error that was handled, and of those that it was raised for.
+    """Drop the tracebacks of a handled error and of its context.
 
-    Their frames hold the request's body and refer back to the error, so that both would be held until
-    the garbage collector looks at old objects, thousands of requests later.
+    Their frames hold the request's body and refer back to the error, so that both would stay in memory until
+    the garbage collector scans old objects, thousands of requests later.
     """
     error: BaseException | None = exc
     while error is not None:
@@ -333,8 +332,8 @@ def release_frames(exc: BaseException) -> None:
 
 
 async def render_error(request: Request, exc: Exception) -> Response:
-    """The one handler. What is not of the family is a fault of ours: logged in full, told in brief."""
-    # Whoever gets here has it already; the family is for those too who do without FastAPI.
+    """Render any exception. An unexpected one is logged in full and reported without its cause."""
+    # Imported here, because programs without FastAPI use the error classes, too.
     from fastapi.exceptions import RequestValidationError  # noqa: PLC0415
 
     request_id = str(request.scope.get("request_id", ""))
@@ -342,21 +341,21 @@ async def render_error(request: Request, exc: Exception) -> Response:
         log.warning("out of memory", extra={"request_id": request_id})
         exc = NotEnoughMemory()
     if isinstance(exc, GatewayError):
-        status, code, sentence = exc.status, exc.code, exc.detail
+        status, code, message = exc.status, exc.code, exc.detail
         release_frames(exc)
     elif isinstance(exc, HTTPException):
         status = exc.status_code
-        code, sentence = FRAMEWORK_ERRORS.get(status, (f"HTTP_{status}", str(exc.detail)))
+        code, message = FRAMEWORK_ERRORS.get(status, (f"HTTP_{status}", str(exc.detail)))
     elif isinstance(exc, RequestValidationError):
         status, code = MalformedRequest.status, MalformedRequest.code
-        where, told = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
-        sentence = f"the {where[0]} parameter {quote_text(str(where[-1]))} cannot be taken: {told}"
+        location, reason = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
+        message = f"invalid {location[0]} parameter {quote_text(str(location[-1]))}: {reason}"
     else:
-        log.error("a fault in the gateway", exc_info=exc, extra={"request_id": request_id})
+        log.error("unhandled exception", exc_info=exc, extra={"request_id": request_id})
         status, code = 500, "INTERNAL"
-        sentence = "the gateway failed; its log has the reason under this request id"
+        message = "internal error; the gateway's log contains the cause under this request id"
     headers = getattr(exc, "headers", None)
-    body = serialize_error(sentence, code, request_id, getattr(exc, "report", None))
+    body = serialize_error(message, code, request_id, getattr(exc, "report", None))
     if getattr(exc, "is_event", False):
         return Response(b"data: %b\n\n" % body, status, headers, "text/event-stream")
     return Response(body, status, headers, "application/json")

@@ -1,13 +1,12 @@
-"""The keys file: who there is, what each may do, and which models each sees. It holds hashes, never keys.
+"""The keys file: callers, their roles and the models that they may use. It holds hashes, never keys.
 
-What is wrong with a file is told without a word of what stands in it.
+Error messages about a keys file do not quote its contents.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import math
 import os
 import re
@@ -27,19 +26,17 @@ from urllib.parse import quote
 
 import yaml
 
-from gateway.config_files import YAML_ERRORS, StrictYamlLoader, config_file_stamp
+from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
 from gateway.messages import CommandError
 
-log = logging.getLogger(__name__)
-
-KEY_PREFIX: Final = "tgw_"  # by which a key that lies around is found
+KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32
-# It is shown in the log, and must not be the key itself.
+# The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
 KEY_FIELDS: Final = {"name", "sha256", "roles", "models", "requests_per_second"}
 ANY_MODEL: Final = ("*",)
-# What a path's segment may hold as it is (RFC 3986, section 3.3).
+# Characters that a path segment may contain unescaped (RFC 3986, section 3.3).
 PATH_SAFE_CHARACTERS: Final = "!$&'()*+,;=:@"
 MAX_REQUEST_RATE: Final = 1e9
 MAX_CACHED_MODELS: Final = 1024
@@ -47,16 +44,16 @@ MAX_CACHED_NAME_LENGTH: Final = 256
 
 
 class BadKeysFile(CommandError):
-    """A keys file that cannot be used, in a sentence."""
+    """A keys file is invalid or cannot be read or written."""
 
 
 class Right(Enum):
-    infer = "infer"  # inference, and what models look like
+    infer = "infer"  # inference and model metadata
     metrics = "metrics"
-    fleet = "fleet"  # how the replicas are, and where
+    fleet = "fleet"  # addresses and health of the replicas
     manage = "manage"
 
-    __hash__ = object.__hash__  # Enum's own is a function of Python's, on the way of every request
+    __hash__ = object.__hash__  # Enum's own hash is written in Python, and every request uses it
 
 
 class Role(str, Enum):
@@ -74,7 +71,7 @@ ROLE_RIGHTS: Final = {
 
 @dataclass(frozen=True, eq=False)
 class Caller:
-    """Who asks. `name` is that of the key; `requests_per_second` is for the limits."""
+    """A client, identified by its key; `name` is the name of the key."""
 
     name: str
     roles: tuple[Role, ...] = ()
@@ -89,54 +86,51 @@ class Caller:
         return "*" in self.models
 
     def can_see(self, model: str) -> bool:
-        """Whether the model exists for this caller."""
         if self.can_see_all:
             return True
-        found = self._visibility_cache.get(model)
-        if found is None:
-            found = is_path_safe(model) and any(fnmatchcase(model, glob) for glob in self.models)
+        visible = self._visibility_cache.get(model)
+        if visible is None:
+            visible = is_path_safe(model) and any(fnmatchcase(model, glob) for glob in self.models)
             if len(model) <= MAX_CACHED_NAME_LENGTH:
                 if len(self._visibility_cache) >= MAX_CACHED_MODELS:
                     self._visibility_cache.clear()
-                self._visibility_cache[model] = found
-        return found
+                self._visibility_cache[model] = visible
+        return visible
 
 
 def is_path_safe(model: str) -> bool:
-    """Whether the name stands in a path as it is. Triton decodes nothing, but what stands before it might:
-    `res%2F..%2Fsecret` would match `res*` here and be `secret` there."""
+    """Return whether the name needs no escaping in a path.
+
+    Triton decodes nothing, but a proxy before it might: `res%2F..%2Fsecret` would match `res*` here and
+    mean `secret` there.
+    """
     return model not in (".", "..") and quote(model, safe=PATH_SAFE_CHARACTERS) == model
 
 
-# Reading.
-
-
 def parse_keys(text: str) -> dict[bytes, Caller]:
-    """The keys of a keys file, by hash. Raises `BadKeysFile`."""
+    """Return the callers by the hash of their key. Raises `BadKeysFile`."""
     entries = parse_key_entries(text)
-    found = [parse_key_entry(f"key {number}", entry) for number, entry in enumerate(entries, 1)]
-    for what, values in (
-        ("name", {caller.name for caller in found}),
-        ("sha256", {caller.digest for caller in found}),
+    callers = [parse_key_entry(f"key {number}", entry) for number, entry in enumerate(entries, 1)]
+    for label, values in (
+        ("name", {caller.name for caller in callers}),
+        ("sha256", {caller.digest for caller in callers}),
     ):
-        if len(values) < len(found):
-            raise BadKeysFile(f"two keys have the same {what}")
-    return {caller.digest: caller for caller in found}
+        if len(values) < len(callers):
+            raise BadKeysFile(f"two keys have the same {label}")
+    return {caller.digest: caller for caller in callers}
 
 
 def parse_key_entries(text: str) -> list[Any]:
     try:
-        document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a safe one
+        document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a subclass of SafeLoader
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark
-        where = f" from line {mark.line + 1} on" if mark is not None else ""
-        raise BadKeysFile(f"it is not YAML{where}") from None
+        position = f" at line {mark.line + 1}" if mark is not None else ""
+        raise BadKeysFile(f"invalid YAML{position}") from None
     except YAML_ERRORS:
-        raise BadKeysFile(
-            "it is not plain YAML (aliases and doubled fields are not taken)"
-        ) from None
+        raise BadKeysFile("invalid YAML (aliases and duplicate fields are not supported)") from None
     if not isinstance(document, dict) or set(document) != {"keys"}:
-        raise BadKeysFile("it must hold one field, 'keys', with a list")
+        raise BadKeysFile("the file must contain exactly one field, 'keys', with a list")
     if not isinstance(document["keys"], list):
         raise BadKeysFile("'keys' must be a list")
     return document["keys"]
@@ -144,24 +138,26 @@ def parse_key_entries(text: str) -> list[Any]:
 
 def parse_key_entry(label: str, entry: Any) -> Caller:
     if not isinstance(entry, dict) or not set(entry) <= KEY_FIELDS:
-        raise BadKeysFile(f"{label} must be an object of {', '.join(sorted(KEY_FIELDS))}")
+        raise BadKeysFile(
+            f"{label} must be an object with the fields {', '.join(sorted(KEY_FIELDS))}"
+        )
     name, digest = entry.get("name"), entry.get("sha256")
     if not isinstance(name, str) or not KEY_NAME.fullmatch(name):
         raise BadKeysFile(
             f"the name of {label} must be 1 to 64 letters, digits and . @ : / + - _ (and not a key)"
         )
-    what = f"of {label} ({name})"
+    suffix = f"of {label} ({name})"
     if not isinstance(digest, str) or not SHA256_HEX.fullmatch(digest):
-        raise BadKeysFile(f"the sha256 {what} must be 64 hexadecimal digits, in quotes")
+        raise BadKeysFile(f"the sha256 {suffix} must be 64 hexadecimal digits, in quotes")
     roles = entry.get("roles")
     if not is_string_list(roles) or not set(roles) <= set(Role):
-        raise BadKeysFile(f"the roles {what} must be a list of {', '.join(Role)}")
+        raise BadKeysFile(f"the roles {suffix} must be a list of {', '.join(Role)}")
     models = entry.get("models", list(ANY_MODEL))
     if not is_string_list(models):
-        raise BadKeysFile(f"the models {what} must be a list of names or patterns, in quotes")
+        raise BadKeysFile(f"the models {suffix} must be a list of names or patterns, in quotes")
     rate = entry.get("requests_per_second")
     if rate is not None and not is_request_rate(rate):
-        raise BadKeysFile(f"requests_per_second {what} must be a number above 0")
+        raise BadKeysFile(f"requests_per_second {suffix} must be a number above 0")
     return Caller(
         name,
         tuple(map(Role, roles)),
@@ -183,44 +179,19 @@ def is_request_rate(value: Any) -> bool:
     return number and 0 < value <= MAX_REQUEST_RATE
 
 
-@dataclass
-class KeysFile:
-    """The file, read again when it changes. A broken one leaves the last good one in force."""
-
-    path: Path
-    is_valid: bool = True  # whether the keys in force are those of the file
-    _callers: Mapping[bytes, Caller] = field(default_factory=dict, repr=False)
-    _stamp: tuple[int, ...] = ()
-
-    def load(self) -> None:
-        """The first read. Raises `BadKeysFile`."""
-        self._stamp = config_file_stamp(self.path)
-        self._callers = read_keys_file(self.path)
-
-    def reload_if_changed(self) -> None:
-        """Read it again if it changed."""
-        seen = config_file_stamp(self.path)
-        if seen == self._stamp:
-            return  # a broken one is complained of once
-        self._stamp = seen
-        try:
-            self._callers = read_keys_file(self.path)
-        except BadKeysFile as exc:
-            self.is_valid = False
-            log.error("the keys stay as they were: %s", exc)
-        else:
-            self.is_valid = True
-            log.warning("the keys file changed: %d keys are in force", len(self._callers))
+class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, read_keys_file)
 
     def find_caller(self, key: bytes) -> Caller | None:
-        """Whose key it is. How long it takes tells nothing of any other key: only hashes are compared."""
+        # Only hashes are compared, so that the time it takes reveals nothing about other keys.
         digest = hashlib.sha256(key).digest()
-        found = self._callers.get(digest)
-        return found if found is not None and compare_digest(found.digest, digest) else None
+        caller = self.value.get(digest)
+        return caller if caller is not None and compare_digest(caller.digest, digest) else None
 
 
 def read_keys_file(path: Path) -> dict[bytes, Caller]:
-    """The keys of a file, by hash. Raises `BadKeysFile`."""
+    """Return the callers by the hash of their key. Raises `BadKeysFile`, which names the file."""
     text = read_keys_text(path)
     try:
         return parse_keys(text)
@@ -229,22 +200,18 @@ def read_keys_file(path: Path) -> dict[bytes, Caller]:
 
 
 def read_keys_text(path: Path) -> str:
-    """Raises `BadKeysFile`."""
     try:
         return path.read_text("utf-8")
     except OSError as exc:
         raise BadKeysFile(f"the keys file {path}: {exc.strerror}") from None
     except UnicodeDecodeError:
-        raise BadKeysFile(f"the keys file {path}: it is not UTF-8") from None
-
-
-# Changing, for the command line.
+        raise BadKeysFile(f"the keys file {path}: the file is not valid UTF-8") from None
 
 
 def add_key(
     path: Path, name: str, roles: Sequence[Role], models: Sequence[str], rate: float | None
 ) -> str:
-    """Add a key, and return it: it is written nowhere. Raises `BadKeysFile`."""
+    """Add a key and return it; only its hash is stored. Raises `BadKeysFile`."""
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     entry: dict[str, Any] = {
         "name": name,
@@ -257,24 +224,23 @@ def add_key(
     parse_key_entry("the new key", entry)
     with lock_keys_file(path) as (text, entries):
         if any(other["name"] == name for other in entries):
-            raise BadKeysFile(f"there is a key '{name}' already; revoke it, or take another name")
+            raise BadKeysFile(f"key '{name}' already exists; revoke it or choose another name")
         write_keys_file(path, append_key_entry(text, [*entries, entry]))
     return key
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out. Raises `BadKeysFile`."""
     with lock_keys_file(path) as (text, entries):
-        kept = [entry for entry in entries if entry["name"] != name]
-        if len(kept) == len(entries):
-            raise BadKeysFile(f"there is no key '{name}' in {path}")
-        number = next(at for at, entry in enumerate(entries) if entry["name"] == name)
-        write_keys_file(path, remove_key_entry(text, number, kept))
+        remaining = [entry for entry in entries if entry["name"] != name]
+        if len(remaining) == len(entries):
+            raise BadKeysFile(f"key '{name}' not found in {path}")
+        index = next(index for index, entry in enumerate(entries) if entry["name"] == name)
+        write_keys_file(path, remove_key_entry(text, index, remaining))
 
 
 @contextmanager
 def lock_keys_file(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """The file's text and entries, and nobody else's turn meanwhile; an absent one has none."""
+    """Lock the file for other commands; yield its text and entries, both empty if it does not exist."""
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as exc:
@@ -295,42 +261,39 @@ def dump_key_entries(entries: Sequence[Any]) -> str:
 
 
 def find_key_list(text: str) -> yaml.SequenceNode | None:
-    """The list of keys where it stands in the text, one below the other."""
+    """Return the list of keys if it is a non-empty block sequence."""
     document = yaml.compose(text, StrictYamlLoader) if text else None
     if isinstance(document, yaml.MappingNode):
-        found = document.value[0][1]
-        if isinstance(found, yaml.SequenceNode) and found.value and not found.flow_style:
-            return found
+        keys = document.value[0][1]
+        if isinstance(keys, yaml.SequenceNode) and keys.value and not keys.flow_style:
+            return keys
     return None
 
 
 def append_key_entry(text: str, entries: Sequence[Any]) -> str:
-    """The text with the last of these entries added; comments stay where they can."""
-    there = find_key_list(text)
-    if there is not None:
-        fresh = yaml.safe_dump([entries[-1]], sort_keys=False, width=math.inf)
-        margin = " " * there.start_mark.column
-        if (longer := f"{text.rstrip()}\n{indent(fresh, margin)}") and holds_key_entries(
-            longer, entries
-        ):
-            return longer
+    """Return the text with the last of these entries added; comments are kept where possible."""
+    key_list = find_key_list(text)
+    if key_list is not None:
+        addition = yaml.safe_dump([entries[-1]], sort_keys=False, width=math.inf)
+        extended = f"{text.rstrip()}\n{indent(addition, ' ' * key_list.start_mark.column)}"
+        if holds_key_entries(extended, entries):
+            return extended
     return dump_key_entries(entries)
 
 
 def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
-    """The text without the entry of this number."""
-    there = find_key_list(text)
-    if there is not None and remaining:
+    key_list = find_key_list(text)
+    if key_list is not None and remaining:
         lines = text.splitlines(keepends=True)
-        first = there.value[index].start_mark.line
+        first = key_list.value[index].start_mark.line
         last = (
-            there.value[index + 1].start_mark.line
-            if index + 1 < len(there.value)
-            else there.value[index].end_mark.line
+            key_list.value[index + 1].start_mark.line
+            if index + 1 < len(key_list.value)
+            else key_list.value[index].end_mark.line
         )
-        shorter = "".join(lines[:first] + lines[last:])
-        if holds_key_entries(shorter, remaining):
-            return shorter
+        shortened = "".join(lines[:first] + lines[last:])
+        if holds_key_entries(shortened, remaining):
+            return shortened
     return dump_key_entries(remaining)
 
 
@@ -342,15 +305,15 @@ def holds_key_entries(text: str, entries: Sequence[Any]) -> bool:
 
 
 def write_keys_file(path: Path, text: str) -> None:
-    """All of it or nothing, and for the owner's eyes only; a link stays one. Raises `BadKeysFile`."""
+    """Replace the file atomically, readable by its owner only; a symbolic link stays one."""
     target = path.resolve()
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 if target.exists() and os.geteuid() == 0:
-                    found = target.stat()
-                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                    status = target.stat()
+                    os.fchown(file.fileno(), status.st_uid, status.st_gid)
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

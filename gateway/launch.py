@@ -1,6 +1,6 @@
-"""What `triton-gateway up`, `triton` and `serve` start.
+"""The processes that `triton-gateway up`, `triton` and `serve` start.
 
-The gateway takes a second to import: what cannot be is said before, and Triton alone does without.
+The gateway takes a second to import, so errors are reported before, and `triton` does not import it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MessageWriter = Callable[[str], None]
 
 
 def run_with_embedded_triton(options: TritonOptions, host: str, port: int, replicas: int) -> None:
-    began = time.monotonic()
+    started_at = time.monotonic()
     fleet = [options.for_replica(number) for number in range(replicas)]
     check_distinct_ports({"--port": port, **collect_ports(fleet)})
     check_port_free(host, port, "--port")
-    # Nobody looks at the readiness of a laptop: what ends, ends at once.
-    # And its repository is another one each time: what was loaded in the last session is forgotten.
+    # Sessions of `up` may use different repositories, so that loaded models are not remembered, and nothing
+    # watches their readiness, so that they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
-    settings, say = configure_process(
+    settings, print_line = configure_process(
         triton_urls=tuple(options.url for options in fleet), drain_s=0
     )
     restricted = read_restricted_api(settings) or generate_restricted_api()
@@ -61,9 +61,8 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
     from gateway.server import create_server
 
     def on_ready() -> None:
-        say(
-            f"ready after {time.monotonic() - began:.1f} s on http://{host}:{port}  (Ctrl-C ends it)"
-        )
+        elapsed_s = time.monotonic() - started_at
+        print_line(f"ready after {elapsed_s:.1f} s on http://{host}:{port}  (press Ctrl-C to stop)")
 
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
@@ -75,30 +74,30 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
         if len(reasons) == replicas:
             gateway.should_exit = True
         else:
-            say(f"{reason}; the gateway goes on with the others")
+            print_line(f"{reason}; the gateway continues with the other replicas")
 
     with prompt_exit():
-        with run_embedded_tritons(create_tritons(fleet, on_failure, say), say):
+        with run_embedded_tritons(create_tritons(fleet, on_failure, print_line), print_line):
             gateway.run()
         if len(reasons) == replicas:
             raise CommandError(reasons[-1])
 
 
 def run_triton(options: TritonOptions, host: str) -> None:
-    settings, say = configure_process()
+    settings, print_line = configure_process()
     restricted = read_restricted_api(settings)
     if warning := describe_exposure(host, restricted=restricted is not None):
-        say(warning)
+        print_line(warning)
     reasons: list[str] = []
 
     def on_failure(reason: str) -> None:
         reasons.append(reason)
-        # From another thread: only a signal to the main one wakes it.
+        # This runs in another thread; only a signal wakes the main thread.
         signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
     options = replace(options, host=host, restricted_api=restricted)
-    with prompt_exit(), EmbeddedTriton(options, on_message=say, on_failure=on_failure):
-        say(f"Triton is ready: {options.url}  (Ctrl-C ends it)")
+    with prompt_exit(), EmbeddedTriton(options, on_message=print_line, on_failure=on_failure):
+        print_line(f"Triton is ready: {options.url}  (press Ctrl-C to stop)")
         try:
             signal.pause()
         except SystemExit:
@@ -109,23 +108,24 @@ def run_triton(options: TritonOptions, host: str) -> None:
 
 def run_gateway(host: str, port: int, workers: int) -> None:
     check_port_free(host, port, "--port")
-    settings, say = configure_process()
+    settings, print_line = configure_process()
     from gateway.app import create_app
     from gateway.server import create_server, run_workers
 
     tritons = ", ".join(settings.triton_urls)
-    ready = partial(say, f"serving {tritons} on http://{host}:{port}  (Ctrl-C ends it)")
+    message = f"serving {tritons} on http://{host}:{port}  (press Ctrl-C to stop)"
+    on_ready = partial(print_line, message)
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
-    app = create_app(settings)  # what cannot be used is said here, and not by each worker
+    app = create_app(settings)  # reports invalid settings once, not in each worker
     with prompt_exit(), ExitStack() as stack:
         if workers > 1:
-            if settings.state == "memory:":  # they share it, and forget it at the end
+            if settings.state == "memory:":  # the workers share a file that is deleted at the end
                 folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
                 os.environ["GATEWAY_STATE"] = f"file://{folder}/state.json"
-            run_workers(settings, host, port, workers, ready)
+            run_workers(settings, host, port, workers, on_ready)
         else:
-            create_server(app, settings, host, port, ready).run()
+            create_server(app, settings, host, port, on_ready).run()
 
 
 def read_restricted_api(settings: Settings) -> RestrictedApi | None:
@@ -134,33 +134,34 @@ def read_restricted_api(settings: Settings) -> RestrictedApi | None:
 
 
 def describe_exposure(host: str, *, restricted: bool) -> str:
-    """A warning of what others may do with a Triton that listens at `host`; empty if nothing."""
-    told = "GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET, set for it and its gateway, prevents that"
+    """Return a warning about access to a Triton that listens on `host`; empty if there is no risk."""
+    advice = (
+        "to prevent this, set GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET for Triton and the gateway"
+    )
     if restricted:
-        use = f"whoever reaches {host} may use every model of this Triton: it asks nobody for a key"
-        return "" if is_loopback(host) else use
+        warning = f"clients that reach {host} can use all models: Triton does not check keys"
+        return "" if is_loopback(host) else warning
     if is_loopback(host):
-        return f"web pages and other users of this machine can load code into this Triton; {told}"
+        return f"web pages and other users of this machine can load code into Triton; {advice}"
     return (
-        f"whoever reaches {host} may do anything with this Triton, load code as well: it asks nobody "
-        f"for a key; {told}"
+        f"clients that reach {host} have full access to Triton, including loading code, because Triton "
+        f"does not check keys; {advice}"
     )
 
 
 def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
-    """The settings of the environment, with which the log is set up; and how one speaks beside it."""
+    """Read the settings and configure the log; return a function that writes lines between those of the log."""
     settings = read_settings(**overrides)
     writer = logs.configure(settings)
-    for sentence in describe_unknown_settings(os.environ):
-        log.warning("%s", sentence)
+    for warning in describe_unknown_settings(os.environ):
+        log.warning("%s", warning)
     return settings, writer.write_message
 
 
 def restrict_allowed_hosts(host: str, settings: Settings) -> Settings:
-    """The settings of a gateway that listens at `host`; for worker processes too, by the environment.
+    """Restrict the Host header to localhost on loopback without keys; workers inherit it by the environment.
 
-    On loopback, without keys, what keeps others out is that they cannot reach it; and a page whose name
-    stands for 127.0.0.1 (DNS rebinding) can.
+    Otherwise a web page whose name resolves to 127.0.0.1 (DNS rebinding) could reach such a gateway.
     """
     if settings.keys_file is not None or settings.allowed_hosts or not is_loopback(host):
         return settings
@@ -171,8 +172,8 @@ def restrict_allowed_hosts(host: str, settings: Settings) -> Settings:
 def warn_if_exposed(settings: Settings, host: str) -> None:
     if settings.keys_file is None and not is_loopback(host):
         log.warning(
-            "whoever reaches %s may use every model and read the metrics: there is no keys file "
-            "(GATEWAY_KEYS_FILE; triton-gateway key create makes one)",
+            "clients that reach %s can use all models and read the metrics: GATEWAY_KEYS_FILE is not set; "
+            "create a keys file with: triton-gateway key create",
             host,
         )
 
@@ -180,7 +181,7 @@ def warn_if_exposed(settings: Settings, host: str) -> None:
 def create_tritons(
     fleet: Sequence[TritonOptions], on_failure: MessageWriter, on_message: MessageWriter
 ) -> list[EmbeddedTriton]:
-    """What one of several says begins with its address."""
+    # The messages of several Tritons begin with their addresses.
     return [
         EmbeddedTriton(
             options,

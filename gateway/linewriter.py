@@ -1,4 +1,4 @@
-"""Lines for standard error, written by a thread: nobody who has something to say waits for who reads it."""
+"""A queue of lines for standard error, written by a thread so that no caller blocks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from typing import Final
 
 from gateway.messages import escape_unprintable
 
-MAX_QUEUED_BYTES: Final = 4 << 20  # that wait to be written
+MAX_QUEUED_BYTES: Final = 4 << 20  # of lines that wait to be written
 WRITE_BATCH_BYTES: Final = 64 << 10
-# Lines that come this soon after the first are written together: waking a thread for each would cost more
-# than all else that a line costs.
+# Lines that follow the first one within this time are written together, because waking the thread for each
+# line would cost more than the line itself.
 BATCH_DELAY_S: Final = 0.005
 FLUSH_POLL_S: Final = 0.005
 
 
 def format_dropped_notice(count: int) -> str:
-    """The line that stands where others were dropped."""
-    return f"{count} lines of the log were dropped here: standard error was not read in time"
+    return f"{count} log lines were dropped here because standard error was not read in time"
 
 
 class LineWriter:
     """A bounded queue of lines, and the thread that writes them.
 
-    A line that finds the queue full is dropped and counted, and a line says how many are missing as soon as
-    there is room again. Anything here may be called by any thread, and by a signal's handler.
+    A full queue drops and counts new lines, and writes a notice with their number when it has room again. All
+    methods may be called from any thread and from signal handlers.
     """
 
     def __init__(
@@ -49,15 +48,16 @@ class LineWriter:
         self._unreported_count = 0  # dropped since the last notice
         self._is_idle = True
         self._wakeup: SimpleQueue[None] = SimpleQueue()
-        self._lock = threading.RLock()  # a signal's handler may come in the midst of it
+        self._lock = (
+            threading.RLock()
+        )  # reentrant, because a signal handler may interrupt its holder
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     def write_message(self, message: str) -> None:
-        """A line for a person."""
         self.enqueue(f"{escape_unprintable(message)}\n")
 
     def enqueue(self, text: str) -> None:
-        """Whole lines, each with its end; all of them are written, or none."""
+        """Add one or more lines, each with its line end; all of them are written, or none."""
         with self._lock:
             if self._queued_size and self._queued_size + len(text) > self._max_bytes:
                 self.dropped_count += 1
@@ -71,7 +71,7 @@ class LineWriter:
             self._wakeup.put(None)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, but no longer than this; whether it is."""
+        """Wait until all lines are written; return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         while not self._is_idle:
             if time.monotonic() > deadline:
@@ -96,12 +96,12 @@ class LineWriter:
                     write_fully(
                         self._descriptor, "".join(lines).encode("utf-8", "backslashreplace")
                     )
-                except OSError:  # nobody reads any more, or the disk is full
+                except OSError:  # the reader closed the pipe, or the disk is full
                     with self._lock:
                         self.dropped_count += len(lines)
 
     def _take_batch(self) -> list[str]:
-        """What is to be written next; nothing, and the thread idle, when there is nothing."""
+        """Return the next lines to write; an empty list marks the thread as idle."""
         pieces: list[str] = []
         with self._lock:
             if not self._lines and self._unreported_count:
@@ -116,7 +116,7 @@ class LineWriter:
 
 
 def write_fully(descriptor: int, data: bytes) -> None:
-    """Raises `OSError`; waits for a descriptor that somebody has made non-blocking."""
+    """Write all data, waiting even if another program made the descriptor non-blocking. Raises `OSError`."""
     view = memoryview(data)
     while view:
         try:

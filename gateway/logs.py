@@ -1,4 +1,4 @@
-"""Log lines: readable for people, or one JSON object each; always one line, always with the request id."""
+"""Log formatters (console and JSON, one line per record, with the request id) and the queued log handler."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STANDARD_RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {
 
 
 class RequestIdFilter(logging.Filter):
-    """Adds the request's id to a record, and those of its trace where there is one."""
+    """Adds the request id to a record, and the trace and span ids if the request is traced."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        notes = current_request_info.get()
+        info = current_request_info.get()
         if not getattr(record, "request_id", ""):
-            record.request_id = notes.request_id if notes is not None else ""
-        if notes is not None and notes.trace is not None:
-            record.trace_id, record.span_id = notes.trace.trace_id, notes.trace.span_id
+            record.request_id = info.request_id if info is not None else ""
+        if info is not None and info.trace is not None:
+            record.trace_id, record.span_id = info.trace.trace_id, info.trace.span_id
         return True
 
 
@@ -61,22 +61,22 @@ class JsonFormatter(logging.Formatter):
 class ConsoleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         pairs = {"request_id": getattr(record, "request_id", ""), **extra_fields(record)}
-        told = " ".join(
+        fields = " ".join(
             f"{key}={escape_unprintable(str(value))}" for key, value in pairs.items() if value != ""
         )
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         message = escape_unprintable(record.getMessage())
-        line = f"{time} {record.levelname.lower():7} {message} {told}".rstrip()
+        line = f"{time} {record.levelname.lower():7} {message} {fields}".rstrip()
         return f"{line}\n{self.format_traceback(record)}" if record.exc_info else line
 
     def format_traceback(self, record: logging.LogRecord) -> str:
-        """Each line of it escaped and moved in: what an exception says could pass for a line of the log."""
+        # Every line is escaped and indented, because an exception's message could look like a log line.
         lines = self.formatException(record.exc_info or (None, None, None)).split("\n")
         return "\n".join(f"  {escape_unprintable(line)}" for line in lines)
 
 
 class QueuedLogHandler(logging.Handler):
-    """Hands the formatted lines to a thread that writes them: the event loop waits for nobody who reads."""
+    """Hands the formatted lines to a thread that writes them, so that the event loop never blocks."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class QueuedLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.writer.enqueue(f"{self.format(record)}\n")
-        except Exception:  # noqa: BLE001 - as every handler of logging: what is said must not fail who says it
+        except Exception:  # noqa: BLE001 - like every logging handler: logging must not raise
             self.handleError(record)
 
     def flush(self) -> None:
@@ -105,7 +105,7 @@ class QueuedLogHandler(logging.Handler):
 
 
 def configure(settings: Settings) -> LineWriter:
-    """Set up the log; what else goes to standard error has its turn in the same queue."""
+    """Configure logging; return the writer of standard error, for other lines in the same order."""
     handler = QueuedLogHandler(STDERR)
     handler.addFilter(RequestIdFilter())
     handler.setFormatter(
@@ -124,18 +124,16 @@ def configure(settings: Settings) -> LineWriter:
 
 
 def find_log_handlers() -> list[QueuedLogHandler]:
-    """Those of this process's log: one, or none where nobody has set it up."""
     return [
         handler for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler)
     ]
 
 
 def flush() -> None:
-    """Have written what was said until now, but wait for nobody for long."""
+    """Wait until the queued lines are written, up to `LOG_FLUSH_TIMEOUT_S`."""
     for queue in find_log_handlers():
         queue.flush()
 
 
 def count_dropped_lines() -> int:
-    """How many lines of this process's log nobody read in time."""
     return sum(queue.writer.dropped_count for queue in find_log_handlers())

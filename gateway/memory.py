@@ -1,4 +1,4 @@
-"""The bytes that requests hold in memory, in one budget for the process."""
+"""The memory budget that all requests of the process share."""
 
 from __future__ import annotations
 
@@ -15,36 +15,34 @@ CGROUP_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1
 )
 MIN_BUDGET_BYTES: Final = 64 << 20
-# What large requests hold together leaves a quarter of the budget to small ones.
+# Large requests together leave a quarter of the budget to small ones.
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
 
 
 def memory_limit_bytes() -> int:
-    """Return the memory that this process may take, in bytes: its control group's limit or all there is."""
+    """Return the limit of the control group, or the physical memory if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # there is none, or it is "max"
+        with suppress(OSError, ValueError):  # no such file, or its value is "max"
             return min(total, int(path.read_text()))
     return total
 
 
 def default_budget_bytes() -> int:
-    """Return a quarter of the memory limit: the rest is for what requests do not hold."""
+    # The rest of the memory is for everything but request and response bodies.
     return max(memory_limit_bytes() // 4, MIN_BUDGET_BYTES)
 
 
 class MemoryBudgetExceeded(Overloaded):
-    """The requests that are being served hold as much memory as they may."""
+    """The requests in progress use the whole memory budget."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "the requests that are being served hold all the memory they may; try again shortly"
-        )
+        super().__init__("the requests in progress use the whole memory budget; try again shortly")
 
 
 class MemoryBudget:
-    """Bytes that requests may hold together. A large request may take three quarters of them at most."""
+    """The bytes that requests may hold together; large requests may use three quarters of them."""
 
     def __init__(self, total_bytes: int, metrics: Metrics) -> None:
         self._total_bytes = total_bytes
@@ -53,12 +51,12 @@ class MemoryBudget:
         self.used_bytes = 0
 
     def reserve(self, held_bytes: int, more_bytes: int) -> None:
-        """Take more for a request that holds some already. Raises `OutOfBudget` or `TooLarge`."""
-        wanted = held_bytes + more_bytes
-        limit = self._total_bytes if wanted <= SMALL_REQUEST_BYTES else self._large_bytes
-        if wanted > limit:
+        """Reserve `more_bytes` for a request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
+        needed_bytes = held_bytes + more_bytes
+        limit = self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
+        if needed_bytes > limit:
             raise TooLarge(
-                f"the request needs {wanted} bytes of memory; "
+                f"the request needs {needed_bytes} bytes of memory; "
                 f"the limit is {limit} (GATEWAY_MAX_BYTES_IN_FLIGHT)"
             )
         if self.used_bytes + more_bytes > limit:
@@ -71,7 +69,7 @@ class MemoryBudget:
 
 
 class MemoryCharge:
-    """What one request holds of the budget, from its first byte until its answer's last."""
+    """The share of one request in the memory budget, until its response is sent."""
 
     __slots__ = ("_budget", "held_bytes")
 
@@ -80,7 +78,6 @@ class MemoryCharge:
         self.held_bytes = 0
 
     def add(self, more_bytes: int) -> None:
-        """Raises `OutOfBudget` or `TooLarge`."""
         self._budget.reserve(self.held_bytes, more_bytes)
         self.held_bytes += more_bytes
 

@@ -1,4 +1,4 @@
-"""What people are told: the parts of a sentence, and the sentence with which a command ends."""
+"""Text helpers for messages, and the base class of CLI errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WRITE_TIMEOUT_MS: Final = 1000
 
 
 class CommandError(Exception):
-    """A command that ends: the sentence goes to standard error, and tells what to do."""
+    """Ends a command; the message goes to standard error and says what to do."""
 
     status: ClassVar[int] = 1  # the command's exit status
 
 
 def print_message(message: str) -> None:
-    """To a person, on standard error; that nobody reads it, or not any more, must not stop anything."""
+    """Write a line to standard error; ignore a closed stream, and one that is not read in time."""
     with suppress(OSError, ValueError):
         if can_write_line(sys.stderr):
             sys.stderr.write(f"{escape_unprintable(message)}\n")
@@ -26,25 +26,25 @@ def print_message(message: str) -> None:
 
 
 def can_write_line(stream: TextIO) -> bool:
-    """Whether a line can be written there soon: a pipe that is full and that nobody reads takes none."""
+    """Return False for a pipe that stays full for `WRITE_TIMEOUT_MS`."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
-        return True  # not of the system
+        return True  # not a stream of the operating system
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(WRITE_TIMEOUT_MS))
 
 
 def escape_unprintable(text: str) -> str:
-    """`text` with everything escaped that would end its line, speak to a terminal or turn its order."""
+    """Escape line ends, terminal control sequences and bidirectional controls."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def escape_unprintable_json(text: str) -> str:
-    """JSON of the same meaning, with everything but its line ends escaped that `printable` escapes."""
+    """Escape the same characters as `escape_unprintable` in JSON text, except line ends."""
     if text.isprintable():
         return text
     return "".join(
@@ -53,7 +53,7 @@ def escape_unprintable_json(text: str) -> str:
 
 
 def escape_json_character(code: int) -> str:
-    """A character as JSON escapes it (RFC 8259, section 7)."""
+    # RFC 8259, section 7
     if code < 0x10000:
         return f"\\u{code:04x}"
     high, low = divmod(code - 0x10000, 0x400)
@@ -61,13 +61,13 @@ def escape_json_character(code: int) -> str:
 
 
 def quote_text(text: str, limit: int = 80) -> str:
-    """`text` as it may stand in a sentence: printable, and no longer than `limit` characters."""
+    """Return `text` in quotes, printable and cut to `limit` characters."""
     shown = text if len(text) <= limit else text[: limit - 1] + "…"
     return "'" + "".join(c if c.isprintable() else "�" for c in shown) + "'"
 
 
 def join_names(names: Iterable[str], limit: int = 20) -> str:
-    """«a, b and c», cut after `limit` names."""
+    """Return `a, b and c`, cut after `limit` names."""
     shown: Sequence[str] = list(names)
     if len(shown) > limit:
         shown = [*shown[:limit], f"{len(shown) - limit} more"]

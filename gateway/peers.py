@@ -1,4 +1,4 @@
-"""The user of the program at the other end of a loopback connection, by the kernel (sock_diag(7))."""
+"""The user at the other end of a loopback connection, as reported by the kernel (sock_diag(7))."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 NETLINK_SOCK_DIAG: Final = 4
 SOCK_DIAG_BY_FAMILY: Final = 20
 NLM_F_REQUEST: Final = 1
-# A socket that is being closed has no process any more, and its user reads as 0, which is root.
+# A closing socket has no process, and its user reads as 0, which is root.
 TCP_ESTABLISHED: Final = 1
 ANY_STATE: Final = 0xFFFFFFFF
 NETLINK_HEADER: Final = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
@@ -33,34 +33,32 @@ SocketAddress = tuple[str, int]
 def find_peer_uid(client: SocketAddress, server: SocketAddress) -> int | None:
     """Return the user id of the process that holds the client's end of a TCP connection.
 
-    None where there is no such socket, where it is not open any more, or the system does not tell.
+    Return None if the socket does not exist or is closing, or if the system does not report it.
     """
     try:
-        answer = query_kernel(encode_diag_request(client, server))
+        response = query_kernel(encode_diag_request(client, server))
     except OSError:
         return None
-    kind = NETLINK_HEADER.unpack_from(answer)[1]
-    if kind != SOCK_DIAG_BY_FAMILY or len(answer) < NETLINK_HEADER.size + DIAG_RESPONSE.size:
+    kind = NETLINK_HEADER.unpack_from(response)[1]
+    if kind != SOCK_DIAG_BY_FAMILY or len(response) < NETLINK_HEADER.size + DIAG_RESPONSE.size:
         return None
-    _, state, user = DIAG_RESPONSE.unpack_from(answer, NETLINK_HEADER.size)
+    _, state, user = DIAG_RESPONSE.unpack_from(response, NETLINK_HEADER.size)
     return int(user) if state == TCP_ESTABLISHED else None
 
 
 def encode_diag_request(client: SocketAddress, server: SocketAddress) -> bytes:
-    """Return a request for the one socket that has these two ends."""
-    here, there = parse_ip_address(client[0]), parse_ip_address(server[0])
-    family = socket.AF_INET if isinstance(here, IPv4Address) else socket.AF_INET6
-    ends = here.packed.ljust(16, b"\0") + there.packed.ljust(16, b"\0")
-    asked = DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, ANY_STATE)
-    asked += DIAG_PORTS.pack(client[1], server[1]) + ends + NO_COOKIE
-    size = NETLINK_HEADER.size + len(asked)
-    return NETLINK_HEADER.pack(size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0) + asked
+    source, destination = parse_ip_address(client[0]), parse_ip_address(server[0])
+    family = socket.AF_INET if isinstance(source, IPv4Address) else socket.AF_INET6
+    addresses = source.packed.ljust(16, b"\0") + destination.packed.ljust(16, b"\0")
+    request = DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, ANY_STATE)
+    request += DIAG_PORTS.pack(client[1], server[1]) + addresses + NO_COOKIE
+    size = NETLINK_HEADER.size + len(request)
+    return NETLINK_HEADER.pack(size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0) + request
 
 
 def query_kernel(request: bytes) -> bytes:
-    """Return the kernel's answer. Raises `OSError`."""
     if sys.platform != "linux":
-        raise OSError("this system has no netlink")
+        raise OSError("netlink is not available on this system")
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
         netlink.settimeout(NETLINK_TIMEOUT_S)
         netlink.send(request)
@@ -68,25 +66,25 @@ def query_kernel(request: bytes) -> bytes:
 
 
 def parse_ip_address(address: str) -> IPv4Address | IPv6Address:
-    """The address; of one of IPv4 within IPv6, which a socket for both shows, that of IPv4."""
-    found = ip_address(address)
-    return getattr(found, "ipv4_mapped", None) or found
+    """Return the address; an IPv4-mapped IPv6 address, as dual-stack sockets report it, becomes IPv4."""
+    parsed = ip_address(address)
+    return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
 @lru_cache(1)
 def can_identify_peers() -> bool:
-    """Whether the system tells whose a connection is: a kernel without inet_diag finds none at all."""
+    """Return whether the kernel reports the owner of a connection, which requires inet_diag."""
     try:
         with (
-            socket.create_server(("127.0.0.1", 0)) as listening,
-            socket.create_connection(listening.getsockname(), NETLINK_TIMEOUT_S) as client,
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname(), NETLINK_TIMEOUT_S) as client,
         ):
-            known = find_peer_uid(client.getsockname(), listening.getsockname()) == os.geteuid()
+            supported = find_peer_uid(client.getsockname(), listener.getsockname()) == os.geteuid()
     except OSError:
-        known = False
-    if not known:
+        supported = False
+    if not supported:
         log.warning(
-            "this system does not tell whose a local connection is: without a keys file administration is "
-            "open to every user of this machine"
+            "this system does not report the owner of local connections: without a keys file, every user of "
+            "this machine may administer"
         )
-    return known
+    return supported

@@ -1,7 +1,7 @@
-"""How a process that serves comes to its end: on time, whatever its threads are doing.
+"""Process exit on time, even if threads are busy.
 
-Python waits at its end for every thread that is no daemon, and nobody can stop one that decodes an image or
-reads from a disk that hangs.
+Python waits for all non-daemon threads when it exits, and a thread that decodes an image or reads from a disk
+that hangs cannot be stopped.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gateway.messages import CommandError, join_names, print_message
 
 log = logging.getLogger(__name__)
 
-THREAD_JOIN_S: Final = 0.5  # in which a thread that has nothing to do ends
-CLOSE_TIMEOUT_S: Final = 5.0  # for what is closed when the requests are over
-# Then the kernel ends the process, if a thread does not even let go of the interpreter.
+THREAD_JOIN_S: Final = 0.5  # enough for an idle thread to end
+CLOSE_TIMEOUT_S: Final = 5.0  # for closing the services after the last request
+# After this time the kernel kills the process, in case a thread does not release the interpreter.
 KERNEL_KILL_GRACE_S: Final = 3.0
 OVERDUE_EXIT_STATUS: Final = 1
 INTERRUPTED_EXIT_STATUS: Final = 128 + signal.SIGINT
 
 
 class ExitDeadline:
-    """Ends the process when its time is over, from a thread of its own.
+    """Exits the process at a deadline, from a thread of its own.
 
-    Nothing ends before `within` was called. Signal handlers may call it, also in the midst of itself.
+    There is no deadline before the first `set_timeout`, which signal handlers may call at any time.
     """
 
     def __init__(self) -> None:
@@ -41,58 +41,60 @@ class ExitDeadline:
         threading.Thread(target=self._enforce, name="exit-deadline", daemon=True).start()
 
     def set_timeout(self, limit_s: float) -> None:
-        """End the process in so many seconds; of several limits the first that passes counts."""
+        """Exit the process after `limit_s`; the earliest of several deadlines applies."""
         self._deadlines.put(time.monotonic() + limit_s)
-        left_s, _ = signal.getitimer(signal.ITIMER_REAL)
-        if not 0 < left_s < limit_s + KERNEL_KILL_GRACE_S:
+        remaining_s, _ = signal.getitimer(signal.ITIMER_REAL)
+        if not 0 < remaining_s < limit_s + KERNEL_KILL_GRACE_S:
             signal.setitimer(signal.ITIMER_REAL, limit_s + KERNEL_KILL_GRACE_S)
 
     def release(self) -> None:
-        """Nothing ends any more, unless a limit was set."""
+        """End the thread if no deadline was set."""
         self._deadlines.put(None)
 
     def _enforce(self) -> None:
-        end = self._deadlines.get()
-        if end is None:
+        deadline = self._deadlines.get()
+        if deadline is None:
             return
-        while (left_s := end - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             try:
-                another = self._deadlines.get(timeout=left_s)
+                another = self._deadlines.get(timeout=remaining_s)
             except Empty:
                 break
-            end = min(end, another or end)
+            deadline = min(deadline, another or deadline)
         log.error(
-            "the time for shutting down is over (GATEWAY_DRAIN_S, GATEWAY_SHUTDOWN_S): leaving at once, "
-            "whatever is still running"
+            "the shutdown deadline (GATEWAY_DRAIN_S, GATEWAY_SHUTDOWN_S) has passed: exiting with work "
+            "in progress"
         )
         exit_now(OVERDUE_EXIT_STATUS)
 
 
 @contextmanager
 def prompt_exit() -> Iterator[None]:
-    """End the process after the block at once where threads are busy that Python would wait for."""
+    """Exit the process after the block without waiting for busy threads."""
     try:
         yield
     finally:
         logs.flush()
         if busy := find_busy_threads():
             status = report_exit_status(sys.exc_info()[1])
-            log.warning("leaving without %s, which nobody waits for any more", join_names(busy))
+            log.warning("exiting without waiting for %s", join_names(busy))
             exit_now(status)
 
 
 def find_busy_threads() -> list[str]:
-    """The threads that Python would wait for, and that do not end by themselves soon."""
+    """Return the non-daemon threads that do not end within `THREAD_JOIN_S`."""
     deadline = time.monotonic() + THREAD_JOIN_S
-    kept = (threading.main_thread(), threading.current_thread())
-    others = [each for each in threading.enumerate() if not each.daemon and each not in kept]
+    excluded = (threading.main_thread(), threading.current_thread())
+    others = [
+        thread for thread in threading.enumerate() if not thread.daemon and thread not in excluded
+    ]
     for thread in others:
         thread.join(max(deadline - time.monotonic(), 0))
-    return [f"the thread {thread.name}" for thread in others if thread.is_alive()]
+    return [f"thread {thread.name}" for thread in others if thread.is_alive()]
 
 
 def report_exit_status(exc: BaseException | None) -> int:
-    """The exit status of a command that ends so; the sentence of a failure is said."""
+    """Return the exit status of a command that ends with this exception; print or log a failure."""
     match exc:
         case None:
             return 0
@@ -103,11 +105,11 @@ def report_exit_status(exc: BaseException | None) -> int:
             return exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
         case KeyboardInterrupt():
             return INTERRUPTED_EXIT_STATUS
-    log.error("a fault in the gateway", exc_info=exc)
+    log.error("unhandled exception", exc_info=exc)
     return 1
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process now, with what was said written, as far as somebody reads it."""
+    """Exit without cleanup, after flushing the log."""
     logs.flush()
     os._exit(status)

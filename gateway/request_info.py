@@ -1,4 +1,4 @@
-"""What becomes known of a request while it is served: for its line in the log, and for the metrics."""
+"""Facts about a request, collected while it is served, for the log and the metrics."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ManagementCall:
-    """An administrative call, for the audit log: what it names, whether or not it exists."""
+    """An administrative call, for the audit log; its model may not exist."""
 
     model: str = ""
-    parameters: tuple[str, ...] = ()  # the names of those that the body holds
-    operation: str = ""  # that goes on after the answer
+    parameters: tuple[str, ...] = ()  # the names of the parameters in the body
+    operation: str = ""  # continues after the response
 
 
 class RequestInfo:
-    """Of one request. Model and version only when Triton knows them: they become label values."""
+    """The facts about one request. Model and version are set only if they exist: they become label values."""
 
     __slots__ = (
         "attempts",
@@ -42,18 +42,18 @@ class RequestInfo:
         "version",
     )
 
-    caller: Caller  # as soon as that is known; see gateway.auth
+    caller: Caller  # set by the authentication
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.route = ""
         self.model = ""
         self.version = ""
-        self.replica = ""  # that was asked last
+        self.replica = ""  # of the last attempt
         self.attempts = 0
-        self.timeout_s = 0.0  # that the request may take
-        self.upstream_s = 0.0  # waited for Triton
-        self.bytes_in = 0  # of the request's body
+        self.timeout_s = 0.0  # the timeout of the request
+        self.upstream_s = 0.0  # time spent waiting for Triton
+        self.bytes_in = 0  # of the request body
         self.bytes_out = 0
         self.key = ""  # the name of the caller's key
         self.management_call: ManagementCall | None = None

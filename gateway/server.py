@@ -1,4 +1,4 @@
-"""uvicorn, set up for the gateway."""
+"""uvicorn's server and worker supervisor, configured for the gateway."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ import uvloop
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
+from gateway.config_files import WatchedFile
 from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
+from gateway.messages import CommandError
 from gateway.metrics import record_replaced_worker
 from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S
 from gateway.protocol.connection import HttpProtocol
 from gateway.protocol.limits import ClientRegistry, ProtocolLimits
-from gateway.settings import Settings, load_certificate
+from gateway.settings import Settings, describe_os_error, load_certificate
 
 log = logging.getLogger(__name__)
 
-TLS_HANDSHAKE_TIMEOUT_S: Final = (
-    10.0  # of TLS; until it is over, a connection is none that is counted
-)
-# The system would take megabytes of an answer for a client that reads none of them: nobody could tell how
-# slow it is, and each costs that much memory.
+# A connection is not counted before its handshake is complete.
+TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
+# Without this limit the kernel buffers megabytes of a response for a client that reads nothing, which costs
+# memory and hides how slowly the client reads.
 MAX_UNSENT_BYTES: Final = 256 * 1024
-RESERVED_DESCRIPTORS: Final = 64  # descriptors that are no client's and no replica's
+RESERVED_DESCRIPTORS: Final = 64  # for files and sockets other than connections
 
 
 class Loop(uvloop.Loop):
-    """uvloop's, which would wait a minute for a client's handshake and cannot be told otherwise."""
+    """A uvloop with a short TLS handshake timeout: uvicorn has no setting for it, and the default is 60 s."""
 
-    async def create_server(  # type: ignore[override]  # whose overloads are passed on
+    async def create_server(  # type: ignore[override]  # the overloads are passed on
         self, *args: Any, **kwargs: Any
     ) -> asyncio.AbstractServer:
         if kwargs.get("ssl") is not None:
@@ -52,55 +53,50 @@ class Loop(uvloop.Loop):
         return await super().create_server(*args, **kwargs)
 
 
-class ServerCertificate:
-    """What the gateway shows its clients; read again when its files change.
+class BadCertificate(CommandError):
+    """The server's certificate or its private key cannot be loaded."""
 
-    A worker process gets a copy, before it has made its context.
+
+class ServerCertificate:
+    """The gateway's TLS certificate, reloaded into the same context when its files change.
+
+    A worker process gets a copy, which is pickled before the context exists.
     """
 
     def __init__(self, cert_file: Path, key_file: Path | None) -> None:
         self._cert_file = cert_file
         self._key_file = key_file
-        self._context: ssl.SSLContext | None = None
-        self._stamps: list[tuple[int, int, int]] = []
+        self._file: WatchedFile[ssl.SSLContext] | None = None
 
     def create_context(self, *_: Any) -> ssl.SSLContext:
-        """Raises OSError or ssl.SSLError."""
-        self._stamps = self._read_stamps()
-        self._context = self._load_context()
-        return self._context
+        """Raises `BadCertificate`."""
+        companions = () if self._key_file is None else (self._key_file,)
+        self._file = WatchedFile(self._cert_file, self._load, *companions)
+        return self._file.value
 
     async def refresh(self) -> None:
-        """Connections that there are go on with the one they know."""
-        seen = self._read_stamps()
-        if self._context is None or seen == self._stamps:
-            return
-        self._stamps = seen
-        try:
-            self._load_context()  # a pair that does not fit would leave half of it in the context
-            load_certificate(self._context, self._cert_file, self._key_file)
-        except (OSError, ssl.SSLError) as exc:
-            log.warning("the new certificate cannot be used, the old one stays: %s", exc)
-        else:
-            log.info("the certificate was read again")
+        """Reload the certificate if it changed; open connections keep the previous one."""
+        if self._file is not None:
+            self._file.reload_if_changed()
 
-    def _load_context(self) -> ssl.SSLContext:
+    def _load(self, cert_file: Path) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        load_certificate(context, self._cert_file, self._key_file)
-        return context
-
-    def _read_stamps(self) -> list[tuple[int, int, int]]:
         try:
-            found = [path.stat() for path in (self._cert_file, self._key_file) if path is not None]
-        except OSError:
-            return []  # it is being replaced
-        return [(each.st_mtime_ns, each.st_size, each.st_ino) for each in found]
+            load_certificate(context, cert_file, self._key_file)
+            if self._file is None:
+                return context
+            # A pair that does not match was rejected above: it would leave the context half changed.
+            load_certificate(self._file.value, cert_file, self._key_file)
+        except OSError as exc:
+            reason = describe_os_error(exc)
+            raise BadCertificate(f"the certificate {cert_file}: {reason}") from None
+        return self._file.value
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn's server, which tells when it listens."""
+    """A uvicorn server that calls `on_ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -108,7 +104,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises again what it caught; to have ended when asked to is no failure."""
+        # uvicorn raises captured signals again; SIGTERM after a graceful shutdown is not a failure.
         with super().capture_signals():
             yield
             self._captured_signals = [
@@ -119,38 +115,40 @@ class GatewayServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             for server in self.servers:
-                for listening in server.sockets:
-                    limit_unsent_bytes(listening.fileno())
+                for listener in server.sockets:
+                    limit_unsent_bytes(listener.fileno())
             self._on_ready()
 
 
 def limit_unsent_bytes(descriptor: int) -> None:
-    """For the connections that this socket accepts from now on (tcp(7): they inherit it)."""
-    with socket.socket(fileno=os.dup(descriptor)) as own:  # uvloop's cannot be set
-        if own.family != socket.AF_UNIX:
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    """Limit the send buffer of connections that this listening socket accepts; they inherit it (tcp(7))."""
+    with socket.socket(
+        fileno=os.dup(descriptor)
+    ) as duplicate:  # uvloop's sockets have no setsockopt
+        if duplicate.family != socket.AF_UNIX:
+            duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 class WorkerSupervisor(Multiprocess):
-    """uvicorn's supervisor, which lets go of the port when it ends: else who comes then waits in vain.
+    """A uvicorn supervisor that closes the listening sockets when it stops, so that clients are refused.
 
-    A worker that does not even end when its time is over is killed.
+    Workers that are still running after `stop_timeout_s` are killed.
     """
 
-    stop_timeout_s: float = math.inf  # for the workers' end
+    stop_timeout_s: float = math.inf
     metrics_folder: Path | None = None
     on_ready: Callable[[], None] | None = None  # called once, when the first worker serves
 
     def keep_subprocess_alive(self) -> None:
         """Replace workers that ended or hang, and log and count them; called twice a second."""
-        before = list(self.processes)
+        previous = list(self.processes)
         super().keep_subprocess_alive()
-        for gone, new in zip(before, self.processes, strict=True):
-            if new is not gone:
+        for old, new in zip(previous, self.processes, strict=True):
+            if new is not old:
                 log.error(
-                    "the worker %s ended unexpectedly (%s): the worker %s replaces it",
-                    gone.pid,
-                    describe_process_exit(gone.exitcode),
+                    "worker %s exited unexpectedly (%s); worker %s replaces it",
+                    old.pid,
+                    describe_process_exit(old.exitcode),
                     new.pid,
                 )
                 if self.metrics_folder is not None:
@@ -161,21 +159,20 @@ class WorkerSupervisor(Multiprocess):
 
     def terminate_all(self) -> None:
         super().terminate_all()
-        for listening in self.sockets:
-            listening.close()
+        for listener in self.sockets:
+            listener.close()
 
     def join_all(self) -> None:
         deadline = time.monotonic() + self.stop_timeout_s
         for process in self.processes:
             process.process.join(max(deadline - time.monotonic(), 0))
             if process.process.is_alive():
-                log.error("the worker %d did not end in time: it is killed", process.pid)
+                log.error("worker %d did not exit in time and is killed", process.pid)
                 process.kill()
             process.join()
 
 
 def describe_process_exit(exitcode: int | None) -> str:
-    """Return how a process ended, in words."""
     return f"signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"status {exitcode}"
 
 
@@ -196,26 +193,27 @@ def create_protocol_limits(settings: Settings) -> ProtocolLimits:
 
 
 def fit_max_connections(max_connections: int) -> int:
-    """As many as there are descriptors for, each with one to a replica.
+    """Return `max_connections`, or fewer if there are not two file descriptors for each.
 
-    An accept that fails for want of one tells the client nothing, and a replica could not be reached.
+    Every client connection may need one to a replica. An accept that fails for lack of a descriptor would
+    leave the client without a response.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * max_connections + RESERVED_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return max_connections
-    most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most == needed:
+    limit = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == needed:
         return max_connections
-    fitting = max((most - RESERVED_DESCRIPTORS) // 2, 1)
+    fitted = max((limit - RESERVED_DESCRIPTORS) // 2, 1)
     log.warning(
-        "%d open files are allowed: %d connections are taken and not %d",
-        most,
-        fitting,
+        "the limit of %d open files allows %d connections instead of %d",
+        limit,
+        fitted,
         max_connections,
     )
-    return fitting
+    return fitted
 
 
 def create_uvicorn_config(
@@ -242,7 +240,7 @@ def create_uvicorn_config(
         lifespan="on",
         log_config=None,
         access_log=False,
-        # Triton's own are passed on; a second pair would be a second answer's.
+        # Triton's Server and Date headers are passed on; uvicorn would add a second pair.
         server_header=False,
         date_header=False,
         timeout_keep_alive=settings.keep_alive_s,
@@ -254,30 +252,28 @@ def create_uvicorn_config(
 def create_server(
     app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
 ) -> GatewayServer:
-    """One process. The settings are those that the app was made with."""
     return GatewayServer(create_uvicorn_config(app, settings, host, port), on_ready)
 
 
 def run_workers(
     settings: Settings, host: str, port: int, workers: int, on_ready: Callable[[], None]
 ) -> None:
-    """Several processes on one socket, each with an app of its own, made from the environment.
+    """Run several processes on one socket, each with its own app, created from the environment.
 
-    Their metrics add up: each writes into files of one folder, and any of them reads all.
+    Each worker writes its metrics to files in one directory, and every worker reads all of them.
     """
     with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        if not settings.max_bytes_in_flight:  # they share the memory
+        if not settings.max_bytes_in_flight:  # the workers share the memory
             share = default_budget_bytes() // workers
             os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
         config = create_uvicorn_config(
             "gateway.app:app_from_environment", settings, host, port, workers
         )
-        listening = config.bind_socket()
-        listening.listen(
-            config.backlog
-        )  # who comes before the first worker is up has to wait, no more
-        supervisor = WorkerSupervisor(config, sockets=[listening])
+        listener = config.bind_socket()
+        # Clients that connect before the first worker is up wait instead of being refused.
+        listener.listen(config.backlog)
+        supervisor = WorkerSupervisor(config, sockets=[listener])
         supervisor.metrics_folder = Path(folder)
         supervisor.on_ready = on_ready
         supervisor.stop_timeout_s = (

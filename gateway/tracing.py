@@ -1,6 +1,6 @@
-"""Every request has an id; and, where there is an OpenTelemetry endpoint, spans.
+"""Request ids, and OpenTelemetry traces if an endpoint is configured.
 
-Without an endpoint nothing of OpenTelemetry is imported, and a request has no trace: `Notes.trace` is None.
+Without an endpoint no OpenTelemetry code is imported, and `RequestInfo.trace` is None.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from gateway.errors import GatewayError
 from gateway.messages import CommandError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ TRACEPARENT: Final = b"traceparent"
 TRACESTATE: Final = b"tracestate"
 TRACE_CONTEXT_HEADERS: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
 SERVER_ERROR_STATUS: Final = 500
-CLIENT_ERROR_STATUS: Final = 400  # an error for whoever asked, and so for a client's span
-# What is asked every few seconds by what watches: no trace is made of it.
+CLIENT_ERROR_STATUS: Final = 400  # an error of a client span, but not of a server span
+# Probes and scrapes come every few seconds and are not traced.
 PROBE_PATHS: Final = frozenset(("/livez", "/readyz", "/metrics"))
 PROBE_PATH_PREFIX: Final = "/v2/health/"
 TRACE_FLUSH_TIMEOUT_S: Final = 2.0
@@ -31,7 +32,7 @@ TraceHeaders = list[tuple[bytes, bytes]]
 
 
 def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The caller's `X-Request-ID`, or 32 hexadecimal digits."""
+    """Return the caller's `X-Request-ID` if it is valid, or 32 random hexadecimal digits."""
     for name, value in headers:
         if name == b"x-request-id" and VALID_REQUEST_ID.fullmatch(value):
             return value.decode()
@@ -43,11 +44,11 @@ def is_probe(path: str) -> bool:
 
 
 class BadTracing(CommandError):
-    """Traces are wanted and cannot be had, in a sentence."""
+    """Tracing is configured, but OpenTelemetry is not installed."""
 
 
 class Tracer:
-    """Makes a trace of every request, and sends the spans to an OTLP endpoint over HTTP."""
+    """Starts a trace for every request, and sends the spans to an OTLP endpoint over HTTP."""
 
     def __init__(self, endpoint: str, *, service: str, version: str) -> None:
         try:
@@ -59,7 +60,7 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
         except ImportError:
             raise BadTracing(
-                "GATEWAY_OTLP_ENDPOINT needs OpenTelemetry: pip install 'triton-gateway[otel]'"
+                "GATEWAY_OTLP_ENDPOINT requires OpenTelemetry: pip install 'triton-gateway[otel]'"
             ) from None
         resource = Resource.create({"service.name": service, "service.version": version})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -68,30 +69,30 @@ class Tracer:
         self._tracer = self._provider.get_tracer("triton-gateway", version)
 
     def start_trace(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
-        """A server span; its parent is the caller's, if it sent one (W3C Trace Context)."""
+        """Start the server span, as a child of the caller's span if it sent one (W3C Trace Context)."""
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
             TraceContextTextMapPropagator,
         )
 
-        carried = {
+        carrier = {
             name.decode(): value.decode("latin-1")
             for name, value in headers
             if name in TRACE_CONTEXT_HEADERS
         }
-        parent = TraceContextTextMapPropagator().extract(carried)
+        parent = TraceContextTextMapPropagator().extract(carrier)
         return Trace(self._tracer, self._tracer.start_span(method, parent, kind=SpanKind.SERVER))
 
     def close(self) -> None:
-        """Send what is left; not for long, if nobody takes it."""
-        # In a thread: none of the limits that OpenTelemetry takes here holds while it waits for an endpoint.
-        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        ending.start()
-        ending.join(TRACE_FLUSH_TIMEOUT_S)
+        """Send the remaining spans; wait at most `TRACE_FLUSH_TIMEOUT_S`."""
+        # A thread, because OpenTelemetry's own timeouts do not apply while it waits for the endpoint.
+        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread.start()
+        thread.join(TRACE_FLUSH_TIMEOUT_S)
 
 
 class Trace:
-    """The spans of one request: the server's, and one for each step."""
+    """The spans of one request: the server span, and a child for each step."""
 
     def __init__(self, tracer: Any, span: Span) -> None:
         self._tracer = tracer
@@ -103,25 +104,25 @@ class Trace:
 
     @property
     def span_id(self) -> str:
-        """Of the server's span."""
         return f"{self._server_span.get_span_context().span_id:016x}"
 
     @contextmanager
     def start_span(
         self, name: str, *, client: bool = False, **attributes: str | int
     ) -> Iterator[ChildSpan]:
-        """A step of the work; what it raises is noted. `__` in an attribute's name is a dot."""
+        """Start a child span that records the error of its block; `__` in an attribute's name is a dot."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
 
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         context = set_span_in_context(self._server_span)
-        told = {key.replace("__", "."): value for key, value in attributes.items()}
-        span = self._tracer.start_span(name, context, kind=kind, attributes=told)
+        dotted = {key.replace("__", "."): value for key, value in attributes.items()}
+        span = self._tracer.start_span(name, context, kind=kind, attributes=dotted)
         try:
             yield ChildSpan(span)
         except BaseException as exc:
-            span.set_attribute("error.type", type(exc).__qualname__)
-            span.set_status(Status(StatusCode.ERROR, type(exc).__name__))
+            error_type = exc.code if isinstance(exc, GatewayError) else type(exc).__qualname__
+            span.set_attribute("error.type", error_type)
+            span.set_status(Status(StatusCode.ERROR, error_type))
             raise
         finally:
             span.end()
@@ -141,7 +142,7 @@ class Trace:
 
 
 class ChildSpan:
-    """A span that is being worked on."""
+    """A span that is not ended yet."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -150,7 +151,6 @@ class ChildSpan:
         self._span.set_attribute(name, value)
 
     def set_response_status(self, status: int) -> None:
-        """Set the status of a replica's answer; from 400 on it is an error of this step."""
         from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
 
         self._span.set_attribute("http.response.status_code", status)
@@ -159,8 +159,8 @@ class ChildSpan:
             self._span.set_status(Status(StatusCode.ERROR))
 
     def inject_context(self, headers: Sequence[tuple[bytes, bytes]]) -> TraceHeaders:
-        """The headers for whoever is asked: with this span as the parent, in place of the caller's."""
+        """Return the headers with this span as the parent instead of the caller's."""
         context = self._span.get_span_context()
         parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-        kept = [header for header in headers if header[0] != TRACEPARENT]
-        return [*kept, (TRACEPARENT, parent.encode())]
+        others = [header for header in headers if header[0] != TRACEPARENT]
+        return [*others, (TRACEPARENT, parent.encode())]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.config_files import WatchedFile
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
 from gateway.fleet.pool import ReplicaPool
@@ -90,17 +91,10 @@ class FleetCollector(Collector):
         yield from (count, declared, skew, outdated)
 
 
-class WatchedFile(Protocol):
-    """A file that is read again when it changes; a broken one leaves the last good one in force."""
-
-    @property
-    def is_valid(self) -> bool: ...
-
-
 class StateCollector(Collector):
     """Metrics of the state store and of the configuration files."""
 
-    def __init__(self, store: StateStore, files: Mapping[str, WatchedFile]) -> None:
+    def __init__(self, store: StateStore, files: Mapping[str, WatchedFile[Any]]) -> None:
         self._store = store
         self._files = files
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -14,10 +13,8 @@ from typing import Any, Final
 import orjson
 import yaml
 
-from gateway.config_files import YAML_ERRORS, StrictYamlLoader, config_file_stamp
+from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
 from gateway.messages import CommandError
-
-log = logging.getLogger(__name__)
 
 DECLARED_VERSION: Final = re.compile("[0-9]{1,19}")
 
@@ -94,40 +91,26 @@ def is_version(value: Any) -> bool:
     return DECLARED_VERSION.fullmatch(str(value)) is not None
 
 
-@dataclass
+def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:
+    """Return the declared models by name. Raises `BadModelsFile`, which names the file."""
+    try:
+        return parse_models_file(path.read_text())
+    except OSError as exc:
+        raise BadModelsFile(f"the models file {path}: {exc.strerror}") from None
+    except (UnicodeDecodeError, BadModelsFile) as exc:
+        raise BadModelsFile(f"the models file {path}: {exc}") from None
+
+
 class ModelsFile:
-    """The file, read again when it changes. A broken one leaves the last good one in force."""
+    """The declared models; none without a file."""
 
-    path: Path | None
-    models: Mapping[str, DeclaredModel] = field(default_factory=dict)
-    is_valid: bool = True  # whether `models` is what the file says now
-    _stamp: tuple[int, ...] = ()
+    def __init__(self, path: Path | None) -> None:
+        self.file = None if path is None else WatchedFile(path, read_models_file)
 
-    def load(self) -> None:
-        """The first read. Raises `BadModelsFile`."""
-        try:
-            self._reload()
-        except (OSError, UnicodeDecodeError, BadModelsFile) as exc:
-            raise BadModelsFile(f"the models file {self.path}: {exc}") from None
+    @property
+    def models(self) -> Mapping[str, DeclaredModel]:
+        return {} if self.file is None else self.file.value
 
     def reload_if_changed(self) -> bool:
-        """Read it again if it changed; whether the models did."""
-        before = self.models
-        try:
-            self._reload()
-        except (OSError, UnicodeDecodeError, BadModelsFile) as exc:
-            self.is_valid = False
-            log.error("the models file %s stays as it was: %s", self.path, exc)
-        return self.models != before
-
-    def _reload(self) -> None:
-        if self.path is None:
-            return
-        seen = config_file_stamp(self.path)
-        if seen == self._stamp:
-            return  # a broken one is complained of once
-        self._stamp = seen
-        self.models = parse_models_file(self.path.read_text())
-        if not self.is_valid:
-            log.warning("the models file %s is in force again", self.path)
-        self.is_valid = True
+        """Return whether the declared models changed."""
+        return self.file is not None and self.file.reload_if_changed()
