@@ -119,7 +119,7 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
 @key_commands.command("create")
 def create_key(
     name: KeyName,
-    role: Roles = [Role.infer],  # noqa: B006 - typer copies it
+    role: Roles = [Role.infer],  # noqa: B006 - typer's convention
     model: ModelPatterns = ["*"],  # noqa: B006
     requests_per_second: RequestRate = None,
     file: KeysPath = None,

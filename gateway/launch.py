@@ -150,7 +150,7 @@ def describe_exposure(host: str, *, restricted: bool) -> str:
 
 
 def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
-    """Read the settings and configure the log; return a function that writes lines between those of the log."""
+    """Read the settings and configure the log; return a function that prints lines in order with it."""
     settings = read_settings(**overrides)
     writer = logs.configure(settings)
     for warning in describe_unknown_settings(os.environ):

@@ -1,7 +1,7 @@
-"""The gateway's own metrics. Only models that Triton knows become label values.
+"""The gateway's own metrics. Only models that exist in Triton become label values.
 
-The way of a small request touches none of prometheus_client's objects, which take a lock or two for each
-sample: it counts into plain numbers, and these are passed on every second and for every page.
+Requests are counted in plain numbers, because prometheus_client's objects take a lock or two for each sample.
+`flush` adds the numbers to those objects, periodically and for every page.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-SHED_REASONS: Final = ("queue_full", "rate", "memory")  # the reasons
+SHED_REASONS: Final = ("queue_full", "rate", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request",
     "request_too_slow",
@@ -61,14 +61,12 @@ REFUSAL_REASONS: Final = (
     "too_many_connections",
     "answer_not_taken",
 )
-V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # through the gateway, or made here
-
-
-REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # how a file for each begins
+V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # passed through, or processed by the gateway
+REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for each
 
 
 class PendingCounts:
-    """What was counted of one kind of request, and not passed on yet."""
+    """Counts of one kind of request that are not flushed yet."""
 
     __slots__ = ("bucket_counts", "bytes_in", "bytes_out", "seconds", "upstream_s")
 
@@ -81,10 +79,10 @@ class PendingCounts:
 
 
 class Metrics:
-    """One object per application; what it is asked of other objects is in `views`."""
+    """The metrics of one application; `collector_registry` holds those that are read from other objects."""
 
     def __init__(self) -> None:
-        # Else every counter has a second series beside it, which nobody asks for.
+        # Otherwise every counter has an additional `_created` series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.collector_registry = CollectorRegistry()
@@ -101,83 +99,82 @@ class Metrics:
 
         self.duration = histogram(
             "gateway_request_duration_seconds",
-            "Time from a request's arrival to its answer's end.",
+            "Time from the arrival of a request to the end of its response.",
             (*kind, "status", "code"),
             buckets=DURATION_BUCKETS,
         )
         self.upstream_seconds = counter(
             "gateway_request_upstream_seconds_total",
-            "Time that requests waited for Triton; the rest of their duration is the gateway's own.",
+            "Time that requests waited for Triton; the rest of their duration is spent in the gateway.",
             kind,
         )
-        self.bytes_in = counter("gateway_request_bytes_total", "Bytes of requests' bodies.", kind)
-        self.bytes_out = counter("gateway_answer_bytes_total", "Bytes of answers' bodies.", kind)
+        self.bytes_in = counter("gateway_request_bytes_total", "Bytes of request bodies.", kind)
+        self.bytes_out = counter("gateway_answer_bytes_total", "Bytes of response bodies.", kind)
         self.running = level(
             "gateway_requests_in_flight",
-            "Requests that are being served: passed through (/v2), or made here (/v1).",
+            "Requests in progress: passed through (/v2), or processed by the gateway (/v1).",
             ("route",),
         )
-        self.waiting = level("gateway_requests_waiting", "Inferences that wait for a place.")
+        self.waiting = level("gateway_requests_waiting", "Inferences in the admission queue.")
         self.request_memory = level(
             "gateway_request_memory_bytes",
-            "Memory that the bodies and answers of requests hold, of GATEWAY_MAX_BYTES_IN_FLIGHT.",
+            "Memory held by request and response bodies; GATEWAY_MAX_BYTES_IN_FLIGHT limits it.",
         )
         self.decode_duration = histogram(
             "gateway_image_decode_seconds",
-            "Time in a thread that turns images or large arrays into tensors.",
+            "Time spent in a thread that converts images or large arrays to tensors.",
             buckets=DECODE_BUCKETS,
         )
         self.decodes_waiting = level(
             "gateway_decodes_waiting",
-            "Requests whose images wait for a thread, or for pixels to become free.",
+            "Requests whose images wait for a thread or for GATEWAY_MAX_PIXELS_IN_FLIGHT.",
         )
         self.attempts = counter(
             "gateway_upstream_attempts_total",
-            "Requests sent to a replica, by what came of it: answered, refused, bad_answer, deadline, "
-            "given_up.",
+            "Requests sent to a replica, by outcome: answered, refused, bad_answer, deadline, given_up.",
             ("replica", "outcome"),
         )
         self.retries = counter(
             "gateway_upstream_retries_total",
-            "Requests that went to another replica, because this one had not run them.",
+            "Requests retried on another replica because this one had not run them.",
             ("replica",),
         )
         self.ejections = counter(
             "gateway_upstream_ejections_total",
-            "Times that a replica was left alone for a while, because requests to it failed.",
+            "Ejections of a replica from load balancing because requests to it failed.",
             ("replica",),
         )
         self.model_actions = counter(
             "gateway_model_actions_total",
-            "Loads and unloads on a replica, by who asked (api, reconciler) and outcome (done, failed).",
+            "Loads and unloads on a replica, by origin (api, reconciler) and outcome (done, failed).",
             ("action", "by", "outcome"),
         )
         self.shed = counter(
             "gateway_requests_shed_total",
-            "Requests that were refused because there were too many: queue_full, rate, memory.",
+            "Requests rejected because of overload, by reason: queue_full, rate, memory.",
             ("reason",),
         )
         self.refusals = counter(
             "gateway_requests_refused_total",
-            "Requests that were not looked at, and clients that were cut off, by why: "
+            "Malformed or excess requests rejected and slow clients disconnected, by reason: "
             f"{', '.join(REFUSAL_REASONS)}.",
             ("reason",),
         )
-        self.connections = level("gateway_connections", "Clients' connections that are open.")
+        self.connections = level("gateway_connections", "Open client connections.")
         self.dropped_lines = counter(
             "gateway_log_lines_dropped_total",
-            "Lines of the log that were dropped, because standard error was not read in time.",
+            "Log lines dropped because standard error was not read in time.",
         )
         self.loop_lag = worst(
             "gateway_event_loop_lag_seconds",
-            "How late the event loop came to what was due, at worst in the last seconds.",
+            "Maximum delay of the event loop over the last ten seconds.",
         )
-        build = worst("gateway_build_info", "1, with the gateway's version.", ("version",))
+        build = worst("gateway_build_info", "Constant 1, with the gateway's version.", ("version",))
         build.labels(__version__).set(1)
         self._initialize_series()
 
     def _initialize_series(self) -> None:
-        """What there is from the start: the first of them is an increase."""
+        # A series that exists from the start makes its first event visible to increase().
         for reason in SHED_REASONS:
             self.shed.labels(reason)
         for reason in REFUSAL_REASONS:
@@ -186,20 +183,16 @@ class Metrics:
             self.model_actions.labels(*labels)
 
     def add_replica(self, replica: str) -> None:
-        """What never happened to it yet is 0 from now on, so that its first time is an increase."""
+        # A series that starts at 0 makes its first event visible to increase().
         self.retries.labels(replica)
         self.ejections.labels(replica)
 
     def remove_replica(self, replica: str) -> None:
-        """Else a fleet whose addresses come and go would add series for ever.
-
-        Those of several workers stay: prometheus_client cannot take them out of its files.
-        """
+        # Otherwise a fleet with changing addresses would add series without bound. With several workers they
+        # remain: prometheus_client cannot remove them from its files.
         if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             for metric in (self.attempts, self.retries, self.ejections):
                 metric.remove_by_labels({"replica": replica})
-
-    # On the way of every request: plain numbers.
 
     def observe(self, info: RequestInfo, status: int, duration_s: float) -> None:
         key = (info.route, info.model, info.version, STATUS_LABELS[status])
@@ -212,24 +205,21 @@ class Metrics:
         pending.bytes_in += info.bytes_in
         pending.bytes_out += info.bytes_out
 
-    # From time to time.
-
     def update_dropped_lines(self, total: int) -> None:
-        """How many there were since the start of this process."""
         self.dropped_lines.inc(total - self._dropped_lines)
         self._dropped_lines = total
 
     def flush(self) -> None:
-        """Pass on what was counted since the last time."""
-        waiting, self._pending = self._pending, {}
-        for (route, model, number, (status, code)), pending in waiting.items():
-            histogram = self.duration.labels(route, model, number, status, code)
+        """Add the pending counts to the metrics."""
+        flushed, self._pending = self._pending, {}
+        for (route, model, version, (status, code)), pending in flushed.items():
+            histogram = self.duration.labels(route, model, version, status, code)
             for bucket, count in zip(histogram._buckets, pending.bucket_counts, strict=True):
                 bucket.inc(count)
             histogram._sum.inc(pending.seconds)
-            self.upstream_seconds.labels(route, model, number).inc(pending.upstream_s)
-            self.bytes_in.labels(route, model, number).inc(pending.bytes_in)
-            self.bytes_out.labels(route, model, number).inc(pending.bytes_out)
+            self.upstream_seconds.labels(route, model, version).inc(pending.upstream_s)
+            self.bytes_in.labels(route, model, version).inc(pending.bytes_in)
+            self.bytes_out.labels(route, model, version).inc(pending.bytes_out)
         attempts, self.pending_attempts = self.pending_attempts, Counts()
         for labels, count in attempts.items():
             self.attempts.labels(*labels).inc(count)
@@ -237,14 +227,14 @@ class Metrics:
             self.running.labels(route).set(count)
 
     def collect(self) -> Iterator[Metric]:
-        """What was passed on, of this process, or of all workers when there are several (`--workers`).
+        """Yield the metrics of this process, or of all workers (`--workers`).
 
-        For a thread: with many models it takes a while. `flush` before it, on the event loop.
+        Call `flush` first, on the event loop, and this in a thread: with many models it takes a while.
         """
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         yield CounterMetricFamily(
             "gateway_workers_replaced",
-            "Worker processes (serve --workers) that ended by themselves or hung, and were replaced.",
+            "Worker processes (serve --workers) that exited or hung and were replaced.",
             value=count_replaced_workers(Path(folder)) if folder else 0,
         )
         if not folder:
@@ -255,7 +245,7 @@ class Metrics:
 
 
 def record_replaced_worker(folder: Path) -> None:
-    """Called by the supervisor of the workers, which has no metrics of its own: they share the folder."""
+    # The supervisor of the workers has no metrics of its own, so it counts files in their directory.
     (folder / f"{REPLACED_WORKER_PREFIX}{count_replaced_workers(folder)}").touch()
 
 
@@ -264,9 +254,9 @@ def count_replaced_workers(folder: Path) -> int:
 
 
 def remove_dead_worker_files(folder: Path) -> None:
-    """A worker that is gone has no connections and no requests; what it counted stays counted."""
+    # Gauges such as open connections end with their worker; its counters stay.
     for file in folder.glob("gauge_live*_*.db"):
         pid = file.stem.rpartition("_")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            with suppress(FileNotFoundError):  # another worker was quicker
+            with suppress(FileNotFoundError):  # another worker removed it
                 file.unlink()

@@ -23,7 +23,7 @@ UNLIMITED_PATHS: Final = PUBLIC_PATHS | {"/metrics", "/v2/health/live", "/v2/hea
 MAX_REQUESTS_PER_WINDOW: Final = 1_000_000  # a higher rate is reduced to this
 MAX_WINDOW_S: Final = 24 * 3600
 MIN_RATE_WAIT_S: Final = 0.001
-# After a failure the shared windows are not used for this time, so that not every request waits for a timeout.
+# After a failure the shared windows are skipped for this time, so that only one request waits for a timeout.
 SHARED_WINDOWS_RETRY_S: Final = 2.0
 
 

@@ -1,4 +1,4 @@
-"""Every knob, read once from the environment (prefix `GATEWAY_`), described once, and frozen."""
+"""The settings: read once from the environment (prefix `GATEWAY_`), described here, and frozen."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from gateway.messages import CommandError
 ENV_PREFIX: Final = "GATEWAY_"
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
-# The key is a header's name, and part of a name in gRPC metadata, which has no capitals.
+# The key becomes part of a gRPC metadata name, which must be in lower case.
 RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
 MAX_SETTING_S: Final = 86400.0
-# What Kubernetes puts into every pod beside a Service whose name begins with "gateway".
+# Variables that Kubernetes sets in every pod for Services whose names begin with "gateway".
 KUBERNETES_VARIABLE: Final = re.compile(
     r"GATEWAY_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-# A name and a password in an address; more than them rather than a part of one.
+# User and password in a URL; greedy, so that no part of a password is shown.
 CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
 
-# 0 is for what may also not wait at all. No infinity: it has no place in a timer.
+# Zero means no waiting. Timers do not accept infinity.
 PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SETTING_S)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=MAX_SETTING_S)]
 
@@ -47,12 +47,12 @@ class LogLevel(str, Enum):
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
-    """Raises OSError or ssl.SSLError; nobody is asked for a password."""
+    """Load a certificate chain without prompting for a password. Raises `OSError`."""
     context.load_cert_chain(certificate, key, password=lambda: "")
 
 
 class Settings(BaseSettings):
-    """The gateway's settings; `docs/settings.md` shows them, and a test compares the two."""
+    """The gateway's settings; `docs/settings.md` lists them, and a test compares the two."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
 
@@ -290,11 +290,11 @@ class Settings(BaseSettings):
     @field_validator("request_timeout_s")
     @classmethod
     def check_request_timeout(cls, value: float, info: ValidationInfo) -> float:
-        most: float = info.data.get("max_request_timeout_s", value)
-        if value > most and value == cls.model_fields["request_timeout_s"].default:
-            return most  # nobody wanted it to be more
-        if value > most:
-            raise ValueError(f"it is more than GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {most:g}")
+        maximum: float = info.data.get("max_request_timeout_s", value)
+        if value > maximum and value == cls.model_fields["request_timeout_s"].default:
+            return maximum  # only the default exceeds it
+        if value > maximum:
+            raise ValueError(f"it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {maximum:g}")
         return value
 
     @field_validator("tls_cert_file")
@@ -305,14 +305,13 @@ class Settings(BaseSettings):
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
             except OSError as exc:
                 raise ValueError(
-                    f"no certificate can be read there: {describe_os_error(exc)}"
+                    f"the certificate cannot be read: {describe_os_error(exc)}"
                 ) from exc
         return value
 
     @field_validator("tls_key_file")
     @classmethod
     def check_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        """The certificate and its key belong together, and can be read now."""
         certificate = info.data.get("tls_cert_file")
         if certificate is None:
             if value is not None:
@@ -321,8 +320,8 @@ class Settings(BaseSettings):
             try:
                 load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
             except OSError as exc:
-                fits = f"no key that fits {certificate} can be read"
-                raise ValueError(f"{fits} there: {describe_os_error(exc)}") from exc
+                reason = describe_os_error(exc)
+                raise ValueError(f"no key for {certificate} can be read: {reason}") from exc
         return value
 
     @field_validator(
@@ -330,7 +329,7 @@ class Settings(BaseSettings):
     )
     @classmethod
     def split_list(cls, value: Any) -> Any:
-        """`a,b`: pydantic-settings itself would read a tuple as JSON."""
+        # pydantic-settings itself would parse a tuple as JSON.
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
@@ -338,12 +337,12 @@ class Settings(BaseSettings):
     @field_validator("triton_urls")
     @classmethod
     def check_replicas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """What is wrong with an address itself is said where it is read."""
+        # `parse_replica_url` checks the rest of each URL.
         if not value:
-            raise ValueError("the gateway needs a Triton to stand before")
+            raise ValueError("at least one Triton URL is required")
         if any("@" in url for url in value):
             raise ValueError(
-                "a Triton asks for no name and no password; leave out what ends with @"
+                "Triton does not accept a user and password; remove the part that ends with @"
             )
         return value
 
@@ -354,31 +353,30 @@ class Settings(BaseSettings):
             return None
         if isinstance(value, str) and not RESTRICTED_API.fullmatch(value):
             raise ValueError(
-                "write KEY=SECRET, the key of lower-case letters, digits and -, and the secret of 16 to "
-                "1024 visible ASCII characters"
+                "expected KEY=SECRET: KEY consists of lower-case letters, digits and -, SECRET of 16 to 1024 "
+                "visible ASCII characters"
             )
         return value
 
     @field_validator("cors_origins")
     @classmethod
     def check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """As browsers send them: nothing else would ever be equal (RFC 6454, section 6.2)."""
+        # Only the form that browsers send can match (RFC 6454, section 6.2).
         for origin in value:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"{origin!r} is no origin; write https://HOST or https://HOST:PORT"
+                    f"{origin!r} is not a valid origin; use https://HOST or https://HOST:PORT"
                 )
         return value
 
     @field_validator("allowed_hosts")
     @classmethod
     def check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Names as `Host` has them, in lower case and without a port."""
         names = tuple(name.lower().strip("[]") for name in value)
         for name in names:
             if not ALLOWED_HOST.fullmatch(name):
                 raise ValueError(
-                    f"{name!r} is no host; write names without http:// and without a port"
+                    f"{name!r} is not a valid host; use names without http:// and without a port"
                 )
         return names
 
@@ -387,11 +385,11 @@ class Settings(BaseSettings):
     def check_endpoint(cls, value: str) -> str:
         try:
             parts = urlsplit(value)
-            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
-            whole = False
-        if value and not whole:
-            raise ValueError("it is no address; write http://HOST:4318")
+            is_valid = False
+        if value and not is_valid:
+            raise ValueError("it is not a valid URL; use http://HOST:4318")
         return value
 
 
@@ -402,42 +400,41 @@ SECRET_SETTINGS: Final = frozenset(
 
 
 def describe_os_error(exc: OSError) -> str:
-    """In words, without the numbers of the library that failed."""
+    """Return the error in words, without error numbers and library names."""
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return exc.reason.replace("_", " ").lower()
     return (exc.strerror or str(exc)).lower()
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """Those of the environment. Raises `Failure`."""
+    """Read the settings from the environment. Raises `CommandError`."""
     try:
         return Settings(**overrides)
     except ValidationError as exc:
-        wrong = exc.errors()[0]
-        name = ENV_PREFIX + "_".join(map(str, wrong["loc"])).upper()
-        why = wrong.get("ctx", {}).get("error", wrong["msg"])  # ours without pydantic's own words
-        if wrong["loc"][0] in SECRET_SETTINGS:
-            raise CommandError(f"{name} cannot be used: {why}") from None
-        raise CommandError(f"{name} cannot be {format_setting(wrong['input'])}: {why}") from None
+        error = exc.errors()[0]
+        name = ENV_PREFIX + "_".join(map(str, error["loc"])).upper()
+        reason = error.get("ctx", {}).get("error", error["msg"])  # without pydantic's prefix
+        if error["loc"][0] in SECRET_SETTINGS:
+            raise CommandError(f"{name} is invalid: {reason}") from None
+        value = format_setting(error["input"])
+        raise CommandError(f"{name} cannot be {value}: {reason}") from None
 
 
 def format_setting(value: Any) -> str:
-    """A value as it was written, but for a password in it."""
+    """Return the value as it was written, without a password in it."""
     written = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
     return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
 
 
 def describe_unknown_settings(names: Iterable[str]) -> list[str]:
-    """A sentence for each variable of the environment that looks like a setting and is none."""
+    """Return a warning for each variable with the prefix that is not a setting."""
     known = [name.upper() for name in Settings.model_fields]
-    found = sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)})
-    told = []
-    for name in found:
-        if (
-            rest := name.removeprefix(ENV_PREFIX)
-        ) not in known and not KUBERNETES_VARIABLE.fullmatch(name):
-            near = get_close_matches(rest, known, 1)
-            told.append(
-                f"{name} is no setting" + (f"; is {ENV_PREFIX}{near[0]} meant?" if near else "")
-            )
-    return told
+    candidates = sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)})
+    warnings = []
+    for name in candidates:
+        suffix = name.removeprefix(ENV_PREFIX)
+        if suffix not in known and not KUBERNETES_VARIABLE.fullmatch(name):
+            matches = get_close_matches(suffix, known, 1)
+            hint = f"; did you mean {ENV_PREFIX}{matches[0]}?" if matches else ""
+            warnings.append(f"unknown setting {name}{hint}")
+    return warnings

@@ -1,4 +1,4 @@
-"""Server-sent events, as bytes in and bytes out (WHATWG HTML, section 9.2). Pure."""
+"""Rewriting of error events in server-sent event streams (WHATWG HTML, section 9.2), without I/O."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from enum import Enum
 
 SSE_MEDIA_TYPE = b"text/event-stream"
 EVENT_END = b"\n\n"
-# How Triton's generate extension tells an error after the first event.
+# The start of an error event of Triton's generate extension after the first event.
 ERROR_EVENT_START = b'data: {"error":'
-MAX_HELD_EVENT_BYTES = 64 * 1024  # of an event that tells an error
-MAX_SCRUBBED_ERRORS = 64  # errors of one stream; the others are told in the words of the last one
+MAX_HELD_EVENT_BYTES = 64 * 1024  # of an error event
+MAX_SCRUBBED_ERRORS = 64  # of one stream; further errors repeat the last message
 
 
 class EventState(Enum):
-    """What becomes of the event that the stream is in the middle of."""
+    """The treatment of the current, incomplete event."""
 
     passed = "passed"
-    held = "held"  # an error that is not whole yet
-    dropped = "dropped"  # the rest of an error that is too long
+    held = "held"  # an error event that is not complete yet
+    dropped = "dropped"  # the rest of an error event that is too long
 
 
 class EventStreamScrubber:
-    """Passes events on as they come, byte for byte, but for the ones that tell an error."""
+    """Passes events through unchanged, except error events, whose data it replaces by `scrub(data)`."""
 
     def __init__(self, scrub: Callable[[bytes], bytes]) -> None:
         self._scrub = scrub
         self._state = EventState.passed
-        self._tail = EVENT_END  # the last two bytes that are done with
+        self._tail = EVENT_END  # the last two bytes before `_held`
         self._held = b""
         self._last_scrubbed = b""
         self._error_count = 0
 
     def feed(self, data: bytes) -> bytes:
-        """What may go on now. Only an event that could be an error is held until it is whole, or too long."""
+        """Return the bytes to send now; a possible error event is held until it is complete."""
         text = self._tail + self._held + data
         start = len(self._tail)
-        looked = start + max(len(self._held) - 1, 0)  # no held event ends before
+        searched = start + max(len(self._held) - 1, 0)  # no held event ends before
         passed: list[bytes] = []
         while start < len(text):
             if self._state is EventState.passed:
@@ -46,7 +46,7 @@ class EventStreamScrubber:
                 if self._state is EventState.passed:
                     break
             end = text.find(
-                EVENT_END, max(start, looked) if self._state is EventState.held else start - 1
+                EVENT_END, max(start, searched) if self._state is EventState.held else start - 1
             )
             if self._state is EventState.held:
                 if end < 0 and len(text) - start <= MAX_HELD_EVENT_BYTES:
@@ -63,11 +63,11 @@ class EventStreamScrubber:
         return b"".join(passed)
 
     def _find_next_error(self, text: bytes, start: int) -> int:
-        """Where an error begins; or where what is here of one might, at the end."""
-        found = text.find(EVENT_END + ERROR_EVENT_START, start - len(EVENT_END))
-        if found >= 0:
+        """Return the start of the next error event, or of a possible prefix of one at the end."""
+        boundary = text.find(EVENT_END + ERROR_EVENT_START, start - len(EVENT_END))
+        if boundary >= 0:
             self._state = EventState.held
-            return found + len(EVENT_END)
+            return boundary + len(EVENT_END)
         last = text.rfind(
             EVENT_END, max(start - len(EVENT_END), len(text) - len(EVENT_END + ERROR_EVENT_START))
         )
@@ -77,7 +77,7 @@ class EventStreamScrubber:
         )
 
     def end(self) -> bytes:
-        """What was held when the stream ended."""
+        """Return the held bytes when the stream ends."""
         held, self._held = self._held, b""
         return self._rewrite(held) if self._state is EventState.held else held
 

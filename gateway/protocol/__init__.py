@@ -1,8 +1,8 @@
-"""One client's connection: HTTP/1.1 on httptools on one side, ASGI on the other.
+"""The HTTP/1.1 server protocol: httptools on the client side, ASGI on the other.
 
-In place of uvicorn's own, which spends on a small request as much as the rest of the gateway does. An
-answer's head is held until its first body, as ASGI asks, and leaves with it in one write.
+It replaces uvicorn's own, which spends as much time on a small request as the rest of the gateway. The head
+of a response is held until its first body message, as ASGI requires, and sent with it in one write.
 
-httptools knows no limits and takes more than one meaning of a request's length: both are seen to here,
-while the bytes come in. What is refused is answered in the shape of every other error.
+httptools has no limits and accepts ambiguous request lengths, so this package checks both while it receives
+data. Rejected requests get the same error body as all others.
 """

@@ -1,4 +1,4 @@
-"""In which order the requests of clients begin whose last one was refused."""
+"""A queue for the requests of clients whose last request was rejected."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections import deque
 
 
 class RefusedClients:
-    """Their requests begin one in each pass of the event loop; those of other clients begin at once.
+    """Starts one request of such clients in each pass of the event loop; other requests start at once.
 
-    Without it a flood of requests that are refused costs every other request the time of the whole flood
-    at each of its steps.
+    Otherwise a flood of rejected requests would delay every step of every other request by the whole flood.
     """
 
     def __init__(self) -> None:
@@ -18,7 +17,7 @@ class RefusedClients:
         self._is_running = False
 
     def enqueue(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-        """Return what the next request of such a client waits for."""
+        """Return a future that is done when the request may start."""
         turn = loop.create_future()
         self._waiting.append(turn)
         if not self._is_running:

@@ -1,4 +1,4 @@
-"""A client's connection: what comes in, in what time, and who is next."""
+"""One client connection: parsing, limits, timeouts and pipelining."""
 
 from __future__ import annotations
 
@@ -45,35 +45,33 @@ HeaderPairs = list[tuple[bytes, bytes]]
 NOT_HTTP_MESSAGE: Final = "this is not an HTTP/1.1 request"
 LENGTH_HEADERS: Final = ("Content-Length", "Transfer-Encoding")  # RFC 9112, section 6.1
 REQUEST_HEADER_END: Final = b"\r\n\r\n"
-# Of the fields that say how a request is read there is one at most.
-# What changes how a request is read; its length is httptools' business, which is strict about it.
+# Fields that change how a request is read; each may occur once. httptools checks Content-Length strictly.
 CRITICAL_HEADERS: Final = frozenset((b"host", b"transfer-encoding", b"expect"))
 FRAMING_FIELDS: Final = frozenset((b"content-length", b"transfer-encoding"))
-PERSISTENT_VERSIONS: Final = ("1.1", "1.0")  # the latter where the client asks for it
+PERSISTENT_VERSIONS: Final = ("1.1", "1.0")  # 1.0 if the client asks for it
 VALID_HOST: Final = re.compile(
     rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\da-fA-Fv.:]+\])(?::\d*)?[ \t]*", re.ASCII
 )
-SMALL_READ_BYTES: Final = 2048  # a read as small as this is parsed at once, pipelined or not
+SMALL_READ_BYTES: Final = 2048  # smaller reads are parsed at once, even if they are pipelined
 MIN_FEED_BYTES: Final = 64
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
-RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may ask how the gateway is
+RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may send health probes
 RESERVED_HEADER_TIMEOUT_S: Final = 1.0
 CLOSE_LINGER_S: Final = 1.0
 RESPONSE_NOT_READ: Final = "answer_not_taken"
-LINGER_ZERO: Final = pack("ii", 1, 0)  # for SO_LINGER: on, and for no time
+LINGER_ZERO: Final = pack("ii", 1, 0)  # for SO_LINGER: enabled, zero seconds
 
 
 def describe_parse_error(exc: Exception) -> str:
-    """Return the sentence for an error of the parser."""
     if all(name in str(exc) for name in LENGTH_HEADERS):
         return f"{NOT_HTTP_MESSAGE}: it has both {' and '.join(LENGTH_HEADERS)}"
     return NOT_HTTP_MESSAGE
 
 
 class HttpProtocol(asyncio.Protocol):
-    """A connection; made by uvicorn's server, which calls `shutdown` and counts `connections`."""
+    """One client connection. uvicorn's server creates it and calls `shutdown`."""
 
-    # More attributes than the interpreter keeps quick to find without them.
+    # Without slots, attribute access is slow for so many attributes.
     __slots__ = (
         "_addresses",
         "_app_state",
@@ -147,62 +145,60 @@ class HttpProtocol(asyncio.Protocol):
         self._tasks = server_state.tasks
         self._connections = cast("set[HttpProtocol]", server_state.connections)
         self._app_state = app_state
-        # The application may yield from its lifespan where connections are to be counted.
+        # The lifespan of the application may yield these.
         self._connections_gauge: Gauge | None = app_state.get("connections")
         self._refusals_counter: Counter | None = app_state.get("refusals")
-        self._drain: Any = app_state.get("drain")  # … and may say when it is to end
+        self._drain: Any = app_state.get("drain")
         self._keep_alive_s = config.timeout_keep_alive
         self._limits = limits
         self._max_url_bytes = limits.max_url_bytes
         self._max_header_bytes = limits.max_header_bytes
         self._max_header_fields = limits.max_header_fields
         self._clients = clients
-        self._client_network = ""  # as it is counted
-        self._is_reserved = False  # over the limit, and may ask only how the gateway is
+        self._client_network = ""  # the client as it is counted
+        self._is_reserved = False  # over the limit: only health probes are served
         self._parser = httptools.HttpRequestParser(self)
         self._addresses: dict[str, Any] = {}
         self._url = b""
         self._headers: HeaderPairs = []
         self._critical_headers: HeaderPairs = []
-        # What was noted of the last request, if it was a Host and nothing else.
+        # The critical headers of the last request if they were only a valid Host.
         self._usual_critical_headers: HeaderPairs = [(b"", b"")]
-        self._declined_upgrade: bytes | None = (
-            None  # an upgrade, after which the parser goes no further
-        )
-        self._ignores_next_header = False  # it is told again how long the body is
-        self._is_between_requests = True  # two requests, as far as is known
-        self._fed_bytes = SMALL_READ_BYTES  # that the parser is being given, at most
-        self._header_bytes = 0  # of a header that is not whole, before those
+        # The framing headers of a request with an Upgrade, after which the parser stops.
+        self._declined_upgrade: bytes | None = None
+        self._ignores_next_header = False  # a restarted parser gets the framing headers again
+        self._is_between_requests = True
+        self._fed_bytes = SMALL_READ_BYTES  # the maximum size of the data that the parser is given
+        self._header_bytes = 0  # of an incomplete header, without those
         self._header_started_at: float | None = None
         self._remaining_body_bytes = (
-            0  # of the announced length of one that does not come in one piece
+            0  # of a body with a Content-Length that comes in several reads
         )
-        self._has_body_data = False  # there was body in what came
-        self._framing_bytes = 0  # of its framing, since there was
+        self._has_body_data = False  # the last read contained body data
+        self._framing_bytes = 0  # chunk framing since the last body data
         self._unparsed = b""
-        self._receiving_cycle: RequestCycle | None = None  # whose body is being received
-        self._current_cycle: RequestCycle | None = None  # whose answer is being sent
-        self._pipelined_cycles: deque[RequestCycle] = deque()  # pipelined (RFC 9112, section 9.3.2)
-        self._was_last_refused = False  # the last request, by a 4xx
+        self._receiving_cycle: RequestCycle | None = None  # the body of which is being received
+        self._current_cycle: RequestCycle | None = None  # the response of which is being sent
+        self._pipelined_cycles: deque[RequestCycle] = deque()  # RFC 9112, section 9.3.2
+        self._was_last_refused = False  # the last response was a 4xx
         self._task: asyncio.Task[None] | None = None
         self.drain_waiter: asyncio.Future[None] | None = None
         self._is_reading = True
-        self._was_paused = False  # reading was paused, or a body not asked for, since the last look
-        self._is_last_request = False  # what comes after it is not looked at
+        # Since the last check, reading was paused or the client waited for 100 Continue.
+        self._was_paused = False
+        self._is_last_request = False  # all further data is ignored
         self._is_refused = False
-        self._opened_at: float | None = None  # until the first header is whole
+        self._opened_at: float | None = None  # None after the first header
         self._idle_since = 0.0
-        self._body_checked_at: float | None = None  # a body that did not come in one piece
+        self._body_checked_at: float | None = None  # of a body that comes in several reads
         self._body_credit_s = 0.0
         self._received_body_bytes = 0
-        self._write_credit: RateCredit | None = (
-            None  # of answers that the client does not take at once
-        )
+        self._write_credit: RateCredit | None = None  # while the client has not read all responses
         self._unwritten_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._next_check_at = math.inf
 
-    # The transport calls these.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -224,7 +220,7 @@ class HttpProtocol(asyncio.Protocol):
         self._schedule_check(now + min(self._header_timeout_s, self._keep_alive_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """A client that leaves is not waited for: what works for it is cancelled."""
+        """Cancel the work for the client."""
         self._connections.discard(self)
         if self._connections_gauge is not None:
             self._connections_gauge.dec()
@@ -239,7 +235,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._current_cycle is not None and not self._is_refused:
             self._abandon_cycle(self._current_cycle)
         if self._task is None:
-            self._current_cycle = None  # which holds this object, as does the parser
+            self._current_cycle = None  # breaks a reference cycle, as does the next line
         del self._parser
 
     def data_received(self, data: bytes) -> None:
@@ -268,7 +264,7 @@ class HttpProtocol(asyncio.Protocol):
             self._on_partial_data(data)
 
     def eof_received(self) -> None:
-        """Who closes its half has left: the transport closes the other."""
+        """Return None: the transport closes the connection when the client has closed its half."""
 
     def pause_writing(self) -> None:
         self.drain_waiter = self.loop.create_future()
@@ -280,7 +276,7 @@ class HttpProtocol(asyncio.Protocol):
             self.drain_waiter.set_result(None)
         self.drain_waiter = None
 
-    # The parser calls these.
+    # Called by the parser.
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -293,12 +289,8 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._ignores_next_header:
-            self._ignores_next_header, self._url, self._headers, self._critical_headers = (
-                False,
-                b"",
-                [],
-                [],
-            )
+            self._ignores_next_header, self._url = False, b""
+            self._headers, self._critical_headers = [], []
             return
         parser = self._parser
         if parser.should_upgrade():
@@ -344,14 +336,14 @@ class HttpProtocol(asyncio.Protocol):
             "state": self._app_state.copy(),
             **self._addresses,
         }
-        self._is_between_requests = False  # perhaps it began behind the end of another
-        exchange = self._receiving_cycle = RequestCycle(self, scope, keep_alive, expects_continue)
+        self._is_between_requests = False  # it may follow another request in the same read
+        cycle = self._receiving_cycle = RequestCycle(self, scope, keep_alive, expects_continue)
         self._url = b""
         self._headers = []
         if self._current_cycle is None:
-            self._current_cycle = exchange
+            self._current_cycle = cycle
         else:
-            self._pipelined_cycles.append(exchange)
+            self._pipelined_cycles.append(cycle)
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -361,12 +353,12 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._declined_upgrade is not None:
-            return  # httptools takes the body for the other protocol's
+            return  # httptools treats the body as data of the other protocol
         self._is_between_requests = True
         self._remaining_body_bytes = 0
         self._body_checked_at = None
         if self._headers:
-            # Trailers are no headers, of this or the next (RFC 9110, section 6.5.1).
+            # Trailers are not merged into the headers (RFC 9110, section 6.5.1).
             self._check_header_size(0)
             self._headers = []
             self._critical_headers = []
@@ -377,7 +369,7 @@ class HttpProtocol(asyncio.Protocol):
                 self._start_cycle()
             self._receiving_cycle = None
 
-    # The exchanges call these.
+    # Called by the request cycles.
 
     def pause_reading(self) -> None:
         if self._is_reading:
@@ -391,9 +383,9 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.resume_reading()
 
     async def wait_writable(self) -> None:
-        """Wait until the client has taken most of what was written."""
+        """Wait until the client has read most of the written data."""
         while self.drain_waiter is not None:
-            await asyncio.shield(self.drain_waiter)  # others wait for it when this one gives up
+            await asyncio.shield(self.drain_waiter)  # other waiters share it
 
     def write(self, head: bytes, body: bytes) -> None:
         if len(body) < MAX_JOINED_WRITE_BYTES:
@@ -402,7 +394,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.writelines((head, body))
 
     def end_cycle(self, cycle: RequestCycle) -> None:
-        """The application is done with it: the next in line, or nothing until there is one."""
+        """Finish a request: start the next pipelined one, or wait for data."""
         self._current_cycle = None
         self._was_last_refused = 400 <= cycle.status < 500
         if self._task is not None:
@@ -411,7 +403,7 @@ class HttpProtocol(asyncio.Protocol):
         if self.transport.is_closing() or self._is_refused:
             return
         if not cycle.complete:
-            self.transport.abort()  # cut off: it must not look like an answer
+            self.transport.abort()  # the response must not look complete
         elif not cycle.keep_alive:
             self._close()
         else:
@@ -428,14 +420,14 @@ class HttpProtocol(asyncio.Protocol):
             self.resume_reading()
 
     def refuse(self, error: GatewayError, *, linger: bool = True) -> None:
-        """What cannot be served is answered like every other error, and not listened to again."""
+        """Send an error response and close the connection."""
         self._is_last_request = True
         self._unparsed = b""
         if self._pipelined_cycles and self._receiving_cycle is not None:
-            self._pipelined_cycles.pop()  # it will never come whole
-        whole = self._pipelined_cycles[-1] if self._pipelined_cycles else self._current_cycle
-        if whole is not None and whole is not self._receiving_cycle:
-            whole.keep_alive = False  # its answer is the last
+            self._pipelined_cycles.pop()  # the rest of it is not read
+        last = self._pipelined_cycles[-1] if self._pipelined_cycles else self._current_cycle
+        if last is not None and last is not self._receiving_cycle:
+            last.keep_alive = False  # closes the connection after its response
             return
         if self._receiving_cycle is not None and self._receiving_cycle.started:
             self._close()
@@ -444,36 +436,39 @@ class HttpProtocol(asyncio.Protocol):
         self._send_refusal(error)
         if self._current_cycle is not None:
             self._current_cycle.mute()
-            # Later: a task that is cancelled before its first step never runs, and would never end.
+            # Deferred, because a task that is cancelled before its first step never calls `end_cycle`.
             self.loop.call_soon(self._abandon_cycle, self._current_cycle)
         if not linger:
             self._close()
             return
-        # Closing under a client that is still sending would reset the connection, and the answer with it.
+        # Closing while the client is still sending would reset the connection and lose the response.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._schedule_check(self.loop.time() + CLOSE_LINGER_S)
 
     def shutdown(self) -> None:
-        """The server stops: the request that is being answered is the last."""
+        """Close the connection after the current request."""
         if self._current_cycle is None:
             self._close()
         else:
             self._current_cycle.keep_alive = False
 
     def _start_cycle(self) -> None:
-        current = cast(RequestCycle, self._current_cycle)
+        cycle = cast(RequestCycle, self._current_cycle)
         turn = self._clients.refused_clients.enqueue(self.loop) if self._was_last_refused else None
-        self._task = self.loop.create_task(current.run(self.app, turn))
+        self._task = self.loop.create_task(cycle.run(self.app, turn))
         self._tasks.add(self._task)
 
     def _start_early(self) -> None:
-        """Before its body is whole, but not before much of it is here: a thousand that trickle would cost as
-        much as a thousand answers. One that says it is too large is told so at once."""
-        arriving = self._receiving_cycle
-        if arriving is None or self._task is not None or arriving is not self._current_cycle:
+        """Start the request before its body is complete, if enough of it was received.
+
+        Starting earlier would let a thousand slow clients cost as much as a thousand responses. A body with
+        a Content-Length above the limit is rejected at once.
+        """
+        cycle = self._receiving_cycle
+        if cycle is None or self._task is not None or cycle is not self._current_cycle:
             return
-        if not arriving.is_gathering(self._limits.max_body_bytes):
+        if not cycle.is_gathering(self._limits.max_body_bytes):
             self._start_cycle()
 
     def _abandon_cycle(self, cycle: RequestCycle) -> None:
@@ -494,7 +489,7 @@ class HttpProtocol(asyncio.Protocol):
             self._clients.log_rejection(self.loop.time(), self._log_fields)
         else:
             extra = {"status": error.status, "request_id": request_id, **self._log_fields}
-            log.info("refused: %s", error.detail, extra=extra)
+            log.info("rejected: %s", error.detail, extra=extra)
 
     def _count_refusal(self, reason: str) -> None:
         if self._refusals_counter is not None:
@@ -502,12 +497,11 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def _log_fields(self) -> dict[str, str]:
-        """For a line in the log."""
         address = self._addresses["client"]
         return {"client": "" if address is None else address[0]}
 
     def _count_excess(self) -> int:
-        """By how many there are too many, in all or of this client; a socket file has no address."""
+        """Count this connection; return by how many its limits are exceeded, in total or for this client."""
         excess = len(self._connections) - self._limits.max_connections
         per_client = self._limits.max_connections_per_client
         address = self._addresses["client"]
@@ -516,18 +510,18 @@ class HttpProtocol(asyncio.Protocol):
             excess = max(excess, self._clients.add_connection(self._client_network) - per_client)
         return excess
 
-    # How a request is read.
+    # Parsing.
 
     def _refuse_malformed(self, exc: Exception) -> None:
-        raised = exc.__context__  # by a callback
+        cause = exc.__context__  # raised by a callback of the parser
         self.refuse(
-            raised
-            if isinstance(raised, GatewayError)
+            cause
+            if isinstance(cause, GatewayError)
             else MalformedRequest(describe_parse_error(exc))
         )
 
     def _feed_in_pieces(self, data: bytes) -> None:
-        """Few headers in each, so that hardly more requests are begun than may wait."""
+        """Parse in pieces of few headers, so that the number of pipelined requests stays near its limit."""
         view = memoryview(data)
         start, size, piece = 0, len(data), view
         try:
@@ -537,8 +531,8 @@ class HttpProtocol(asyncio.Protocol):
                     return
                 end = start + self._remaining_body_bytes
                 if end <= start:
-                    found = data.find(REQUEST_HEADER_END, start + MIN_FEED_BYTES)
-                    end = size if found < 0 else found + len(REQUEST_HEADER_END)
+                    header_end = data.find(REQUEST_HEADER_END, start + MIN_FEED_BYTES)
+                    end = size if header_end < 0 else header_end + len(REQUEST_HEADER_END)
                 piece = view[start:end]
                 self._fed_bytes = len(piece)
                 self._remaining_body_bytes -= min(self._remaining_body_bytes, len(piece))
@@ -548,7 +542,7 @@ class HttpProtocol(asyncio.Protocol):
                     self._remaining_body_bytes = self._receiving_cycle.remaining_length()
                 start = end
                 if start < size and not self._is_between_requests and self._receiving_cycle is None:
-                    self._header_bytes += len(piece)  # empty lines
+                    self._header_bytes += len(piece)  # empty lines before a request
         except httptools.HttpParserUpgrade as exc:
             self._restart_parser(data[start + exc.args[0] :])
             return
@@ -560,16 +554,15 @@ class HttpProtocol(asyncio.Protocol):
             self._on_partial_data(piece)
 
     def _decline_upgrade(self) -> None:
-        """Who offers HTTP/2, as Java's client does, is answered without (RFC 9110, section 7.8). Others
-        would not understand the answer."""
-        offered = [value.lower() for name, value in self._headers if name == b"upgrade"]
-        if offered != [b"h2c"] or self._parser.get_method() == b"CONNECT":
-            raise MalformedRequest("this server does not change protocols: send no Upgrade header")
+        """Ignore an offer of h2c, as of Java's client (RFC 9110, section 7.8); reject other upgrades."""
+        protocols = [value.lower() for name, value in self._headers if name == b"upgrade"]
+        if protocols != [b"h2c"] or self._parser.get_method() == b"CONNECT":
+            raise MalformedRequest("protocol upgrades are not supported; remove the Upgrade header")
         framing = [pair for pair in self._headers if pair[0] in FRAMING_FIELDS]
         self._declined_upgrade = b"".join(b"%b: %b\r\n" % pair for pair in framing)
 
     def _restart_parser(self, rest: bytes) -> None:
-        """With a parser that knows nothing of an upgrade, behind the header."""
+        """Continue after the header with a new parser that does not see the Upgrade."""
         framing, self._declined_upgrade = self._declined_upgrade, None
         if framing is None:
             self._refuse_malformed(httptools.HttpParserUpgrade())
@@ -580,27 +573,28 @@ class HttpProtocol(asyncio.Protocol):
         self._feed_in_pieces(rest)
 
     def _check_critical_headers(self, version: str) -> bool:
-        """RFC 9112, sections 3.2 and 6.3, without its leniencies: nobody may read it otherwise.
+        """Return whether the client waits for 100 Continue. Raises `MalformedRequest`.
 
-        Returns whether the client waits for 100 Continue.
+        The rules of RFC 9112, sections 3.2 and 6.3, without their leniencies, so that no other server can
+        read the request differently.
         """
-        noted = dict(self._critical_headers)
-        if len(noted) != len(self._critical_headers):
-            raise MalformedRequest(f"{NOT_HTTP_MESSAGE}: it says twice what may be said once")
-        host = noted.pop(b"host", None)
+        headers = dict(self._critical_headers)
+        if len(headers) != len(self._critical_headers):
+            raise MalformedRequest(f"{NOT_HTTP_MESSAGE}: a header that may occur once is repeated")
+        host = headers.pop(b"host", None)
         if host is None:
             if version == "1.1":
-                raise MalformedRequest(f"{NOT_HTTP_MESSAGE}: it has no Host")
+                raise MalformedRequest(f"{NOT_HTTP_MESSAGE}: the Host header is missing")
         elif not VALID_HOST.fullmatch(host):
-            raise MalformedRequest(f"{NOT_HTTP_MESSAGE}: its Host is none")
-        if not noted and version == "1.1":
+            raise MalformedRequest(f"{NOT_HTTP_MESSAGE}: the Host header is invalid")
+        if not headers and version == "1.1":
             self._usual_critical_headers = self._critical_headers
-        coding = noted.get(b"transfer-encoding", b"chunked").rstrip(b" \t").lower()
-        if coding != b"chunked" or (b"transfer-encoding" in noted and version != "1.1"):
+        coding = headers.get(b"transfer-encoding", b"chunked").rstrip(b" \t").lower()
+        if coding != b"chunked" or (b"transfer-encoding" in headers and version != "1.1"):
             raise MalformedRequest(
-                f"{NOT_HTTP_MESSAGE}: the one Transfer-Encoding is 'chunked', of HTTP/1.1"
+                f"{NOT_HTTP_MESSAGE}: only Transfer-Encoding 'chunked' of HTTP/1.1 is supported"
             )
-        return noted.get(b"expect", b"").lower() == b"100-continue" and version == "1.1"
+        return headers.get(b"expect", b"").lower() == b"100-continue" and version == "1.1"
 
     def _check_header_size(self, first_line_bytes: int) -> None:
         size = first_line_bytes + sum(len(name) + len(value) + 4 for name, value in self._headers)
@@ -608,7 +602,7 @@ class HttpProtocol(asyncio.Protocol):
             raise HeaderTooLarge(self._max_header_bytes, self._max_header_fields)
 
     def _on_partial_data(self, data: bytes | memoryview) -> None:
-        """The data ended within a header or a body."""
+        """Handle data that ends within a header or a body."""
         if self._is_last_request:
             return
         if len(self._headers) > self._max_header_fields:
@@ -632,7 +626,7 @@ class HttpProtocol(asyncio.Protocol):
         if len(self._url) > self._max_url_bytes:
             self.refuse(UrlTooLong(self._max_url_bytes))
         elif self._header_bytes > self._max_header_bytes + SMALL_READ_BYTES:
-            # A read that was parsed at once may have begun with another request's end.
+            # A small read that was parsed at once may contain the end of another request.
             self._refuse_header()
         elif self._header_started_at is None and (self._url or bytes(data).strip(b"\r\n")):
             self._header_started_at = (
@@ -645,18 +639,17 @@ class HttpProtocol(asyncio.Protocol):
         if self._has_body_data:
             self._has_body_data, self._framing_bytes = False, 0
             return
-        self._framing_bytes += size  # of a chunk's extension, or of trailers
+        self._framing_bytes += size  # chunk extensions or trailers
         if self._framing_bytes > self._max_header_bytes:
             self._refuse_header()
 
     def _refuse_header(self) -> None:
         self.refuse(HeaderTooLarge(self._max_header_bytes, self._max_header_fields))
 
-    # One timer per connection, which looks, when it fires, whether it is time for anything.
+    # Timeouts: each connection has one timer, which runs all checks.
 
     @property
     def _header_timeout_s(self) -> float:
-        """For how long a header may come, and its first byte on a new connection."""
         return RESERVED_HEADER_TIMEOUT_S if self._is_reserved else self._limits.header_timeout_s
 
     def _schedule_check(self, when: float) -> None:
@@ -670,48 +663,48 @@ class HttpProtocol(asyncio.Protocol):
 
     def _run_checks(self) -> None:
         if self not in self._connections:
-            return  # it is gone
+            return  # the connection is closed
         self._next_check_at = math.inf
         now = self.loop.time()
         if self._is_refused and not self.transport.is_closing():
-            self._close()  # it has lingered
-        looks = (
+            self._close()  # after `CLOSE_LINGER_S`
+        checks = (
             self._check_responses(now),
             self._check_header_timeout(now),
             self._check_body_rate(now),
         )
-        self._schedule_check(min(looks))
+        self._schedule_check(min(checks))
 
     def _check_responses(self, now: float) -> float:
-        """Answers are not kept for who does not take them."""
+        """Disconnect a client that reads too slowly; return the time of the next check."""
         if self._write_credit is None and not self.transport.is_closing():
             return now + self._keep_alive_s
-        taking = self._write_credit or self._watch_writes()
-        left = self.transport.get_write_buffer_size()
+        previous = self._write_credit or self._watch_writes()
+        unwritten = self.transport.get_write_buffer_size()
         credit = self._advance_credit(
-            taking, now, self._unwritten_bytes - left, self._limits.write_timeout_s
+            previous, now, self._unwritten_bytes - unwritten, self._limits.write_timeout_s
         )
-        self._write_credit, self._unwritten_bytes = credit, left
+        self._write_credit, self._unwritten_bytes = credit, unwritten
         if credit.remaining_s <= 0:
-            log.info("cut off: the client does not take its answer", extra=self._log_fields)
+            log.info("disconnected: the client does not read its response", extra=self._log_fields)
             self._count_refusal(RESPONSE_NOT_READ)
             self._reset_connection()
         return credit.next_check_at
 
     def _reset_connection(self) -> None:
-        """Or the kernel would keep what was not taken for as long as the client goes on taking a little."""
+        # Otherwise the kernel would keep the unread data while the client reads it slowly.
         socket: Any = self.transport.get_extra_info("socket")
         if socket is not None:
             socket.setsockopt(SOL_SOCKET, SO_LINGER, LINGER_ZERO)
         self.transport.abort()
 
     def _check_header_timeout(self, now: float) -> float:
-        """That it comes in time; or the first byte of the next one."""
+        """Enforce the header and keep-alive timeouts; return the time of the next check."""
         if self._is_last_request:
             return math.inf
         if self._header_started_at is not None:
             if not self._is_reading:
-                self._header_started_at = now  # nobody can send what is not read
+                self._header_started_at = now  # the client cannot send while reading is paused
             due = self._header_started_at + self._header_timeout_s
         elif self._current_cycle is None:
             idle_s = self._keep_alive_s if self._opened_at is None else self._header_timeout_s
@@ -732,9 +725,9 @@ class HttpProtocol(asyncio.Protocol):
         if since is None or self._receiving_cycle is None or self._is_last_request:
             return math.inf
         credit = RateCredit(self._body_credit_s, since)
-        held = not self._is_reading or self._receiving_cycle.is_awaiting_continue()
-        if self._was_paused or held:  # it is not the client who is slow
-            self._was_paused = held
+        is_paused = not self._is_reading or self._receiving_cycle.is_awaiting_continue()
+        if self._was_paused or is_paused:  # the client was not the one who waited
+            self._was_paused = is_paused
             credit = RateCredit(credit.remaining_s, now)
         else:
             credit = self._advance_credit(

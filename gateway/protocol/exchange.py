@@ -1,4 +1,4 @@
-"""A request and its answer: what comes of the connection on one side, ASGI on the other."""
+"""One request and its response: the connection on one side, ASGI on the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REQUEST_HIGH_WATER_BYTES: Final = 64 * 1024
-# A client that was answered early may send the rest, and read the answer then; but not for ever.
+# A client may send the rest of its request before it reads an early response, but not without limit.
 MAX_DISCARDED_BYTES: Final = 64 << 20
 CONTINUE_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 DISCONNECT_MESSAGE: Final = {"type": "http.disconnect"}
@@ -29,7 +29,7 @@ STATUS_LINES: Final = {
 
 
 class RequestCycle:
-    """A request and its answer, as ASGI's `scope`, `receive` and `send`."""
+    """A request and its response, as ASGI's `scope`, `receive` and `send`."""
 
     __slots__ = (
         "_chunks",
@@ -62,35 +62,33 @@ class RequestCycle:
         self._chunks: list[bytes] = []
         self._unread_bytes = 0
         self._discarded_bytes = 0
-        self._is_request_complete = False  # the request's end is here
-        self._is_request_delivered = False  # … and was given to the application
+        self._is_request_complete = False  # all of the request was received
+        self._is_request_delivered = False  # … and passed to the application
         self._is_disconnected = False
         self._is_muted = False
         self._receive_waiter: asyncio.Future[None] | None = None
         self._pending_head = b""
         self._is_chunked = False
-        self._remaining_bytes: int | None = (
-            None  # of the announced length; None where there is none
-        )
+        # Of the response's Content-Length; None without one, -1 for a response without a body.
+        self._remaining_bytes: int | None = None
         self.started = False
-        self.status = 0  # until the answer begins
+        self.status = 0  # until the response starts
         self.complete = False
 
     async def run(self, app: ASGIApp, turn: asyncio.Future[None] | None) -> None:
-        """Answer the request; begin when `turn` is done, if there is one."""
         try:
             if turn is not None:
                 await turn
             await app(self._scope, self.receive, self.send)
-        except Exception:  # the border of the process: the connection ends, the server does not
-            log.exception("a fault in the application")
+        except Exception:  # must end the connection, not the server
+            log.exception("unhandled exception in the application")
         finally:
             self._connection.end_cycle(self)
 
-    # The connection calls these.
+    # Called by the connection.
 
     def feed_body(self, body: bytes) -> None:
-        if self.complete:  # answered already: nobody reads it
+        if self.complete:  # the response is sent, and the application reads no more
             self._discarded_bytes += len(body)
             if self._discarded_bytes > MAX_DISCARDED_BYTES:
                 self._connection.transport.abort()
@@ -106,7 +104,7 @@ class RequestCycle:
         self._wake_receiver()
 
     def mute(self) -> None:
-        """What the application sends reaches nobody any more."""
+        """Discard what the application sends from now on."""
         self._is_muted = True
 
     def disconnect(self) -> None:
@@ -114,14 +112,14 @@ class RequestCycle:
         self._wake_receiver()
 
     def remaining_length(self) -> int:
-        """Of the announced length, while nothing was taken of it yet; 0 where there is none."""
-        announced = self._content_length
-        return announced and announced - self._unread_bytes
+        """Return how much of the Content-Length is missing, before the application reads; 0 without one."""
+        length = self._content_length
+        return length and length - self._unread_bytes
 
     def is_gathering(self, max_bytes: int) -> bool:
-        """Little is here of a body that may be sent, and that comes without being asked for."""
-        few = self._unread_bytes <= REQUEST_HIGH_WATER_BYTES and not self._is_request_complete
-        return few and not self._expects_continue and self._content_length <= max_bytes
+        """Return whether to wait for more of the body before the application starts."""
+        is_small = self._unread_bytes <= REQUEST_HIGH_WATER_BYTES and not self._is_request_complete
+        return is_small and not self._expects_continue and self._content_length <= max_bytes
 
     @property
     def _content_length(self) -> int:
@@ -131,17 +129,17 @@ class RequestCycle:
         return 0
 
     def is_awaiting_continue(self) -> bool:
-        """The client waits for 100 Continue, which the application has not wanted yet."""
+        """Return whether the client waits for 100 Continue, which the application triggers by reading."""
         return self._expects_continue and not self.complete
 
-    # The application calls these.
+    # Called by the application.
 
     async def receive(self) -> Message:
         if self._expects_continue:
             self._expects_continue = False
-            answering = self.started and not self._pending_head
+            is_responding = self.started and not self._pending_head
             if not (
-                self._chunks or self._is_request_complete or answering or self._is_disconnected
+                self._chunks or self._is_request_complete or is_responding or self._is_disconnected
             ):
                 self._connection.transport.write(CONTINUE_RESPONSE)
         while not (
@@ -158,7 +156,7 @@ class RequestCycle:
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self._chunks = []
         if self._unread_bytes > REQUEST_HIGH_WATER_BYTES:
-            self._connection.resume_reading()  # at the end, too: a client that leaves is to be noticed
+            self._connection.resume_reading()  # also at the end, to notice a disconnect
         self._unread_bytes = 0
         self._is_request_delivered = self._is_request_complete
         return {"type": "http.request", "body": body, "more_body": not self._is_request_complete}
@@ -175,7 +173,7 @@ class RequestCycle:
 
     def _start_response(self, status: int, headers: Any) -> None:
         if self.started:
-            raise RuntimeError("an answer begins once")
+            raise RuntimeError("the response was already started")
         self.started = True
         self.status = status
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
@@ -194,19 +192,17 @@ class RequestCycle:
         lines.append(b"\r\n")
         self._pending_head = head = b"".join(lines)
         if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
-            self._abort("a header of the answer holds a line's end")
+            self._abort("a response header contains a line break")
 
     def _choose_framing(self, status: int, *, says_close: bool) -> list[bytes]:
-        """Choose how the body's end is told, and whether the connection stays; return the header lines
-        that say so beside the application's own."""
+        """Choose the framing of the body and the persistence of the connection; return their header lines."""
         version = self._scope["http_version"]
         if self._scope["method"] == "HEAD" or status in BODILESS_STATUSES:
             self._remaining_bytes = -1
         elif self._remaining_bytes is None:
             self._is_chunked = version == "1.1"
-            self.keep_alive = (
-                self.keep_alive and self._is_chunked
-            )  # or the connection's end is the body's
+            # Without chunks, the end of the connection is the end of the body.
+            self.keep_alive = self.keep_alive and self._is_chunked
         added = []
         if not self.keep_alive and not says_close:
             added.append(b"connection: close\r\n")
@@ -218,15 +214,15 @@ class RequestCycle:
 
     def _send_body(self, body: bytes, has_more: bool) -> None:
         if self.complete or not self.started:
-            raise RuntimeError("a body out of turn")
+            raise RuntimeError("unexpected response body")
         head, self._pending_head = self._pending_head, b""
-        left = self._remaining_bytes
-        if left == -1:
+        remaining = self._remaining_bytes
+        if remaining == -1:
             body = b""
-        elif left is not None:
-            self._remaining_bytes = left = left - len(body)
-            if left < 0 or (left and not has_more):
-                self._abort("an answer's body is not as long as its Content-Length")
+        elif remaining is not None:
+            self._remaining_bytes = remaining = remaining - len(body)
+            if remaining < 0 or (remaining and not has_more):
+                self._abort("the response body does not match its Content-Length")
         elif self._is_chunked:
             if body:
                 head += b"%x\r\n" % len(body)
@@ -240,7 +236,7 @@ class RequestCycle:
             self._wake_receiver()
 
     def _abort(self, reason: str) -> NoReturn:
-        """An application that goes on all the same must not mend it."""
+        # An application that catches the error must not be able to complete the response.
         self._connection.transport.abort()
         raise RuntimeError(reason)
 

@@ -1,4 +1,4 @@
-"""What clients are held to: sizes, times, and how many of them there may be."""
+"""Limits for clients: sizes, timeouts, rates and connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKS_PER_PASS: Final = 4  # each takes up to 0.1 ms
 
 @dataclass(frozen=True)
 class ProtocolLimits:
-    """What a client may send, in what time, and how many may come; as in `gateway.settings`."""
+    """The settings of the same names; see `gateway.settings`."""
 
     max_header_bytes: int = 64 << 10
     max_header_fields: int = 100
@@ -34,11 +34,11 @@ class ProtocolLimits:
     write_timeout_s: float = 30.0
     min_bytes_per_s: int = 1 << 10
     max_connections: int = 4096
-    max_connections_per_client: int = 1024  # 0: any number
+    max_connections_per_client: int = 1024  # 0: unlimited
 
 
 class RateCredit(NamedTuple):
-    """For how long who must keep up with a rate may still do nothing."""
+    """The time for which a client that must keep a minimum rate may still be idle."""
 
     remaining_s: float
     updated_at: float
@@ -54,7 +54,7 @@ class RateCredit(NamedTuple):
 
 
 class ClientRegistry:
-    """How many connections each client has to this process, who was sent away, and whose turn it is."""
+    """Connection counts per client, rejections and pending timeout checks of this process."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -73,36 +73,36 @@ class ClientRegistry:
             del self._counts[client]
 
     def log_rejection(self, now: float, log_fields: dict[str, str]) -> None:
-        """Who floods the gateway is not to flood its log."""
+        # At most one line per interval, so that a flood of connections does not flood the log.
         self._rejected_count += 1
         if now - self._logged_at >= REJECTION_LOG_INTERVAL_S:
-            log.warning(
-                "too many connections: %d sent away", self._rejected_count, extra=log_fields
-            )
+            log.warning("too many connections: %d rejected", self._rejected_count, extra=log_fields)
             self._rejected_count, self._logged_at = 0, now
 
     def schedule_check(self, loop: asyncio.AbstractEventLoop, check: Callable[[], None]) -> None:
-        """Hundreds that came in the same millisecond are overdue in the same one: nobody is to wait until
-        each of them was told."""
+        """Run the check soon, `CHECKS_PER_PASS` in each pass of the event loop.
+
+        Hundreds of connections may be opened, and so become overdue, in the same millisecond.
+        """
         self._pending_checks.append(check)
         if len(self._pending_checks) == 1:
             loop.call_soon(self._run_checks, loop)
 
     def _run_checks(self, loop: asyncio.AbstractEventLoop) -> None:
-        turns = self._pending_checks
-        for _ in range(min(CHECKS_PER_PASS, len(turns))):
-            loop.call_soon(turns.popleft())
-        if turns:
+        checks = self._pending_checks
+        for _ in range(min(CHECKS_PER_PASS, len(checks))):
+            loop.call_soon(checks.popleft())
+        if checks:
             loop.call_soon(self._run_checks, loop)
 
 
 def parse_socket_name(name: Any) -> tuple[str, int] | None:
-    """Host and port; a socket file has none."""
+    """Return host and port; None for a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
 def client_network(host: str) -> str:
-    """What a client is counted by: who has an address of IPv6 has 2⁶⁴ of them."""
+    """Return the IPv4 address, or the IPv6 /64 network, all of whose addresses one client may have."""
     if ":" not in host:
         return host
     address = IPv6Address(host.partition("%")[0])
