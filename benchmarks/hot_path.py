@@ -27,9 +27,7 @@ def keys_file(folder: Path, **fields: object) -> KeysFile:
     entry = {"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **fields}
     path = folder / f"{len(fields)}.yaml"
     path.write_text(yaml.safe_dump({"keys": [{**entry, "roles": ["infer"], "models": ["sm*"]}]}))
-    file = KeysFile(path)
-    file.load()
-    return file
+    return KeysFile(path)
 
 
 def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:

@@ -108,7 +108,6 @@ def app_from_environment() -> ASGIApp:
 def create_tls_context(
     settings: Settings, sources: Sequence[ReplicaSource]
 ) -> ssl.SSLContext | None:
-    """Return the client context for `https://` replicas; None if there are none."""
     if not any(source.address.tls for source in sources):
         return None
     context = ssl.create_default_context(cafile=settings.triton_ca_file)
@@ -188,7 +187,7 @@ def build_components(settings: Settings) -> AppComponents:
 
 
 def list_watched_files(components: AppComponents) -> dict[str, WatchedFile[Any]]:
-    """Return the watched files by their label in `gateway_file_valid`."""
+    # By their label in `gateway_file_valid`.
     files = {"keys": components.keys_file, "models": components.models_file.file}
     return {name: file for name, file in files.items() if file is not None}
 

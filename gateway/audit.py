@@ -30,7 +30,6 @@ def describe_outcome(status: int) -> str:
 
 
 def log_call(info: RequestInfo, method: str, path: str, client: str, status: int) -> None:
-    """Log the end of an administrative call, as its caller experienced it."""
     call = info.management_call
     if call is None:
         return

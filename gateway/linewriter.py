@@ -57,7 +57,7 @@ class LineWriter:
         self.enqueue(f"{escape_unprintable(message)}\n")
 
     def enqueue(self, text: str) -> None:
-        """Add one or more lines, each with its line end; all of them are written, or none."""
+        # `text` is one or more lines with their line ends; all of them are written, or none.
         with self._lock:
             if self._queued_size and self._queued_size + len(text) > self._max_bytes:
                 self.dropped_count += 1

@@ -110,6 +110,5 @@ def report_exit_status(exc: BaseException | None) -> int:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Exit without cleanup, after flushing the log."""
     logs.flush()
     os._exit(status)

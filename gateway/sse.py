@@ -77,7 +77,6 @@ class EventStreamScrubber:
         )
 
     def end(self) -> bytes:
-        """Return the held bytes when the stream ends."""
         held, self._held = self._held, b""
         return self._rewrite(held) if self._state is EventState.held else held
 

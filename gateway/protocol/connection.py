@@ -383,7 +383,6 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.resume_reading()
 
     async def wait_writable(self) -> None:
-        """Wait until the client has read most of the written data."""
         while self.drain_waiter is not None:
             await asyncio.shield(self.drain_waiter)  # other waiters share it
 

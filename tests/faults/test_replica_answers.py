@@ -176,7 +176,7 @@ def test_an_answer_without_an_end_is_502_and_not_kept(
     Replica.answers = {model if what == "inference" else f"{what} {model}": ...}
     before = process.memory_info().rss
     got = infer(client, model)
-    assert_error(got, 502, "BAD_UPSTREAM", "larger than the limit of")
+    assert_error(got, 502, "BAD_UPSTREAM", "exceeds the limit of")
     assert process.memory_info().rss - before < 400 * MIB
     Replica.answers = {"m": {"outputs": [{**TEXT, "data": ["a"]}]}}
     assert infer(client, "m").status_code == 200

@@ -592,7 +592,7 @@ def test_an_answer_that_is_too_large_to_hold_is_502_and_costs_nobody_else(
             json={"inputs": [1.5] * 30_000},
             headers={"Accept": "text/event-stream"},
         )
-        assert_error(events, 502, "BAD_UPSTREAM", "larger than the limit")
+        assert_error(events, 502, "BAD_UPSTREAM", "exceeds the limit")
         assert limited.get("/v1/replicas").json()["replicas"][0]["state"] == "UP"
         through = limited.post(
             INFER,

@@ -261,7 +261,7 @@ def test_the_password_of_basic_credentials_is_a_key(client: httpx.Client) -> Non
         assert triton.get_model_metadata("text_core")["name"] == "text_core"
         triton.unregister_plugin()
         triton.register_plugin(BasicAuth(INFER, "anything"))
-        with pytest.raises(InferenceServerException, match="the key is not known"):
+        with pytest.raises(InferenceServerException, match="unknown key"):
             triton.get_model_metadata("text_core")
     for shown in (basic(INFER, ""), basic(INFER).replace("Basic ", "basic  ")):
         headers = {"Authorization": shown}
@@ -589,7 +589,7 @@ def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
         wait_until(lambda: status(client, INFER) == 401)
         assert status(client, ADMIN) == 200
         path.write_text(f"keys: [{{name: {INFER!r}, sha256: '{INFER}', *broken")
-        command.wait_for("stay as they were")
+        command.wait_for("stays in use")
         assert status(client, ADMIN) == 200
         path.unlink()
         command.wait_for("No such file")
@@ -600,7 +600,7 @@ def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
         path.write_text("keys: []")
         wait_until(lambda: status(client, INFER) == 401)
         assert client.get("/livez").status_code == 200
-        assert command.output.count("stay as they were") == 2
+        assert command.output.count("stays in use") == 2
         assert "tgw_" not in command.output
 
 
@@ -897,13 +897,13 @@ def test_what_the_command_line_cannot_do_it_says_in_a_sentence(tmp_path: Path) -
         (("create", "x", "--requests-per-second", "0", "--file", str(path)), "above 0"),
         (("create", "x", "--model", "", "--file", str(path)), "the models of"),
         (("create", "x", "--file", str(tmp_path / "no" / "k.yaml")), "No such file"),
-        (("create", "x", "--file", str(broken)), "it is not YAML"),
+        (("create", "x", "--file", str(broken)), "invalid YAML"),
         (("create", "x", "--file", str(tmp_path)), "Is a directory"),
-        (("create", "x"), "which keys file"),
-        (("revoke", "nobody", "--file", str(path)), "there is no key 'nobody'"),
-        (("revoke", "x", "--file", str(broken)), "it is not YAML"),
+        (("create", "x"), "no keys file"),
+        (("revoke", "nobody", "--file", str(path)), "key 'nobody' not found"),
+        (("revoke", "x", "--file", str(broken)), "invalid YAML"),
         (("list", "--file", str(tmp_path / "none")), "No such file"),
-        (("list", "--file", str(broken)), "it is not YAML"),
+        (("list", "--file", str(broken)), "invalid YAML"),
     ):
         run = key_command(*arguments)
         assert run.returncode == 1, arguments

@@ -93,7 +93,7 @@ def test_unless_configured_no_page_may(demo: httpx.Client) -> None:
 )
 def test_what_is_no_origin_keeps_the_gateway_from_starting(origin: str) -> None:
     with (
-        pytest.raises(AssertionError, match="is no origin; write https://HOST"),
+        pytest.raises(AssertionError, match="is not a valid origin; use https://HOST"),
         gateway("http://127.0.0.1:1", cors_origins=origin),
     ):
         pass

@@ -146,9 +146,7 @@ async def managing(
 
 def declaring(path: Path, text: str) -> ModelsFile:
     path.write_text(text)
-    file = ModelsFile(path)
-    file.load()
-    return file
+    return ModelsFile(path)
 
 
 # The callers.

@@ -401,8 +401,8 @@ def test_a_file_that_is_rejected_is_seen_until_a_good_one_is_there(
         assert is_valid("keys")
         assert is_valid("models")
         for name, sentence in (
-            ("keys", "the keys stay as they were"),
-            ("models", f"the models file {models} stays as it was"),
+            ("keys", f"the keys file {keys}: "),
+            ("models", f"the models file {models}: "),
         ):
             files[name].write_text(f"{name}: 1\n")
             wait_until(lambda name=name: not is_valid(name))  # type: ignore[misc]

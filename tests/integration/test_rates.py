@@ -95,9 +95,7 @@ def test_who_is_refused_is_told_when_to_come_back() -> None:
     with pytest.raises(RateLimitExceeded) as refused:
         asyncio.run(rates.count_request("slow", 0.2))
     assert refused.value.headers == {"Retry-After": "5"}
-    assert refused.value.detail == (
-        "the key 'slow' may send 1 request in 5 seconds; try again in 5 s"
-    )
+    assert refused.value.detail == ("key 'slow' may send 1 request in 5 seconds; try again in 5 s")
 
 
 class Away:

@@ -80,7 +80,7 @@ def test_it_sheds_and_recovers_when_there_are_no_descriptors() -> None:
     with command:
         try:
             command.wait_for("serving")
-            command.wait_for("open files are allowed")
+            command.wait_for("open files allows")
             flood(command, port)
         finally:
             command.process.terminate()

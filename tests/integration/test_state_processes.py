@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_loses_nothing_that_was_kept(tmp_path: Path) -> None
     with program(FULL, f"file://{tmp_path}/state.json") as writer:
         for _ in range(2):
             assert said(writer) == (
-                "503 STATE_UNAVAILABLE what the API asked of models cannot be written now: file too large"
+                "503 STATE_UNAVAILABLE the desired state cannot be written: file too large"
             )
         assert said(writer) == "['core'] None"
         names = {path.name for path in tmp_path.rglob("*")}

@@ -34,8 +34,7 @@ MOST_RESERVED = 100  # ports, by each process of the tests
 
 
 FAULTS = (
-    "a fault in the gateway",
-    "a fault in the application",
+    "unhandled exception",
     "was never retrieved",
     "never awaited",
 )

@@ -162,7 +162,7 @@ def own(repository: Path) -> Iterator[Own]:
     running = Up(repository, command="triton", environment=environment)
     with running:
         running.wait_for("Triton is ready")
-        assert "load code into this Triton" not in running.output
+        assert "load code into Triton" not in running.output
         yield Own(running)
 
 
@@ -196,7 +196,7 @@ def test_a_gateway_without_the_secret_says_which_setting_is_missing(
 def test_triton_alone_says_what_restricts_it(repository: Path) -> None:
     with Up(repository, command="triton") as triton:
         triton.wait_for("Triton is ready")
-    told = triton.wait_for("load code into this Triton")
+    told = triton.wait_for("load code into Triton")
     assert "GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET" in told
 
 
@@ -224,7 +224,7 @@ def test_a_value_that_cannot_be_is_refused_and_not_repeated(
     with pytest.raises(CommandError) as refused:
         read_settings()
     sentence = str(refused.value)
-    assert sentence.startswith("GATEWAY_TRITON_RESTRICTED_API cannot be used: write KEY=SECRET")
+    assert sentence.startswith("GATEWAY_TRITON_RESTRICTED_API is invalid: expected KEY=SECRET")
     assert value not in sentence
 
 

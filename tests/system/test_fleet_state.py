@@ -29,7 +29,7 @@ def test_declared_models_are_loaded_awaited_and_protected(tmp_path: Path) -> Non
             refused = client.post("/v2/repository/models/echo/unload")
             assert (refused.status_code, refused.json()["code"]) == (409, "CONFLICT")
             declared.write_text("models: [")
-            command.wait_for("stays as it was")
+            command.wait_for("stays in use")
             assert client.get("/readyz").status_code == 200
             trouble = triton.repository / "late" / "trouble"
             trouble.write_text("hold")

@@ -344,9 +344,9 @@ def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
 ) -> None:
     page.refusals = {401, 403}
     page.open(strangers.url)
-    page.see("#key-dialog", "a key is needed")
+    page.see("#key-dialog", "a key is required")
     page.type("#key", "wrong\n")
-    page.see("#key-reason", "the key is not known")
+    page.see("#key-reason", "unknown key")
     page.type("#key", f"{INFER}\n")
     page.find("#try-form fieldset")
     assert page.run("return [localStorage.length, document.cookie]") == [0, ""]
@@ -357,10 +357,10 @@ def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
     assert page.all("#models tbody tr")
     assert not page.all("#replicas tbody tr")
     page.click("nav a[href='#live']")
-    page.see("#live-notice", "does not have the role")
+    page.see("#live-notice", "lacks the role")
     page.click("#key-button")
     page.click("#key-remove")
-    page.see("#live-notice", "a key is needed")
+    page.see("#live-notice", "a key is required")
 
 
 @needs_browser
@@ -375,9 +375,7 @@ def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
     page.all(buttons)[1].click()
     page.see("#unload-dialog", model)
     page.click("#unload-form button.main")
-    page.see(
-        "#key-dialog", "does not have the role admin"
-    )  # a key that may only infer is not enough
+    page.see("#key-dialog", "lacks the role 'admin'")  # a key that may only infer is not enough
     page.type("#key", f"{ADMIN}\n")
     assert "UNAVAILABLE" in page.see("#report", "is unloaded on every replica")
     page.find(f"{buttons}:nth-of-type(2):disabled")

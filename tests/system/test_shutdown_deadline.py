@@ -76,7 +76,7 @@ def test_a_disk_that_hangs_is_left_behind(tmp_path: Path) -> None:
         began = time.monotonic()
         assert command.end(60) == 0
         print(f"ended {time.monotonic() - began:.1f} s after SIGTERM")
-    assert "leaving without the thread state_0" in command.lines[-1]
+    assert "exiting without waiting for thread state_0" in command.lines[-1]
 
 
 def test_so_do_workers(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_loop_that_hangs_ends_with_the_time_for_shutting_down(settings: dict[s
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "the time for shutting down is over (GATEWAY_DRAIN_S, GATEWAY_SHUTDOWN_S)" in said
+    assert "the shutdown deadline (GATEWAY_DRAIN_S, GATEWAY_SHUTDOWN_S) has passed" in said
 
 
 def test_a_thread_that_keeps_the_interpreter_is_ended_by_the_kernel() -> None:
@@ -199,4 +199,4 @@ def test_the_status_and_the_sentence_of_an_end_stay_as_they_are(
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == status
     assert told in run.stderr
-    assert "leaving without the thread decode_0" in run.stderr
+    assert "exiting without waiting for thread decode_0" in run.stderr

@@ -60,7 +60,7 @@ def test_the_gateway_goes_on_with_the_rest_until_none_is_left(tmp_path: Path) ->
         write_model(tmp_path, "raise ValueError('the weights are gone')")
         up.servers()[0].kill()
         gone = up.wait_for(f"{first}: Triton cannot be restarted")
-        assert gone.endswith("the weights are gone; the gateway goes on with the others")
+        assert gone.endswith("the weights are gone; the gateway continues with the other replicas")
         assert serves(second)
         assert lives(up)
 

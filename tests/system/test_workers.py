@@ -90,8 +90,8 @@ def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command,
 
     wait_until(replaced)
     assert get(f"{url}/v2/health/live").status_code == 200
-    line = command.wait_for("ended unexpectedly")
-    assert f"the worker {killed.pid} " in line
+    line = command.wait_for("exited unexpectedly")
+    assert f"worker {killed.pid} " in line
     assert "(signal 9)" in line
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
 

@@ -45,6 +45,6 @@ def test_the_setting_takes_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("http://a.test", "a.test:8080", "a.test/x", "a b"):
         monkeypatch.setenv("GATEWAY_ALLOWED_HOSTS", wrong)
         with pytest.raises(
-            CommandError, match="is no host; write names without http:// and without a port"
+            CommandError, match="is not a valid host; use names without http:// and without a port"
         ):
             read_settings()

@@ -118,7 +118,7 @@ def test_refusals_reach_clients_over_tls_too(tls: dict[str, Any], authority: tru
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> int:
-    return caplog.text.count("the new certificate cannot be used")
+    return caplog.text.count("the last valid version stays in use")
 
 
 def test_a_new_certificate_is_shown_to_new_connections_and_a_broken_one_is_not(

@@ -600,7 +600,6 @@ def test_no_text_makes_the_models_file_fail_in_another_way(text: str) -> None:
 
 def test_without_a_models_file_nothing_is_declared() -> None:
     file = ModelsFile(None)
-    file.load()
     assert not file.reload_if_changed()
     assert file.models == {}
 
@@ -610,18 +609,16 @@ def test_a_gateway_does_not_start_with_a_broken_models_file(tmp_path: Path) -> N
     for make in (lambda: None, lambda: path.write_text("["), lambda: path.write_bytes(b"\xff\xfe")):
         make()
         with pytest.raises(BadModelsFile, match=r"models\.yaml"):
-            ModelsFile(path).load()
+            ModelsFile(path)
     path.unlink()
     path.mkdir()
     with pytest.raises(BadModelsFile, match=r"models\.yaml"):
-        ModelsFile(path).load()
+        ModelsFile(path)
 
 
 def opened(path: Path, text: str) -> ModelsFile:
     path.write_text(text)
-    file = ModelsFile(path)
-    file.load()
-    return file
+    return ModelsFile(path)
 
 
 def test_a_change_of_the_models_file_is_noticed_once(tmp_path: Path) -> None:
@@ -698,7 +695,6 @@ def test_the_swapped_links_of_a_config_map_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.symlink_to("..data/models.yaml")
     file = ModelsFile(path)
-    file.load()
     publish(2, "models: [b]")
     assert file.reload_if_changed()
     assert set(file.models) == {"b"}

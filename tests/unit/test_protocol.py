@@ -1228,7 +1228,7 @@ UPGRADES = {
     b"Content-Length: 35\r\n\r\n" + LIKE_A_REQUEST,
     "CONNECT": b"CONNECT h:80 HTTP/1.1\r\nHost: x\r\n\r\n" + LIKE_A_REQUEST,
 }
-NO_UPGRADE = "this server does not change protocols: send no Upgrade header"
+NO_UPGRADE = "protocol upgrades are not supported; remove the Upgrade header"
 
 
 @pytest.mark.parametrize("name", UPGRADES)

@@ -43,10 +43,10 @@ def test_no_time_is_endless(monkeypatch: pytest.MonkeyPatch, name: str, value: s
     assert refusal(monkeypatch, **{name: value}).startswith(f"GATEWAY_{name} cannot be '{value}': ")
 
 
-LIMIT = "it is more than GATEWAY_MAX_REQUEST_TIMEOUT_S, which is"
-ORIGIN = "'b.test' is no origin; write https://HOST or https://HOST:PORT"
-NOBODY = "the gateway needs a Triton to stand before"
-NO_FILE = "no certificate can be read there: no such file or directory"
+LIMIT = "it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is"
+ORIGIN = "'b.test' is not a valid origin; use https://HOST or https://HOST:PORT"
+NOBODY = "at least one Triton URL is required"
+NO_FILE = "the certificate cannot be read: no such file or directory"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_certificate_and_a_key_are_told_apart(
 def test_traces_are_sent_to_an_address(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     told = refusal(monkeypatch, OTLP_ENDPOINT=value)
     assert told == (
-        f"GATEWAY_OTLP_ENDPOINT cannot be '{value}': it is no address; write http://HOST:4318"
+        f"GATEWAY_OTLP_ENDPOINT cannot be '{value}': it is not a valid URL; use http://HOST:4318"
     )
 
 
@@ -127,8 +127,8 @@ def test_a_misspelt_setting_is_warned_of() -> None:
     assert describe_unknown_settings(
         ["GATEWAY_MAX_BODY_BYTE", "GATEWAY_QXJZ", "GATEWAY_DRAIN_S", "PATH"]
     ) == [
-        "GATEWAY_MAX_BODY_BYTE is no setting; is GATEWAY_MAX_BODY_BYTES meant?",
-        "GATEWAY_QXJZ is no setting",
+        "unknown setting GATEWAY_MAX_BODY_BYTE; did you mean GATEWAY_MAX_BODY_BYTES?",
+        "unknown setting GATEWAY_QXJZ",
     ]
     of_services = ["PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP"]
     of_services += ["PORT_8080_TCP_ADDR", "KEYS_SERVICE_HOST", "KEYS_PORT_80_TCP_PROTO"]
