@@ -891,7 +891,7 @@ def test_what_the_command_line_cannot_do_it_says_in_a_sentence(tmp_path: Path) -
     broken = tmp_path / "broken.yaml"
     broken.write_text("keys: [tgw_infer-secret")
     for arguments, words in (
-        (("create", "shop", "--file", str(path)), "there is a key 'shop' already"),
+        (("create", "shop", "--file", str(path)), "key 'shop' already exists"),
         (("create", "a b", "--file", str(path)), "the name of the new key"),
         (("create", "tgw_x", "--file", str(path)), "the name of the new key"),
         (("create", "x", "--requests-per-second", "0", "--file", str(path)), "above 0"),

@@ -71,7 +71,7 @@ class Unread:
         if as_json:
             found = [json.loads(line)["message"] for line in found]
         return [
-            int(re.findall(r"(\d+) lines of the log were dropped here", line)[0]) for line in found
+            int(re.findall(r"(\d+) log lines were dropped here", line)[0]) for line in found
         ]
 
     def read(self) -> None:

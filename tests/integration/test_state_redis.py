@@ -68,10 +68,10 @@ def test_redis_may_be_away_at_the_start_and_later(
 ) -> None:
     async def away(kept: StateStore) -> None:
         for question in (kept.read_desired_models(), kept.read_operation(ID)):
-            with pytest.raises(StateUnavailable, match="read now: Redis is unreachable"):
+            with pytest.raises(StateUnavailable, match="read: Redis is unreachable"):
                 await question
         for change in (kept.set_desired_model("core", LOADED), kept.record_operation(ID, {})):
-            with pytest.raises(StateUnavailable, match="written now: Redis is unreachable"):
+            with pytest.raises(StateUnavailable, match="written: Redis is unreachable"):
                 await change
         assert await kept.renew_leadership()
 
@@ -228,7 +228,7 @@ def test_a_password_is_never_told(
         async with opened(url) as (kept,):
             with pytest.raises(StateUnavailable) as refused:
                 await kept.read_desired_models()
-            assert refused.value.detail.endswith(f"cannot be read now: {reason}")
+            assert refused.value.detail.endswith(f"cannot be read: {reason}")
             assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
     caplog.set_level(logging.DEBUG)

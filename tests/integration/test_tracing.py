@@ -163,6 +163,16 @@ def test_a_failure_has_its_type(traced: tuple[httpx.Client, Collector]) -> None:
     name = "POST /v1/models/{model}/infer"
     wait_until(lambda: name in collector.of(trace))
     assert attributes(collector.of(trace)[name])["error.type"] == "504"
+    trace = "66" * 16
+    image = (ROOT / "docs/images/seven.png").read_bytes()
+    answer = client.post(
+        "/v1/models/core/infer",
+        content=image[:60] + bytes(40) + image[100:],
+        headers={"Content-Type": "image/png", "traceparent": f"00-{trace}-{PARENT}-01"},
+    )
+    assert answer.json()["code"] == "BAD_IMAGE"
+    wait_until(lambda: "decode" in collector.of(trace))
+    assert attributes(collector.of(trace)["decode"])["error.type"] == "BAD_IMAGE"
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,9 @@ def test_a_file_that_is_damaged_later_is_not_written_over(tmp_path: Path, damage
             await kept.read_desired_models()
             whole = path.read_bytes()
             path.write_bytes(DAMAGED[damage])
-            with pytest.raises(StateUnavailable, match="read now: the state file is damaged"):
+            with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
                 await kept.read_desired_models()
-            with pytest.raises(StateUnavailable, match="written now: the state file is damaged"):
+            with pytest.raises(StateUnavailable, match="written: the state file is damaged"):
                 await kept.set_desired_model("core", UNLOADED)
             assert path.read_bytes() == DAMAGED[damage]
             path.write_bytes(whole)
@@ -221,10 +221,10 @@ def test_a_folder_that_is_lost_later_loses_nothing(tmp_path: Path) -> None:
             folder.rename(tmp_path / "elsewhere")
             folder.touch()
             for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
-                with pytest.raises(StateUnavailable, match="written now: not a directory"):
+                with pytest.raises(StateUnavailable, match="written: not a directory"):
                     await change
             for question in (kept.read_desired_models(), kept.read_operation(ID)):
-                with pytest.raises(StateUnavailable, match="read now: not a directory"):
+                with pytest.raises(StateUnavailable, match="read: not a directory"):
                     await question
             assert await kept.renew_leadership()
             assert await other.renew_leadership()
