@@ -584,7 +584,7 @@ def test_an_answer_that_is_too_large_to_hold_is_502_and_costs_nobody_else(
     with gateway_before(triton.options.url, **settings) as limited:
         for _ in range(8):
             got = limited.post("/v1/models/echo/infer", json={"inputs": [1.5] * 30_000})
-            assert_error(got, 502, "BAD_UPSTREAM", "larger than the limit of 100000 bytes")
+            assert_error(got, 502, "BAD_UPSTREAM", "exceeds the limit of 100000 bytes")
             got = limited.post("/v1/models/echo/infer", json={"inputs": [1.5] * 20_000})
             assert got.status_code == 200
         events = limited.post(

@@ -70,9 +70,7 @@ class Unread:
         found = [line for line in self.lines if "were dropped here" in line]
         if as_json:
             found = [json.loads(line)["message"] for line in found]
-        return [
-            int(re.findall(r"(\d+) log lines were dropped here", line)[0]) for line in found
-        ]
+        return [int(re.findall(r"(\d+) log lines were dropped here", line)[0]) for line in found]
 
     def read(self) -> None:
         """From now on."""

@@ -32,7 +32,7 @@ def test_a_misspelt_setting_is_warned_of_in_the_log_at_the_start(tmp_path: Path)
     }
     with Command("serve", environment=environment) as serve:
         assert serve.end() == 1
-    assert "is GATEWAY_MAX_BODY_BYTES meant?" in serve.output
+    assert "did you mean GATEWAY_MAX_BODY_BYTES?" in serve.output
 
 
 def test_a_pair_that_does_not_fit_keeps_the_gateway_from_starting(
