@@ -48,8 +48,8 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
     fleet = [options.for_replica(number) for number in range(replicas)]
     check_distinct_ports({"--port": port, **collect_ports(fleet)})
     check_port_free(host, port, "--port")
-    # Sessions of `up` may use different repositories, so that loaded models are not remembered, and nothing
-    # watches their readiness, so that they do not drain.
+    # Sessions of `up` may use different repositories, so loaded models are not remembered between them.
+    # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
     settings, print_line = configure_process(
         triton_urls=tuple(options.url for options in fleet), drain_s=0
