@@ -124,8 +124,8 @@ class Settings(BaseSettings):
     )
     local_admin: bool = Field(
         True,
-        description="Whether, without a keys file, programs of the gateway's own user on the same machine "
-        "may administer. false: nobody may.",
+        description="Allow local administration without a keys file: by programs of the gateway's own user "
+        "on the same machine. false: administration always requires a key.",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),

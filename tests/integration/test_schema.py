@@ -358,7 +358,7 @@ def test_every_operation_can_be_read_and_called_by_its_name(service: Service) ->
         (
             "/v1/models/single_BYTES/infer?dry_run=perhaps",
             {"inputs": "a"},
-            "the query parameter 'dry_run'",
+            "invalid query parameter 'dry_run'",
         ),
         ("/v2/repository/index", {"ready": "true"}, '"ready" must be'),
         (

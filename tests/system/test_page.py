@@ -394,7 +394,7 @@ def test_a_model_that_is_to_be_loaded_and_is_nowhere_is_shown_and_can_be_given_u
     with gateway_before(triton[0], state=state) as client:
         page.open(str(client.base_url), "#fleet")
         row = '#models tr[data-key="lost"]'
-        page.see(row, "not loaded, to be loaded")
+        page.see(row, "not loaded, load pending")
         page.click(f"{row} button:nth-of-type(2):enabled")
         page.see("#unload-dialog", "lost")
         page.click("#unload-form button.main")
