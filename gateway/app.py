@@ -37,6 +37,7 @@ from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes
 from gateway.metrics import Metrics
+from gateway.openapi import security
 from gateway.rate_limit import RateLimiter
 from gateway.routes import health, infer, models, repository, ui
 from gateway.routes import metrics as metrics_page
@@ -45,7 +46,6 @@ from gateway.routes.middleware import GatewayMiddleware
 from gateway.settings import Settings
 from gateway.state.desired import BadState, StateStore
 from gateway.state.store import open_state_store
-from gateway.tensors import schema
 from gateway.tracing import Tracer
 from gateway.triton.grpc.management import GrpcTlsFiles
 from gateway.triton.restricted_api import parse_restricted_api
@@ -137,9 +137,9 @@ class GatewayFastAPI(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
-        document.setdefault("components", {})["securitySchemes"] = schema.SECURITY_SCHEMES
+        document.setdefault("components", {})["securitySchemes"] = security.SECURITY_SCHEMES
         if self.requires_key:
-            document["security"] = schema.SECURITY
+            document["security"] = security.SECURITY
             for path in PUBLIC_PATHS & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from gateway.errors import BodyTooLarge, MalformedRequest
+from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.request_info import RequestInfo
-from gateway.routes.request_body import ZLIB_WBITS, inflate_chunks
 from gateway.tensors.signature import Signature
 from gateway.triton.http.connection import Headers
 from gateway.triton.inference import find_outputs_without_classes

@@ -9,75 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.errors import Unavailable
 from gateway.keys import Right
+from gateway.openapi.health import LIVENESS_RESPONSES, READINESS_RESPONSES, V2_READY_RESPONSES
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference, get_caller
-from gateway.routes.request_body import (
-    REQUEST_ID_HEADER,
-    RETRY_AFTER_HEADER,
-    build_error_responses,
-    build_success_response,
-)
-from gateway.tensors import schema
 from gateway.tensors.payload import JSON
 
 router = APIRouter(tags=["health"])
-
-LIVENESS_SCHEMA = {
-    "type": "object",
-    "properties": {"live": {"const": True}},
-    "required": ["live"],
-}
-READINESS_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "ready": {"type": "boolean"},
-        "draining": {"type": "boolean", "description": "The gateway is shutting down."},
-        "replicas": {
-            "type": "object",
-            "additionalProperties": {"type": "string"},
-            "description": "State of each replica, by address.",
-        },
-        "missing": {
-            "type": "object",
-            "additionalProperties": {
-                "type": "object",
-                "additionalProperties": {"type": "string"},
-            },
-            "description": "Required models that are not ready, with the reason on each replica.",
-        },
-        "pending": {
-            "type": "object",
-            "additionalProperties": {
-                "type": "object",
-                "additionalProperties": {"type": "string"},
-            },
-            "description": "Models that were declared after the gateway started and are not ready "
-            "yet. They do not affect `ready`.",
-        },
-    },
-    "required": ["ready"],
-}
-LIVENESS_RESPONSES = build_error_responses() | build_success_response(
-    LIVENESS_SCHEMA, "The gateway process is running."
-)
-READINESS_RESPONSES = (
-    build_error_responses()
-    | build_success_response(READINESS_SCHEMA, "The gateway is ready.")
-    | {
-        503: {
-            "description": "The gateway is not ready.",
-            "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
-            "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, schema.ERROR_SCHEMA]}}},
-        }
-    }
-)
-TEXT_PLAIN = "text/plain"
-V2_READY_RESPONSES = build_error_responses() | {
-    200: {
-        "description": "The fleet is ready.",
-        "headers": REQUEST_ID_HEADER,
-        "content": {TEXT_PLAIN: {"schema": {"type": "string", "maxLength": 0}}},
-    }
-}
 
 
 class NotReady(Unavailable):
@@ -129,4 +65,4 @@ async def v2_ready(request: Request, services: ServicesForInference) -> Response
         is_draining=request.state.drain.is_draining
     ).is_ready:
         raise NotReady
-    return Response(headers={"Content-Type": TEXT_PLAIN})  # as Triton does
+    return Response(headers={"Content-Type": "text/plain"})  # as Triton does

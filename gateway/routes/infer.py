@@ -19,21 +19,24 @@ from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.signatures import check_output_names
 from gateway.fleet.transports import CallOptions
 from gateway.memory import MemoryCharge
+from gateway.openapi.infer import (
+    INFER_OPENAPI,
+    INFER_RESPONSES,
+    PREDICT_OPENAPI,
+    PREDICT_RESPONSES,
+)
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import Services, ServicesForInference
 from gateway.routes.request_body import (
     MAX_INLINE_DECODE_BYTES,
     MAX_THREAD_JSON_BYTES,
     LargeBody,
-    build_error_responses,
-    build_success_response,
     read_request_body,
     receive_payload,
 )
 from gateway.routes.streams import InferStreamResponse, choose_stream_type
-from gateway.tensors import kserve_v1, schema, sequence
+from gateway.tensors import kserve_v1, sequence
 from gateway.tensors.decode import decode_body, decode_form, decode_predict_body, parse_predict_body
-from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.image_header import find_header_reader
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, convert_payload, inspect_payload
@@ -44,7 +47,7 @@ from gateway.tensors.outputs import (
     bytes_to_json,
     choose_result_encoder,
 )
-from gateway.tensors.payload import JSON, NPY, NPZ, Payload, PayloadLimits
+from gateway.tensors.payload import JSON, Payload, PayloadLimits
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT_HEADERS
@@ -69,126 +72,6 @@ BYTES_PER_LISTED_VALUE = 32
 BYTES_PER_CHARACTER = 4
 # Reading an image's header takes as long as converting an array of this size.
 IMAGE_HEADER_COST_BYTES = LARGE_ARRAY_BYTES // 4
-
-# The API's description.
-INFER_ERROR_RESPONSES = build_error_responses(404, 406, 409, 415, 502, 504)
-BINARY_CONTENT = {"schema": schema.BINARY_SCHEMA}
-INFER_RESPONSE_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "model": {"type": "string"},
-        "version": {"type": "string"},
-        "outputs": {"type": "object", "description": "Values by output name."},
-    },
-    "required": ["id", "model", "version", "outputs"],
-}
-DRY_RUN_SCHEMA = {
-    "type": "object",
-    "description": "The tensors, if `dry_run` is true.",
-    "properties": {
-        "model": {"type": "string"},
-        "version": {"type": "string"},
-        "inputs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string"},
-                    "datatype": {"enum": list(DATATYPES)},
-                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    "bytes": {"type": "integer", "minimum": 0},
-                    "first_values": {"type": "array"},
-                },
-                "required": ["name", "datatype", "shape", "bytes", "first_values"],
-            },
-        },
-    },
-    "required": ["model", "version", "inputs"],
-}
-PREDICT_RESPONSE_SCHEMA = {
-    "oneOf": [
-        {
-            "type": "object",
-            "properties": {"predictions": {"type": "array"}},
-            "required": ["predictions"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {"outputs": {}},
-            "required": ["outputs"],
-            "additionalProperties": False,
-        },
-    ]
-}
-INFER_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
-    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs."
-)
-INFER_RESPONSES[200]["content"] |= {
-    NPY: BINARY_CONTENT,
-    NPZ: BINARY_CONTENT,
-    **schema.STREAM_CONTENT,
-    # A single output in the content type that the model declares.
-    "*/*": BINARY_CONTENT,
-}
-PREDICT_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
-    PREDICT_RESPONSE_SCHEMA, "One prediction per row, or the outputs as columns."
-)
-INFER_HEADER_PARAMETERS = [
-    {
-        "name": "X-Request-Timeout",
-        "in": "header",
-        "required": False,
-        "description": "Timeout of the request in seconds, up to the gateway's own maximum.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    },
-    {
-        "name": "X-Request-ID",
-        "in": "header",
-        "required": False,
-        "description": "ID of the request in the response and in the logs.",
-        "schema": {"type": "string"},
-    },
-    {
-        "name": "X-Sequence-ID",
-        "in": "header",
-        "required": False,
-        "description": "ID of the request's sequence: a number or a string.",
-        "schema": {"type": "string", "maxLength": sequence.MAX_SEQUENCE_ID_BYTES},
-    },
-    {
-        "name": "X-Sequence",
-        "in": "header",
-        "required": False,
-        "description": "Set to start or end the sequence with this request.",
-        "schema": {"type": "string", "examples": ["start", "end", "start, end"]},
-    },
-]
-INFER_OPENAPI = {
-    "requestBody": {"required": True, "content": schema.ANY_BODY_CONTENT},
-    "parameters": INFER_HEADER_PARAMETERS,
-}
-PREDICT_REQUEST_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "instances": {
-            "type": "array",
-            "minItems": 1,
-            "description": "Rows: a value each, or an object of values by input name.",
-        },
-        "inputs": {"description": "Columns: a value, or an object of values by input name."},
-        "signature_name": {},
-        "parameters": {},
-        "id": {},
-    },
-    "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
-    "additionalProperties": False,
-}
-PREDICT_OPENAPI = {
-    "requestBody": {"required": True, "content": {JSON: {"schema": PREDICT_REQUEST_SCHEMA}}},
-    "parameters": INFER_HEADER_PARAMETERS,
-}
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from gateway.exposition.page_cache import PageCache
 from gateway.fleet.health import HealthState
 from gateway.fleet.replica import Replica
 from gateway.messages import join_names
+from gateway.openapi.metrics import METRICS_RESPONSES
 from gateway.routes.dependencies import ServicesForMetrics
-from gateway.routes.request_body import REQUEST_ID_HEADER, build_error_responses
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])
@@ -51,14 +51,6 @@ GZIP_LEVEL: Final = 4
 SLICE_LINES: Final = 100
 PAUSE_S: Final = 0.0001
 PAGE_BATCH_BYTES: Final = 256 << 10
-TEXT_CONTENT: Final = {"schema": {"type": "string"}}
-METRICS_RESPONSES: Final = build_error_responses() | {
-    200: {
-        "description": "The page, in the format that `Accept` selects.",
-        "headers": REQUEST_ID_HEADER | {"Vary": {"required": True, "schema": {"type": "string"}}},
-        "content": {"text/plain": TEXT_CONTENT, "application/openmetrics-text": TEXT_CONTENT},
-    }
-}
 
 
 @dataclass

@@ -12,149 +12,20 @@ from gateway.fleet.index import merge_indexes
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
+from gateway.openapi.model_document import build_model_openapi
+from gateway.openapi.models import (
+    MODEL_LIST_RESPONSES,
+    MODEL_RESPONSES,
+    OPENAPI_RESPONSES,
+    READY_MODELS_RESPONSES,
+    REPLICA_LIST_RESPONSES,
+)
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
-from gateway.routes.request_body import build_error_responses, build_success_response
-from gateway.tensors import examples, schema
-from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 
 router = APIRouter(tags=["models"])
-
-TEXT_SCHEMA = {"type": "string"}
-VERSION_SCHEMA = {
-    "type": "object",
-    "properties": {"version": TEXT_SCHEMA, "state": TEXT_SCHEMA, "reason": TEXT_SCHEMA},
-    "required": ["version", "state"],
-}
-LISTED_MODEL_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": TEXT_SCHEMA,
-        "versions": {"type": "array", "items": VERSION_SCHEMA},
-        "ready": {"type": "boolean", "description": "At least one replica can serve it."},
-        "declared": {"const": True, "description": "The models file contains the model."},
-        "wished": {
-            "enum": ["loaded", "unloaded"],
-            "description": "Desired state set through the API.",
-        },
-        "replicas": {
-            "type": "object",
-            "additionalProperties": TEXT_SCHEMA,
-            "description": "State on each replica, by address (only with the right to see the fleet).",
-        },
-        "behind": {
-            "type": "array",
-            "items": TEXT_SCHEMA,
-            "description": "Replicas without the last load (only with the right to see the fleet).",
-        },
-        "last_error": {
-            "type": "string",
-            "description": "Reason and replica of the last failed load.",
-        },
-    },
-    "required": ["name", "versions", "ready"],
-}
-REPLICA_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "address": TEXT_SCHEMA,
-        "state": {"enum": [state.name for state in HealthState]},
-        "outstanding": {"type": "integer", "minimum": 0, "description": "Requests in progress."},
-        "slowness": {
-            "type": "number",
-            "description": "Latency relative to the other replicas.",
-        },
-        "models": {
-            "type": "object",
-            "additionalProperties": TEXT_SCHEMA,
-            "description": "State of each model, by name. Empty if the replica is DOWN.",
-        },
-        "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
-        "reason": TEXT_SCHEMA,
-    },
-    "required": ["address", "state", "outstanding", "slowness", "models"],
-}
-TENSOR_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": TEXT_SCHEMA,
-        "datatype": {"enum": list(DATATYPES)},
-        "shape": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": -1},
-            "description": "Shape without the batch dimension. -1 means any size.",
-        },
-        "optional": {"const": True},
-        "content_type": TEXT_SCHEMA,
-        "image": {
-            "type": "object",
-            "properties": {
-                "mode": TEXT_SCHEMA,
-                "layout": TEXT_SCHEMA,
-                "height": {"type": ["integer", "null"]},
-                "width": {"type": ["integer", "null"]},
-            },
-            "required": ["mode", "layout", "height", "width"],
-        },
-        "labels": {"const": True, "description": "The output has class labels."},
-    },
-    "required": ["name", "datatype", "shape"],
-}
-MODEL_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": TEXT_SCHEMA,
-        "ready": {"type": "boolean", "description": "At least one replica can serve it."},
-        "versions": {"type": "array", "items": TEXT_SCHEMA},
-        "platform": TEXT_SCHEMA,
-        "max_batch_size": {"type": "integer", "minimum": 0},
-        "decoupled": {"type": "boolean", "description": "A request may have any number of responses."},
-        "inputs": {"type": "array", "items": TENSOR_SCHEMA},
-        "outputs": {"type": "array", "items": TENSOR_SCHEMA},
-        "curl": {"type": "string", "description": "Example request with curl."},
-        "python": {"type": "string", "description": "Example request in Python."},
-    },
-    "required": [
-        "name", "ready", "versions", "platform", "max_batch_size", "decoupled", "inputs", "outputs",
-        "curl", "python",
-    ],
-}  # fmt: skip
-OPENAPI_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "openapi": {"type": "string", "pattern": "^3\\.1\\."},
-        "info": {"type": "object"},
-        "paths": {"type": "object"},
-    },
-    "required": ["openapi", "info", "paths"],
-}
-
-
-def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {name: {"type": "array", "items": items}},
-        "required": [name],
-    }
-
-
-MODEL_ERROR_RESPONSES = build_error_responses(404, 502, 504)
-MODEL_LIST_RESPONSES = build_error_responses() | build_success_response(
-    build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller may access."
-)
-READY_MODELS_RESPONSES = build_error_responses() | build_success_response(
-    build_list_schema("models", TEXT_SCHEMA), "The names of the ready models."
-)
-REPLICA_LIST_RESPONSES = build_error_responses() | build_success_response(
-    build_list_schema("replicas", REPLICA_SCHEMA), "The replicas."
-)
-MODEL_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
-    MODEL_SCHEMA, "The model's inputs and outputs."
-)
-OPENAPI_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
-    OPENAPI_SCHEMA, "An OpenAPI 3.1 document."
-)
 
 
 @router.get(
@@ -308,7 +179,7 @@ async def get_model_openapi(
 ) -> dict[str, Any]:
     """Return an OpenAPI document with the model's own inputs and outputs."""
     signature = await services.models.get_signature(model, version)
-    return schema.build_model_openapi(signature, requires_key=services.access.requires_key)
+    return build_model_openapi(signature, requires_key=services.access.requires_key)
 
 
 def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import re
 from typing import Final, NamedTuple
 
 from gateway.errors import MalformedRequest, UnsupportedEncoding
+from gateway.inflate import ZLIB_WBITS
 from gateway.messages import quote_text
-from gateway.routes.request_body import ZLIB_WBITS
 from gateway.tensors.sequence import SequenceStep, parse_sequence_headers
 from gateway.triton.http.connection import Headers
 

@@ -13,8 +13,16 @@ from fastapi import APIRouter, Request, Response
 from gateway.errors import Forbidden, MalformedRequest, NotFound
 from gateway.fleet.index import READY, merge_indexes
 from gateway.fleet.repository import build_index_entry
-from gateway.fleet.uploads import CONFIG_PARAMETER, UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.messages import quote_text
+from gateway.openapi.repository import (
+    INDEX_OPENAPI,
+    INDEX_RESPONSES,
+    MANAGEMENT_OPENAPI,
+    MANAGEMENT_RESPONSES,
+    OPERATION_RESPONSES,
+    RESPOND_ASYNC,
+)
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import (
     Services,
@@ -23,149 +31,11 @@ from gateway.routes.dependencies import (
     ServicesForManagement,
     get_caller,
 )
-from gateway.routes.request_body import (
-    ManagementError,
-    build_error_responses,
-    build_success_response,
-    read_request_body,
-)
+from gateway.routes.request_body import read_request_body
 from gateway.tensors.payload import JSON
 
 router = APIRouter(tags=["management"])
 MAX_MANAGEMENT_BODY_BYTES = 1 << 20
-RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
-
-# The API's description.
-STRING_SCHEMA = {"type": "string"}
-REPLICA_STATES_SCHEMA = {
-    "type": "object",
-    "description": "State of each replica, by address.",
-    "additionalProperties": {
-        "type": "object",
-        "properties": {"state": STRING_SCHEMA, "reason": STRING_SCHEMA},
-        "required": ["state"],
-    },
-}
-INDEX_ENTRY_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": STRING_SCHEMA,
-        "version": STRING_SCHEMA,
-        "state": STRING_SCHEMA,
-        "reason": STRING_SCHEMA,
-        "replicas": REPLICA_STATES_SCHEMA,
-    },
-    "required": ["name"],
-}
-REPORT_PROPERTIES = {
-    "model": STRING_SCHEMA,
-    "state": STRING_SCHEMA,
-    "replicas": REPLICA_STATES_SCHEMA,
-}
-REPORT_SCHEMA = {
-    "type": "object",
-    "properties": REPORT_PROPERTIES,
-    "required": ["model", "state", "replicas"],
-}
-ACCEPTED_SCHEMA = {
-    "type": "object",
-    "properties": {"id": STRING_SCHEMA, "model": STRING_SCHEMA, "operation": {"const": "running"}},
-    "required": ["id", "model", "operation"],
-}
-OPERATION_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "id": STRING_SCHEMA,
-        "action": {"enum": ["load", "unload"]},
-        **REPORT_PROPERTIES,
-        "operation": {"enum": ["running", "succeeded", "failed"]},
-        "error": {"type": "string", "description": "Reason of the failure, in one sentence."},
-        "code": STRING_SCHEMA,
-    },
-    "required": ["id", "action", "model", "state", "replicas", "operation"],
-}
-INDEX_RESPONSES = build_error_responses() | build_success_response(
-    {"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index."
-)
-OPERATION_RESPONSES = build_error_responses(
-    404, descriptions={404: "The operation was not found."}
-) | build_success_response(OPERATION_SCHEMA, "The operation's status.")
-MANAGEMENT_RESPONSES = (
-    build_error_responses(
-        404,
-        409,
-        502,
-        504,
-        model=ManagementError,
-        descriptions={
-            422: "Triton cannot load the model.",
-            502: "The action succeeded on some replicas only. The gateway retries on the others.",
-        },
-    )
-    | build_success_response(REPORT_SCHEMA, "The action succeeded on every replica.")
-    | build_success_response(
-        ACCEPTED_SCHEMA,
-        "The operation was started, because the request has `Prefer: respond-async`.",
-        status=202,
-        headers={
-            "Location": {"required": True, "schema": STRING_SCHEMA},
-            "Preference-Applied": {"required": True, "schema": {"const": RESPOND_ASYNC}},
-        },
-    )
-)
-MANAGEMENT_RESPONSES[202]["links"] = {
-    "operation": {
-        "operationId": "get_operation",
-        "parameters": {"operation": "$response.body#/id"},
-    }
-}
-
-
-def build_optional_body(properties: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
-    media_type = {"schema": {"type": "object", "properties": properties}, "example": example}
-    return {"requestBody": {"required": False, "content": {JSON: media_type}}}
-
-
-INDEX_OPENAPI = build_optional_body(
-    {
-        "ready": {"type": "boolean", "description": "Return only versions that are ready."},
-        "parameters": {"type": "object"},
-    },
-    {"ready": True},
-)
-MANAGEMENT_OPENAPI = {
-    **build_optional_body(
-        {
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    UNLOAD_DEPENDENTS: {
-                        "type": "boolean",
-                        "description": "For unload: also unload the models that only this model needs.",
-                    },
-                    CONFIG_PARAMETER: {
-                        "description": "For load, if uploads are allowed: the model's configuration."
-                    },
-                },
-                "additionalProperties": {
-                    "type": "string",
-                    "description": "For load, if uploads are allowed: `file:PATH` with the file in base64.",
-                },
-            }
-        },
-        {"parameters": {}},
-    ),
-    "parameters": [
-        {
-            "name": "Prefer",
-            "in": "header",
-            "required": False,
-            "description": "`respond-async`: return 202 immediately, with an operation to poll.",
-            "schema": STRING_SCHEMA,
-            "example": RESPOND_ASYNC,
-        }
-    ],
-}
 
 
 @router.post(

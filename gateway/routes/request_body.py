@@ -1,21 +1,17 @@
-"""Reading and decompressing request bodies within their limits, and the OpenAPI schemas of errors."""
+"""Reading and decompressing request bodies within their limits."""
 
 from __future__ import annotations
 
-import asyncio
-import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
 
 from fastapi import Request
-from pydantic import BaseModel, Field
 
 from gateway.decoding.executor import DecodeExecutor
-from gateway.errors import BodyTooLarge, MalformedRequest, UnsupportedEncoding
+from gateway.errors import BodyTooLarge, UnsupportedEncoding
+from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.memory import MemoryCharge
-from gateway.tensors import schema
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.payload import (
     JSON,
@@ -28,11 +24,6 @@ from gateway.tensors.payload import (
     read_payload,
 )
 
-# zlib's window sizes: 16 more means gzip's header; deflate is zlib's (RFC 9110, section 8.4.1).
-ZLIB_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-INFLATE_INPUT_BYTES = 16 << 10
-INLINE_INFLATE_BYTES = 64 << 10
-INFLATE_STEP_BYTES = 1 << 20
 # Larger bodies are parsed in a thread, large JSON and archives in a process: the JSON parser holds the GIL,
 # and archives are compressed.
 MAX_INLINE_DECODE_BYTES = 16 << 10
@@ -119,144 +110,3 @@ async def stream_request_body(request: Request, max_bytes: int) -> AsyncIterator
             raise BodyTooLarge(max_bytes)
         if chunk:
             yield chunk
-
-
-async def inflate_chunks(chunks: AsyncIterator[bytes], wbits: int) -> AsyncIterator[bytes]:
-    """Yield the decompressed body in chunks of at most 1 MiB, so that limits apply early."""
-    inflater = Inflater(wbits)
-    async for chunk in chunks:
-        async for piece in inflater.feed(chunk):
-            yield piece
-    inflater.end()
-
-
-class Inflater:
-    """A decompressor of gzip and deflate. Raises `MalformedRequest`.
-
-    Several gzip members are one body (RFC 1952, section 2.2). Other data after the end is an error.
-    """
-
-    def __init__(self, wbits: int) -> None:
-        self._wbits = wbits
-        self._inflater = zlib.decompressobj(wbits)
-        self._has_input = False
-
-    async def feed(self, compressed: bytes) -> AsyncIterator[bytes]:
-        # zlib copies its unconsumed input at each step and member: without slices, the cost of thousands of
-        # small members would be quadratic.
-        for start in range(0, len(compressed), INFLATE_INPUT_BYTES):
-            async for piece in self._feed_slice(compressed[start : start + INFLATE_INPUT_BYTES]):
-                yield piece
-
-    async def _feed_slice(self, compressed: bytes) -> AsyncIterator[bytes]:
-        # Large outputs are inflated in a thread, because they would block the event loop.
-        remaining_bytes = INLINE_INFLATE_BYTES
-        while compressed:
-            if self._inflater.eof:
-                self._inflater = zlib.decompressobj(self._wbits)
-            self._has_input = True
-            if remaining_bytes > 0:
-                piece = self._inflate(compressed, remaining_bytes)
-            else:
-                piece = await asyncio.to_thread(self._inflate, compressed, INFLATE_STEP_BYTES)
-            remaining_bytes = (
-                remaining_bytes - len(piece) if remaining_bytes > 0 else INLINE_INFLATE_BYTES
-            )
-            if piece:
-                yield piece
-            compressed = self._inflater.unconsumed_tail or self._inflater.unused_data
-
-    def _inflate(self, compressed: bytes, max_bytes: int) -> bytes:
-        try:
-            return self._inflater.decompress(compressed, max_bytes)
-        except zlib.error:
-            raise MalformedRequest("the body does not match its Content-Encoding") from None
-
-    def end(self) -> None:
-        if not (self._has_input and self._inflater.eof):
-            raise MalformedRequest("the compressed body is truncated")
-
-
-# The API's description of responses.
-
-
-class Error(BaseModel):
-    """The body of every error."""
-
-    error: str = Field(description="The error in one sentence.")
-    code: str = Field(description="Stable name of the error.")
-    request_id: str
-
-
-class ReplicaState(BaseModel):
-    """The state of a model on a replica."""
-
-    state: str
-    reason: str | None = None
-
-
-class ManagementError(Error):
-    """The body of an error of a load or unload, with the result on each replica."""
-
-    model: str | None = None
-    state: str | None = None
-    replicas: dict[str, ReplicaState] | None = None
-
-
-ERROR_DESCRIPTIONS: Final = {
-    int(status): text for status, text in schema.STATUS_DESCRIPTIONS.items()
-}
-# Any request can result in these errors.
-COMMON_ERROR_STATUSES: Final = (400, 401, 403, 408, 413, 414, 422, 429, 431, 500, 503)
-REQUEST_ID_HEADER: Final = {
-    "X-Request-ID": {
-        "description": "The request's X-Request-ID, or a generated one.",
-        "required": True,
-        "schema": {"type": "string", "minLength": 1},
-    }
-}
-RETRY_AFTER_HEADER: Final = {
-    "Retry-After": {
-        "description": "Seconds to wait before a retry.",
-        "required": True,
-        "schema": {"type": "integer", "minimum": 1},
-    }
-}
-CHALLENGE_HEADER: Final = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
-EXTRA_ERROR_HEADERS: Final[dict[int, dict[str, Any]]] = {
-    401: CHALLENGE_HEADER,
-    429: RETRY_AFTER_HEADER,
-    503: RETRY_AFTER_HEADER,
-}
-
-OpenApiResponses = dict[int | str, dict[str, Any]]
-
-
-def build_error_responses(
-    *statuses: int, model: type[Error] = Error, descriptions: dict[int, str] | None = None
-) -> OpenApiResponses:
-    texts = ERROR_DESCRIPTIONS | (descriptions or {})
-    return {
-        status: {
-            "model": model,
-            "description": texts[status],
-            "headers": REQUEST_ID_HEADER | EXTRA_ERROR_HEADERS.get(status, {}),
-        }
-        for status in sorted({*COMMON_ERROR_STATUSES, *statuses})
-    }
-
-
-def build_success_response(
-    body_schema: dict[str, Any],
-    description: str,
-    *,
-    status: int = 200,
-    headers: dict[str, Any] | None = None,
-) -> OpenApiResponses:
-    return {
-        status: {
-            "description": description,
-            "headers": REQUEST_ID_HEADER | (headers or {}),
-            "content": {JSON: {"schema": body_schema}},
-        }
-    }

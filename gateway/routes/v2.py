@@ -31,6 +31,7 @@ from gateway.errors import (
     UnknownModelToTrace,
     render_error,
 )
+from gateway.inflate import ZLIB_WBITS
 from gateway.keys import Right
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.names import normalize_version
@@ -50,7 +51,6 @@ from gateway.routes.proxy_headers import (
     header_length_error,
     prepare_request_headers,
 )
-from gateway.routes.request_body import ZLIB_WBITS
 from gateway.sse import EventStreamScrubber
 from gateway.tensors.payload import JSON
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters

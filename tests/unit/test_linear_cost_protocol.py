@@ -21,11 +21,11 @@ from gateway.exposition.page_cache import PageCache
 from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
 from gateway.fleet.uploads import FILE_PARAMETER
+from gateway.inflate import ZLIB_WBITS, Inflater
 from gateway.messages import escape_unprintable
 from gateway.protocol.connection import VALID_HOST
 from gateway.routes import body_guard, proxy_headers, v2
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
-from gateway.routes.request_body import ZLIB_WBITS, Inflater
 from gateway.sse import EventStreamScrubber
 from gateway.triton import error_mapping
 from gateway.triton.grpc import channel, management

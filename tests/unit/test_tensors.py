@@ -14,6 +14,7 @@ import orjson
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
+from gateway.openapi.model_document import build_model_openapi
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
@@ -33,7 +34,6 @@ from gateway.tensors.payload import (
     PayloadLimits,
     read_payload,
 )
-from gateway.tensors.schema import build_model_openapi
 from gateway.tensors.signature import Signature, build_signature
 
 

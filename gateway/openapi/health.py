@@ -1,0 +1,61 @@
+"""The routes of health checks."""
+
+from __future__ import annotations
+
+from gateway.openapi.responses import (
+    ERROR_REFERENCE,
+    REQUEST_ID_HEADER,
+    RETRY_AFTER_HEADER,
+    build_error_responses,
+    build_success_response,
+)
+from gateway.openapi.schemas import STRING_SCHEMA, build_object_schema
+from gateway.tensors.payload import JSON
+
+REASONS_SCHEMA = {
+    "type": "object",
+    "additionalProperties": {"type": "object", "additionalProperties": STRING_SCHEMA},
+}
+LIVENESS_SCHEMA = build_object_schema({"live": {"const": True}})
+READINESS_SCHEMA = build_object_schema(
+    {
+        "ready": {"type": "boolean"},
+        "draining": {"type": "boolean", "description": "The gateway is shutting down."},
+        "replicas": {
+            "type": "object",
+            "additionalProperties": STRING_SCHEMA,
+            "description": "State of each replica, by address.",
+        },
+        "missing": {
+            **REASONS_SCHEMA,
+            "description": "Required models that are not ready, with the reason on each replica.",
+        },
+        "pending": {
+            **REASONS_SCHEMA,
+            "description": "Models that were declared after the gateway started and are not ready "
+            "yet. They do not affect `ready`.",
+        },
+    },
+    optional=("draining", "replicas", "missing", "pending"),
+)
+LIVENESS_RESPONSES = build_error_responses() | build_success_response(
+    LIVENESS_SCHEMA, "The gateway process is running."
+)
+READINESS_RESPONSES = (
+    build_error_responses()
+    | build_success_response(READINESS_SCHEMA, "The gateway is ready.")
+    | {
+        503: {
+            "description": "The gateway is not ready.",
+            "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
+            "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, ERROR_REFERENCE]}}},
+        }
+    }
+)
+V2_READY_RESPONSES = build_error_responses() | {
+    200: {
+        "description": "The fleet is ready.",
+        "headers": REQUEST_ID_HEADER,
+        "content": {"text/plain": {"schema": {"type": "string", "maxLength": 0}}},
+    }
+}

@@ -1,0 +1,131 @@
+"""The routes `/infer` and `:predict`."""
+
+from __future__ import annotations
+
+from gateway.openapi.responses import build_error_responses, build_success_response
+from gateway.openapi.schemas import (
+    BINARY_CONTENT,
+    BINARY_SCHEMA,
+    STREAM_CONTENT,
+    STRING_CONTENT,
+    STRING_SCHEMA,
+    build_header_parameter,
+    build_object_schema,
+)
+from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
+from gateway.tensors.schema import PARAMETERS_SCHEMA
+from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
+
+INFER_ERROR_RESPONSES = build_error_responses(404, 406, 409, 415, 502, 504)
+INFER_RESPONSE_SCHEMA = build_object_schema(
+    {
+        "id": STRING_SCHEMA,
+        "model": STRING_SCHEMA,
+        "version": STRING_SCHEMA,
+        "outputs": {"type": "object", "description": "Values by output name."},
+    }
+)
+DRY_RUN_INPUT_SCHEMA = build_object_schema(
+    {
+        "name": STRING_SCHEMA,
+        "datatype": {"enum": list(DATATYPES)},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "bytes": {"type": "integer", "minimum": 0},
+        "first_values": {"type": "array"},
+    }
+)
+DRY_RUN_SCHEMA = {
+    "type": "object",
+    "description": "The tensors, if `dry_run` is true.",
+    **build_object_schema(
+        {
+            "model": STRING_SCHEMA,
+            "version": STRING_SCHEMA,
+            "inputs": {"type": "array", "items": DRY_RUN_INPUT_SCHEMA},
+        }
+    ),
+}
+PREDICT_RESPONSE_SCHEMA = {
+    "oneOf": [
+        build_object_schema({"predictions": {"type": "array"}}, additionalProperties=False),
+        build_object_schema({"outputs": {}}, additionalProperties=False),
+    ]
+}
+INFER_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
+    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs."
+)
+INFER_RESPONSES[200]["content"] |= {
+    NPY: BINARY_CONTENT,
+    NPZ: BINARY_CONTENT,
+    **STREAM_CONTENT,
+    # A single output in the content type that the model declares.
+    "*/*": BINARY_CONTENT,
+}
+PREDICT_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
+    PREDICT_RESPONSE_SCHEMA, "One prediction per row, or the outputs as columns."
+)
+INFER_HEADER_PARAMETERS = [
+    build_header_parameter(
+        "X-Request-Timeout",
+        "Timeout of the request in seconds, up to the gateway's own maximum.",
+        {"type": "number", "exclusiveMinimum": 0},
+    ),
+    build_header_parameter(
+        "X-Request-ID", "ID of the request in the response and in the logs.", STRING_SCHEMA
+    ),
+    build_header_parameter(
+        "X-Sequence-ID",
+        "ID of the request's sequence: a number or a string.",
+        {"type": "string", "maxLength": MAX_SEQUENCE_ID_BYTES},
+    ),
+    build_header_parameter(
+        "X-Sequence",
+        "Set to start or end the sequence with this request.",
+        {"type": "string", "examples": ["start", "end", "start, end"]},
+    ),
+]
+INFER_REQUEST_SCHEMA = build_object_schema(
+    {
+        "inputs": {"description": "A value, or an object of values by input name."},
+        "outputs": {"type": ["array", "null"], "items": STRING_SCHEMA},
+        "parameters": PARAMETERS_SCHEMA,
+        "id": STRING_SCHEMA,
+    },
+    optional=("outputs", "parameters", "id"),
+    additionalProperties=False,
+)
+# Any body that `/infer` accepts; each model accepts a part of it.
+INFER_BODY_CONTENT = {
+    "image/*": BINARY_CONTENT,
+    OCTET_STREAM: BINARY_CONTENT,
+    "text/plain": STRING_CONTENT,
+    MULTIPART: {"schema": {"type": "object", "additionalProperties": BINARY_SCHEMA}},
+    JSON: {"schema": INFER_REQUEST_SCHEMA},
+    NPY: BINARY_CONTENT,
+    NPZ: BINARY_CONTENT,
+}
+INFER_OPENAPI = {
+    "requestBody": {"required": True, "content": INFER_BODY_CONTENT},
+    "parameters": INFER_HEADER_PARAMETERS,
+}
+PREDICT_REQUEST_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "instances": {
+            "type": "array",
+            "minItems": 1,
+            "description": "Rows: a value each, or an object of values by input name.",
+        },
+        "inputs": {"description": "Columns: a value, or an object of values by input name."},
+        "signature_name": {},
+        "parameters": {},
+        "id": {},
+    },
+    "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
+    "additionalProperties": False,
+}
+PREDICT_OPENAPI = {
+    "requestBody": {"required": True, "content": {JSON: {"schema": PREDICT_REQUEST_SCHEMA}}},
+    "parameters": INFER_HEADER_PARAMETERS,
+}

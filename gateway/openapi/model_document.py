@@ -1,0 +1,81 @@
+"""The OpenAPI document of one model, with its own inputs and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, Error
+from gateway.openapi.schemas import BINARY_CONTENT, BINARY_SCHEMA, STREAM_CONTENT, STRING_CONTENT
+from gateway.openapi.security import SECURITY, SECURITY_SCHEMES
+from gateway.tensors.dtypes import DatatypeKind
+from gateway.tensors.examples import build_example_inputs, build_infer_path
+from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
+from gateway.tensors.schema import Schema, build_request_schema, build_response_schema
+from gateway.tensors.signature import Signature
+
+
+def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> dict[str, Any]:
+    """Return the OpenAPI document of this model."""
+    error_content = {JSON: {"schema": ERROR_REFERENCE}}
+    infer = {
+        "operationId": "infer",
+        "summary": f"Run inference with {signature.model}",
+        "requestBody": {"required": True, "content": build_body_content(signature)},
+        "responses": {
+            "200": {
+                "description": "The model's outputs.",
+                "content": build_result_content(signature),
+            },
+            **{
+                str(status): {"description": text, "content": error_content}
+                for status, text in ERROR_DESCRIPTIONS.items()
+            },
+        },
+    }
+    components: dict[str, Any] = {"schemas": {"Error": Error.model_json_schema()}}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": signature.model, "version": signature.version or "latest"},
+        "paths": {build_infer_path(signature): {"post": infer}},
+        "components": components,
+    }
+    if requires_key:
+        components["securitySchemes"] = SECURITY_SCHEMES
+        document["security"] = SECURITY
+    return document
+
+
+def build_body_content(signature: Signature) -> Schema:
+    body_schema, example = build_request_schema(signature), build_example_inputs(signature)
+    form = {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY_SCHEMA)}
+    content: Schema = {
+        JSON: {"schema": body_schema, "example": {"inputs": example}},
+        NPZ: BINARY_CONTENT,
+        MULTIPART: {"schema": form},
+    }
+    if len(signature.required_inputs) == 1:
+        (tensor,) = signature.required_inputs
+        content[NPY] = BINARY_CONTENT
+        if tensor.datatype.kind is DatatypeKind.BYTES or tensor.image_spec is not None:
+            content |= {"image/*": BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT}
+        if tensor.datatype.kind is DatatypeKind.BYTES:
+            content["text/plain"] = STRING_CONTENT
+    return content
+
+
+def build_result_content(signature: Signature) -> Schema:
+    """Return the result in every content type; `Accept` selects one."""
+    if signature.is_decoupled:
+        return STREAM_CONTENT
+    content: Schema = {
+        JSON: {"schema": build_response_schema(signature)},
+        NPZ: BINARY_CONTENT,
+        **STREAM_CONTENT,
+    }
+    if len(signature.outputs) == 1:
+        content[NPY] = BINARY_CONTENT
+    for tensor in signature.outputs.values():
+        if tensor.datatype.kind is DatatypeKind.BYTES:
+            content[OCTET_STREAM] = BINARY_CONTENT
+            content.setdefault(tensor.content_type or OCTET_STREAM, BINARY_CONTENT)
+    return content

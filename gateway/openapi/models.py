@@ -1,0 +1,132 @@
+"""The routes of models and replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.fleet.health import HealthState
+from gateway.openapi.responses import build_error_responses, build_success_response
+from gateway.openapi.schemas import STRING_SCHEMA, build_object_schema
+from gateway.tensors.dtypes import DATATYPES
+
+VERSION_SCHEMA = build_object_schema(
+    {"version": STRING_SCHEMA, "state": STRING_SCHEMA, "reason": STRING_SCHEMA},
+    optional=("reason",),
+)
+READY_SCHEMA = {"type": "boolean", "description": "At least one replica can serve it."}
+LISTED_MODEL_SCHEMA = build_object_schema(
+    {
+        "name": STRING_SCHEMA,
+        "versions": {"type": "array", "items": VERSION_SCHEMA},
+        "ready": READY_SCHEMA,
+        "declared": {"const": True, "description": "The models file contains the model."},
+        "wished": {
+            "enum": ["loaded", "unloaded"],
+            "description": "Desired state set through the API.",
+        },
+        "replicas": {
+            "type": "object",
+            "additionalProperties": STRING_SCHEMA,
+            "description": "State on each replica, by address (only with the right to see the fleet).",
+        },
+        "behind": {
+            "type": "array",
+            "items": STRING_SCHEMA,
+            "description": "Replicas without the last load (only with the right to see the fleet).",
+        },
+        "last_error": {
+            "type": "string",
+            "description": "Reason and replica of the last failed load.",
+        },
+    },
+    optional=("declared", "wished", "replicas", "behind", "last_error"),
+)
+REPLICA_SCHEMA = build_object_schema(
+    {
+        "address": STRING_SCHEMA,
+        "state": {"enum": [state.name for state in HealthState]},
+        "outstanding": {"type": "integer", "minimum": 0, "description": "Requests in progress."},
+        "slowness": {
+            "type": "number",
+            "description": "Latency relative to the other replicas.",
+        },
+        "models": {
+            "type": "object",
+            "additionalProperties": STRING_SCHEMA,
+            "description": "State of each model, by name. Empty if the replica is DOWN.",
+        },
+        "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
+        "reason": STRING_SCHEMA,
+    },
+    optional=("ejected_for_s", "reason"),
+)
+IMAGE_SCHEMA = build_object_schema(
+    {
+        "mode": STRING_SCHEMA,
+        "layout": STRING_SCHEMA,
+        "height": {"type": ["integer", "null"]},
+        "width": {"type": ["integer", "null"]},
+    }
+)
+TENSOR_SCHEMA = build_object_schema(
+    {
+        "name": STRING_SCHEMA,
+        "datatype": {"enum": list(DATATYPES)},
+        "shape": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -1},
+            "description": "Shape without the batch dimension. -1 means any size.",
+        },
+        "optional": {"const": True},
+        "content_type": STRING_SCHEMA,
+        "image": IMAGE_SCHEMA,
+        "labels": {"const": True, "description": "The output has class labels."},
+    },
+    optional=("optional", "content_type", "image", "labels"),
+)
+MODEL_SCHEMA = build_object_schema(
+    {
+        "name": STRING_SCHEMA,
+        "ready": READY_SCHEMA,
+        "versions": {"type": "array", "items": STRING_SCHEMA},
+        "platform": STRING_SCHEMA,
+        "max_batch_size": {"type": "integer", "minimum": 0},
+        "decoupled": {
+            "type": "boolean",
+            "description": "A request may have any number of responses.",
+        },
+        "inputs": {"type": "array", "items": TENSOR_SCHEMA},
+        "outputs": {"type": "array", "items": TENSOR_SCHEMA},
+        "curl": {"type": "string", "description": "Example request with curl."},
+        "python": {"type": "string", "description": "Example request in Python."},
+    }
+)
+OPENAPI_SCHEMA = build_object_schema(
+    {
+        "openapi": {"type": "string", "pattern": "^3\\.1\\."},
+        "info": {"type": "object"},
+        "paths": {"type": "object"},
+    }
+)
+
+
+def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
+    return build_object_schema({name: {"type": "array", "items": items}})
+
+
+MODEL_ERROR_RESPONSES = build_error_responses(404, 502, 504)
+MODEL_LIST_RESPONSES = build_error_responses() | build_success_response(
+    build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller may access."
+)
+READY_MODELS_RESPONSES = build_error_responses() | build_success_response(
+    build_list_schema("models", STRING_SCHEMA), "The names of the ready models."
+)
+REPLICA_LIST_RESPONSES = build_error_responses() | build_success_response(
+    build_list_schema("replicas", REPLICA_SCHEMA), "The replicas."
+)
+MODEL_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
+    MODEL_SCHEMA, "The model's inputs and outputs."
+)
+OPENAPI_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
+    OPENAPI_SCHEMA, "An OpenAPI 3.1 document."
+)

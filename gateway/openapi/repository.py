@@ -1,0 +1,134 @@
+"""The routes of model management."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.fleet.uploads import CONFIG_PARAMETER, UNLOAD_DEPENDENTS
+from gateway.openapi.responses import (
+    ManagementError,
+    build_error_responses,
+    build_success_response,
+)
+from gateway.openapi.schemas import STRING_SCHEMA, build_header_parameter, build_object_schema
+from gateway.tensors.payload import JSON
+
+RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
+
+REPLICA_STATES_SCHEMA = {
+    "type": "object",
+    "description": "State of each replica, by address.",
+    "additionalProperties": build_object_schema(
+        {"state": STRING_SCHEMA, "reason": STRING_SCHEMA}, optional=("reason",)
+    ),
+}
+INDEX_ENTRY_SCHEMA = build_object_schema(
+    {
+        "name": STRING_SCHEMA,
+        "version": STRING_SCHEMA,
+        "state": STRING_SCHEMA,
+        "reason": STRING_SCHEMA,
+        "replicas": REPLICA_STATES_SCHEMA,
+    },
+    optional=("version", "state", "reason", "replicas"),
+)
+REPORT_PROPERTIES = {
+    "model": STRING_SCHEMA,
+    "state": STRING_SCHEMA,
+    "replicas": REPLICA_STATES_SCHEMA,
+}
+REPORT_SCHEMA = build_object_schema(REPORT_PROPERTIES)
+ACCEPTED_SCHEMA = build_object_schema(
+    {"id": STRING_SCHEMA, "model": STRING_SCHEMA, "operation": {"const": "running"}}
+)
+OPERATION_SCHEMA = build_object_schema(
+    {
+        "id": STRING_SCHEMA,
+        "action": {"enum": ["load", "unload"]},
+        **REPORT_PROPERTIES,
+        "operation": {"enum": ["running", "succeeded", "failed"]},
+        "error": {"type": "string", "description": "Reason of the failure, in one sentence."},
+        "code": STRING_SCHEMA,
+    },
+    optional=("error", "code"),
+)
+INDEX_RESPONSES = build_error_responses() | build_success_response(
+    {"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index."
+)
+OPERATION_RESPONSES = build_error_responses(
+    404, descriptions={404: "The operation was not found."}
+) | build_success_response(OPERATION_SCHEMA, "The operation's status.")
+MANAGEMENT_RESPONSES = (
+    build_error_responses(
+        404,
+        409,
+        502,
+        504,
+        model=ManagementError,
+        descriptions={
+            422: "Triton cannot load the model.",
+            502: "The action succeeded on some replicas only. The gateway retries on the others.",
+        },
+    )
+    | build_success_response(REPORT_SCHEMA, "The action succeeded on every replica.")
+    | build_success_response(
+        ACCEPTED_SCHEMA,
+        "The operation was started, because the request has `Prefer: respond-async`.",
+        status=202,
+        headers={
+            "Location": {"required": True, "schema": STRING_SCHEMA},
+            "Preference-Applied": {"required": True, "schema": {"const": RESPOND_ASYNC}},
+        },
+    )
+)
+MANAGEMENT_RESPONSES[202]["links"] = {
+    "operation": {
+        "operationId": "get_operation",
+        "parameters": {"operation": "$response.body#/id"},
+    }
+}
+
+
+def build_optional_body(properties: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
+    media_type = {"schema": {"type": "object", "properties": properties}, "example": example}
+    return {"requestBody": {"required": False, "content": {JSON: media_type}}}
+
+
+INDEX_OPENAPI = build_optional_body(
+    {
+        "ready": {"type": "boolean", "description": "Return only versions that are ready."},
+        "parameters": {"type": "object"},
+    },
+    {"ready": True},
+)
+MANAGEMENT_OPENAPI = {
+    **build_optional_body(
+        {
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    UNLOAD_DEPENDENTS: {
+                        "type": "boolean",
+                        "description": "For unload: also unload the models that only this model needs.",
+                    },
+                    CONFIG_PARAMETER: {
+                        "description": "For load, if uploads are allowed: the model's configuration."
+                    },
+                },
+                "additionalProperties": {
+                    "type": "string",
+                    "description": "For load, if uploads are allowed: `file:PATH` with the file in base64.",
+                },
+            }
+        },
+        {"parameters": {}},
+    ),
+    "parameters": [
+        build_header_parameter(
+            "Prefer",
+            "`respond-async`: return 202 immediately, with an operation to poll.",
+            STRING_SCHEMA,
+        )
+        | {"example": RESPOND_ASYNC}
+    ],
+}

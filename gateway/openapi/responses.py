@@ -1,0 +1,109 @@
+"""The bodies of errors, and the builders of responses."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel, Field
+
+from gateway.tensors.payload import JSON
+from gateway.tensors.schema import Schema
+
+
+class Error(BaseModel):
+    """The body of every error."""
+
+    error: str = Field(description="The error in one sentence.")
+    code: str = Field(description="Stable name of the error.")
+    request_id: str
+
+
+class ReplicaState(BaseModel):
+    """The state of a model on a replica."""
+
+    state: str
+    reason: str | None = None
+
+
+class ManagementError(Error):
+    """The body of an error of a load or unload, with the result on each replica."""
+
+    model: str | None = None
+    state: str | None = None
+    replicas: dict[str, ReplicaState] | None = None
+
+
+ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/Error"}
+ERROR_DESCRIPTIONS: Final = {
+    400: "The request is malformed.",
+    401: "The API key is missing or unknown.",
+    403: "The caller is not allowed to do this.",
+    404: "The model or version was not found.",
+    406: "The response is not available in a format that Accept allows.",
+    408: "The request was not received in time.",
+    409: "The request conflicts with the model management mode, or its sequence is not running.",
+    413: "The body or an image is too large.",
+    414: "The URL is too long.",
+    415: "The Content-Type is not supported.",
+    422: "The request does not match the model's inputs; the message says what the model expects.",
+    429: "The gateway or Triton's queue is full, or the key exceeds its rate limit.",
+    431: "The request header is too large.",
+    500: "The model or the gateway failed.",
+    502: "The replica sent an invalid response.",
+    503: "No replica can serve the model now.",
+    504: "The response was not ready in time.",
+}
+# Any request can result in these errors.
+COMMON_ERROR_STATUSES: Final = (400, 401, 403, 408, 413, 414, 422, 429, 431, 500, 503)
+REQUEST_ID_HEADER: Final = {
+    "X-Request-ID": {
+        "description": "The request's X-Request-ID, or a generated one.",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+}
+RETRY_AFTER_HEADER: Final = {
+    "Retry-After": {
+        "description": "Seconds to wait before a retry.",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    }
+}
+CHALLENGE_HEADER: Final = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
+EXTRA_ERROR_HEADERS: Final[dict[int, dict[str, Any]]] = {
+    401: CHALLENGE_HEADER,
+    429: RETRY_AFTER_HEADER,
+    503: RETRY_AFTER_HEADER,
+}
+
+OpenApiResponses = dict[int | str, dict[str, Any]]
+
+
+def build_error_responses(
+    *statuses: int, model: type[Error] = Error, descriptions: dict[int, str] | None = None
+) -> OpenApiResponses:
+    texts = ERROR_DESCRIPTIONS | (descriptions or {})
+    return {
+        status: {
+            "model": model,
+            "description": texts[status],
+            "headers": REQUEST_ID_HEADER | EXTRA_ERROR_HEADERS.get(status, {}),
+        }
+        for status in sorted({*COMMON_ERROR_STATUSES, *statuses})
+    }
+
+
+def build_success_response(
+    body_schema: dict[str, Any],
+    description: str,
+    *,
+    status: int = 200,
+    headers: dict[str, Any] | None = None,
+) -> OpenApiResponses:
+    return {
+        status: {
+            "description": description,
+            "headers": REQUEST_ID_HEADER | (headers or {}),
+            "content": {JSON: {"schema": body_schema}},
+        }
+    }

@@ -1,0 +1,38 @@
+"""Schemas and contents that several descriptions use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from gateway.tensors.payload import EVENT_STREAM, NDJSON
+from gateway.tensors.schema import Schema
+
+STRING_SCHEMA: Final[Schema] = {"type": "string"}
+STRING_CONTENT: Final = {"schema": STRING_SCHEMA}
+BINARY_SCHEMA: Final[Schema] = {"type": "string", "format": "binary"}
+BINARY_CONTENT: Final = {"schema": BINARY_SCHEMA}
+STREAM_CONTENT: Final[Schema] = {
+    EVENT_STREAM: {
+        "schema": {"type": "string", "description": "One event per response, as soon as it is available."}
+    },
+    NDJSON: {"schema": {"type": "string", "description": "The same as one JSON document per line."}},
+}
+
+
+def build_object_schema(
+    properties: Schema, optional: Collection[str] = (), **fields: Any
+) -> Schema:
+    """Return the schema of an object in which every property but the optional ones is required."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, **fields}
+
+
+def build_header_parameter(name: str, description: str, schema: Schema) -> Schema:
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": description,
+        "schema": schema,
+    }
