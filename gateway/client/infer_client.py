@@ -16,8 +16,8 @@ from gateway.client.api import API_CONNECT_TIMEOUT_S, model_api_path
 from gateway.client.errors import ClientError, GatewayUnreachable
 from gateway.client.target import Target
 from gateway.errors import BadUpstream, DeadlinePassed
-from gateway.triton.http.client import CompleteResponse, HttpClient
-from gateway.triton.http.connection import RequestNotSent
+from gateway.http_client.client import CompleteResponse, HttpClient
+from gateway.http_client.connection import RequestNotSent
 
 RETRY_STATUSES: Final = (429, 503)
 NDJSON_STREAM_TYPE: Final = b"application/x-ndjson"

@@ -12,7 +12,7 @@ from gateway.client.errors import ClientError
 from gateway.client.infer_client import InferClient, NoResponse, extract_failure, is_ndjson_stream
 from gateway.client.inputs import OCTET_STREAM_TYPE, PLAIN_TEXT_TYPE, Input, InputBody
 from gateway.client.records import Record
-from gateway.triton.http.client import CompleteResponse
+from gateway.http_client.client import CompleteResponse
 
 JSON_BODY_TYPE: Final = "application/json"
 # A single input of a batch may have caused these: every input is then sent alone.

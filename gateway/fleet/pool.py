@@ -28,14 +28,14 @@ from gateway.fleet.health import HealthState, RetryBudget, can_eject
 from gateway.fleet.index import EMPTY_INDEX, Index, parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
 from gateway.fleet.sequences import SequenceRouter
+from gateway.http_client.client import UpstreamResponse
+from gateway.http_client.connection import Headers, RequestNotSent
 from gateway.metrics import Metrics
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.tracing import ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.management import GrpcUnreachable
-from gateway.triton.http.client import MAX_METADATA_BYTES, UpstreamResponse
-from gateway.triton.http.connection import Headers, RequestNotSent
-from gateway.triton.http.response import read_complete_response, read_error_response
+from gateway.triton.response import MAX_METADATA_BYTES, read_complete_response, read_error_response
 
 log = logging.getLogger(__name__)
 

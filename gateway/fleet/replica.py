@@ -12,11 +12,11 @@ from gateway.exposition.page_cache import PageCache
 from gateway.fleet.balancer import RelativeLatency
 from gateway.fleet.health import Health
 from gateway.fleet.index import EMPTY_INDEX, Index
+from gateway.http_client.client import MAX_RESPONSE_BYTES, HttpClient
+from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
 from gateway.triton.grpc.channel import GrpcChannel
 from gateway.triton.grpc.management import GrpcTlsFiles
-from gateway.triton.http.client import MAX_RESPONSE_BYTES, HttpClient
-from gateway.triton.http.connection import Headers
 from gateway.triton.restricted_api import RestrictedApi
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002

@@ -50,14 +50,14 @@ from gateway.fleet.reconcile_plan import (
 from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import ModelService
 from gateway.fleet.transports import UNQUOTED_PATH_CHARS, triton_model_path
+from gateway.http_client.connection import RequestNotSent
 from gateway.messages import join_names, quote_text
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.state.loads import Loads, new_load_token, with_load
 from gateway.triton.error_mapping import LoadFailed, RequestTarget, map_load_error, sanitize_message
 from gateway.triton.grpc import management
 from gateway.triton.grpc.management import GrpcTlsFiles, GrpcUnreachable
-from gateway.triton.http.client import MAX_METADATA_BYTES
-from gateway.triton.http.connection import RequestNotSent
+from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
 

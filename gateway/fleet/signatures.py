@@ -18,6 +18,7 @@ from gateway.fleet.transports import (
     infer_over_http,
     triton_model_path,
 )
+from gateway.http_client.connection import Headers
 from gateway.messages import join_names, quote_text
 from gateway.names import normalize_version
 from gateway.request_info import current_request_info
@@ -27,7 +28,6 @@ from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.channel import prepare_grpc_arguments
 from gateway.triton.grpc.stream import GrpcInferStream
-from gateway.triton.http.connection import Headers
 from gateway.triton.inference import InferResponse
 
 REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background

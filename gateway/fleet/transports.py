@@ -14,19 +14,19 @@ import numpy as np
 
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.http_client.connection import Headers
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc import unary
 from gateway.triton.grpc.management import GrpcUnreachable
-from gateway.triton.http.connection import Headers
-from gateway.triton.http.response import read_complete_response, read_error_response
 from gateway.triton.inference import (
     InferCall,
     InferResponse,
     decode_http_response,
     encode_http_request,
 )
+from gateway.triton.response import read_complete_response, read_error_response
 
 log = logging.getLogger(__name__)
 

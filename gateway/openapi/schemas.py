@@ -14,9 +14,14 @@ BINARY_SCHEMA: Final[Schema] = {"type": "string", "format": "binary"}
 BINARY_CONTENT: Final = {"schema": BINARY_SCHEMA}
 STREAM_CONTENT: Final[Schema] = {
     EVENT_STREAM: {
-        "schema": {"type": "string", "description": "One event per response, as soon as it is available."}
+        "schema": {
+            "type": "string",
+            "description": "One event per response, as soon as it is available.",
+        }
     },
-    NDJSON: {"schema": {"type": "string", "description": "The same as one JSON document per line."}},
+    NDJSON: {
+        "schema": {"type": "string", "description": "The same as one JSON document per line."}
+    },
 }
 
 

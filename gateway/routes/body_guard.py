@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from gateway.errors import BodyTooLarge, MalformedRequest
+from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.request_info import RequestInfo
 from gateway.tensors.signature import Signature
-from gateway.triton.http.connection import Headers
 from gateway.triton.inference import find_outputs_without_classes
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
 

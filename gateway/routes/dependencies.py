@@ -15,6 +15,7 @@ from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
+from gateway.http_client.connection import Headers
 from gateway.keys import Caller, Right
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.metrics import Metrics
@@ -22,7 +23,6 @@ from gateway.rate_limit import RateLimiter
 from gateway.request_info import RequestInfo
 from gateway.settings import Settings
 from gateway.tracing import Tracer
-from gateway.triton.http.connection import Headers
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Query, Request, Response
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.signatures import check_output_names
 from gateway.fleet.transports import CallOptions
+from gateway.http_client.connection import Headers
 from gateway.memory import MemoryCharge
 from gateway.openapi.infer import (
     INFER_OPENAPI,
@@ -51,7 +52,6 @@ from gateway.tensors.payload import JSON, Payload, PayloadLimits
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT_HEADERS
-from gateway.triton.http.connection import Headers
 from gateway.triton.json_guard import MAX_KEY_BYTES
 
 router = APIRouter(tags=["inference"])

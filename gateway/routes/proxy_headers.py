@@ -6,10 +6,10 @@ import re
 from typing import Final, NamedTuple
 
 from gateway.errors import MalformedRequest, UnsupportedEncoding
+from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS
 from gateway.messages import quote_text
 from gateway.tensors.sequence import SequenceStep, parse_sequence_headers
-from gateway.triton.http.connection import Headers
 
 # RFC 9110, section 7.6.1.
 HOP_BY_HOP: Final = frozenset(

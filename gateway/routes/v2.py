@@ -31,6 +31,8 @@ from gateway.errors import (
     UnknownModelToTrace,
     render_error,
 )
+from gateway.http_client.client import UpstreamResponse
+from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS
 from gateway.keys import Right
 from gateway.metrics import CLIENT_CLOSED_REQUEST
@@ -55,8 +57,6 @@ from gateway.sse import EventStreamScrubber
 from gateway.tensors.payload import JSON
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.triton.error_mapping import RequestTarget, sanitize_event
-from gateway.triton.http.client import UpstreamResponse
-from gateway.triton.http.connection import Headers
 from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, JsonGuard, KeyLimits
 
 log = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from tritonclient.http import InferenceServerClient, InferResult
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import BadUpstream, InputMismatch
+from gateway.http_client.client import CompleteResponse
+from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
 from gateway.tensors import sequence
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
-from gateway.triton.http.client import CompleteResponse
-from gateway.triton.http.connection import Headers
 
 # The exceptions with which tritonclient fails on an invalid response.
 TRITONCLIENT_DECODE_ERRORS = (

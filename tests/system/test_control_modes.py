@@ -12,7 +12,7 @@ import pytest
 
 from gateway.errors import ModelControlModeConflict
 from gateway.fleet.repository import OperationReport, Outcome
-from gateway.triton.http.connection import RequestNotSent
+from gateway.http_client.connection import RequestNotSent
 from tests.support.fleet import write_echo
 from tests.support.up import Up
 from tests.support.wait import TIMEOUT_S, wait_until

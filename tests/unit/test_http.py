@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
-from gateway.triton.http.client import CompleteResponse, HttpClient, UpstreamResponse
-from gateway.triton.http.connection import Headers, RequestNotSent, UpstreamConnection
+from gateway.http_client.client import CompleteResponse, HttpClient, UpstreamResponse
+from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection
 from tests.support.servers import free_ports
 from tests.support.wait import retry_when_late, wait_until_async
 

@@ -21,6 +21,7 @@ from gateway.exposition.page_cache import PageCache
 from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
 from gateway.fleet.uploads import FILE_PARAMETER
+from gateway.http_client.client import CompleteResponse
 from gateway.inflate import ZLIB_WBITS, Inflater
 from gateway.messages import escape_unprintable
 from gateway.protocol.connection import VALID_HOST
@@ -29,7 +30,6 @@ from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.sse import EventStreamScrubber
 from gateway.triton import error_mapping
 from gateway.triton.grpc import channel, management
-from gateway.triton.http.client import CompleteResponse
 from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
 

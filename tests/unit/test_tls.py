@@ -12,8 +12,8 @@ import trustme
 from gateway.app import create_tls_context
 from gateway.errors import GatewayError
 from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
+from gateway.http_client.client import CompleteResponse, HttpClient
 from gateway.settings import Settings
-from gateway.triton.http.client import CompleteResponse, HttpClient
 from tests.support.wait import TIMEOUT_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"

@@ -16,6 +16,8 @@ from tritonclient.grpc import InferResult
 from tritonclient.grpc.aio import InferenceServerClient
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, UpstreamResponseTooLarge
+from gateway.http_client.client import MAX_RESPONSE_BYTES
+from gateway.http_client.connection import Headers
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.management import (
     HTTP_STATUS_BY_GRPC_CODE,
@@ -24,8 +26,6 @@ from gateway.triton.grpc.management import (
     build_tls_arguments,
     channel_options,
 )
-from gateway.triton.http.client import MAX_RESPONSE_BYTES
-from gateway.triton.http.connection import Headers
 from gateway.triton.inference import (
     INT64_RANGE,
     MAX_INLINE_RESPONSE_BYTES,

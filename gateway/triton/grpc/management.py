@@ -21,9 +21,9 @@ from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed, GatewayError, MalformedRequest
+from gateway.http_client.connection import RequestNotSent
 from gateway.triton.error_mapping import RequestTarget, map_load_error
-from gateway.triton.http.client import MAX_METADATA_BYTES
-from gateway.triton.http.connection import RequestNotSent
+from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import grpc
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed
+from gateway.http_client.connection import Headers
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.channel import (
     GrpcChannel,
@@ -25,7 +26,6 @@ from gateway.triton.grpc.channel import (
     map_grpc_error,
     run_in_background,
 )
-from gateway.triton.http.connection import Headers
 from gateway.triton.inference import InferResponse, map_tritonclient_error
 
 # The header `triton_grpc_error` would give stream errors a status, but tritonserver 2.51 crashes when it ends

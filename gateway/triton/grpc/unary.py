@@ -13,6 +13,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import DeadlinePassed
+from gateway.http_client.connection import Headers
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.channel import (
     MAX_CANCEL_GRACE_S,
@@ -25,7 +26,6 @@ from gateway.triton.grpc.channel import (
     run_in_background,
 )
 from gateway.triton.grpc.management import GRPC_CONNECT_TIMEOUT_S, GrpcUnreachable
-from gateway.triton.http.connection import Headers
 from gateway.triton.inference import InferCall, InferResponse, map_tritonclient_error
 
 T = TypeVar("T")

@@ -1,8 +1,7 @@
-"""An HTTP/1.1 client for one replica's HTTP API.
+"""An HTTP/1.1 client for one server.
 
 A general-purpose client costs more per request than the rest of the gateway together. This one keeps a
-stack of idle connections per replica, sends a small request in one write, and streams both ways with
-back-pressure.
+stack of idle connections, sends a small request in one write, and streams both ways with back-pressure.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Final
 import anyio
 
 from gateway.errors import DeadlinePassed, UpstreamResponseTooLarge
+from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection
 from gateway.sse import SSE_MEDIA_TYPE
-from gateway.triton.http.connection import Headers, RequestNotSent, UpstreamConnection
 
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
-MAX_METADATA_BYTES: Final = 16 << 20  # of a repository's index or a model's metadata
 
 
 def find_header(headers: Headers, name: bytes) -> bytes:
@@ -34,7 +32,7 @@ def find_header(headers: Headers, name: bytes) -> bytes:
 
 
 class UpstreamResponse:
-    """A replica's response: status and headers, and the body as a stream. It must be closed."""
+    """A response: status and headers, and the body as a stream. It must be closed."""
 
     __slots__ = ("_connection", "_max_bytes", "_release", "_send_task", "headers", "status")
 
@@ -110,7 +108,7 @@ class CompleteResponse:
 
 
 class HttpClient:
-    """The connections to one replica's HTTP API."""
+    """The connections to one server."""
 
     def __init__(
         self,
@@ -273,7 +271,7 @@ class HttpClient:
         return connection
 
     def _release_fresh(self, connection: UpstreamConnection | None) -> None:
-        # A fresh connection only proves that the replica accepts connections: it is not reused.
+        # A fresh connection only proves that the server accepts connections: it is not reused.
         if connection is not None and connection.end_request():
             connection.close()
 
@@ -290,7 +288,7 @@ class HttpClient:
             self._sweep_timer = self._loop.call_later(self._idle_timeout_s, self._close_expired)
 
     def _close_expired(self) -> None:
-        # Triton's shutdown waits for idle connections, so none stays open longer than the limit.
+        # A server's shutdown may wait for idle connections, so none stays open longer than the limit.
         now = self._loop.time()
         remaining = []
         for connection in self._idle_connections:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.errors import GatewayError
+from gateway.http_client.client import MAX_RESPONSE_BYTES, CompleteResponse, UpstreamResponse
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
-from gateway.triton.http.client import MAX_RESPONSE_BYTES, CompleteResponse, UpstreamResponse
 
 MAX_ERROR_BODY_BYTES: Final = 1 << 20
+MAX_METADATA_BYTES: Final = 16 << 20  # of a repository's index or a model's metadata
 
 
 async def read_complete_response(

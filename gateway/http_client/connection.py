@@ -1,4 +1,4 @@
-"""An HTTP/1.1 connection to a replica, on httptools, with one exchange at a time.
+"""An HTTP/1.1 client connection on httptools, with one exchange at a time.
 
 It is reused only after a complete and valid response (RFC 9112, section 9.3). Every network failure
 becomes a gateway error, body iteration included.
@@ -22,7 +22,7 @@ RESPONSE_FRAMING_HEADERS: Final = (b"content-length", b"transfer-encoding")
 
 
 class RequestNotSent(Unavailable):
-    """The request did not reach the replica, so it cannot have run and may be sent to another.
+    """The request did not reach the server, so it cannot have run and may be sent to another.
 
     `is_refused` means that nothing listens there; otherwise the connection timed out.
     """
@@ -40,7 +40,7 @@ STATE_DONE: Final = 3
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to a replica and its current exchange."""
+    """A connection to a server and its current exchange."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -212,7 +212,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_request_sent = True
 
     async def drain(self) -> None:
-        """Wait until the replica accepts more data. Raises the error of a failed exchange."""
+        """Wait until the server accepts more data. Raises the error of a failed exchange."""
         if self._write_waiter is not None:
             await self._write_waiter
         if self.error is not None:
