@@ -224,7 +224,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
-        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics)
+        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         stack.callback(asyncio.create_task(update_metrics(metrics, admission, memory)).cancel)
         authenticator = Authenticator(

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from prometheus_client import Counter
+
 from gateway.errors import Overloaded, TooLarge
-from gateway.metrics import Metrics
 
 CGROUP_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),  # version 2
@@ -44,10 +45,10 @@ class MemoryBudgetExceeded(Overloaded):
 class MemoryBudget:
     """The bytes that requests may hold together; large requests may use three quarters of them."""
 
-    def __init__(self, total_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, total_bytes: int, shed_counter: Counter) -> None:
         self._total_bytes = total_bytes
         self._large_bytes = int(total_bytes * LARGE_REQUEST_SHARE)
-        self._metrics = metrics
+        self._shed_counter = shed_counter
         self.used_bytes = 0
 
     def reserve(self, held_bytes: int, more_bytes: int) -> None:
@@ -60,7 +61,7 @@ class MemoryBudget:
                 f"the limit is {limit} (GATEWAY_MAX_BYTES_IN_FLIGHT)"
             )
         if self.used_bytes + more_bytes > limit:
-            self._metrics.shed.labels("memory").inc()
+            self._shed_counter.labels("memory").inc()
             raise MemoryBudgetExceeded
         self.used_bytes += more_bytes
 

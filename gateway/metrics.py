@@ -27,6 +27,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway import __version__
+from gateway.prometheus_compat import add_observations
 from gateway.request_info import RequestInfo
 
 DURATION_BUCKETS: Final = (
@@ -214,9 +215,7 @@ class Metrics:
         flushed, self._pending = self._pending, {}
         for (route, model, version, (status, code)), pending in flushed.items():
             histogram = self.duration.labels(route, model, version, status, code)
-            for bucket, count in zip(histogram._buckets, pending.bucket_counts, strict=True):
-                bucket.inc(count)
-            histogram._sum.inc(pending.seconds)
+            add_observations(histogram, pending.bucket_counts, pending.seconds)
             self.upstream_seconds.labels(route, model, version).inc(pending.upstream_s)
             self.bytes_in.labels(route, model, version).inc(pending.bytes_in)
             self.bytes_out.labels(route, model, version).inc(pending.bytes_out)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gateway.keys import Caller
-    from gateway.memory import MemoryCharge
-    from gateway.tracing import Trace
+from gateway.keys import Caller
+from gateway.memory import MemoryCharge
+from gateway.tracing import Trace
 
 
 @dataclass

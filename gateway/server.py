@@ -31,6 +31,7 @@ from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S
 from gateway.protocol.connection import HttpProtocol
 from gateway.protocol.limits import ClientRegistry, ProtocolLimits
 from gateway.settings import Settings, describe_os_error, load_certificate
+from gateway.uvicorn_compat import forget_captured_signal
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +108,7 @@ class GatewayServer(uvicorn.Server):
         # uvicorn raises captured signals again; SIGTERM after a graceful shutdown is not a failure.
         with super().capture_signals():
             yield
-            self._captured_signals = [
-                number for number in self._captured_signals if number != signal.SIGTERM
-            ]
+            forget_captured_signal(self, signal.SIGTERM)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
 from gateway.errors import GatewayError, serialize_error
-
-if TYPE_CHECKING:
-    from gateway.protocol.connection import HttpProtocol
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +23,20 @@ STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
     for status in http.HTTPStatus
 }
+
+
+class ClientConnection(Protocol):
+    """The part of a connection that a request cycle uses."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    drain_waiter: asyncio.Future[None] | None
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    def write(self, head: bytes, body: bytes) -> None: ...
+    async def wait_writable(self) -> None: ...
+    def end_cycle(self, cycle: RequestCycle) -> None: ...
 
 
 class RequestCycle:
@@ -53,7 +64,7 @@ class RequestCycle:
     )
 
     def __init__(
-        self, connection: HttpProtocol, scope: Scope, keep_alive: bool, expects_continue: bool
+        self, connection: ClientConnection, scope: Scope, keep_alive: bool, expects_continue: bool
     ) -> None:
         self._connection = connection
         self._scope = scope

@@ -1,117 +1,131 @@
-"""Imports go one way: from a layer to a lower one, or within a package (design: gateway/__init__)."""
+"""Imports follow the table in docs/architecture.md: down, or within a row, and never in a circle."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
+
+import prometheus_client
+import pytest
+import uvicorn
 
 from tests.support.servers import ROOT
 
-LAYERS = {
-    "gateway.messages": 0,
-    "gateway.names": 0,
-    "gateway.errors": 1,
-    "gateway.settings": 1,
-    "gateway.request_info": 1,
-    "gateway.config_files": 1,
-    "gateway.linewriter": 1,
-    "gateway.tensors": 2,
-    "gateway.exposition": 2,
-    "gateway.inflate": 2,
-    "gateway.sse": 1,
-    "gateway.http_client": 2,
-    "gateway.tracing": 2,
-    "gateway.audit": 2,
-    "gateway.logs": 3,
-    "gateway.metrics": 2,
-    "gateway.keys": 2,
-    "gateway.peers": 2,
-    "gateway.state": 2,
-    "gateway.triton": 3,
-    "gateway.auth": 3,
-    "gateway.process_exit": 4,
-    "gateway.admission": 3,
-    "gateway.decoding": 4,
-    "gateway.memory": 3,
-    "gateway.client": 4,
-    "gateway.embedded": 4,
-    "gateway.rate_limit": 4,
-    "gateway.fleet": 4,
-    "gateway.openapi": 5,
-    "gateway.protocol": 5,
-    "gateway.draining": 5,
-    "gateway.routes": 6,
-    "gateway.app": 7,
-    "gateway.server": 7,
-    "gateway.launch": 8,
-    "gateway.cli": 9,
-    "gateway.__main__": 10,
+LAYOUT = (ROOT / "docs/architecture.md").read_text().partition("## Layout")[2].partition("\n## ")[0]
+# The rows of the table, from the lowest to the highest.
+ROWS = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?) \|", LAYOUT, re.M)]
+LAYERS = {f"gateway.{name}": layer for layer, row in enumerate(reversed(ROWS)) for name in row}
+# The commands are a user of the API: they depend on nothing of the server.
+CLIENT_DEPENDENCIES = {
+    f"gateway.{name}" for name in ("client", "http_client", "exposition", "errors", "messages")
 }
-# Bytes in, values out: the code of these does no I/O, and so nothing asynchronous.
+# Bytes in, values out: these modules do no I/O, and so contain nothing asynchronous.
 PURE = (
-    "gateway/tensors",
-    "gateway/exposition",
-    "gateway/openapi",
-    "gateway/sse.py",
-    "gateway/settings.py",
+    "gateway.tensors",
+    "gateway.exposition",
+    "gateway.openapi",
+    "gateway.sse",
+    "gateway.settings",
 )
+ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+COMPAT_MODULES = {uvicorn: "gateway.uvicorn_compat", prometheus_client: "gateway.prometheus_compat"}
 
 
-def part_of(module: str) -> str:
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {
+    module_name(path): ast.parse(path.read_text())
+    for path in sorted((ROOT / "gateway").rglob("*.py"))
+}
+
+
+def find_imports(module: str) -> set[str]:
+    """Return the modules of the gateway that a module imports anywhere, for type checking included."""
+    imported = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= {name if name in TREES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    return imported & TREES.keys() - {"gateway", module}
+
+
+IMPORTS = {module: find_imports(module) for module in TREES}
+
+
+def package_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted((ROOT / "gateway").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if name != "gateway":
-            yield name, path
+def test_every_module_is_in_the_table() -> None:
+    assert {package_of(module) for module in TREES} - {"gateway"} == LAYERS.keys()
 
 
-def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All of it but what is there for the type checker alone."""
-    yield node
-    children = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        children = iter(node.orelse)
-    for child in children:
-        yield from executed(child)
-
-
-def imports(path: Path) -> Iterator[str]:
-    for node in executed(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gateway"):
-            if node.module == "gateway":
-                yield from (f"gateway.{a.name}" for a in node.names if a.name != "__version__")
-            else:
-                yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("gateway"))
-
-
-def test_every_module_has_a_layer() -> None:
-    assert {part_of(name) for name, _ in modules()} == set(LAYERS)
-
-
-def test_imports_go_to_lower_layers_only() -> None:
+def test_imports_go_down_the_table() -> None:
     upward = [
-        f"{name} imports {imported}"
-        for name, path in modules()
-        for imported in imports(path)
-        if part_of(imported) != part_of(name) and LAYERS[part_of(imported)] >= LAYERS[part_of(name)]
+        f"{module} imports {imported}"
+        for module in TREES
+        for imported in IMPORTS[module]
+        if LAYERS[package_of(imported)] > LAYERS[package_of(module)]
     ]
     assert not upward
 
 
-def test_what_is_pure_has_no_async_in_it() -> None:
-    kinds = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
-    for place in PURE:
-        found = ROOT / place
-        for path in [found] if found.is_file() else sorted(found.rglob("*.py")):
-            asynchronous = [
-                node.lineno
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, kinds)
-            ]
-            assert not asynchronous, f"{path.relative_to(ROOT)}: {asynchronous}"
+def test_no_modules_import_each_other() -> None:
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError, which shows the cycle
+
+
+def test_the_client_imports_nothing_of_the_server() -> None:
+    imported = {
+        package_of(name)
+        for module in TREES
+        if package_of(module) == "gateway.client"
+        for name in IMPORTS[module]
+    }
+    assert imported <= CLIENT_DEPENDENCIES
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_what_is_pure_has_no_async_in_it(package: str) -> None:
+    asynchronous = [
+        f"{module}:{node.lineno}"
+        for module, tree in TREES.items()
+        if package_of(module) == package
+        for node in ast.walk(tree)
+        if isinstance(node, ASYNC_NODES)
+    ]
+    assert not asynchronous
+
+
+def private_attributes(library: ModuleType) -> set[str]:
+    sources = Path(str(library.__file__)).parent.rglob("*.py")
+    return {name for path in sources for name in re.findall(r"\.(_[a-z]\w*)", path.read_text())}
+
+
+def own_attributes(tree: ast.AST) -> set[str]:
+    """Return all that the constructors of a module mention, as `self.x`."""
+    nodes = (node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
+    return {ast.unparse(part) for node in nodes for part in ast.walk(node)}
+
+
+@pytest.mark.parametrize(("library", "compat_module"), COMPAT_MODULES.items())
+def test_private_attributes_of_a_library_are_used_in_one_module(
+    library: ModuleType, compat_module: str
+) -> None:
+    names = private_attributes(library)
+    uses = {
+        module: {
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in names
+        }
+        - own_attributes(tree)
+        for module, tree in TREES.items()
+    }
+    assert {module for module, used in uses.items() if used} == {compat_module}

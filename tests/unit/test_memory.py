@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def budget(mib: int = 64) -> MemoryBudget:
-    return MemoryBudget(mib * MIB, Metrics())
+    return MemoryBudget(mib * MIB, Metrics().shed)
 
 
 def test_released_memory_can_be_taken_again() -> None:
@@ -63,7 +63,7 @@ def test_a_request_that_can_never_fit_is_too_large() -> None:
 
 def test_refusals_for_memory_are_counted() -> None:
     metrics = Metrics()
-    charge = MemoryCharge(MemoryBudget(4 * MIB, metrics))
+    charge = MemoryCharge(MemoryBudget(4 * MIB, metrics.shed))
     charge.add(2 * MIB)
     with pytest.raises(MemoryBudgetExceeded):
         MemoryCharge(charge._budget).add(2 * MIB)
