@@ -1,4 +1,4 @@
-"""How clients send their key."""
+"""The security schemes: the two headers in which clients send their key."""
 
 from __future__ import annotations
 
