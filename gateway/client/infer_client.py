@@ -18,9 +18,10 @@ from gateway.client.target import Target
 from gateway.errors import BadUpstream, DeadlinePassed
 from gateway.http_client.client import CompleteResponse, HttpClient
 from gateway.http_client.connection import RequestNotSent
+from gateway.media_types import NDJSON
 
 RETRY_STATUSES: Final = (429, 503)
-NDJSON_STREAM_TYPE: Final = b"application/x-ndjson"
+NDJSON_BYTES: Final = NDJSON.encode()
 MAX_RETRY_WAIT_S: Final = 60.0
 INITIAL_RETRY_WAIT_S: Final = 0.25
 # The gateway enforces the timeout; the client waits longer, to receive its response.
@@ -58,7 +59,7 @@ class InferClient:
         headers = {**target.headers, "x-request-timeout": f"{timeout_s:g}"}
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         if is_decoupled:
-            self._headers.append((b"accept", NDJSON_STREAM_TYPE))
+            self._headers.append((b"accept", NDJSON_BYTES))
 
     async def infer(self, content_type: str, body: bytes) -> CompleteResponse:
         """Return the response; retry 429 and 503 after the delay in `Retry-After`.
@@ -108,7 +109,7 @@ def retry_after_s(reply: CompleteResponse) -> float:
 
 
 def is_ndjson_stream(reply: CompleteResponse) -> bool:
-    return reply.status == 200 and reply.header(b"content-type").startswith(NDJSON_STREAM_TYPE)
+    return reply.status == 200 and reply.header(b"content-type").startswith(NDJSON_BYTES)
 
 
 def extract_failure(reply: CompleteResponse) -> tuple[str, str] | None:

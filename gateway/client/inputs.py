@@ -12,33 +12,9 @@ from typing import Final
 
 from gateway.client.errors import UsageError
 from gateway.client.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
+from gateway.media_types import TYPES_BY_SUFFIX, UTF8_TEXT, detect_media_type
 
 STDIN_ARGUMENT: Final = "-"
-PLAIN_TEXT_TYPE: Final = "text/plain; charset=utf-8"
-OCTET_STREAM_TYPE: Final = "application/octet-stream"
-TYPES_BY_SUFFIX: Final = {
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".png": "image/png",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".bmp": "image/bmp",
-    ".tif": "image/tiff",
-    ".tiff": "image/tiff",
-    ".json": "application/json",
-    ".npy": "application/x-npy",
-    ".npz": "application/x-npz",
-    ".txt": PLAIN_TEXT_TYPE,
-    ".text": PLAIN_TEXT_TYPE,
-    ".md": PLAIN_TEXT_TYPE,
-}
-TYPES_BY_MAGIC: Final = {
-    b"\x89PNG": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"RIFF": "image/webp",
-    b"GIF8": "image/gif",
-    b"\x93NUMPY": "application/x-npy",
-}
 
 
 @dataclass(frozen=True)
@@ -57,7 +33,7 @@ class Input:
     def read(self) -> InputBody:
         """Raises `OSError`."""
         if isinstance(self.source, bytes):
-            return InputBody(PLAIN_TEXT_TYPE, self.source)
+            return InputBody(UTF8_TEXT, self.source)
         data = read_input_file(self.source)
         return InputBody(guess_content_type(self.source, data), data)
 
@@ -86,10 +62,7 @@ def read_input_file(path: str) -> bytes:
 
 def guess_content_type(path: str, data: bytes) -> str:
     by_suffix = TYPES_BY_SUFFIX.get(os.path.splitext(path)[1].lower())  # noqa: PTH122
-    return by_suffix or next(
-        (kind for magic, kind in TYPES_BY_MAGIC.items() if data.startswith(magic)),
-        OCTET_STREAM_TYPE,
-    )
+    return by_suffix or detect_media_type(data)
 
 
 def format_path(path: str) -> str:

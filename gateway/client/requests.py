@@ -10,11 +10,11 @@ import orjson
 
 from gateway.client.errors import ClientError
 from gateway.client.infer_client import InferClient, NoResponse, extract_failure, is_ndjson_stream
-from gateway.client.inputs import OCTET_STREAM_TYPE, PLAIN_TEXT_TYPE, Input, InputBody
+from gateway.client.inputs import Input, InputBody
 from gateway.client.records import Record
 from gateway.http_client.client import CompleteResponse
+from gateway.media_types import JSON, OCTET_STREAM, UTF8_TEXT
 
-JSON_BODY_TYPE: Final = "application/json"
 # A single input of a batch may have caused these: every input is then sent alone.
 BATCH_SPLIT_STATUSES: Final = (400, 413, 415, 422, 500)
 
@@ -24,9 +24,9 @@ class InvalidGatewayResponse(ClientError):
 
 
 def is_batchable(body: InputBody) -> bool:
-    if body.content_type == PLAIN_TEXT_TYPE:
+    if body.content_type == UTF8_TEXT:
         return is_utf8(body.data)  # otherwise it is sent alone, and the gateway reports the error
-    return body.content_type == OCTET_STREAM_TYPE or body.content_type.startswith("image/")
+    return body.content_type == OCTET_STREAM or body.content_type.startswith("image/")
 
 
 def is_utf8(data: bytes) -> bool:
@@ -40,11 +40,11 @@ def is_utf8(data: bytes) -> bool:
 def combine_bodies(bodies: Sequence[InputBody]) -> InputBody:
     """Return a JSON request with a list of values: texts, and other data as base64."""
     values = [encode_batch_value(body) for body in bodies]
-    return InputBody(JSON_BODY_TYPE, orjson.dumps({"inputs": values}))
+    return InputBody(JSON, orjson.dumps({"inputs": values}))
 
 
 def encode_batch_value(body: InputBody) -> Any:
-    if body.content_type == PLAIN_TEXT_TYPE:
+    if body.content_type == UTF8_TEXT:
         return body.data.decode()
     return {"b64": base64.b64encode(body.data).decode()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ERROR_REFERENCE,
     REQUEST_ID_HEADER,
@@ -9,8 +10,8 @@ from gateway.openapi.responses import (
     build_error_responses,
     build_success_response,
 )
-from gateway.openapi.schemas import STRING_SCHEMA, build_object_schema
-from gateway.tensors.payload import JSON
+from gateway.openapi.schemas import build_object_schema
+from gateway.tensors.codecs import STRING_SCHEMA
 
 REASONS_SCHEMA = {
     "type": "object",

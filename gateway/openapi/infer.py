@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from gateway.media_types import JSON, NPY, NPZ
 from gateway.openapi.responses import build_error_responses, build_success_response
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
-    BINARY_SCHEMA,
     STREAM_CONTENT,
-    STRING_CONTENT,
-    STRING_SCHEMA,
     build_header_parameter,
     build_object_schema,
 )
+from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
-from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
-from gateway.tensors.schema import PARAMETERS_SCHEMA
 from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
 
 INFER_ERROR_RESPONSES = build_error_responses(404, 406, 409, 415, 502, 504)
@@ -85,26 +82,8 @@ INFER_HEADER_PARAMETERS = [
         {"type": "string", "examples": ["start", "end", "start, end"]},
     ),
 ]
-INFER_REQUEST_SCHEMA = build_object_schema(
-    {
-        "inputs": {"description": "A value, or an object of values by input name."},
-        "outputs": {"type": ["array", "null"], "items": STRING_SCHEMA},
-        "parameters": PARAMETERS_SCHEMA,
-        "id": STRING_SCHEMA,
-    },
-    optional=("outputs", "parameters", "id"),
-    additionalProperties=False,
-)
 # Any body that `/infer` accepts; each model accepts a part of it.
-INFER_BODY_CONTENT = {
-    "image/*": BINARY_CONTENT,
-    OCTET_STREAM: BINARY_CONTENT,
-    "text/plain": STRING_CONTENT,
-    MULTIPART: {"schema": {"type": "object", "additionalProperties": BINARY_SCHEMA}},
-    JSON: {"schema": INFER_REQUEST_SCHEMA},
-    NPY: BINARY_CONTENT,
-    NPZ: BINARY_CONTENT,
-}
+INFER_BODY_CONTENT = {codec.media_type: {"schema": codec.schema} for codec in CODECS}
 INFER_OPENAPI = {
     "requestBody": {"required": True, "content": INFER_BODY_CONTENT},
     "parameters": INFER_HEADER_PARAMETERS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.openapi.responses import REQUEST_ID_HEADER, build_error_responses
-from gateway.openapi.schemas import STRING_CONTENT, STRING_SCHEMA
+from gateway.openapi.schemas import STRING_CONTENT
+from gateway.tensors.codecs import STRING_SCHEMA
 
 METRICS_RESPONSES: Final = build_error_responses() | {
     200: {

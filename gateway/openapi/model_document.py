@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, Error
-from gateway.openapi.schemas import BINARY_CONTENT, BINARY_SCHEMA, STREAM_CONTENT, STRING_CONTENT
+from gateway.openapi.schemas import BINARY_CONTENT, STREAM_CONTENT, STRING_CONTENT
 from gateway.openapi.security import SECURITY, SECURITY_SCHEMES
+from gateway.tensors.codecs import BINARY_SCHEMA
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.examples import build_example_inputs, build_infer_path
-from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from gateway.tensors.schema import Schema, build_request_schema, build_response_schema
 from gateway.tensors.signature import Signature
 
@@ -57,9 +58,9 @@ def build_body_content(signature: Signature) -> Schema:
         (tensor,) = signature.required_inputs
         content[NPY] = BINARY_CONTENT
         if tensor.datatype.kind is DatatypeKind.BYTES or tensor.image_spec is not None:
-            content |= {"image/*": BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT}
+            content |= {ANY_IMAGE: BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT}
         if tensor.datatype.kind is DatatypeKind.BYTES:
-            content["text/plain"] = STRING_CONTENT
+            content[TEXT] = STRING_CONTENT
     return content
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from gateway.fleet.health import HealthState
 from gateway.openapi.responses import build_error_responses, build_success_response
-from gateway.openapi.schemas import STRING_SCHEMA, build_object_schema
+from gateway.openapi.schemas import build_object_schema
+from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 
 VERSION_SCHEMA = build_object_schema(

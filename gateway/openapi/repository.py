@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.fleet.uploads import CONFIG_PARAMETER, UNLOAD_DEPENDENTS
+from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ManagementError,
     build_error_responses,
     build_success_response,
 )
-from gateway.openapi.schemas import STRING_SCHEMA, build_header_parameter, build_object_schema
-from gateway.tensors.payload import JSON
+from gateway.openapi.schemas import build_header_parameter, build_object_schema
+from gateway.tensors.codecs import STRING_SCHEMA
 
 RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
-from gateway.tensors.payload import JSON
+from gateway.media_types import JSON
 from gateway.tensors.schema import Schema
 
 

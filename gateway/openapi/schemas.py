@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Final
 
-from gateway.tensors.payload import EVENT_STREAM, NDJSON
+from gateway.media_types import EVENT_STREAM, NDJSON
+from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import Schema
 
-STRING_SCHEMA: Final[Schema] = {"type": "string"}
 STRING_CONTENT: Final = {"schema": STRING_SCHEMA}
-BINARY_SCHEMA: Final[Schema] = {"type": "string", "format": "binary"}
 BINARY_CONTENT: Final = {"schema": BINARY_SCHEMA}
 STREAM_CONTENT: Final[Schema] = {
     EVENT_STREAM: {

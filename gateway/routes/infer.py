@@ -19,6 +19,7 @@ from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.signatures import check_output_names
 from gateway.fleet.transports import CallOptions
 from gateway.http_client.connection import Headers
+from gateway.media_types import JSON
 from gateway.memory import MemoryCharge
 from gateway.openapi.infer import (
     INFER_OPENAPI,
@@ -29,14 +30,13 @@ from gateway.openapi.infer import (
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import Services, ServicesForInference
 from gateway.routes.request_body import (
-    MAX_INLINE_DECODE_BYTES,
-    MAX_THREAD_JSON_BYTES,
     LargeBody,
     read_request_body,
     receive_payload,
 )
 from gateway.routes.streams import InferStreamResponse, choose_stream_type
 from gateway.tensors import kserve_v1, sequence
+from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.decode import decode_body, decode_form, decode_predict_body, parse_predict_body
 from gateway.tensors.image_header import find_header_reader
 from gateway.tensors.images import ImageLimits
@@ -48,7 +48,7 @@ from gateway.tensors.outputs import (
     bytes_to_json,
     choose_result_encoder,
 )
-from gateway.tensors.payload import JSON, Payload, PayloadLimits
+from gateway.tensors.payload import Payload, PayloadLimits
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT_HEADERS
@@ -146,13 +146,13 @@ class InferExchange:
         body = await read_request_body(request, self.payload_limits.max_bytes, self.charge)
         await self.acquire_slot()
         decoders = self.services.decode_executor
-        if len(body) > MAX_THREAD_JSON_BYTES:
+        if len(body) > JSON_CODEC.max_thread_bytes:
             arguments = (body, self.signature, self.payload_limits, self.image_limits)
             return await decoders.run_in_process(
                 0, self.remaining_s, decode_predict_body, *arguments
             )
         read = partial(parse_predict_body, body, self.signature, self.payload_limits)
-        is_inline = len(body) <= MAX_INLINE_DECODE_BYTES
+        is_inline = len(body) <= JSON_CODEC.max_inline_bytes
         is_columns, payloads = read() if is_inline else await decoders.run_in_thread(0, read)
         return is_columns, [await self.convert_payload(payload) for payload in payloads]
 

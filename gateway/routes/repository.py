@@ -14,6 +14,7 @@ from gateway.errors import Forbidden, MalformedRequest, NotFound
 from gateway.fleet.index import READY, merge_indexes
 from gateway.fleet.repository import build_index_entry
 from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.media_types import JSON
 from gateway.messages import quote_text
 from gateway.openapi.repository import (
     INDEX_OPENAPI,
@@ -32,7 +33,6 @@ from gateway.routes.dependencies import (
     get_caller,
 )
 from gateway.routes.request_body import read_request_body
-from gateway.tensors.payload import JSON
 
 router = APIRouter(tags=["management"])
 MAX_MANAGEMENT_BODY_BYTES = 1 << 20

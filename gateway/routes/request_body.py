@@ -11,28 +11,13 @@ from fastapi import Request
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
 from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
+from gateway.tensors.codecs import CODECS_BY_TYPE, DEFAULT_CODEC, JSON_CODEC, find_codec
+from gateway.tensors.decode import read_payload
+from gateway.tensors.form import MultipartForm
 from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.payload import (
-    JSON,
-    MULTIPART,
-    NPZ,
-    OCTET_STREAM,
-    MultipartForm,
-    Payload,
-    PayloadLimits,
-    read_payload,
-)
-
-# Larger bodies are parsed in a thread, large JSON and archives in a process: the JSON parser holds the GIL,
-# and archives are compressed.
-MAX_INLINE_DECODE_BYTES = 16 << 10
-MAX_THREAD_JSON_BYTES = 256 << 10
-MAX_THREAD_BYTES = {JSON: MAX_THREAD_JSON_BYTES, NPZ: 16 << 10}
-# Bytes of memory per byte of the body: the body, its tensors, and the request to Triton. Numbers can be
-# shorter in JSON than as tensors.
-DEFAULT_MEMORY_FACTOR = 3
-MEMORY_FACTORS = {JSON: 6}
+from gateway.tensors.payload import Payload, PayloadLimits
 
 
 @dataclass(frozen=True)
@@ -51,29 +36,34 @@ async def receive_payload(
     A multipart body is split into parts as it arrives.
     """
     content_type = request.headers.get("content-type", "")
-    name, _ = parse_content_type(content_type)
-    if name == MULTIPART:
-        form = MultipartForm(content_type, limits)
-        async for chunk in stream_charged_body(request, limits.max_bytes, charge):
-            form.feed(chunk)
-        if form.size_bytes <= MAX_INLINE_DECODE_BYTES:
-            return form.build_payload()
-        return (
-            form
-            if form.json_size_bytes > MAX_THREAD_JSON_BYTES
-            else await decoders.run_in_thread(0, form.build_payload)
-        )
+    media_type, _ = parse_content_type(content_type)
+    codec = find_codec(media_type)
+    if media_type == MULTIPART:
+        return await receive_form(request, content_type, limits, decoders, charge)
     body = await read_request_body(request, limits.max_bytes, charge)
     read = partial(read_payload, body, content_type, limits)
-    if is_raw_media_type(name) or (len(body) <= MAX_INLINE_DECODE_BYTES and name != NPZ):
-        return read()
-    if len(body) > MAX_THREAD_BYTES.get(name, limits.max_bytes):
+    if codec is None or len(body) <= codec.max_inline_bytes:
+        return read()  # or the error of an unsupported type
+    if len(body) > codec.max_thread_bytes:
         return LargeBody(body, content_type)
     return await decoders.run_in_thread(0, read)
 
 
-def is_raw_media_type(media_type_name: str) -> bool:
-    return media_type_name == OCTET_STREAM or media_type_name.startswith("image/")
+async def receive_form(
+    request: Request,
+    content_type: str,
+    limits: PayloadLimits,
+    decoders: DecodeExecutor,
+    charge: MemoryCharge,
+) -> Payload | MultipartForm:
+    form = MultipartForm(content_type, limits)
+    async for chunk in stream_charged_body(request, limits.max_bytes, charge):
+        form.feed(chunk)
+    if form.size_bytes <= JSON_CODEC.max_inline_bytes:
+        return form.build_payload()
+    if form.json_size_bytes > JSON_CODEC.max_thread_bytes:
+        return form
+    return await decoders.run_in_thread(0, form.build_payload)
 
 
 async def read_request_body(request: Request, max_bytes: int, charge: MemoryCharge) -> bytes:
@@ -85,8 +75,8 @@ async def read_request_body(request: Request, max_bytes: int, charge: MemoryChar
 async def stream_charged_body(
     request: Request, max_bytes: int, charge: MemoryCharge
 ) -> AsyncIterator[bytes]:
-    name = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    factor = MEMORY_FACTORS.get(name, DEFAULT_MEMORY_FACTOR)
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    factor = CODECS_BY_TYPE.get(media_type, DEFAULT_CODEC).memory_factor
     async for chunk in stream_request_body(request, max_bytes):
         charge.add(factor * len(chunk))
         yield chunk

@@ -11,8 +11,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import GatewayError, serialize_error
+from gateway.media_types import EVENT_STREAM, NDJSON
 from gateway.tensors.outputs import InferResult, encode_json_result, list_accepted_types
-from gateway.tensors.payload import EVENT_STREAM, NDJSON
 
 STREAM_HEADERS: Final = {
     "cache-control": "no-store",

@@ -13,10 +13,10 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from gateway.errors import NotFound
+from gateway.media_types import JSON
 from gateway.messages import quote_text
 from gateway.routes.dependencies import ServicesForAnyCaller
 from gateway.tensors.outputs import list_accepted_types
-from gateway.tensors.payload import JSON
 
 router = APIRouter(include_in_schema=False)  # for the page's files
 root_router = APIRouter(include_in_schema=False)

@@ -35,6 +35,7 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS
 from gateway.keys import Right
+from gateway.media_types import JSON
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.names import normalize_version
 from gateway.request_info import RequestInfo
@@ -54,7 +55,6 @@ from gateway.routes.proxy_headers import (
     prepare_request_headers,
 )
 from gateway.sse import EventStreamScrubber
-from gateway.tensors.payload import JSON
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.triton.error_mapping import RequestTarget, sanitize_event
 from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, JsonGuard, KeyLimits

@@ -5,22 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gateway.errors import TooLarge
+from gateway.media_types import JSON, MULTIPART
 from gateway.tensors import kserve_v1
+from gateway.tensors.codecs import find_codec, read_single_value
+from gateway.tensors.form import MultipartForm
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, to_inputs
+from gateway.tensors.json_body import check_json_memory
 from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.payload import (
-    JSON,
-    MultipartForm,
-    Payload,
-    PayloadLimits,
-    check_json_memory,
-    read_payload,
-)
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature
 
 # Each instance of such a request is an inference of its own.
 MAX_UNBATCHED_INSTANCES = 1000
+FEED_CHUNK_BYTES = 64 << 10
+
+
+def read_payload(body: bytes, content_type: str, limits: PayloadLimits) -> Payload:
+    """Decode a complete body. Raises `MalformedRequest`, `UnsupportedBody` or `TooLarge`."""
+    media_type, parameters = parse_content_type(content_type)
+    if media_type == MULTIPART:
+        form = MultipartForm(content_type, limits)
+        for start in range(0, len(body), FEED_CHUNK_BYTES):
+            form.feed(body[start : start + FEED_CHUNK_BYTES])
+        return form.build_payload()
+    codec = find_codec(media_type)
+    if codec is not None and codec.read_payload is not None:
+        return codec.read_payload(body, limits)
+    value = read_single_value(body, media_type, parameters, content_type)
+    return Payload({"": [Part(value, media_type)]})
 
 
 def decode_body(

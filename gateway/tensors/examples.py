@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.payload import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.signature import ChannelLayout, Signature, TensorSpec
 
 EXAMPLE_SIZE = 2

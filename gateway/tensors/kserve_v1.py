@@ -10,16 +10,11 @@ from functools import partial
 from typing import Any
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault
+from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
+from gateway.tensors.json_body import decode_b64_objects, parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult, dump_json, output_to_json
-from gateway.tensors.payload import (
-    JSON,
-    Part,
-    Payload,
-    PayloadLimits,
-    decode_b64_objects,
-    parse_json_body,
-)
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 
 KNOWN_PREDICT_KEYS = {"instances", "inputs", "signature_name", "parameters", "id"}
 

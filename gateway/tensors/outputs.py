@@ -21,19 +21,13 @@ from gateway.errors import (
     NotAcceptable,
     UnrepresentableResponse,
 )
+from gateway.media_types import IMAGE_SIGNATURES, JSON, NPY, NPZ, OCTET_STREAM, detect_media_type
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.media_type import parse_header_parameters
-from gateway.tensors.payload import JSON, NPY, NPZ, OCTET_STREAM
 from gateway.tensors.signature import Signature, TensorSpec
 
 MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
-IMAGE_SIGNATURES = {
-    b"\x89PNG": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"RIFF": "image/webp",
-    b"GIF8": "image/gif",
-}
 # orjson serializes this many numbers in about a millisecond.
 VALUES_PER_CHUNK = 16_384
 # Browsers send about 150 characters.
@@ -248,12 +242,8 @@ def encode_raw_result(result: InferResult, content_type: str) -> EncodedBody:
     value = array.item()
     if not isinstance(value, bytes):
         raise BadUpstream(f"the replica returned numbers for the string output {quote_text(name)}")
-    return EncodedBody(value, detect_image_type(value) if "*" in content_type else content_type)
-
-
-def detect_image_type(value: bytes) -> str:
-    return next(
-        (kind for magic, kind in IMAGE_SIGNATURES.items() if value.startswith(magic)), OCTET_STREAM
+    return EncodedBody(
+        value, detect_media_type(value, IMAGE_SIGNATURES) if "*" in content_type else content_type
     )
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import ml_dtypes
 
+from gateway.media_types import JSON
+from gateway.tensors.codecs import PARAMETERS_SCHEMA
 from gateway.tensors.dtypes import Datatype, DatatypeKind
-from gateway.tensors.payload import JSON
 from gateway.tensors.signature import Signature, TensorSpec
 
 Schema = dict[str, Any]
@@ -16,10 +17,6 @@ BASE64_SCHEMA: Schema = {
     "properties": {"b64": {"type": "string", "contentEncoding": "base64"}},
     "required": ["b64"],
     "additionalProperties": False,
-}
-PARAMETERS_SCHEMA: Schema = {
-    "type": ["object", "null"],
-    "additionalProperties": {"type": ["string", "number", "boolean"]},
 }
 
 

@@ -35,7 +35,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from gateway.app import ROUTERS
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.tensors.payload import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
+from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from tests.support.errors import assert_error
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo

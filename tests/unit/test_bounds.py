@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
+from gateway.media_types import JSON
 from gateway.routes.infer import BYTES_PER_LISTED_VALUE, LARGE_ARRAY_BYTES, estimate_value_bytes
-from gateway.tensors import inputs, payload
+from gateway.tensors import codecs, inputs
+from gateway.tensors.codecs import SUPPORTED_CODECS
+from gateway.tensors.decode import read_payload
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
-from gateway.tensors.payload import (
-    JSON,
-    SUPPORTED_CODECS,
-    Part,
-    Payload,
-    PayloadLimits,
-    read_payload,
-)
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import build_signature
 from tests.support.hostile_files import field, form, json_of, png
 
@@ -127,5 +123,5 @@ def test_a_long_text_is_the_same_in_pieces(charset: str, monkeypatch: pytest.Mon
     bodies = [body, body[:-1], body[1:], body + b"\xff\x1b\x1b$$$$$$$$$$$$$$", b"\x1b" * 99]
     whole = [read(each) for each in bodies]
     for size in (1, 7, 100):
-        monkeypatch.setattr(payload, "TEXT_CHUNK_BYTES", size)
+        monkeypatch.setattr(codecs, "TEXT_CHUNK_BYTES", size)
         assert [read(each) for each in bodies] == whole

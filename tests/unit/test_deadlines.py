@@ -294,6 +294,7 @@ def test_the_system_keeps_little_of_what_a_client_does_not_read() -> None:
             (line,) = [each for each in lines if ends in each]
             return int(line.split()[4].split(":")[0], 16)
 
+        wait_until(unsent)
         kept = stage.settled(unsent)
         print(f"{kept >> 10} KiB")
         assert 0 < kept < MIB

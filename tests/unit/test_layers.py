@@ -20,7 +20,15 @@ ROWS = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?)
 LAYERS = {f"gateway.{name}": layer for layer, row in enumerate(reversed(ROWS)) for name in row}
 # The commands are a user of the API: they depend on nothing of the server.
 CLIENT_DEPENDENCIES = {
-    f"gateway.{name}" for name in ("client", "http_client", "exposition", "errors", "messages")
+    f"gateway.{name}"
+    for name in (
+        "client",
+        "http_client",
+        "exposition",
+        "errors",
+        "media_types",
+        "messages",
+    )
 }
 # Bytes in, values out: these modules do no I/O, and so contain nothing asynchronous.
 PURE = (

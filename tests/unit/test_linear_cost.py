@@ -10,6 +10,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors.decode import read_payload
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import to_inputs
@@ -18,7 +19,7 @@ from gateway.tensors.multipart import MultipartParser
 from gateway.tensors.npy import parse_npy_entries, parse_npy_shape, read_npy
 from gateway.tensors.npz import read_npz
 from gateway.tensors.outputs import parse_accept
-from gateway.tensors.payload import Part, Payload, PayloadLimits, read_payload
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import build_signature
 from tests.support import hostile_files as hostile
 from tests.support.linearity import cpu_s

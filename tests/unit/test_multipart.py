@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, MalformedRequest, TooLarge
+from gateway.tensors.decode import read_payload
+from gateway.tensors.form import MultipartForm
 from gateway.tensors.multipart import MultipartParser, RawPart
-from gateway.tensors.payload import MultipartForm, PayloadLimits, read_payload
+from gateway.tensors.payload import PayloadLimits
 from tests.support.hostile_files import field, form
 
 TYPE = "multipart/form-data; boundary=b"

@@ -14,7 +14,10 @@ import orjson
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
+from gateway.media_types import JSON, OCTET_STREAM
 from gateway.openapi.model_document import build_model_openapi
+from gateway.tensors.codecs import SUPPORTED_CODECS
+from gateway.tensors.decode import read_payload
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
@@ -25,15 +28,7 @@ from gateway.tensors.outputs import (
     concatenate_results,
     list_accepted_types,
 )
-from gateway.tensors.payload import (
-    JSON,
-    OCTET_STREAM,
-    SUPPORTED_CODECS,
-    Part,
-    Payload,
-    PayloadLimits,
-    read_payload,
-)
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, build_signature
 
 

@@ -1,0 +1,165 @@
+"""The request body types: how each is decoded and described. A new type is a row of `CODECS`. Pure."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from encodings import normalize_encoding
+from encodings.aliases import aliases
+from typing import Any, Final
+
+import numpy as np
+
+from gateway.errors import MalformedRequest, UnsupportedBody
+from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
+from gateway.messages import quote_text
+from gateway.tensors.json_body import decode_b64_objects, parse_json_body, read_json_payload
+from gateway.tensors.npy import read_npy
+from gateway.tensors.npz import read_npz
+from gateway.tensors.payload import Part, Payload, PayloadLimits
+
+# The encodings of the WHATWG Encoding Standard by their Python names, and ASCII, UTF-16 and UTF-32. Python's
+# other codecs include binary transforms, produce invalid Unicode, or cache every unknown name.
+SUPPORTED_CODECS = frozenset({
+    "ascii", "big5", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257",
+    "cp1258", "cp866", "cp874", "euc_jp", "euc_kr", "gb18030", "gb2312", "gbk", "iso2022_jp",
+    "iso8859_10", "iso8859_13", "iso8859_14", "iso8859_15", "iso8859_16", "iso8859_2", "iso8859_3",
+    "iso8859_4", "iso8859_5", "iso8859_6", "iso8859_7", "iso8859_8", "iso8859_9", "koi8_r", "koi8_u",
+    "latin_1", "mac_cyrillic", "mac_roman", "shift_jis", "tis_620", "utf_16", "utf_16_be", "utf_16_le",
+    "utf_32", "utf_32_be", "utf_32_le", "utf_8", "utf_8_sig",
+})  # fmt: skip
+# A decoder holds the GIL, which the event loop needs several times per request. The slowest decoder needs
+# less than a millisecond for a chunk.
+TEXT_CHUNK_BYTES = 64 << 10
+# These are fast enough without chunks, and their incremental decoders reject text without a BOM.
+BOM_CODECS = frozenset({"utf_16", "utf_32"})
+
+ValueReader = Callable[[bytes, Mapping[str, str]], Any]
+PayloadReader = Callable[[bytes, PayloadLimits], Payload]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A request body type.
+
+    A body of up to `max_inline_bytes` is decoded on the event loop, up to `max_thread_bytes` in a thread, and
+    a larger one in a process that can be killed.
+    """
+
+    media_type: str
+    schema: dict[str, Any]  # of the body, for the API description
+    read_value: ValueReader | None = None  # of a body or form field that is one value
+    read_payload: PayloadReader | None = None  # of a body with several named values
+    memory_factor: int = 3  # bytes of memory per byte: the body, its tensors, the request to Triton
+    max_inline_bytes: float = 16 << 10
+    max_thread_bytes: float = math.inf
+
+
+def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
+    return body
+
+
+def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
+    charset = parameters.get("charset", "utf-8")
+    codec = normalize_encoding(charset.lower())
+    codec = aliases.get(codec, codec)
+    if codec not in SUPPORTED_CODECS:
+        raise MalformedRequest(f"unknown charset {quote_text(charset)}; send UTF-8")
+    if len(body) > TEXT_CHUNK_BYTES and codec not in BOM_CODECS:
+        return decode_text_chunks(body, codec, charset)
+    try:
+        return body.decode(codec)
+    except UnicodeDecodeError as exc:
+        raise build_charset_error(charset, exc.start) from None
+
+
+def decode_text_chunks(body: bytes, codec: str, charset: str) -> str:
+    decoder = codecs.getincrementaldecoder(codec)()
+    chunks: list[str] = []
+    for start in range(0, len(body), TEXT_CHUNK_BYTES):
+        end = start + TEXT_CHUNK_BYTES
+        try:
+            chunks.append(decoder.decode(body[start:end], end >= len(body)))
+        except UnicodeDecodeError as exc:  # the object also has the rest of the previous chunk
+            raise build_charset_error(
+                charset, min(end, len(body)) - len(exc.object) + exc.start
+            ) from None
+        except UnicodeError:  # an unterminated escape sequence
+            raise build_charset_error(charset, min(end, len(body))) from None
+    return "".join(chunks)
+
+
+def build_charset_error(charset: str, position: int) -> MalformedRequest:
+    return MalformedRequest(f"the text is not valid {charset} at byte {position}")
+
+
+def read_npy_value(body: bytes, parameters: Mapping[str, str]) -> np.ndarray:
+    return read_npy(body)
+
+
+def read_json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
+    return decode_b64_objects(parse_json_body(body), PayloadLimits().max_json_depth)
+
+
+def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:
+    # The inflated size has the same limit as a body.
+    arrays = read_npz(body, limits.max_bytes, limits.max_parts)
+    return Payload({name: [Part(array, NPY)] for name, array in arrays.items()})
+
+
+STRING_SCHEMA: Final[dict[str, Any]] = {"type": "string"}
+BINARY_SCHEMA: Final[dict[str, Any]] = {"type": "string", "format": "binary"}
+FORM_SCHEMA: Final[dict[str, Any]] = {"type": "object", "additionalProperties": BINARY_SCHEMA}
+PARAMETERS_SCHEMA: Final[dict[str, Any]] = {
+    "type": ["object", "null"],
+    "additionalProperties": {"type": ["string", "number", "boolean"]},
+}
+JSON_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "inputs": {"description": "A value, or an object of values by input name."},
+        "outputs": {"type": ["array", "null"], "items": STRING_SCHEMA},
+        "parameters": PARAMETERS_SCHEMA,
+        "id": STRING_SCHEMA,
+    },
+    "required": ["inputs"],
+    "additionalProperties": False,
+}
+# The JSON parser holds the GIL, numbers can be shorter in JSON than as tensors, and archives are compressed.
+CODECS: Final = (
+    Codec(ANY_IMAGE, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf),
+    Codec(OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf),
+    Codec(TEXT, STRING_SCHEMA, decode_text),
+    Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.form`
+    Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
+    Codec(NPY, BINARY_SCHEMA, read_npy_value),
+    Codec(
+        NPZ,
+        BINARY_SCHEMA,
+        read_payload=read_npz_payload,
+        max_inline_bytes=-1,
+        max_thread_bytes=16 << 10,
+    ),
+)
+CODECS_BY_TYPE: Final = {codec.media_type: codec for codec in CODECS}
+JSON_CODEC: Final = CODECS_BY_TYPE[JSON]
+DEFAULT_CODEC: Final = CODECS_BY_TYPE[OCTET_STREAM]
+
+
+def find_codec(media_type: str) -> Codec | None:
+    codec = CODECS_BY_TYPE.get(media_type)
+    if codec is None and media_type.startswith("image/"):
+        return CODECS_BY_TYPE[ANY_IMAGE]
+    return codec
+
+
+def read_single_value(
+    body: bytes, media_type: str, parameters: Mapping[str, str], content_type: str
+) -> Any:
+    """Raise `UnsupportedBody` for a type that is not one value."""
+    codec = find_codec(media_type)
+    if codec is None or codec.read_value is None:
+        raise UnsupportedBody(content_type, CODECS_BY_TYPE)
+    return codec.read_value(body, parameters)

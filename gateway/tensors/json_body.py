@@ -1,0 +1,98 @@
+"""The JSON body of an inference request. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from gateway.errors import MalformedRequest, TooLarge
+from gateway.media_types import JSON, NPY
+from gateway.messages import quote_text
+from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors.payload import Part, Payload, PayloadLimits
+
+# The average memory of a Python list or dict, and of a number with its entries in two lists and an array.
+CONTAINER_BYTES = 160
+VALUE_BYTES = 40
+
+
+def parse_json_body(body: bytes) -> Any:
+    """Parse strict JSON (RFC 8259). Raises `MalformedRequest`; orjson limits the recursion."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        if str(exc).startswith("Not enough memory"):
+            raise MemoryError from None
+        raise MalformedRequest(f"the body is not valid JSON: {exc}") from None
+
+
+def check_json_memory(body: bytes | bytearray, limits: PayloadLimits) -> None:
+    """Estimate the memory that the JSON values need. Raises `TooLarge` if it exceeds the limit."""
+    containers = body.count(b"[") + body.count(b"{")
+    needed_bytes = len(body) + CONTAINER_BYTES * containers + VALUE_BYTES * body.count(b",")
+    if needed_bytes > limits.max_json_memory_bytes:
+        raise TooLarge(
+            f"the values of the JSON need about {needed_bytes >> 20} MiB of memory; the limit is "
+            f"{limits.max_json_memory_bytes >> 20} MiB; send numbers as {NPY}, or fewer values per request"
+        )
+
+
+def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
+    """Decode `{"inputs": value or {name: value}, "outputs": [name]?, "parameters": {}?, "id": ""?}`."""
+    document = parse_json_body(body)
+    if not isinstance(document, dict) or "inputs" not in document:
+        raise MalformedRequest('the JSON body must be an object with "inputs", e.g. {"inputs": …}')
+    unknown = document.keys() - {"inputs", "outputs", "parameters", "id"}
+    if unknown:
+        raise MalformedRequest(
+            f"unknown key {quote_text(min(unknown))} in the JSON body; "
+            'valid keys are "inputs", "outputs", "parameters" and "id"'
+        )
+    inputs = decode_b64_objects(document["inputs"], limits.max_json_depth)
+    if not isinstance(inputs, dict):
+        inputs = {"": inputs}
+    return Payload(
+        {name: [Part(value, JSON)] for name, value in inputs.items()},
+        outputs=validate_output_names(document.get("outputs")),
+        parameters=validate_parameters(document.get("parameters")),
+        id=validate_request_id(document.get("id", "")),
+    )
+
+
+def validate_output_names(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise MalformedRequest('"outputs" must be a list of output names')
+    return tuple(dict.fromkeys(value))
+
+
+def validate_parameters(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    scalars = (str, int, float, bool)
+    if not isinstance(value, dict) or not all(isinstance(item, scalars) for item in value.values()):
+        raise MalformedRequest('"parameters" must be an object of strings, numbers and booleans')
+    return value
+
+
+def validate_request_id(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedRequest('"id" must be a string')
+    return value
+
+
+def decode_b64_objects(value: Any, max_depth: int) -> Any:
+    """Replace each `{"b64": …}` by its bytes. Raises `MalformedRequest` below `max_depth` levels."""
+    if not isinstance(value, (list, dict)):
+        return value
+    if max_depth == 0:
+        raise MalformedRequest("the JSON is nested too deeply")
+    if isinstance(value, list):
+        # A list of numbers needs no Python call per element.
+        is_nested = not {list, dict}.isdisjoint(map(type, value))
+        return [decode_b64_objects(item, max_depth - 1) for item in value] if is_nested else value
+    if value.keys() == {"b64"} and isinstance(value["b64"], str):
+        return decode_base64_text(value["b64"])
+    return {key: decode_b64_objects(item, max_depth - 1) for key, item in value.items()}
