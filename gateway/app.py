@@ -29,10 +29,11 @@ from gateway.config_files import WatchedFile
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.fleet.collector import FleetCollector, StateCollector
+from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import ReplicaConnectionOptions, ReplicaSource, parse_replica_url
-from gateway.fleet.repository import ManagementOptions, Repository
+from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes

@@ -142,3 +142,22 @@ def version_sort_key(version: str) -> tuple[int, str]:
 
 def model_names(indexes: Iterable[Index]) -> set[str]:
     return {name for index in indexes for name in index.models}
+
+
+def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) -> dict[str, Any]:
+    name, number = entry["name"], entry.get("version")
+    if number is None:
+        return dict(entry)
+    missing = VersionState(UNAVAILABLE, "not loaded")
+    states = {
+        address: index.models.get(name, {}).get(number, missing)
+        for address, index in indexes.items()
+    }
+    return {
+        **entry,
+        "replicas": {
+            address: {"state": version.state}
+            | ({"reason": version.reason} if version.reason else {})
+            for address, version in states.items()
+        },
+    }

@@ -1,13 +1,12 @@
-"""Reconciliation plans and readiness, as pure functions: no clock, no I/O."""
+"""Reconciliation plans, as pure functions: no clock, no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.errors import Forbidden, MalformedRequest
-from gateway.fleet.health import HealthState
 from gateway.fleet.index import Index
 from gateway.fleet.models_file import DeclaredModel
 from gateway.fleet.uploads import check_load_parameters
@@ -27,6 +26,10 @@ class ModelAction:
     is_load: bool
     parameters: Mapping[str, Any]
     load_id: str = ""  # recorded for the replica when the load is done
+
+    @property
+    def verb(self) -> str:
+        return "load" if self.is_load else "unload"
 
 
 def merge_declared_models(
@@ -75,13 +78,13 @@ def plan_actions(
         load, ready = loads.get(model, ""), index.is_ready(model)
         if index.is_changing(model) or is_in_progress(load):
             continue
-        if desired.is_loaded and (not ready or is_behind(desired, load)):
+        if desired.is_loaded and (not ready or is_outdated(desired, load)):
             yield ModelAction(model, True, desired.parameters, desired.load_id)
         elif ready and not desired.is_loaded:
             yield ModelAction(model, False, {})
 
 
-def is_behind(desired: DesiredModel, confirmed_load: str) -> bool:
+def is_outdated(desired: DesiredModel, confirmed_load: str) -> bool:
     """Return whether the replica lacks the desired load, and no load is in progress."""
     return (
         desired.is_loaded
@@ -102,105 +105,3 @@ class Backoff:
             INITIAL_BACKOFF_S * 2 ** min(self.failures, MAX_BACKOFF_DOUBLINGS), MAX_BACKOFF_S
         )
         return Backoff(self.failures + 1, now + pause_s)
-
-
-@dataclass(frozen=True)
-class ReplicaStatus:
-    """The facts about a replica that decide on readiness."""
-
-    address: str
-    state: HealthState
-    index: Index
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Readiness:
-    """The readiness of the gateway, and the document of `GET /readyz`."""
-
-    is_ready: bool
-    document: Mapping[str, Any]
-
-
-def check_readiness(
-    replicas: Collection[ReplicaStatus],
-    declared: Mapping[str, DeclaredModel],
-    required: Mapping[str, DeclaredModel],
-    quorum: int,
-    *,
-    is_draining: bool,
-) -> Readiness:
-    """Return whether requests can be served.
-
-    At least one replica must be usable, and every required model ready on `quorum` replicas, or on all if
-    there are fewer. Declared models that are not required are `pending` until they are ready.
-    """
-    missing = find_unready_models(replicas, required, quorum)
-    optional = {name: model for name, model in declared.items() if required.get(name) != model}
-    pending = find_unready_models(replicas, optional, quorum)
-    alive = any(replica.state <= HealthState.EJECTED for replica in replicas)
-    ready = alive and not missing and not is_draining
-    document: dict[str, Any] = {"ready": ready}
-    if is_draining:
-        document["draining"] = True
-    document["replicas"] = {
-        replica.address: "ready" if replica.state == HealthState.UP else describe_state(replica)
-        for replica in replicas
-    }
-    if missing:
-        document["missing"] = missing
-    if pending:
-        document["pending"] = pending
-    return Readiness(ready, document)
-
-
-def find_unready_models(
-    replicas: Collection[ReplicaStatus], models: Mapping[str, DeclaredModel], quorum: int
-) -> dict[str, dict[str, str]]:
-    """Return model → replica → reason for the models that are ready on fewer than `quorum` replicas."""
-    required_count = max(min(quorum, len(replicas)), 1)
-    unready = {}
-    for name, model in models.items():
-        serving = [
-            replica
-            for replica in replicas
-            if replica.state <= HealthState.EJECTED and has_model(replica.index, model)
-        ]
-        if len(serving) < required_count:
-            unready[name] = {
-                replica.address: explain_unready(replica, model)
-                for replica in replicas
-                if replica not in serving
-            }
-    return unready
-
-
-def update_required_models(
-    required: Mapping[str, DeclaredModel],
-    declared: Mapping[str, DeclaredModel],
-    replicas: Collection[ReplicaStatus],
-    quorum: int,
-) -> dict[str, DeclaredModel]:
-    """Return the models that readiness requires from now on: each declared model as it was last ready.
-
-    Models or versions that are added to the models file must not make a running gateway unready.
-    """
-    unready = find_unready_models(replicas, declared, quorum)
-    ready = {name: model for name, model in declared.items() if name not in unready}
-    return {name: model for name, model in required.items() if name in declared} | ready
-
-
-def has_model(index: Index, model: DeclaredModel) -> bool:
-    return all(index.is_ready(model.name, version) for version in model.versions or ("",))
-
-
-def describe_state(replica: ReplicaStatus) -> str:
-    state = replica.state.name.lower()
-    return f"{state}: {replica.reason}" if replica.reason else state
-
-
-def explain_unready(replica: ReplicaStatus, model: DeclaredModel) -> str:
-    if replica.state > HealthState.EJECTED:
-        return describe_state(replica)
-    model_state = replica.index.model_state(model.name)
-    return f"{model_state.state}: {model_state.reason}" if model_state.reason else model_state.state

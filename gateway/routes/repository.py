@@ -11,8 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from gateway.errors import Forbidden, MalformedRequest, NotFound
-from gateway.fleet.index import READY, merge_indexes
-from gateway.fleet.repository import build_index_entry
+from gateway.fleet.index import READY, build_index_entry, merge_indexes
 from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.media_types import JSON
 from gateway.messages import quote_text

@@ -56,7 +56,7 @@ def open_state_store(url: str) -> StateStore:
     return store
 
 
-class ChangesRefused(Conflict):
+class StateNotShared(Conflict):
     code = "STATE_NOT_SHARED"
 
     def __init__(self, model: str) -> None:
@@ -127,4 +127,4 @@ class ReadOnlyStateStore(MemoryStateStore):
     """State for gateways that do not share any: only the models file decides what is loaded."""
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        raise ChangesRefused(model)
+        raise StateNotShared(model)

@@ -37,11 +37,14 @@ from gateway.errors import (
 )
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
+from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
+from gateway.fleet.reconciler import RECONCILE_INTERVAL_S
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
-from gateway.fleet.repository import RECONCILE_INTERVAL_S, ManagementOptions, PartlyDone, Repository
+from gateway.fleet.report import PartialFailure
+from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
 from gateway.state.desired import DesiredModel
 from gateway.state.store import open_state_store
@@ -409,7 +412,7 @@ async def test_a_load_that_a_replica_missed_is_made_good(tmp_path: Path, by: str
                 await fakes[2].stop()
                 for pool in (first, second):
                     await wait_until_async(is_in(pool, fakes[2], HealthState.DOWN))
-                with pytest.raises(PartlyDone):
+                with pytest.raises(PartialFailure):
                     await (leader if by == "leader" else another).load("m", {})
                 assert leader.outdated_replicas("m") or by == "another"
                 fakes[2].requests.clear()
@@ -612,7 +615,7 @@ async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
             assert gone in replicas_in_metrics(pool)
             names.hosts = [fake.host for fake in fakes[1:]]
             await wait_until_async(lambda: len(pool.replicas) == 2)
-            await wait_until_async(lambda: gone not in repository._loads)
+            await wait_until_async(lambda: gone not in repository._state.loads)
             assert gone not in replicas_in_metrics(pool)
             assert len(replicas_in_metrics(pool)) == 2
 

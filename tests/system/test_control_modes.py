@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.errors import ModelControlModeConflict
-from gateway.fleet.repository import OperationReport, Outcome
+from gateway.fleet.report import OperationReport, Outcome
 from gateway.http_client.connection import RequestNotSent
 from tests.support.fleet import write_echo
 from tests.support.up import Up

@@ -31,24 +31,26 @@ from gateway.fleet.index import (
     UNLOADING,
     Index,
     VersionState,
+    build_index_entry,
     merge_indexes,
     model_names,
     parse_index,
 )
 from gateway.fleet.models_file import BadModelsFile, DeclaredModel, ModelsFile, parse_models_file
-from gateway.fleet.reconcile_plan import (
-    Backoff,
-    ModelAction,
+from gateway.fleet.readiness import (
     Readiness,
     ReplicaStatus,
     check_readiness,
-    is_behind,
-    merge_declared_models,
-    plan_actions,
     update_required_models,
 )
+from gateway.fleet.reconcile_plan import (
+    Backoff,
+    ModelAction,
+    is_outdated,
+    merge_declared_models,
+    plan_actions,
+)
 from gateway.fleet.replica import BadAddress, ReplicaAddress, ReplicaSource, parse_replica_url
-from gateway.fleet.repository import build_index_entry
 from gateway.state.desired import DesiredModel
 from gateway.state.loads import is_in_progress, new_load_token
 
@@ -760,7 +762,7 @@ def test_only_what_is_wished_is_done_and_nothing_to_a_busy_model(
             assert wishes[action.model].is_loaded is False
             assert index.is_ready(action.model)
         else:
-            assert not index.is_ready(action.model) or is_behind(
+            assert not index.is_ready(action.model) or is_outdated(
                 should[action.model], loads.get(action.model, "")
             )
 

@@ -1,0 +1,177 @@
+"""A load or an unload of one model on one replica, until the replica's index confirms it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import anyio
+import orjson
+
+from gateway.errors import DeadlinePassed, GatewayError, ModelControlModeConflict
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import UNAVAILABLE, UNLOADED, Index
+from gateway.fleet.pool import ReplicaPool, cancel_tasks
+from gateway.fleet.reconcile_plan import ModelAction
+from gateway.fleet.replica import Replica
+from gateway.fleet.report import UNREACHABLE_ERRORS
+from gateway.fleet.shared_state import SharedState, StartedLoad
+from gateway.fleet.signatures import ModelService
+from gateway.fleet.transports import UNQUOTED_PATH_CHARS
+from gateway.http_client.connection import RequestNotSent
+from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
+from gateway.triton.grpc import management
+from gateway.triton.grpc.management import GrpcTlsFiles, GrpcUnreachable
+from gateway.triton.response import MAX_METADATA_BYTES
+
+log = logging.getLogger(__name__)
+
+ACTION_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class ManagementOptions:
+    """Options of model management."""
+
+    load_timeout_s: float = 300.0
+    tls: GrpcTlsFiles | None = None
+    can_upload: bool = False  # whether a load may contain a config and files
+    ready_quorum: int = 1  # replicas on which a declared model must be ready
+
+
+class ModelLoader:
+    """Runs actions on replicas, and keeps their errors."""
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        models: ModelService,
+        state: SharedState,
+        options: ManagementOptions,
+    ) -> None:
+        self.load_errors: dict[str, str] = {}  # model → where and why its last load failed
+        # Replicas whose model control mode allows neither loads nor unloads.
+        self.uncontrollable_replicas: set[str] = set()
+        self._pool = pool
+        self._models = models
+        self._state = state
+        self._options = options
+
+    async def run(
+        self,
+        replica: Replica,
+        action: ModelAction,
+        initiator: str,
+        started_load: StartedLoad | None = None,
+    ) -> None:
+        """Run the action on a replica until its index confirms it. Raises the `GatewayError` of a failure."""
+        model, metric = action.model, self._pool.metrics.model_actions
+        if action.is_load and started_load is None and action.load_id:
+            started_load = await self._state.begin_load(replica.name, model)
+        resulting_load = ""  # unknown
+        try:
+            if self._pool.replica_state(replica) is HealthState.DOWN:
+                raise RequestNotSent(replica.reason)
+            await self._wait_while_reachable(replica, self._apply_action(replica, action))
+            resulting_load = action.load_id
+        except GatewayError as exc:
+            metric.labels(action.verb, initiator, "failed").inc()
+            if started_load is not None and not isinstance(exc, UNREACHABLE_ERRORS):
+                # A failed load leaves the previous one in place.
+                resulting_load = started_load.confirmed_load
+            self._record_failure(replica, action, exc)
+            await self._pool.probe(replica)
+            raise
+        finally:
+            self._models.invalidate(model)
+            if started_load is not None:
+                await self._state.end_load(replica.name, model, started_load, resulting_load)
+        metric.labels(action.verb, initiator, "done").inc()
+        self.uncontrollable_replicas.discard(replica.name)
+        self.load_errors.pop(model, None)
+
+    def _record_failure(self, replica: Replica, action: ModelAction, error: GatewayError) -> None:
+        if isinstance(error, ModelControlModeConflict):
+            self.uncontrollable_replicas.add(replica.name)
+        elif action.is_load:
+            self.load_errors[action.model] = f"on {replica.name}: {error.detail}"
+
+    async def _wait_while_reachable(
+        self, replica: Replica, work: Coroutine[Any, Any, None]
+    ) -> None:
+        """Wait for the action, which may take minutes, or until the replica is down or removed."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=ACTION_POLL_S)
+                is_member = self._pool.replicas.get(replica.address) is replica
+                is_down = self._pool.replica_state(replica) is HealthState.DOWN
+                if not task.done() and (is_down or not is_member):
+                    reason = replica.reason or "its address was removed"
+                    raise RequestNotSent(f"the replica became unavailable: {reason}")
+            await task
+        finally:
+            if not task.done():
+                await cancel_tasks([task])
+
+    async def _apply_action(self, replica: Replica, action: ModelAction) -> None:
+        await self._send_action(replica, action)
+        await self._wait_for_index(replica, action)
+
+    async def _send_action(self, replica: Replica, action: ModelAction) -> None:
+        address, timeout_s = replica.address, self._options.load_timeout_s
+        tls = self._options.tls if address.tls else None
+        restricted = replica.restricted_api
+        metadata = None if restricted is None else restricted.metadata
+        try:
+            if action.is_load:
+                await management.load_model_via_grpc(
+                    address.grpc_target, action.model, action.parameters, timeout_s, tls, metadata
+                )
+            else:
+                dependents = bool(action.parameters.get("unload_dependents"))
+                await management.unload_model_via_grpc(
+                    address.grpc_target, action.model, dependents, timeout_s, tls, metadata
+                )
+        except GrpcUnreachable as exc:
+            await self._pool.probe(replica)
+            if self._pool.replica_state(replica) is not HealthState.UP:
+                raise
+            log.warning("%s; managing models over HTTP, which stalls inference", exc.detail)
+            await self._send_action_over_http(replica, action)
+
+    async def _send_action_over_http(self, replica: Replica, action: ModelAction) -> None:
+        model = quote(action.model, safe=UNQUOTED_PATH_CHARS)
+        response = await replica.http.request(
+            b"POST",
+            f"/v2/repository/models/{model}/{action.verb}".encode(),
+            orjson.dumps({"parameters": dict(action.parameters)}),
+            replica.management_headers,
+            timeout_s=self._options.load_timeout_s,
+            fresh=True,
+            max_bytes=MAX_METADATA_BYTES,
+        )
+        if response.status != 200:
+            raise map_load_error(response.status, response.body, action.model, action.verb)
+
+    async def _wait_for_index(self, replica: Replica, action: ModelAction) -> None:
+        """Probe until the index confirms the action: Triton responds before it is done."""
+        is_confirmed = Index.is_ready if action.is_load else Index.is_unloaded
+        with anyio.move_on_after(self._options.load_timeout_s):
+            while True:
+                await self._pool.probe(replica)
+                if is_confirmed(replica.index, action.model):
+                    return
+                current = replica.index.model_state(action.model)
+                if (
+                    action.is_load
+                    and current.state == UNAVAILABLE
+                    and current.reason not in ("", UNLOADED)
+                ):
+                    raise LoadFailed(action.model, sanitize_message(current.reason))
+                await asyncio.sleep(ACTION_POLL_S)
+        raise DeadlinePassed(self._options.load_timeout_s)

@@ -1,0 +1,83 @@
+"""Operations: loads and unloads that continue when the client has disconnected, or got its response."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+from gateway import audit
+from gateway.errors import GatewayError
+from gateway.fleet.report import OperationReport
+from gateway.state.desired import StateStore
+
+PROGRESS_POLL_S: Final = 0.1
+OperationWork = Coroutine[Any, Any, OperationReport]
+
+
+class TaskSet(set[asyncio.Task[Any]]):
+    """Background tasks, which are referenced until they end."""
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+
+class OperationRunner:
+    """Runs operations as tasks of their own, and records those that are started in the background."""
+
+    def __init__(self, store: StateStore, tasks: TaskSet) -> None:
+        self._store = store
+        self._tasks = tasks
+
+    async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
+        # A client disconnect must not leave the model loaded on a part of the fleet.
+        task = self._tasks.start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(audit.log_result, report.action, report.model))
+            raise
+
+    async def start(self, report: OperationReport, work: Callable[[], OperationWork]) -> str:
+        """Start an operation in the background and return its id."""
+        operation_id = secrets.token_hex(16)
+        await self._record(operation_id, report, "running")
+        self._tasks.start(self._run_recorded(operation_id, report, work()))
+        return operation_id
+
+    async def _run_recorded(
+        self, operation_id: str, report: OperationReport, work: OperationWork
+    ) -> None:
+        task = self._tasks.start(work)
+        reported_count = 0
+        while not task.done():
+            await asyncio.wait([task], timeout=PROGRESS_POLL_S)
+            if len(report.outcomes) > reported_count:
+                reported_count = len(report.outcomes)
+                await self._record(operation_id, report, "running")
+        audit.log_result(report.action, report.model, task, operation_id)
+        error = task.exception()
+        if error is None:
+            await self._record(operation_id, report, "succeeded")
+        elif isinstance(error, GatewayError):
+            await self._record(operation_id, report, "failed", error)
+        else:
+            raise error
+
+    async def _record(
+        self,
+        operation_id: str,
+        report: OperationReport,
+        status: str,
+        error: GatewayError | None = None,
+    ) -> None:
+        document = {"id": operation_id, "action": report.action, **report.to_dict()}
+        document["operation"] = status
+        if error is not None:
+            document |= {"error": error.detail, "code": error.code}
+        await self._store.record_operation(operation_id, document)

@@ -1,0 +1,156 @@
+"""The reconciler: compares the desired state with each replica's index, and repairs the difference."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from gateway.errors import GatewayError
+from gateway.fleet.health import HealthState
+from gateway.fleet.loader import ModelLoader
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.readiness import ReadinessMonitor
+from gateway.fleet.reconcile_plan import Backoff, ModelAction, plan_actions
+from gateway.fleet.replica import Replica
+from gateway.fleet.shared_state import SharedState
+
+log = logging.getLogger(__name__)
+
+RECONCILE_INTERVAL_S: Final = 1.0
+MIN_RECONCILE_PAUSE_S: Final = 0.1
+MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
+
+ActionKey = tuple[str, str]  # replica, model
+
+
+@dataclass
+class ModelLock:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiters: int = 0
+
+
+class Reconciler:
+    """Starts the actions that replicas need, while this gateway holds the lease."""
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        state: SharedState,
+        loader: ModelLoader,
+        readiness: ReadinessMonitor,
+    ) -> None:
+        self.action_tasks: dict[ActionKey, asyncio.Task[None]] = {}
+        self._pool = pool
+        self._state = state
+        self._loader = loader
+        self._readiness = readiness
+        self._locks: dict[str, ModelLock] = {}
+        self._backoffs: dict[ActionKey, Backoff] = {}
+        self._known_replicas: set[str] = set()
+
+    async def run(self) -> None:
+        while True:
+            await self._state.refresh()
+            self._readiness.update_required_models()
+            is_leader = await self._state.store.renew_leadership()
+            await self._forget_removed_replicas(is_leader=is_leader)
+            if is_leader:
+                self._start_missing_actions()
+            await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
+            with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
+                await self._pool.changes.wait()
+            self._pool.changes.clear()
+
+    @asynccontextmanager
+    async def lock_model(self, model: str) -> AsyncIterator[None]:
+        """Serialize the calls for one model. The reconciler does not act on it meanwhile."""
+        model_lock = self._locks.setdefault(model, ModelLock())
+        model_lock.waiters += 1
+        try:
+            async with model_lock.lock:
+                running = [task for key, task in self.action_tasks.items() if key[1] == model]
+                if running:
+                    await asyncio.wait(running)
+                yield
+        finally:
+            model_lock.waiters -= 1
+            if not model_lock.waiters:
+                del self._locks[model]
+                self._pool.changes.set()
+
+    def forget_failures(self, *, replica: str | None = None, model: str | None = None) -> None:
+        for key in list(self._backoffs):
+            if key[0] == replica or key[1] == model:
+                del self._backoffs[key]
+
+    async def _forget_removed_replicas(self, *, is_leader: bool) -> None:
+        """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
+        replicas = list(self._pool.replicas.values())
+        current = {replica.name for replica in replicas}
+        removed = self._known_replicas - current
+        self._known_replicas = current
+        self._loader.uncontrollable_replicas &= current
+        for name in {key[0] for key in self._backoffs} - current:
+            self.forget_failures(replica=name)
+        removed |= {replica.name for replica in replicas if replica.health.has_exited}
+        for name in removed & self._state.loads.keys() if is_leader else ():
+            await self._state.forget_loads(name)
+
+    def _start_missing_actions(self) -> None:
+        """Start the missing actions, a few per replica at a time, and none that is in backoff."""
+        desired_models = self._state.merge_models()
+        for replica in list(self._pool.replicas.values()):
+            name = replica.name
+            if self._pool.replica_state(replica) > HealthState.EJECTED:
+                # The replica may return as a new process, so earlier failures do not count.
+                self.forget_failures(replica=name)
+                self._loader.uncontrollable_replicas.discard(name)
+                continue
+            if name in self._loader.uncontrollable_replicas:
+                continue
+            running = sum(key[0] == name for key in self.action_tasks)
+            loads = self._state.loads.get(name, {})
+            for action in plan_actions(desired_models, replica.index, loads):
+                if running >= MAX_PARALLEL_ACTIONS:
+                    break
+                if self._can_start_action((name, action.model)):
+                    running += 1
+                    self._start_action(replica, action)
+
+    def _can_start_action(self, key: ActionKey) -> bool:
+        if key in self.action_tasks or key[1] in self._locks:
+            return False
+        backoff = self._backoffs.get(key)
+        return backoff is None or asyncio.get_running_loop().time() >= backoff.not_before
+
+    def _start_action(self, replica: Replica, action: ModelAction) -> None:
+        key = (replica.name, action.model)
+        self.action_tasks[key] = asyncio.create_task(self._run_action(replica, action))
+        self.action_tasks[key].add_done_callback(lambda _: self._finish_action(key))
+
+    def _finish_action(self, key: ActionKey) -> None:
+        self.action_tasks.pop(key, None)
+        self._pool.changes.set()
+
+    async def _run_action(self, replica: Replica, action: ModelAction) -> None:
+        key = (replica.name, action.model)
+        verb = f"{action.verb}ing"
+        log.warning(
+            "%s model %s on %s to reach the desired state", verb, action.model, replica.name
+        )
+        try:
+            await self._loader.run(replica, action, "reconciler")
+        except GatewayError as exc:
+            now = asyncio.get_running_loop().time()
+            self._backoffs[key] = self._backoffs.get(key, Backoff()).with_failure(now)
+            log.warning(
+                "%s model %s on %s failed: %s", verb, action.model, replica.name, exc.detail
+            )
+        else:
+            self._backoffs.pop(key, None)

@@ -1,0 +1,108 @@
+"""The outcomes of a load or an unload on every replica, and the error that sums them up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, ModelControlModeConflict
+from gateway.fleet.index import READY, UNAVAILABLE
+from gateway.http_client.connection import RequestNotSent
+from gateway.messages import quote_text
+from gateway.triton.error_mapping import LoadFailed
+
+# The replica may be healthy, so these errors do not revert the desired state.
+UNREACHABLE_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of an operation on one replica; it succeeded if there is no error."""
+
+    state: str
+    error: GatewayError | None = None
+
+    def to_dict(self) -> dict[str, str]:
+        document = {"state": self.state}
+        return document if self.error is None else {**document, "reason": self.error.detail}
+
+
+@dataclass
+class OperationReport:
+    """A load or an unload on every replica; outcomes are added while it runs."""
+
+    model: str
+    is_load: bool
+    replica_count: int
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def action(self) -> str:
+        return "load" if self.is_load else "unload"
+
+    @property
+    def errors(self) -> dict[str, GatewayError]:
+        return {
+            address: outcome.error
+            for address, outcome in self.outcomes.items()
+            if outcome.error is not None
+        }
+
+    @property
+    def control_mode_error(self) -> ModelControlModeConflict | None:
+        modes = (
+            error for error in self.errors.values() if isinstance(error, ModelControlModeConflict)
+        )
+        return next(modes, None)
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether the operation failed on every replica, and retries are pointless."""
+        errors = self.errors
+        all_reached = not any(isinstance(error, UNREACHABLE_ERRORS) for error in errors.values())
+        is_final = all_reached or self.control_mode_error is not None
+        return len(errors) == len(self.outcomes) and is_final
+
+    def to_dict(self) -> dict[str, Any]:
+        done = (
+            bool(self.replica_count)
+            and not self.errors
+            and len(self.outcomes) == self.replica_count
+        )
+        states = [outcome.state for outcome in self.outcomes.values() if outcome.error is not None]
+        state = (
+            (READY if self.is_load else UNAVAILABLE) if done else states[0] if states else "PENDING"
+        )
+        replicas = {at: outcome.to_dict() for at, outcome in sorted(self.outcomes.items())}
+        return {"model": self.model, "state": state, "replicas": replicas}
+
+    def build_error(self) -> GatewayError:
+        errors = self.errors
+        if self.is_refused:
+            error = self.control_mode_error or self._combine_errors(list(errors.values()))
+        else:
+            error = PartialFailure(self.model, self.is_load, len(self.outcomes), errors)
+        error.report = self.to_dict()
+        return error
+
+    def _combine_errors(self, errors: Sequence[GatewayError]) -> GatewayError:
+        first = errors[0]
+        if all(type(error) is type(first) for error in errors):
+            return first
+        failures = (error for error in errors if isinstance(error, LoadFailed))
+        return next(failures, None) or LoadFailed(self.model, first.detail, self.action)
+
+
+class PartialFailure(BadUpstream):
+    code = "PARTLY_DONE"
+
+    def __init__(
+        self, model: str, is_load: bool, replica_count: int, errors: Mapping[str, GatewayError]
+    ) -> None:
+        state = "loaded" if is_load else "unloaded"
+        address, error = next(iter(errors.items()))
+        super().__init__(
+            f"model {quote_text(model)} is {state} on {replica_count - len(errors)} of {replica_count} "
+            f"replicas; the gateway keeps retrying; error on {address}: {error.detail}"
+        )

@@ -1,0 +1,105 @@
+"""The state that gateways share, as this one knows it: desired models, and the loads of each replica."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from gateway.errors import StateUnavailable
+from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.messages import quote_text
+from gateway.state.desired import DesiredModel, StateStore
+from gateway.state.loads import Loads, new_load_token, with_load
+
+log = logging.getLogger(__name__)
+
+
+class StartedLoad(NamedTuple):
+    """A load in progress on a replica, and the load that the replica had confirmed before."""
+
+    token: str
+    confirmed_load: str
+
+
+class SharedState:
+    """A copy of the stored state, with the models file. Changes are stored first."""
+
+    def __init__(self, store: StateStore, models_file: ModelsFile, *, can_upload: bool) -> None:
+        self.store = store
+        self.desired_models: Mapping[str, DesiredModel] = {}
+        self.loads: Loads = {}
+        self._models_file = models_file
+        self._can_upload = can_upload
+        self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
+
+    @property
+    def declared_models(self) -> Mapping[str, DeclaredModel]:
+        return self._models_file.models
+
+    async def refresh(self) -> None:
+        with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
+            stored = await self.store.read_desired_models()
+            self.desired_models, ignored = filter_uploads(stored, can_upload=self._can_upload)
+            for model in ignored.keys() - self._ignored_models.keys():
+                log.warning("desired state of model %s is ignored: %s", model, ignored[model])
+            self._ignored_models = ignored
+            self.loads = await self.store.read_loads()
+        self._models_file.reload_if_changed()
+
+    # Desired models.
+
+    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> None:
+        revision = await self.store.set_desired_model(model, desired)
+        if desired is not None and not desired.revision:
+            desired = replace(desired, revision=revision)
+        others = {name: value for name, value in self.desired_models.items() if name != model}
+        self.desired_models = others if desired is None else {**others, model: desired}
+
+    def merge_models(self) -> dict[str, DesiredModel]:
+        return merge_declared_models(self.desired_models, self.declared_models)
+
+    def merge_model(self, model: str) -> DesiredModel | None:
+        """Return the desired state of one model, its declaration included."""
+        desired, declared = self.desired_models, self.declared_models
+        return merge_declared_models(
+            {model: desired[model]} if model in desired else {},
+            {model: declared[model]} if model in declared else {},
+        ).get(model)
+
+    def summarize_desired_models(self) -> str:
+        loaded = sorted(
+            model for model, desired in self.desired_models.items() if desired.is_loaded
+        )
+        unloaded = sorted(self.desired_models.keys() - set(loaded))
+        parts = [("load", loaded), ("unload", unloaded)]
+        return "; ".join(
+            f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
+        )
+
+    # Loads.
+
+    async def begin_load(self, replica: str, model: str) -> StartedLoad:
+        """Record a load in progress."""
+        try:
+            started_load = StartedLoad(*await self.store.begin_load(replica, model))
+        except StateUnavailable:  # load anyway; other gateways cannot see it then
+            confirmed_load = self.loads.get(replica, {}).get(model, "")
+            started_load = StartedLoad(new_load_token(""), confirmed_load)
+        self.loads = with_load(self.loads, replica, model, started_load.token)
+        return started_load
+
+    async def end_load(
+        self, replica: str, model: str, started_load: StartedLoad, resulting_load: str
+    ) -> None:
+        self.loads = with_load(self.loads, replica, model, resulting_load)
+        with suppress(StateUnavailable):
+            await self.store.end_load(replica, model, started_load.token, resulting_load)
+
+    async def forget_loads(self, replica: str) -> None:
+        with suppress(StateUnavailable):
+            await self.store.forget_loads(replica)
+            self.loads = {name: models for name, models in self.loads.items() if name != replica}
