@@ -42,8 +42,8 @@ from gateway.openapi import security
 from gateway.rate_limit import RateLimiter
 from gateway.routes import health, infer, models, repository, ui
 from gateway.routes import metrics as metrics_page
-from gateway.routes.dependencies import Services
 from gateway.routes.middleware import GatewayMiddleware
+from gateway.services import Services
 from gateway.settings import Settings
 from gateway.state.desired import BadState, StateStore
 from gateway.state.store import open_state_store

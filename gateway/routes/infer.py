@@ -28,13 +28,14 @@ from gateway.openapi.infer import (
     PREDICT_RESPONSES,
 )
 from gateway.request_info import RequestInfo
-from gateway.routes.dependencies import Services, ServicesForInference
+from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.request_body import (
     LargeBody,
     read_request_body,
     receive_payload,
 )
 from gateway.routes.streams import InferStreamResponse, choose_stream_type
+from gateway.services import Services
 from gateway.tensors import kserve_v1, sequence
 from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.decode import decode_body, decode_form, decode_predict_body, parse_predict_body

@@ -13,11 +13,12 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway import audit
 from gateway.errors import Forbidden, GatewayError, Unauthenticated, render_error
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
+from gateway.passthrough.handler import pass_through
+from gateway.passthrough.headers import NOSNIFF_HEADER
+from gateway.passthrough.rules import is_passthrough
 from gateway.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
 from gateway.request_info import RequestInfo, current_request_info
-from gateway.routes.dependencies import Services
-from gateway.routes.proxy_headers import NOSNIFF_HEADER
-from gateway.routes.v2 import is_passthrough, pass_through
+from gateway.services import Services
 from gateway.tracing import Trace, choose_request_id, is_probe
 
 log = logging.getLogger("gateway.access")

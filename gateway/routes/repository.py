@@ -25,13 +25,13 @@ from gateway.openapi.repository import (
 )
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import (
-    Services,
     ServicesForFleet,
     ServicesForLoad,
     ServicesForManagement,
     get_caller,
 )
 from gateway.routes.request_body import read_request_body
+from gateway.services import Services
 
 router = APIRouter(tags=["management"])
 MAX_MANAGEMENT_BODY_BYTES = 1 << 20

@@ -27,7 +27,7 @@ from gateway.app import ROUTERS, create_app
 from gateway.auth import PUBLIC_PATH_PREFIX, PUBLIC_PATHS
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.keys import BadKeysFile, Caller, Role, add_key, parse_keys, read_keys_file, remove_key
-from gateway.routes.v2 import ROUTE_RULES
+from gateway.passthrough.rules import ROUTE_RULES
 from gateway.settings import Settings
 from tests.support.fake_triton import ask, fake_triton, port_of
 from tests.support.fleet import ECHO, Fleet, fleet_of

@@ -24,8 +24,11 @@ from gateway.fleet.uploads import FILE_PARAMETER
 from gateway.http_client.client import CompleteResponse
 from gateway.inflate import ZLIB_WBITS, Inflater
 from gateway.messages import escape_unprintable
+from gateway.passthrough import body as request_body
+from gateway.passthrough import headers as request_headers
+from gateway.passthrough.body import find_sequence_step
+from gateway.passthrough.rules import match_route
 from gateway.protocol.connection import VALID_HOST
-from gateway.routes import body_guard, proxy_headers, v2
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.sse import EventStreamScrubber
 from gateway.triton import error_mapping
@@ -71,7 +74,7 @@ def rewritten(text: str) -> None:
 
 
 def header(name: bytes) -> Callable[[bytes], object]:
-    return lambda value: proxy_headers.prepare_request_headers([(b"host", b"a"), (name, value)])
+    return lambda value: request_headers.prepare_request_headers([(b"host", b"a"), (name, value)])
 
 
 def events(data: bytes) -> None:
@@ -124,7 +127,7 @@ def inflated(data: bytes) -> None:
 
 def grouped(data: bytes) -> None:
     async def run() -> None:
-        async for _ in body_guard.coalesce_chunks(pieces(data, 6)):
+        async for _ in request_body.coalesce_chunks(pieces(data, 6)):
             pass
 
     asyncio.run(run())
@@ -153,7 +156,7 @@ def translated(text: str) -> object:
 
 
 def step_in(body: bytes) -> object:
-    return v2.find_sequence_step(body, None)
+    return find_sequence_step(body, None)
 
 
 def globs(name: str) -> bool:
@@ -226,17 +229,17 @@ PARSERS = (
     Parser("Host", VALID_HOST.fullmatch, of(b"a:", b"")),
     Parser("… of spaces", VALID_HOST.fullmatch, of(b" ", b"a:1", b"x")),
     Parser("… of digits", VALID_HOST.fullmatch, of(b"1", b"a:", b"x")),
-    Parser("a path of names", lambda path: v2.match_route_rule(path, "GET"), of("/models", "/v2")),
-    Parser("… of versions", lambda path: v2.match_route_rule(path, "GET"), of("/versions", "/v2/models/a")),
-    Parser("… of regions", lambda path: v2.match_route_rule(path, "GET"), of("/", "/v2/systemsharedmemory")),
+    Parser("a path of names", lambda path: match_route(path, "GET"), of("/models", "/v2")),
+    Parser("… of versions", lambda path: match_route(path, "GET"), of("/versions", "/v2/models/a")),
+    Parser("… of regions", lambda path: match_route(path, "GET"), of("/", "/v2/systemsharedmemory")),
     Parser("an Accept of commas", lambda text: parse_quality_value(text, ("*/*",)), of("a/b,")),
     Parser("… of parameters", lambda text: parse_quality_value(text, ("*/*",)), of(";a=b", "a/b")),
     Parser("a time of digits", parse_scrape_timeout, of("1")),
     Parser("a file of a load", FILE_PARAMETER.fullmatch, of("a/", "file:")),
     Parser("… of dots", FILE_PARAMETER.fullmatch, of("./", "file:a/")),
-    Parser("a wish for classes", body_guard.find_class_outputs, of(b"[")),
-    Parser("… of many keys", body_guard.find_class_outputs, of(b'"a":1,', b'{"outputs":{', b'"b":1}}')),
-    Parser("… of a long number", body_guard.find_class_outputs, of(b"9", b'{"outputs":', b"}")),
+    Parser("a wish for classes", request_body.find_class_outputs, of(b"[")),
+    Parser("… of many keys", request_body.find_class_outputs, of(b'"a":1,', b'{"outputs":{', b'"b":1}}')),
+    Parser("… of a long number", request_body.find_class_outputs, of(b"9", b'{"outputs":', b"}")),
     Parser("a step of a sequence", step_in, of(b"[1],", b'{"sequence_id":[', b"1]}")),
     Parser("… of a long number", step_in, of(b"9", b'{"sequence_id":', b"}")),
     Parser("JSON of shapes", screening, of(b'"shape":[', b'"')),

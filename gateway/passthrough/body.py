@@ -11,17 +11,21 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final
 
+import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from gateway.errors import BodyTooLarge, MalformedRequest
+from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.request_info import RequestInfo
+from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
 
+SEQUENCE_ID_KEY: Final = b'"sequence_id"'
+MAX_SEQUENCE_JSON_BYTES: Final = 128 * 1024  # larger JSON is not searched for a sequence
 PassthroughBody = bytes | AsyncIterator[bytes]
 
 MIN_CHUNK_BYTES: Final = 32 * 1024
@@ -162,6 +166,21 @@ async def prepend_chunks(
 
 
 # Validation of the JSON.
+
+
+def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | None:
+    """Return the sequence step in the JSON of an inference, or None if it is absent or incomplete.
+
+    Triton reports invalid steps.
+    """
+    document = memoryview(body)[:json_bytes]
+    if body.find(SEQUENCE_ID_KEY, 0, json_bytes) < 0 or len(document) > MAX_SEQUENCE_JSON_BYTES:
+        return None
+    try:
+        document = orjson.loads(document)
+        return parse_sequence_parameters(document["parameters"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, InputMismatch):
+        return None
 
 
 async def guard_body(

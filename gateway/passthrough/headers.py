@@ -53,18 +53,19 @@ QVALUE: Final = re.compile(rb"0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?")  # RFC 9110, s
 RESPONSE_ENCODINGS: Final = frozenset((b"gzip", b"deflate", b"identity"))  # supported by Triton
 
 
-class ParsedHeaders(NamedTuple):
-    """The values of a request's headers that concern the gateway."""
+class RequestHeaders(NamedTuple):
+    """The headers for Triton, and the values of those that concern the gateway."""
 
-    requested_timeout: str | None
+    forwarded: Headers
     content_length: int | None
+    requested_timeout: str | None = None
     content_encoding: str = ""
     json_bytes: int | None = None  # size of the JSON before binary data; None if all of it is JSON
     step: SequenceStep | None = None
 
 
-def prepare_request_headers(headers: Headers) -> tuple[Headers, ParsedHeaders]:
-    """Return the headers for Triton and the parsed ones. Raises `MalformedRequest`, `UnsupportedEncoding`."""
+def prepare_request_headers(headers: Headers) -> RequestHeaders:
+    """Raises `MalformedRequest` or `UnsupportedEncoding`."""
     forwarded: Headers = []
     special: Headers = NO_HEADERS
     length: int | None = None
@@ -85,8 +86,8 @@ def prepare_request_headers(headers: Headers) -> tuple[Headers, ParsedHeaders]:
                 continue
         forwarded.append(header)
     if not special:
-        return forwarded, ParsedHeaders(None, length)
-    return drop_connection_headers(forwarded, special), parse_control_headers(special, length)
+        return RequestHeaders(forwarded, length)
+    return parse_control_headers(drop_connection_headers(forwarded, special), special, length)
 
 
 def drop_connection_headers(headers: Headers, control_headers: Headers) -> Headers:
@@ -102,7 +103,9 @@ def drop_connection_headers(headers: Headers, control_headers: Headers) -> Heade
     return [header for header in headers if header[0] not in dropped]
 
 
-def parse_control_headers(control_headers: Headers, content_length: int | None) -> ParsedHeaders:
+def parse_control_headers(
+    forwarded: Headers, control_headers: Headers, content_length: int | None
+) -> RequestHeaders:
     timeout: str | None = None
     sequence: dict[bytes, str] = NO_SEQUENCE_HEADERS
     body_headers: Headers = NO_HEADERS
@@ -115,7 +118,7 @@ def parse_control_headers(control_headers: Headers, content_length: int | None) 
             body_headers = [*body_headers, (name, value)]
     step = parse_sequence_headers(*map(sequence.get, SEQUENCE_HEADERS)) if sequence else None
     encoding, json_bytes = parse_body_headers(body_headers) if body_headers else ("", None)
-    return ParsedHeaders(timeout, content_length, encoding, json_bytes, step)
+    return RequestHeaders(forwarded, content_length, timeout, encoding, json_bytes, step)
 
 
 def parse_body_headers(headers: Headers) -> tuple[str, int | None]:

@@ -1,0 +1,183 @@
+"""The handler of `/v2`: rule, rights, body, slot, Triton, response."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from time import perf_counter
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.admission import AdmissionQueue
+from gateway.auth import authorize, authorize_all_models
+from gateway.errors import BodyTooLarge, render_error
+from gateway.http_client.client import UpstreamResponse
+from gateway.http_client.connection import Headers
+from gateway.inflate import ZLIB_WBITS
+from gateway.keys import Right
+from gateway.media_types import JSON
+from gateway.metrics import CLIENT_CLOSED_REQUEST
+from gateway.passthrough.body import (
+    PassthroughBody,
+    buffer_small_body,
+    build_passthrough_body,
+    coalesce_chunks,
+    find_sequence_step,
+    guard_body,
+    inflate_body,
+)
+from gateway.passthrough.headers import (
+    RequestHeaders,
+    header_length_error,
+    prepare_request_headers,
+)
+from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
+from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
+from gateway.request_info import RequestInfo
+from gateway.services import Services
+from gateway.tensors.sequence import SequenceStep
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.json_guard import JsonGuard
+
+log = logging.getLogger(__name__)
+
+MAX_SMALL_BODY_BYTES = 64 * 1024
+
+
+async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
+    """Forward a request to Triton and send the response, or an error. Returns the status."""
+    status = 0
+    route: MatchedRoute | None = None
+    info: RequestInfo = scope["request_info"]
+    try:
+        route = find_route(scope["raw_path"].decode("latin-1"), scope["method"])
+        rule, action = route.rule, route.action
+        info.route = route.template
+        if rule.for_all_models:
+            authorize_all_models(scope, rule.right)
+        else:
+            authorize(scope, rule.right, route.model, route.version, rule.not_found_error)
+        if isinstance(action, FixedResponse):
+            fixed = Response(action.body, media_type=JSON)
+            return await send_own_response(fixed, scope, receive, send)
+        response = await forward_request(services, scope, receive, route, action)
+        try:
+            info.model, info.version = route.model, route.version
+            start = build_start_message(response, scope)
+            if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
+                status = response.status
+                await send(start)
+                body = response.take_buffered()
+                info.bytes_out = len(body)
+                await send({"type": "http.response.body", "body": body})
+            else:
+                async for message in relay_response(response, start, scope):
+                    status = response.status
+                    await send(message)
+        finally:
+            response.close()
+            if action.is_inference:
+                services.admission.release(route.model)
+    except ClientDisconnect:
+        return CLIENT_CLOSED_REQUEST
+    except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
+        if status:
+            # The response has started: the server closes the connection, so that clients see the error.
+            log.warning("the response was aborted: %s", exc)
+            return status
+        if route is not None and services.pool.has_model(route.model, route.version):
+            info.model, info.version = route.model, route.version
+        error = await render_error(Request(scope, receive), exc)
+        return await send_own_response(error, scope, receive, send)
+    return status
+
+
+async def forward_request(
+    services: Services, scope: Scope, receive: Receive, route: MatchedRoute, action: Forwarding
+) -> UpstreamResponse:
+    """Return Triton's successful response. For an inference, the caller must release the slot."""
+    rule, model = route.rule, route.model
+    info: RequestInfo = scope["request_info"]
+    headers = prepare_request_headers(scope["headers"])
+    requested = headers.requested_timeout
+    timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
+    info.timeout_s = timeout_s
+    body, step = await prepare_body(services, scope, receive, route, action, headers)
+    forwarded = headers.forwarded
+    if rule.right is Right.manage:
+        forwarded = add_management_headers(forwarded, services.management_headers)
+    if action.is_inference and not services.admission.try_acquire(model):
+        timeout_s = await wait_for_admission(services.admission, model, timeout_s, info.key)
+    target = RequestTarget(
+        model, route.version, timeout_s, action.is_health_check, step, rule.not_found_error
+    )
+    # Triton sends a body for HEAD, which would be read as the next response.
+    method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
+    query: bytes = scope["query_string"]
+    path = b"%b?%b" % (route.path, query) if query else route.path
+    try:
+        return await services.pool.send(target, method, path, forwarded, body)
+    except BaseException:
+        if action.is_inference:
+            services.admission.release(model)
+        raise
+
+
+async def prepare_body(
+    services: Services,
+    scope: Scope,
+    receive: Receive,
+    route: MatchedRoute,
+    action: Forwarding,
+    headers: RequestHeaders,
+) -> tuple[PassthroughBody, SequenceStep | None]:
+    """Return the body for Triton and its sequence step, and adjust the framing in `headers`."""
+    length, forwarded = headers.content_length, headers.forwarded
+    limit = services.settings.max_body_bytes
+    if length is not None and length > limit:
+        raise BodyTooLarge(limit)
+    message: Message = await receive()
+    if length is not None and length <= MAX_SMALL_BODY_BYTES and message.get("more_body", False):
+        message = await buffer_small_body(message, receive)
+    first: bytes = message.get("body", b"")
+    body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
+    if headers.content_encoding in ZLIB_WBITS:
+        first, length = b"", None
+        body = await inflate_body(body, headers.content_encoding, limit, forwarded)
+    elif headers.content_encoding:
+        forwarded[:] = [header for header in forwarded if header[0] != b"content-encoding"]
+    if isinstance(body, bytes):
+        first, length = body, len(body)
+    else:
+        body = coalesce_chunks(body)
+        length = limit if length is None else length
+    json_bytes, step = headers.json_bytes, headers.step
+    if json_bytes is not None and json_bytes > length:
+        raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
+    if not action.has_tensors:
+        json_bytes = None  # Triton parses the whole body as JSON
+    elif step is None:
+        step = find_sequence_step(first, json_bytes)
+    if "POST" in route.rule.methods:
+        guard = JsonGuard(
+            length, json_bytes, has_tensors=action.has_tensors, key_limits=action.key_limits
+        )
+        signature = partial(services.models.get_signature, route.model, route.version)
+        body = await guard_body(body, guard, signature)
+    return body, step
+
+
+async def wait_for_admission(
+    admission: AdmissionQueue, model: str, timeout_s: float, caller: str
+) -> float:
+    """Wait for a slot, and return the remaining time in seconds."""
+    started = perf_counter()
+    await admission.acquire(model, timeout_s, caller)
+    return timeout_s - (perf_counter() - started)
+
+
+def add_management_headers(headers: Headers, management_headers: Headers) -> Headers:
+    names = {name for name, _ in management_headers}
+    return [*(header for header in headers if header[0] not in names), *management_headers]

@@ -1,0 +1,179 @@
+"""The rules of `/v2`: the paths that are forwarded, answered here or refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from gateway.errors import Forbidden, GatewayError, NotFound, UnknownModel, UnknownModelToTrace
+from gateway.keys import Right
+from gateway.names import normalize_version
+from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, KeyLimits
+
+SHARED_MEMORY_PATTERN: Final = "/v2/(?:system|cuda)sharedmemory"
+REGION_PATTERN: Final = "(?:/region/(?P<region>[^/]+))?"
+MODEL_PATTERN: Final = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
+MAX_CACHED_PATH_LENGTH: Final = 256
+# Answered for the whole fleet by `routes/`.
+FLEET_PATHS: Final = frozenset((b"/v2/models", b"/v2/health/ready"))
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarding:
+    """How a request is forwarded to Triton."""
+
+    is_health_check: bool = False
+    is_inference: bool = False  # requires a slot
+    has_tensors: bool = False  # the body describes tensors
+    key_limits: KeyLimits = GENERATE_KEY_LIMITS  # limits of the JSON's keys
+
+
+@dataclass(frozen=True, slots=True)
+class FixedResponse:
+    """A response that needs no request to Triton."""
+
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRule:
+    """What happens to the requests of matching paths, and the right that they require."""
+
+    pattern: re.Pattern[str]
+    methods: frozenset[str]
+    action: Forwarding | FixedResponse | Refusal
+    right: Right = Right.infer
+    for_all_models: bool = False
+    not_found_error: type[UnknownModel] = UnknownModel
+
+
+def make_rule(
+    path: str, methods: str, action: Forwarding | FixedResponse | Refusal, **options: Any
+) -> RouteRule:
+    return RouteRule(re.compile(path), frozenset(methods.split()), action, **options)
+
+
+READ: Final = "GET HEAD"
+READ_OR_WRITE: Final = "GET HEAD POST"
+FORWARD: Final = Forwarding()
+HEALTH: Final = Forwarding(is_health_check=True)
+INFER: Final = Forwarding(is_inference=True, has_tensors=True, key_limits=INFER_KEY_LIMITS)
+GENERATE: Final = Forwarding(is_inference=True)
+NO_SHARED_MEMORY: Final = Refusal(
+    "shared memory cannot be used through the gateway; send the tensors in the body"
+)
+# The first rule that matches applies: the first one precedes the rule for a model named stats.
+ROUTE_RULES: Final = (
+    make_rule("/v2/models/stats", READ, FORWARD, for_all_models=True),
+    make_rule(f"{MODEL_PATTERN}/infer", "POST", INFER),
+    make_rule(f"{MODEL_PATTERN}/(generate|generate_stream)", "POST", GENERATE),
+    make_rule(f"{MODEL_PATTERN}/ready", READ, HEALTH),
+    make_rule(f"{MODEL_PATTERN}(/config|/stats)?", READ, FORWARD),
+    make_rule("/v2/health/live", READ, HEALTH),
+    make_rule("/v2", READ, FORWARD),
+    # Many clients call these first to clean up. No region is ever registered.
+    make_rule(f"{SHARED_MEMORY_PATTERN}{REGION_PATTERN}/status", READ, FixedResponse(b"[]")),
+    make_rule(f"{SHARED_MEMORY_PATTERN}{REGION_PATTERN}/unregister", "POST", FixedResponse(b"")),
+    make_rule(f"{SHARED_MEMORY_PATTERN}(/.*)?", READ_OR_WRITE, NO_SHARED_MEMORY),
+    make_rule(
+        "/v2/(logging|trace/setting)",
+        READ_OR_WRITE,
+        FORWARD,
+        right=Right.manage,
+        for_all_models=True,
+    ),
+    make_rule(
+        f"{MODEL_PATTERN}/trace/setting",
+        READ_OR_WRITE,
+        FORWARD,
+        right=Right.manage,
+        not_found_error=UnknownModelToTrace,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedRoute:
+    """The rule of a path, and the path's parameters."""
+
+    rule: RouteRule
+    action: Forwarding | FixedResponse
+    template: str  # for metrics: the path with placeholders
+    model: str
+    version: str  # normalized
+    path: bytes  # with the normalized version
+
+
+class MethodNotAllowed(GatewayError):
+    status, code = 405, "METHOD_NOT_ALLOWED"
+
+    def __init__(self, methods: frozenset[str]) -> None:
+        allowed = ", ".join(sorted(methods))
+        super().__init__(f"this path supports only {allowed}", headers={"Allow": allowed})
+
+
+def is_passthrough(raw_path: bytes) -> bool:
+    """Return whether the path is forwarded to Triton instead of being answered for the fleet.
+
+    Like Triton, the gateway does not decode percent-encoded paths.
+    """
+    if raw_path[:4] not in (b"/v2", b"/v2/"):
+        return False
+    return not raw_path.startswith(b"/v2/repository") and raw_path not in FLEET_PATHS
+
+
+def find_route(path: str, method: str) -> MatchedRoute:
+    return (match_route_cached if len(path) <= MAX_CACHED_PATH_LENGTH else match_route)(
+        path, method
+    )
+
+
+def match_route(path: str, method: str) -> MatchedRoute:
+    """Raises `NotFound`, `Forbidden`, `MethodNotAllowed` or `UnknownModel`."""
+    for rule in ROUTE_RULES:
+        if match := rule.pattern.fullmatch(path):
+            if isinstance(rule.action, Refusal):
+                raise Forbidden(rule.action.message)
+            if method not in rule.methods:
+                raise MethodNotAllowed(rule.methods)
+            return build_route(rule, rule.action, match)
+    raise NotFound("path not found in Triton's API; for the available paths, see GET /docs")
+
+
+def build_route(
+    rule: RouteRule, action: Forwarding | FixedResponse, match: re.Match[str]
+) -> MatchedRoute:
+    names = match.groupdict("")
+    path, model, version = match.string, names.get("model", ""), names.get("version", "")
+    if version:
+        normalized = normalize_version(version)
+        if normalized is None:
+            raise UnknownModel(model, version)
+        start, end = match.span("version")
+        path, version = f"{path[:start]}{normalized}{path[end:]}", normalized
+    return MatchedRoute(
+        rule, action, format_template(match), model, version, path.encode("latin-1")
+    )
+
+
+def format_template(match: re.Match[str]) -> str:
+    """Return the path with placeholders: `{model}`, `{version}` and `{region}`.
+
+    The rules fix the rest of the path, so that the number of templates is bounded: they are label values.
+    """
+    template = match.string
+    present = [name for name, value in match.groupdict().items() if value is not None]
+    for name in sorted(present, key=match.start, reverse=True):  # keeps the spans valid
+        start, end = match.span(name)
+        template = f"{template[:start]}{{{name}}}{template[end:]}"
+    return template
+
+
+match_route_cached = lru_cache(1024)(match_route)

@@ -1,0 +1,61 @@
+"""The components that the application creates once and every request uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gateway.admission import AdmissionQueue
+from gateway.auth import Authenticator
+from gateway.decoding.executor import DecodeExecutor
+from gateway.errors import MalformedRequest
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.repository import Repository
+from gateway.fleet.signatures import ModelService
+from gateway.http_client.connection import Headers
+from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.metrics import Metrics
+from gateway.rate_limit import RateLimiter
+from gateway.request_info import RequestInfo
+from gateway.settings import Settings
+from gateway.tracing import Tracer
+
+
+@dataclass(frozen=True)
+class Services:
+    """The application's components, created once by its lifespan."""
+
+    settings: Settings
+    pool: ReplicaPool
+    models: ModelService
+    repository: Repository
+    decode_executor: DecodeExecutor
+    admission: AdmissionQueue
+    memory: MemoryBudget
+    metrics: Metrics
+    access: Authenticator
+    rate_limiter: RateLimiter
+    tracer: Tracer | None = None
+    management_headers: Headers = field(default_factory=list)  # open Triton's own management API
+
+    def get_charge(self, info: RequestInfo) -> MemoryCharge:
+        charge = info.charge  # `GatewayMiddleware` releases it at the end of the request
+        if charge is None:
+            charge = info.charge = MemoryCharge(self.memory)
+        return charge
+
+    @cached_property
+    def default_timeout_s(self) -> float:
+        return self.settings.request_timeout_s
+
+    def resolve_timeout_s(self, requested: str | None) -> float:
+        """Return the request's timeout from its X-Request-Timeout header. Raises `MalformedRequest`."""
+        if requested is None:
+            return self.settings.request_timeout_s
+        try:
+            seconds = float(requested)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise MalformedRequest("X-Request-Timeout must be a positive number of seconds")
+        return min(seconds, self.settings.max_request_timeout_s)
