@@ -38,7 +38,7 @@ from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes
 from gateway.metrics import Metrics
-from gateway.openapi import security
+from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
 from gateway.routes import health, infer, models, repository, ui
 from gateway.routes import metrics as metrics_page
@@ -138,9 +138,9 @@ class GatewayFastAPI(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
-        document.setdefault("components", {})["securitySchemes"] = security.SECURITY_SCHEMES
+        document.setdefault("components", {})["securitySchemes"] = SECURITY_SCHEMES
         if self.requires_key:
-            document["security"] = security.SECURITY
+            document["security"] = SECURITY
             for path in PUBLIC_PATHS & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []

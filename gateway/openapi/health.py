@@ -10,32 +10,24 @@ from gateway.openapi.responses import (
     build_error_responses,
     build_success_response,
 )
-from gateway.openapi.schemas import build_object_schema
+from gateway.openapi.schemas import build_map_schema, build_object_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 
-REASONS_SCHEMA = {
-    "type": "object",
-    "additionalProperties": {"type": "object", "additionalProperties": STRING_SCHEMA},
-}
+REASONS_SCHEMA = {"type": "object", "additionalProperties": STRING_SCHEMA}
 LIVENESS_SCHEMA = build_object_schema({"live": {"const": True}})
 READINESS_SCHEMA = build_object_schema(
     {
         "ready": {"type": "boolean"},
         "draining": {"type": "boolean", "description": "The gateway is shutting down."},
-        "replicas": {
-            "type": "object",
-            "additionalProperties": STRING_SCHEMA,
-            "description": "State of each replica, by address.",
-        },
-        "missing": {
-            **REASONS_SCHEMA,
-            "description": "Required models that are not ready, with the reason on each replica.",
-        },
-        "pending": {
-            **REASONS_SCHEMA,
-            "description": "Models that were declared after the gateway started and are not ready "
+        "replicas": build_map_schema(STRING_SCHEMA, "State of each replica, by address."),
+        "missing": build_map_schema(
+            REASONS_SCHEMA, "Required models that are not ready, with the reason on each replica."
+        ),
+        "pending": build_map_schema(
+            REASONS_SCHEMA,
+            "Models that were declared after the gateway started and are not ready "
             "yet. They do not affect `ready`.",
-        },
+        ),
     },
     optional=("draining", "replicas", "missing", "pending"),
 )

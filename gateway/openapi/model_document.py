@@ -6,8 +6,13 @@ from typing import Any
 
 from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, Error
-from gateway.openapi.schemas import BINARY_CONTENT, STREAM_CONTENT, STRING_CONTENT
-from gateway.openapi.security import SECURITY, SECURITY_SCHEMES
+from gateway.openapi.schemas import (
+    BINARY_CONTENT,
+    SECURITY,
+    SECURITY_SCHEMES,
+    STREAM_CONTENT,
+    STRING_CONTENT,
+)
 from gateway.tensors.codecs import BINARY_SCHEMA
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.examples import build_example_inputs, build_infer_path

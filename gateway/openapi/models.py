@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.fleet.health import HealthState
 from gateway.openapi.responses import build_error_responses, build_success_response
-from gateway.openapi.schemas import build_object_schema
+from gateway.openapi.schemas import build_map_schema, build_object_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 
@@ -25,11 +25,10 @@ LISTED_MODEL_SCHEMA = build_object_schema(
             "enum": ["loaded", "unloaded"],
             "description": "Desired state set through the API.",
         },
-        "replicas": {
-            "type": "object",
-            "additionalProperties": STRING_SCHEMA,
-            "description": "State on each replica, by address (only with the right to see the fleet).",
-        },
+        "replicas": build_map_schema(
+            STRING_SCHEMA,
+            "State on each replica, by address (only with the right to see the fleet).",
+        ),
         "behind": {
             "type": "array",
             "items": STRING_SCHEMA,
@@ -47,15 +46,10 @@ REPLICA_SCHEMA = build_object_schema(
         "address": STRING_SCHEMA,
         "state": {"enum": [state.name for state in HealthState]},
         "outstanding": {"type": "integer", "minimum": 0, "description": "Requests in progress."},
-        "slowness": {
-            "type": "number",
-            "description": "Latency relative to the other replicas.",
-        },
-        "models": {
-            "type": "object",
-            "additionalProperties": STRING_SCHEMA,
-            "description": "State of each model, by name. Empty if the replica is DOWN.",
-        },
+        "slowness": {"type": "number", "description": "Latency relative to the other replicas."},
+        "models": build_map_schema(
+            STRING_SCHEMA, "State of each model, by name. Empty if the replica is DOWN."
+        ),
         "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
         "reason": STRING_SCHEMA,
     },

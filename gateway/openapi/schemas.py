@@ -1,4 +1,4 @@
-"""Schemas and contents that several descriptions use."""
+"""Schemas, contents and security schemes that several descriptions use."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ STREAM_CONTENT: Final[Schema] = {
         "schema": {"type": "string", "description": "The same as one JSON document per line."}
     },
 }
+# How clients send their key.
+SECURITY_SCHEMES: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+SECURITY: Final[list[dict[str, list[str]]]] = [{name: []} for name in SECURITY_SCHEMES]
+
+
+def build_map_schema(values: Schema, description: str) -> Schema:
+    return {"type": "object", "additionalProperties": values, "description": description}
 
 
 def build_object_schema(
