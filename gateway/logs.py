@@ -12,7 +12,8 @@ from gateway import audit
 from gateway.linewriter import LineWriter, format_dropped_notice
 from gateway.messages import escape_unprintable, escape_unprintable_json
 from gateway.request_info import current_request_info
-from gateway.settings import LogFormat, Settings
+from gateway.settings import Settings
+from gateway.settings.observability import LogFormat
 
 STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0

@@ -101,7 +101,7 @@ def test_nothing_inline_runs_and_nothing_foreign_is_loaded(demo: httpx.Client) -
     assert headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("name", ["none.js", "../settings.py", "%2e%2e/settings.py", "", "vendor"])
+@pytest.mark.parametrize("name", ["none.js", "../errors.py", "%2e%2e/errors.py", "", "vendor"])
 def test_only_the_pages_own_files_are_served(demo: httpx.Client, name: str) -> None:
     answer = demo.get(f"/static/{name}")
     assert answer.status_code == 404

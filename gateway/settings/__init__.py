@@ -1,0 +1,79 @@
+"""The gateway's settings: read once from the environment (prefix `GATEWAY_`), described once, and frozen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Final
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from gateway.messages import CommandError
+from gateway.settings.access import AccessSettings
+from gateway.settings.fleet import FleetSettings
+from gateway.settings.limits import LimitSettings
+from gateway.settings.observability import ObservabilitySettings
+from gateway.settings.server import ServerSettings
+
+ENV_PREFIX: Final = "GATEWAY_"
+# Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".
+KUBERNETES_VARIABLE: Final = re.compile(
+    r"GATEWAY_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+# A name and a password in an address; matches too much rather than a part of a password.
+CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
+
+
+class Settings(
+    # Validated from the last to the first, and an error of the last one is reported first.
+    ObservabilitySettings,
+    ServerSettings,
+    LimitSettings,
+    AccessSettings,
+    FleetSettings,
+    BaseSettings,
+):
+    """Every setting; `docs/settings.md` shows them, and a test compares the two."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
+
+
+# Settings whose values are never shown.
+SECRET_SETTINGS: Final = frozenset(
+    name for name, field in Settings.model_fields.items() if "SecretStr" in str(field.annotation)
+)
+
+
+def read_settings(**overrides: Any) -> Settings:
+    """Return the settings of the environment. Raises `CommandError`."""
+    try:
+        return Settings(**overrides)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        name = ENV_PREFIX + "_".join(map(str, error["loc"])).upper()
+        reason = error.get("ctx", {}).get("error", error["msg"])  # without pydantic's prefix
+        if error["loc"][0] in SECRET_SETTINGS:
+            raise CommandError(f"{name} is invalid: {reason}") from None
+        value = format_setting(error["input"])
+        raise CommandError(f"{name} cannot be {value}: {reason}") from None
+
+
+def format_setting(value: Any) -> str:
+    """Return the value as it was written, without a password in it."""
+    written = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+    return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
+
+
+def describe_unknown_settings(names: Iterable[str]) -> list[str]:
+    """Return a warning for each variable with the prefix that is not a setting."""
+    known = [name.upper() for name in Settings.model_fields]
+    warnings = []
+    for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):
+        setting = name.removeprefix(ENV_PREFIX)
+        if setting not in known and not KUBERNETES_VARIABLE.fullmatch(name):
+            near = get_close_matches(setting, known, 1)
+            hint = f"; did you mean {ENV_PREFIX}{near[0]}?" if near else ""
+            warnings.append(f"unknown setting {name}{hint}")
+    return warnings
