@@ -22,7 +22,7 @@ FLEET_PATHS: Final = frozenset((b"/v2/models", b"/v2/health/ready"))
 
 @dataclass(frozen=True, slots=True)
 class Forwarding:
-    """How a request is forwarded to Triton."""
+    """Properties of a request that is forwarded to Triton."""
 
     is_health_check: bool = False
     is_inference: bool = False  # requires a slot
@@ -44,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """What happens to the requests of matching paths, and the right that they require."""
+    """The action for requests of matching paths, and the right that they require."""
 
     pattern: re.Pattern[str]
     methods: frozenset[str]

@@ -1,4 +1,4 @@
-"""Who may call the gateway, and for what."""
+"""Authentication, authorization and browser access."""
 
 from __future__ import annotations
 

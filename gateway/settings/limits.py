@@ -70,9 +70,9 @@ class LimitSettings(BaseModel):
     @field_validator("request_timeout_s")
     @classmethod
     def check_request_timeout(cls, value: float, info: ValidationInfo) -> float:
-        most: float = info.data.get("max_request_timeout_s", value)
-        if value > most and value == cls.model_fields["request_timeout_s"].default:
-            return most  # the default adapts to a lower maximum
-        if value > most:
-            raise ValueError(f"it is more than GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {most:g}")
+        maximum: float = info.data.get("max_request_timeout_s", value)
+        if value > maximum and value == cls.model_fields["request_timeout_s"].default:
+            return maximum  # the default adapts to a lower maximum
+        if value > maximum:
+            raise ValueError(f"it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {maximum:g}")
         return value
