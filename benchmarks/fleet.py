@@ -70,13 +70,13 @@ async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, flo
     async with ReplicaPool(
         sources, ReplicaConnectionOptions(10.0), probe_interval_s=NEVER_S
     ) as pool:
-        await pool.probe_all()
+        await pool.monitor.probe_all()
         chosen = cpu_us(lambda: [pool.choose_replica(name) for _ in range(10) for name in NAMES])
         updated = cpu_us(lambda: [pool._update_candidates(name, "") for name in NAMES])
         probes_s = []
         for _ in range(PROBES):
             started = time.process_time()
-            await pool.probe_all()
+            await pool.monitor.probe_all()
             probes_s.append(time.process_time() - started)
     desired_models = {name: DesiredModel(True) for name in NAMES}
     index_entries = [{"name": name, "version": "1", "state": "READY"} for name in NAMES]

@@ -84,7 +84,7 @@ class ModelLoader:
                 # A failed load leaves the previous one in place.
                 resulting_load = started_load.confirmed_load
             self._record_failure(replica, action, exc)
-            await self._pool.probe(replica)
+            await self._pool.monitor.probe(replica)
             raise
         finally:
             self._models.invalidate(model)
@@ -138,7 +138,7 @@ class ModelLoader:
                     address.grpc_target, action.model, dependents, timeout_s, tls, metadata
                 )
         except GrpcUnreachable as exc:
-            await self._pool.probe(replica)
+            await self._pool.monitor.probe(replica)
             if self._pool.replica_state(replica) is not HealthState.UP:
                 raise
             log.warning("%s; managing models over HTTP, which stalls inference", exc.detail)
@@ -163,7 +163,7 @@ class ModelLoader:
         is_confirmed = Index.is_ready if action.is_load else Index.is_unloaded
         with anyio.move_on_after(self._options.load_timeout_s):
             while True:
-                await self._pool.probe(replica)
+                await self._pool.monitor.probe(replica)
                 if is_confirmed(replica.index, action.model):
                     return
                 current = replica.index.model_state(action.model)

@@ -1,13 +1,12 @@
-"""The pool of replicas: discovery, probes, selection and requests with retries."""
+"""The pool of replicas: selection and requests with retries."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
@@ -24,8 +23,10 @@ from gateway.errors import (
     UnknownModel,
 )
 from gateway.fleet.balancer import choose_less_loaded
-from gateway.fleet.health import HealthState, RetryBudget, can_eject
-from gateway.fleet.index import EMPTY_INDEX, Index, parse_index
+from gateway.fleet.discovery import ReplicaDiscovery, Resolver, resolve_host
+from gateway.fleet.health import HealthState, RetryBudget
+from gateway.fleet.index import EMPTY_INDEX, Index
+from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
 from gateway.fleet.sequences import SequenceRouter
 from gateway.http_client.client import UpstreamResponse
@@ -40,18 +41,9 @@ from gateway.triton.response import MAX_METADATA_BYTES, read_complete_response, 
 log = logging.getLogger(__name__)
 
 UpstreamBody = bytes | AsyncIterator[bytes]
-Resolver = Callable[[str], Awaitable[Iterable[str]]]
 
-PROBE_TIMEOUT_S: Final = 1.0
-MIN_PROBE_PAUSE_S: Final = 0.05
-TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
-DOWN_PROBE_INTERVAL_S: Final = 0.2
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
 CANCEL_RETRY_S: Final = 0.2
-INDEX_PATH: Final = b"/v2/repository/index"
-PROBE_STATUS_REASONS: Final = {
-    403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
-}
 MAX_CANDIDATE_LISTS: Final = 10_000
 MEAN_LATENCY_WEIGHT: Final = 0.05
 MAX_SEQUENCE_GUESSES: Final = 3  # replicas tried for a sequence that another gateway started
@@ -83,12 +75,6 @@ class NoReplica(Unavailable):
         super().__init__("no Triton is reachable; GET /readyz shows the reason for each replica")
 
 
-async def resolve_host(name: str) -> list[str]:
-    """Return the addresses of a DNS name. Raises `OSError`."""
-    entries = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return sorted({str(entry[4][0]) for entry in entries})
-
-
 class ReplicaPool:
     """All replicas. As a context manager it discovers and probes them in the background."""
 
@@ -105,14 +91,13 @@ class ReplicaPool:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         self.changes = asyncio.Event()  # set when a replica's state or models change
         self.metrics = metrics or Metrics()
-        self._sources = sources
+        self.monitor = HealthMonitor(
+            self.replicas, self._notify_change, probe_interval_s, self.metrics
+        )
+        self._discovery = ReplicaDiscovery(sources, self._update_replicas, dns_interval_s, resolver)
         self._connection_options = connection_options
-        self._probe_interval_s = probe_interval_s
-        self._dns_interval_s = dns_interval_s
-        self._resolver = resolver
         self._loop = asyncio.get_running_loop()
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
-        self._addresses: dict[ReplicaSource, frozenset[ReplicaAddress]] = {}
         self._discovery_tasks: list[asyncio.Task[None]] = []
         self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
         self._mean_latency_s: dict[str, float] = {}
@@ -120,17 +105,11 @@ class ReplicaPool:
         self._sequences = SequenceRouter(self._loop.time)
 
     async def __aenter__(self) -> ReplicaPool:
-        for source in self._sources:
-            if not source.is_dns_name:
-                self._addresses[source] = frozenset((source.address,))
         self._update_replicas()
-        dns_sources = [source for source in self._sources if source.is_dns_name]
         with anyio.move_on_after(STARTUP_PROBE_TIMEOUT_S):
-            await asyncio.gather(*map(self._discover, dns_sources))
-            await asyncio.gather(*map(self.probe, self.replicas.values()))
-        self._discovery_tasks = [
-            asyncio.create_task(self._discover_periodically(source)) for source in dns_sources
-        ]
+            await self._discovery.look_up_all()
+            await self.monitor.probe_all()
+        self._discovery_tasks = [asyncio.create_task(self._discovery.run())]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -138,32 +117,8 @@ class ReplicaPool:
         for replica in self.replicas.values():
             replica.close()
 
-    # Discovery.
-
-    async def _discover_periodically(self, source: ReplicaSource) -> None:
-        while True:
-            await asyncio.sleep(self._dns_interval_s)
-            await self._discover(source)
-
-    async def _discover(self, source: ReplicaSource) -> None:
-        """Look the DNS name up. If that fails, its last known addresses stay in use."""
-        name = source.address.host
-        try:
-            with anyio.fail_after(self._dns_interval_s):
-                hosts = list(await self._resolver(name))
-        except (OSError, UnicodeError) as exc:
-            log.warning("cannot resolve %s: %s", name, exc or "timeout")
-            return
-        if not hosts:
-            log.warning("cannot resolve %s: the name has no addresses", name)
-            return
-        self._addresses[source] = frozenset(
-            replace(source.address, host=host, server_name=name) for host in hosts
-        )
-        self._update_replicas()
-
     def _update_replicas(self) -> None:
-        current = {address for addresses in self._addresses.values() for address in addresses}
+        current = self._discovery.addresses
         for address in self.replicas.keys() - current:
             log.warning("replica %s is removed: its DNS name no longer has this address", address)
             self._probe_tasks.pop(address).cancel()
@@ -173,28 +128,13 @@ class ReplicaPool:
         for address in sorted(current - self.replicas.keys(), key=str):
             replica = self.replicas[address] = Replica(address, self._connection_options)
             self.metrics.add_replica(replica.name)
-            self._probe_tasks[address] = asyncio.create_task(self._probe_periodically(replica))
+            probing = self.monitor.probe_periodically(replica)
+            self._probe_tasks[address] = asyncio.create_task(probing)
         self._notify_change()
 
-    # Probes.
-
-    async def _probe_periodically(self, replica: Replica) -> None:
-        # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
-        while self.replicas.get(replica.address) is replica:
-            await self.probe(replica)
-            await asyncio.sleep(MIN_PROBE_PAUSE_S)
-            pause_s = self._probe_interval_s
-            if self.replica_state(replica) is HealthState.DOWN:
-                # A refused connection costs little, and a fast recovery matters.
-                pause_s = min(pause_s, DOWN_PROBE_INTERVAL_S)
-            # A cancel scope instead of the timer would cost a fifth of the whole probe.
-            tick = self._loop.call_later(pause_s - MIN_PROBE_PAUSE_S, replica.probe_requested.set)
-            try:
-                await replica.probe_requested.wait()
-            finally:
-                tick.cancel()
-            replica.probe_requested.clear()
-            replica.latency.decay()
+    def _notify_change(self) -> None:
+        self._candidates.clear()
+        self.changes.set()
 
     def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())
@@ -205,69 +145,6 @@ class ReplicaPool:
 
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)
-
-    async def probe_all(self) -> None:
-        await asyncio.gather(*map(self.probe, list(self.replicas.values())))
-
-    async def probe(self, replica: Replica) -> None:
-        """Probe the replica on a fresh connection: a stopping Triton still answers on existing ones."""
-        try:
-            response = await replica.http.request(
-                b"POST",
-                INDEX_PATH,
-                headers=replica.management_headers,
-                timeout_s=PROBE_TIMEOUT_S,
-                fresh=True,
-                max_bytes=MAX_METADATA_BYTES,
-            )
-        except GatewayError as exc:
-            self._record_probe_failure(replica, exc)
-            return
-        try:
-            if response.status != 200:
-                reason = PROBE_STATUS_REASONS.get(response.status)
-                raise ValueError(reason or f"Triton returned status {response.status}")
-            changed = response.body != replica.raw_index
-            if changed:
-                replica.index = parse_index(orjson.loads(response.body))
-                replica.raw_index = response.body
-        except ValueError as exc:
-            self._record_probe_failure(replica, BadUpstream(str(exc)))
-            return
-        previous = replica.health
-        if previous.is_down or previous.missed_probes:
-            replica.health = previous.with_probe_answer()
-            self._report_state_change(replica, previous.state(self._loop.time()))
-            changed = True
-        replica.reason = ""
-        if changed:
-            self._notify_change()
-
-    def _record_probe_failure(self, replica: Replica, error: GatewayError) -> None:
-        previous = replica.health.state(self._loop.time())
-        refused = isinstance(error, RequestNotSent) and error.is_refused
-        replica.health = (
-            replica.health.with_refusal() if refused else replica.health.with_probe_timeout()
-        )
-        replica.reason = error.detail
-        self._report_state_change(replica, previous)
-
-    def _report_state_change(self, replica: Replica, previous: HealthState) -> None:
-        state = replica.health.state(self._loop.time())
-        if state == previous:
-            return
-        replica.http.keep_alive = state in (HealthState.UP, HealthState.EJECTED)
-        if not replica.http.keep_alive:
-            replica.drop_idle()
-            replica.raw_index = b""  # the next index may come from another process
-            log.warning("replica %s is %s: %s", replica.address, state.name, replica.reason)
-        else:
-            log.info("replica %s is %s", replica.address, state.name)
-        self._notify_change()
-
-    def _notify_change(self) -> None:
-        self._candidates.clear()
-        self.changes.set()
 
     # Selection.
 
@@ -434,7 +311,7 @@ class ReplicaPool:
                 error = exc
                 outcome = ATTEMPT_OUTCOMES.get(type(exc), "bad_answer")
                 self._record_attempt(replica, started_at, outcome, info, is_internal=is_idempotent)
-                self._record_failure(replica, error, started_at)
+                self.monitor.record_failure(replica, error, started_at)
             remaining_s -= perf_counter() - started_at
             if remaining_s <= 0 or not self._can_try_again(
                 history, error, replica, request, body, is_idempotent=is_idempotent
@@ -464,7 +341,7 @@ class ReplicaPool:
                     replica, started_at, ATTEMPT_OUTCOMES.get(type(exc), "bad_answer"), info
                 )
                 if not isinstance(exc, GrpcUnreachable):  # it says nothing about the replica's HTTP
-                    self._record_failure(replica, error, started_at)
+                    self.monitor.record_failure(replica, error, started_at)
             except (ModelNotReady, UnknownModel, SequenceNotRunning) as exc:
                 error = self._explain_unknown(exc, request)
                 self._record_attempt(replica, started_at, "answered", info)
@@ -585,34 +462,6 @@ class ReplicaPool:
             mean_s = self._mean_latency_s.get(model, duration_s)
             replica.latency.update(duration_s, mean_s)
             self._mean_latency_s[model] = mean_s + MEAN_LATENCY_WEIGHT * (duration_s - mean_s)
-
-    def _record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
-        """Record a transport failure, which may eject the replica.
-
-        An expired deadline does not count if the replica answered other requests meanwhile (the model is
-        slow), or if it was shorter than a probe interval.
-        """
-        now = self._loop.time()
-        previous = replica.health.state(now)
-        window_s = min(self._probe_interval_s + MIN_PROBE_PAUSE_S, PROBE_TIMEOUT_S)
-        is_responsive = perf_counter() - max(replica.http.last_response_at, started_at) < window_s
-        if isinstance(error, DeadlinePassed) and is_responsive:
-            return
-        if isinstance(error, RequestNotSent) and error.is_refused:
-            replica.health = replica.health.with_refusal()
-            replica.reason = error.detail
-        ejected_count = sum(other.health.ejected_until > now for other in self.replicas.values())
-        is_ejectable = can_eject(len(self.replicas), ejected_count)
-        replica.health = replica.health.with_failure(now, can_eject=is_ejectable)
-        replica.probe_requested.set()
-        if replica.health.ejected_until > now and previous is not HealthState.EJECTED:
-            replica.reason = error.detail
-            self.metrics.ejections.labels(replica.name).inc()
-            # A uvloop timer can fire slightly early, when the replica would still be ejected.
-            self._loop.call_at(
-                replica.health.ejected_until + TIMER_RESOLUTION_S, self._notify_change
-            )
-        self._report_state_change(replica, previous)
 
     def _mark_unloaded(self, replica: Replica, request: RequestTarget) -> None:
         # Something else than the gateways has unloaded the model, so the index is outdated.

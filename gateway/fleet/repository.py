@@ -107,7 +107,7 @@ class Repository:
 
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
-        await self._pool.probe_all()
+        await self._pool.monitor.probe_all()
         indexes = {
             replica.name: replica.index
             for replica in self._pool.replicas.values()

@@ -276,7 +276,7 @@ async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> No
         await wait_until_async(lambda: states(pool)[HealthState.UP] == REPLICAS)
         before = {address: replica.index for address, replica in pool.replicas.items()}
         fakes[0].models["model_7"] = False
-        await pool.probe_all()
+        await pool.monitor.probe_all()
         read_again = [
             str(address)
             for address, replica in pool.replicas.items()

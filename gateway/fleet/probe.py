@@ -1,0 +1,150 @@
+"""Probes of the replicas, and what they and the requests change in the health of a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Final
+
+import orjson
+
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
+from gateway.fleet.health import HealthState, can_eject
+from gateway.fleet.index import parse_index
+from gateway.fleet.replica import Replica, ReplicaAddress
+from gateway.http_client.client import MAX_METADATA_BYTES
+from gateway.http_client.connection import RequestNotSent
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S: Final = 1.0
+MIN_PROBE_PAUSE_S: Final = 0.05
+TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
+DOWN_PROBE_INTERVAL_S: Final = 0.2
+INDEX_PATH: Final = b"/v2/repository/index"
+PROBE_STATUS_REASONS: Final = {
+    403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
+}
+
+
+class HealthMonitor:
+    """The health of the replicas. `on_change` is called when a replica's state or models change."""
+
+    def __init__(
+        self,
+        replicas: Mapping[ReplicaAddress, Replica],
+        on_change: Callable[[], None],
+        interval_s: float,
+        metrics: Metrics,
+    ) -> None:
+        self._replicas = replicas
+        self._on_change = on_change
+        self._interval_s = interval_s
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+
+    async def probe_periodically(self, replica: Replica) -> None:
+        # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
+        while self._replicas.get(replica.address) is replica:
+            await self.probe(replica)
+            await asyncio.sleep(MIN_PROBE_PAUSE_S)
+            pause_s = self._interval_s
+            if replica.health.state(self._loop.time()) is HealthState.DOWN:
+                # A refused connection costs little, and a fast recovery matters.
+                pause_s = min(pause_s, DOWN_PROBE_INTERVAL_S)
+            # A cancel scope instead of the timer would cost a fifth of the whole probe.
+            tick = self._loop.call_later(pause_s - MIN_PROBE_PAUSE_S, replica.probe_requested.set)
+            try:
+                await replica.probe_requested.wait()
+            finally:
+                tick.cancel()
+            replica.probe_requested.clear()
+            replica.latency.decay()
+
+    async def probe_all(self) -> None:
+        await asyncio.gather(*map(self.probe, list(self._replicas.values())))
+
+    async def probe(self, replica: Replica) -> None:
+        """Probe the replica on a fresh connection: a stopping Triton still answers on existing ones."""
+        try:
+            response = await replica.http.request(
+                b"POST",
+                INDEX_PATH,
+                headers=replica.management_headers,
+                timeout_s=PROBE_TIMEOUT_S,
+                fresh=True,
+                max_bytes=MAX_METADATA_BYTES,
+            )
+        except GatewayError as exc:
+            self._record_missed_probe(replica, exc)
+            return
+        try:
+            if response.status != 200:
+                reason = PROBE_STATUS_REASONS.get(response.status)
+                raise ValueError(reason or f"Triton returned status {response.status}")
+            changed = response.body != replica.raw_index
+            if changed:
+                replica.index = parse_index(orjson.loads(response.body))
+                replica.raw_index = response.body
+        except ValueError as exc:
+            self._record_missed_probe(replica, BadUpstream(str(exc)))
+            return
+        previous = replica.health
+        if previous.is_down or previous.missed_probes:
+            replica.health = previous.with_probe_answer()
+            self._report_state_change(replica, previous.state(self._loop.time()))
+            changed = True
+        replica.reason = ""
+        if changed:
+            self._on_change()
+
+    def _record_missed_probe(self, replica: Replica, error: GatewayError) -> None:
+        previous = replica.health.state(self._loop.time())
+        refused = isinstance(error, RequestNotSent) and error.is_refused
+        replica.health = (
+            replica.health.with_refusal() if refused else replica.health.with_probe_timeout()
+        )
+        replica.reason = error.detail
+        self._report_state_change(replica, previous)
+
+    def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
+        """Record a request's transport failure, which may eject the replica.
+
+        An expired deadline does not count if the replica answered other requests meanwhile (the model is
+        slow), or if it was shorter than a probe interval.
+        """
+        now = self._loop.time()
+        previous = replica.health.state(now)
+        window_s = min(self._interval_s + MIN_PROBE_PAUSE_S, PROBE_TIMEOUT_S)
+        is_responsive = perf_counter() - max(replica.http.last_response_at, started_at) < window_s
+        if isinstance(error, DeadlinePassed) and is_responsive:
+            return
+        if isinstance(error, RequestNotSent) and error.is_refused:
+            replica.health = replica.health.with_refusal()
+            replica.reason = error.detail
+        ejected_count = sum(other.health.ejected_until > now for other in self._replicas.values())
+        is_ejectable = can_eject(len(self._replicas), ejected_count)
+        replica.health = replica.health.with_failure(now, can_eject=is_ejectable)
+        replica.probe_requested.set()
+        if replica.health.ejected_until > now and previous is not HealthState.EJECTED:
+            replica.reason = error.detail
+            self._metrics.ejections.labels(replica.name).inc()
+            # A uvloop timer can fire slightly early, when the replica would still be ejected.
+            self._loop.call_at(replica.health.ejected_until + TIMER_RESOLUTION_S, self._on_change)
+        self._report_state_change(replica, previous)
+
+    def _report_state_change(self, replica: Replica, previous: HealthState) -> None:
+        state = replica.health.state(self._loop.time())
+        if state == previous:
+            return
+        replica.http.keep_alive = state in (HealthState.UP, HealthState.EJECTED)
+        if not replica.http.keep_alive:
+            replica.drop_idle()
+            replica.raw_index = b""  # the next index may come from another process
+            log.warning("replica %s is %s: %s", replica.address, state.name, replica.reason)
+        else:
+            log.info("replica %s is %s", replica.address, state.name)
+        self._on_change()
