@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
+from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import plan_actions
@@ -71,8 +72,12 @@ async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, flo
         sources, ReplicaConnectionOptions(10.0), probe_interval_s=NEVER_S
     ) as pool:
         await pool.monitor.probe_all()
-        chosen = cpu_us(lambda: [pool.choose_replica(name) for _ in range(10) for name in NAMES])
-        updated = cpu_us(lambda: [pool._update_candidates(name, "") for name in NAMES])
+        chosen = cpu_us(
+            lambda: [
+                choose_less_loaded(pool.get_candidates(name)) for _ in range(10) for name in NAMES
+            ]
+        )
+        updated = cpu_us(lambda: [pool.update_candidates(name, "") for name in NAMES])
         probes_s = []
         for _ in range(PROBES):
             started = time.process_time()

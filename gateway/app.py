@@ -29,6 +29,7 @@ from gateway.config_files import WatchedFile
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.fleet.collector import FleetCollector, StateCollector
+from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import ReplicaPool
@@ -207,7 +208,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             dns_interval_s=settings.dns_interval_s,
         )
         await stack.enter_async_context(pool)
-        models = ModelService(pool, settings.cancellable_models)
+        dispatcher = Dispatcher(pool)
+        models = ModelService(dispatcher, settings.cancellable_models)
         stack.callback(models.close)
         repository = Repository(
             pool, models, components.store, components.models_file, components.management_options
@@ -241,6 +243,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         yield Services(
             settings,
             pool,
+            dispatcher,
             models,
             repository,
             decoders,

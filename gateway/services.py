@@ -9,6 +9,7 @@ from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import MalformedRequest
+from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
@@ -27,6 +28,7 @@ class Services:
 
     settings: Settings
     pool: ReplicaPool
+    dispatcher: Dispatcher
     models: ModelService
     repository: Repository
     decode_executor: DecodeExecutor

@@ -27,7 +27,6 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
-from gateway.fleet.transports import triton_model_path
 from gateway.messages import join_names, quote_text
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.triton.error_mapping import RequestTarget
@@ -59,6 +58,7 @@ class Repository:
         self._pool = pool
         self._store = store
         self._tasks = TaskSet()
+        self._models = models
         self._state = SharedState(store, models_file, can_upload=options.can_upload)
         self._loader = ModelLoader(pool, models, self._state, options)
         self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum)
@@ -189,7 +189,9 @@ class Repository:
                 )
             if model not in model_names((await self.read_indexes()).values()):
                 return await self._unload_absent(report)
-            if not unload_dependents and (dependents := await find_dependents(self._pool, model)):
+            if not unload_dependents and (
+                dependents := await find_dependents(self._pool, self._models, model)
+            ):
                 raise ModelNeeded(model, dependents, is_visible)
             before = self.desired_models.get(model)
             await self._set_desired_model(model, DesiredModel(False, {}))
@@ -257,7 +259,7 @@ class ModelNeeded(Conflict):
         )
 
 
-async def find_dependents(pool: ReplicaPool, model: str) -> list[str]:
+async def find_dependents(pool: ReplicaPool, models: ModelService, model: str) -> list[str]:
     """Return the ready ensembles that have the model as a step."""
     replicas = list(pool.replicas.values())
     ready = {
@@ -272,9 +274,7 @@ async def find_dependents(pool: ReplicaPool, model: str) -> list[str]:
         async with semaphore:
             target = RequestTarget(name, timeout_s=CONFIG_TIMEOUT_S)
             try:
-                config = await pool.request_json(
-                    target, b"GET", f"{triton_model_path(name)}/config"
-                )
+                config = await models.read_config(target)
             except GatewayError:
                 return set()  # the model was unloaded meanwhile
         steps = config.get("ensemble_scheduling", {}).get("step", ())

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from time import perf_counter
+from typing import Any
 
 from gateway.errors import BadUpstream, InputMismatch, ModelNotReady, RefusedByModel, UnknownModel
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
+from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.transports import (
-    CallOptions,
-    infer_over_grpc,
-    infer_over_http,
+    GrpcStreamCall,
+    GrpcUnaryCall,
+    prepare_http_infer,
     triton_model_path,
 )
-from gateway.http_client.connection import Headers
 from gateway.messages import join_names, quote_text
 from gateway.names import normalize_version
 from gateway.request_info import current_request_info
-from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.channel import prepare_grpc_arguments
 from gateway.triton.grpc.stream import GrpcInferStream
-from gateway.triton.inference import InferResponse
+from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
+from gateway.triton.response import read_complete_response
 
 REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
 EXPIRE_AFTER_S = 10.0  # an older signature is not used
@@ -55,8 +53,8 @@ class ModelService:
     allows it.
     """
 
-    def __init__(self, pool: ReplicaPool, cancellable: Sequence[str] = ()) -> None:
-        self._pool = pool
+    def __init__(self, dispatcher: Dispatcher, cancellable: Sequence[str] = ()) -> None:
+        self._dispatcher = dispatcher
         self._cancellable = cancellable
         self._signatures: dict[tuple[str, str], CachedSignature] = {}
         self._pending_reads: dict[tuple[str, str], asyncio.Task[Signature]] = {}
@@ -122,31 +120,33 @@ class ModelService:
         return await self._read_signature(model, version)
 
     async def _read_signature(self, model: str, version: str) -> Signature:
-        target, path = (
-            RequestTarget(model, version, METADATA_TIMEOUT_S),
-            triton_model_path(model, version),
-        )
+        target = RequestTarget(model, version, METADATA_TIMEOUT_S)
         metadata, config = await asyncio.gather(
-            self._pool.request_json(target, b"GET", path),
-            self._pool.request_json(target, b"GET", f"{path}/config"),
+            self._dispatcher.request_json(target, triton_model_path(model, version)),
+            self.read_config(target),
         )
         try:
             return build_signature(metadata, config, version)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as exc:
             raise BadUpstream(f"the replica returned invalid metadata for model '{model}'") from exc
 
-    async def infer(
-        self, model: Signature, inputs: InferInputs, options: CallOptions
-    ) -> InferResult:
+    async def read_config(self, target: RequestTarget) -> Any:
+        path = triton_model_path(target.model, target.version)
+        return await self._dispatcher.request_json(target, f"{path}/config")
+
+    async def infer(self, request: InferRequest) -> InferResult:
         """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""
-        pieces = list(inputs.split(model.max_batch_size))
+        max_batch_size = request.signature.max_batch_size
+        pieces = list(request.inputs.split(max_batch_size))
         if len(pieces) == 1:
-            return await self._infer_piece(model, pieces[0], options)
-        if options.sequence_step is not None:  # the pieces would run in no particular order
-            raise InputMismatch(f"a sequence step can have at most {model.max_batch_size} items")
+            return await self._infer_piece(request)
+        if request.target.sequence_step is not None:  # the pieces would run in no particular order
+            raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
         semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
         tasks = [
-            asyncio.create_task(self._infer_limited_piece(model, piece, options, semaphore))
+            asyncio.create_task(
+                self._infer_limited_piece(replace(request, inputs=piece), semaphore)
+            )
             for piece in pieces
         ]
         with measure_upstream_time():
@@ -157,86 +157,51 @@ class ModelService:
                     task.cancel()
 
     async def _infer_limited_piece(
-        self,
-        model: Signature,
-        piece: InferInputs,
-        options: CallOptions,
-        semaphore: asyncio.Semaphore,
+        self, request: InferRequest, semaphore: asyncio.Semaphore
     ) -> InferResult:
         try:
             async with semaphore:
-                return await self._infer_piece(model, piece, options)
+                return await self._infer_piece(request)
         except (RefusedByModel, InputMismatch) as exc:
+            piece = request.inputs
             first, last = piece.batch_offset + 1, piece.batch_offset + piece.batch_size
             # The message of the model counts the items within the piece.
             exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
             raise
 
-    async def _infer_piece(
-        self, model: Signature, inputs: InferInputs, options: CallOptions
-    ) -> InferResult:
-        infer = infer_over_grpc if self._is_cancellable(model) else infer_over_http
+    async def _infer_piece(self, request: InferRequest) -> InferResult:
         try:
-            response = await infer(
-                self._pool, options.build_infer_call(model, inputs.arrays), options
+            if self._is_cancellable(request.signature):
+                call = GrpcUnaryCall(request)
+                return build_result(request, await self._dispatcher.send(call, request.remaining_s))
+            http_call = await prepare_http_infer(request, request.trace_headers)
+            reply = await read_complete_response(
+                await self._dispatcher.send(http_call, request.remaining_s)
             )
+            return build_result(request, await decode_http_response(reply))
         except STALE_SIGNATURE_ERRORS:
-            self.invalidate(model.model)
+            self.invalidate(request.target.model)
             raise
-        return InferResult(
-            model,
-            response.outputs,
-            inputs.is_batched,
-            options.request_id,
-            response.version,
-            has_classifications=bool(options.parameters.get("classification")),
-            instance_count=inputs.instance_count,
-            size_bytes=response.size_bytes,
-        )
 
-    async def stream(
-        self, model: Signature, inputs: InferInputs, options: CallOptions, timeout_s: float
-    ) -> AsyncGenerator[InferResult, None]:
+    async def stream(self, request: InferRequest) -> AsyncGenerator[InferResult, None]:
         """Start a streaming inference; return its responses. Closing the iterator cancels the inference.
 
-        The first response is available when this returns; each of the others may take `timeout_s`.
+        The first response is available when this returns; each of the others may take the request's timeout.
         Raises `InputMismatch` for a batch above the model's maximum, because the responses of its pieces
         could not be told apart.
         """
-        if len(list(inputs.split(model.max_batch_size))) > 1:
+        max_batch_size = request.signature.max_batch_size
+        if len(list(request.inputs.split(max_batch_size))) > 1:
             raise InputMismatch(
-                f"the model accepts at most {model.max_batch_size} items per streaming request"
+                f"the model accepts at most {max_batch_size} items per streaming request"
             )
-        arguments = await prepare_grpc_arguments(options.build_infer_call(model, inputs.arrays))
-        target = RequestTarget(
-            model.model, model.version, timeout_s, sequence_step=options.sequence_step
-        )
-
-        async def start(
-            replica: Replica, trace: Headers
-        ) -> tuple[GrpcInferStream, InferResponse | None]:
-            stream = GrpcInferStream(replica.channel, target, arguments, trace)
-            try:
-                return stream, await stream.read_response(options.remaining_s)
-            except BaseException:
-                stream.close()
-                raise
-
+        call = GrpcStreamCall(request)
         try:
-            stream, first = await self._pool.start_call(target, options.headers, start)
+            stream, first = await self._dispatcher.send(call, request.remaining_s)
         except STALE_SIGNATURE_ERRORS:
-            self.invalidate(model.model)
+            self.invalidate(request.target.model)
             raise
-
-        def build_result(response: InferResponse) -> InferResult:
-            has_classifications = bool(options.parameters.get("classification"))
-            return InferResult(
-                *(model, response.outputs, inputs.is_batched, options.request_id, response.version),
-                has_classifications=has_classifications,
-                size_bytes=response.size_bytes,
-            )
-
-        return iterate_results(stream, first, timeout_s, build_result)
+        return iterate_results(request, stream, first)
 
     def _is_cancellable(self, model: Signature) -> bool:
         return model.is_cancellable or any(
@@ -245,17 +210,27 @@ class ModelService:
 
 
 async def iterate_results(
-    stream: GrpcInferStream,
-    first: InferResponse | None,
-    timeout_s: float,
-    build_result: Callable[[InferResponse], InferResult],
+    request: InferRequest, stream: GrpcInferStream, first: InferResponse | None
 ) -> AsyncGenerator[InferResult, None]:
     try:
         while first is not None:
-            yield build_result(first)
-            first = await stream.read_response(timeout_s)
+            yield build_result(request, first)
+            first = await stream.read_response(request.target.timeout_s)
     finally:
         stream.close()
+
+
+def build_result(request: InferRequest, response: InferResponse) -> InferResult:
+    return InferResult(
+        request.signature,
+        response.outputs,
+        request.inputs.is_batched,
+        request.request_id,
+        response.version,
+        has_classifications=bool(request.parameters.get("classification")),
+        instance_count=request.inputs.instance_count,
+        size_bytes=response.size_bytes,
+    )
 
 
 @contextmanager

@@ -1,30 +1,28 @@
-"""Transports of an inference: HTTP, or gRPC, over which it can be cancelled."""
+"""The transports of a request to a replica: HTTP, and for inference gRPC, over which it can be cancelled."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote
 
-import numpy as np
-
-from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.tensors.sequence import SequenceStep
-from gateway.tensors.signature import Signature
+from gateway.tracing import ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc import unary
+from gateway.triton.grpc.channel import build_grpc_arguments
 from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.grpc.stream import GrpcInferStream
+from gateway.triton.grpc.unary import infer_unary
 from gateway.triton.inference import (
-    InferCall,
+    InferRequest,
     InferResponse,
+    build_http_request,
     decode_http_response,
-    encode_http_request,
 )
 from gateway.triton.response import read_complete_response, read_error_response
 
@@ -32,91 +30,145 @@ log = logging.getLogger(__name__)
 
 # Characters that need no quoting in a path segment (RFC 3986, section 3.3).
 UNQUOTED_PATH_CHARS = "!$&'()*+,;=:@"
+T_co = TypeVar("T_co", covariant=True)
+
+
+class UpstreamCall(Protocol[T_co]):
+    """A request in the form of one transport, which can be sent to any replica."""
+
+    @property
+    def target(self) -> RequestTarget: ...
+    @property
+    def is_idempotent(self) -> bool: ...
+    @property
+    def is_resendable(self) -> bool: ...
+
+    def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> Awaitable[T_co]:
+        """Make one attempt. Raises Triton's error, or the error of the transport."""
+
+
+class HttpCall(NamedTuple):
+    """A request over HTTP, which costs least. A client disconnect does not cancel it in Triton."""
+
+    target: RequestTarget
+    method: bytes
+    path: bytes
+    headers: Headers  # with the body's framing
+    body: bytes | AsyncIterator[bytes] = b""
+    is_idempotent: bool = False
+
+    @property
+    def is_resendable(self) -> bool:
+        return isinstance(self.body, bytes)
+
+    async def send(
+        self, replica: Replica, timeout_s: float, trace: Trace | None
+    ) -> UpstreamResponse:
+        if trace is None:
+            response = await replica.http.send(
+                self.method, self.path, self.headers, self.body, timeout_s=timeout_s
+            )
+        else:
+            port, method = replica.address.port, self.method.decode()
+            with start_attempt_span(trace, replica, port, method) as span:
+                headers = span.inject_context(self.headers)
+                response = await replica.http.send(
+                    self.method, self.path, headers, self.body, timeout_s=timeout_s
+                )
+                span.set_response_status(response.status)
+        if response.status >= 400:
+            raise await read_error_response(response, self.target)
+        return response
+
+
+async def prepare_http_infer(request: InferRequest, trace_headers: Headers) -> HttpCall:
+    headers, body = await request.encode(build_http_request)
+    path = f"{triton_model_path(request.target.model, request.target.version)}/infer".encode()
+    return HttpCall(request.target, b"POST", path, [*headers, *trace_headers], body)
 
 
 @dataclass(frozen=True)
-class CallOptions:
-    """The options of an inference, beside its tensors."""
+class GrpcCall:
+    """An inference over gRPC. Cancelling the task cancels it in Triton."""
 
-    outputs: tuple[str, ...]
-    parameters: Mapping[str, Any]
-    request_id: str
-    deadline: float  # on the event loop's clock
-    headers: Headers = field(default_factory=list)
-    sequence_step: SequenceStep | None = None
-
-    def build_infer_call(self, model: Signature, arrays: Mapping[str, np.ndarray]) -> InferCall:
-        timeout_us = max(int(self.remaining_s * 1e6), 1)
-        return InferCall(
-            model,
-            arrays,
-            self.outputs,
-            self.parameters,
-            self.request_id,
-            timeout_us,
-            self.sequence_step,
-        )
-
-    def build_request_target(self, model: Signature) -> RequestTarget:
-        return RequestTarget(
-            model.model, model.version, self.remaining_s, sequence_step=self.sequence_step
-        )
+    request: InferRequest
+    is_idempotent: ClassVar[bool] = False
+    is_resendable: ClassVar[bool] = True
 
     @property
-    def remaining_s(self) -> float:
-        return self.deadline - asyncio.get_running_loop().time()
+    def target(self) -> RequestTarget:
+        return self.request.target
 
 
-async def infer_over_http(
-    pool: ReplicaPool, inference: InferCall, options: CallOptions
-) -> InferResponse:
-    """Run an inference over HTTP, which costs least. A client disconnect does not cancel it."""
-    target, path = options.build_request_target(inference.signature), triton_infer_path(inference)
-    headers, body = await encode_http_request(inference)
-    response = await pool.send(target, b"POST", path, [*headers, *options.headers], body)
-    return await decode_http_response(await read_complete_response(response))
+class GrpcUnaryCall(GrpcCall):
+    """An inference with one response. HTTP is used while the replica's gRPC port is unreachable."""
+
+    async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> InferResponse:
+        reason = ""
+        with trace_grpc_attempt(trace, replica, self.request.trace_headers) as headers:
+            if not replica.channel.is_unavailable:
+                target = self.target._replace(timeout_s=timeout_s)
+                arguments = await self.request.encode(build_grpc_arguments)
+                try:
+                    return await infer_unary(replica.channel, target, arguments, headers)
+                except GrpcUnreachable as exc:
+                    reason = exc.detail
+            call = await prepare_http_infer(self.request, headers)
+            remaining_s = self.request.remaining_s
+            response = await replica.http.send(
+                call.method, call.path, call.headers, call.body, timeout_s=remaining_s
+            )
+            if reason and replica.channel.mark_unavailable():  # the replica itself works
+                text = "%s at %s; client disconnects do not cancel inference there"
+                log.warning(text, reason, replica.address)
+            if response.status >= 400:
+                raise await read_error_response(response, self.target)
+            return await decode_http_response(await read_complete_response(response))
 
 
-async def infer_over_grpc(
-    pool: ReplicaPool, inference: InferCall, options: CallOptions
-) -> InferResponse:
-    """Run an inference over gRPC. Cancelling the task cancels it in Triton."""
-    target = options.build_request_target(inference.signature)
-    return await pool.start_call(
-        target, options.headers, partial(infer_on_replica, inference, options)
+class GrpcStreamCall(GrpcCall):
+    """An inference with any number of responses; an attempt ends with the first."""
+
+    async def send(
+        self, replica: Replica, timeout_s: float, trace: Trace | None
+    ) -> tuple[GrpcInferStream, InferResponse | None]:
+        with trace_grpc_attempt(trace, replica, self.request.trace_headers) as headers:
+            arguments = await self.request.encode(build_grpc_arguments)
+            stream = GrpcInferStream(replica.channel, self.target, arguments, headers)
+            try:
+                return stream, await stream.read_response(timeout_s)
+            except BaseException:
+                stream.close()
+                raise
+
+
+@contextmanager
+def trace_grpc_attempt(
+    trace: Trace | None, replica: Replica, headers: Headers
+) -> Iterator[Headers]:
+    """Yield the headers for an attempt. In a traced request they carry its span, the parent of Triton's."""
+    if trace is None:
+        yield headers
+        return
+    # gRPC calls are HTTP/2 POST requests.
+    with start_attempt_span(trace, replica, replica.address.grpc_port, "POST") as span:
+        yield span.inject_context(headers)
+
+
+def start_attempt_span(
+    trace: Trace, replica: Replica, port: int, method: str
+) -> AbstractContextManager[ChildSpan]:
+    return trace.start_span(
+        "triton",
+        client=True,
+        http__request__method=method,
+        server__address=replica.address.host,
+        server__port=port,
+        triton__replica=replica.name,
     )
-
-
-async def infer_on_replica(
-    inference: InferCall, options: CallOptions, replica: Replica, trace_headers: Headers
-) -> InferResponse:
-    """Run an inference on a replica over gRPC, or over HTTP if its gRPC port is unreachable."""
-    target = options.build_request_target(inference.signature)
-    reason = ""
-    if not replica.channel.is_unavailable:
-        try:
-            return await unary.infer_unary(replica.channel, target, inference, trace_headers)
-        except GrpcUnreachable as exc:
-            reason = exc.detail
-    headers, body = await encode_http_request(inference)
-    path, remaining_s = triton_infer_path(inference), options.remaining_s
-    response = await replica.http.send(
-        b"POST", path, [*headers, *trace_headers], body, timeout_s=remaining_s
-    )
-    if reason and replica.channel.mark_unavailable():  # the replica itself works
-        text = "%s at %s; client disconnects do not cancel inference there"
-        log.warning(text, reason, replica.address)
-    if response.status >= 400:
-        raise await read_error_response(response, target)
-    return await decode_http_response(await read_complete_response(response))
 
 
 def triton_model_path(model: str, version: str = "") -> str:
     """Return Triton's path of a model. Triton does not decode it, so a quoted name matches no model."""
     path = f"/v2/models/{quote(model, safe=UNQUOTED_PATH_CHARS)}"
     return f"{path}/versions/{version}" if version else path
-
-
-def triton_infer_path(inference: InferCall) -> bytes:
-    model = inference.signature
-    return f"{triton_model_path(model.model, model.version)}/infer".encode()

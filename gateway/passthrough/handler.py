@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.admission import AdmissionQueue
 from gateway.auth import authorize, authorize_all_models
 from gateway.errors import BodyTooLarge, render_error
+from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS
@@ -118,7 +119,8 @@ async def forward_request(
     query: bytes = scope["query_string"]
     path = b"%b?%b" % (route.path, query) if query else route.path
     try:
-        return await services.pool.send(target, method, path, forwarded, body)
+        call = HttpCall(target, method, path, forwarded, body)
+        return await services.dispatcher.send(call, timeout_s)
     except BaseException:
         if action.is_inference:
             services.admission.release(model)

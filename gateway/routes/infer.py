@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -17,7 +17,6 @@ from fastapi import APIRouter, Query, Request, Response
 
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.signatures import check_output_names
-from gateway.fleet.transports import CallOptions
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
 from gateway.memory import MemoryCharge
@@ -53,6 +52,8 @@ from gateway.tensors.payload import Payload, PayloadLimits
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT_HEADERS
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.inference import InferRequest
 from gateway.triton.json_guard import MAX_KEY_BYTES
 
 router = APIRouter(tags=["inference"])
@@ -77,24 +78,26 @@ IMAGE_HEADER_COST_BYTES = LARGE_ARRAY_BYTES // 4
 
 @dataclass(frozen=True)
 class InferExchange:
-    """One request to a model, with its deadline and the resources that it holds."""
+    """One request to a model, before its body is decoded, with the resources that it holds."""
 
     services: Services
+    info: RequestInfo
     signature: Signature
-    request_id: str
     timeout_s: float
     deadline: float
     trace_headers: Headers  # the client's trace context
-    caller: str  # the name of the caller's key
     step: SequenceStep | None  # from the sequence headers
-    charge: MemoryCharge
     exit_stack: AsyncExitStack  # releases the slot
 
     async def acquire_slot(self) -> None:
         # Called after the body is received, so that a slow client does not hold a slot.
         admission, model = self.services.admission, self.signature.model
-        await admission.acquire(model, self.timeout_s, self.caller)
+        await admission.acquire(model, self.timeout_s, self.info.key)
         self.exit_stack.callback(admission.release, model)
+
+    @property
+    def charge(self) -> MemoryCharge:
+        return self.services.get_charge(self.info)
 
     @property
     def payload_limits(self) -> PayloadLimits:
@@ -157,10 +160,33 @@ class InferExchange:
         is_columns, payloads = read() if is_inline else await decoders.run_in_thread(0, read)
         return is_columns, [await self.convert_payload(payload) for payload in payloads]
 
-    async def run_inference(self, inputs: InferInputs, payload: Payload) -> InferResult:
-        result = await self.services.models.infer(
-            self.signature, inputs, self.build_call_options(payload)
+    def build_request(self, payload: Payload, inputs: InferInputs) -> InferRequest:
+        # Triton takes minutes for many parameters, and for long names.
+        if len(payload.parameters) > MAX_PARAMETERS:
+            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
+        if max(map(len, payload.parameters), default=0) > MAX_KEY_BYTES:
+            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
+        step = sequence.parse_sequence_parameters(payload.parameters)
+        if step is not None and self.step is not None:
+            raise MalformedRequest(
+                "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
+            )
+        signature = self.signature
+        return InferRequest(
+            RequestTarget(
+                signature.model, signature.version, self.timeout_s, sequence_step=step or self.step
+            ),
+            signature,
+            inputs,
+            check_output_names(signature, payload.outputs),
+            payload.parameters,
+            payload.id or self.info.request_id,
+            self.deadline,
+            self.trace_headers,
         )
+
+    async def run_inference(self, request: InferRequest) -> InferResult:
+        result = await self.services.models.infer(request)
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         return result
 
@@ -175,70 +201,28 @@ class InferExchange:
         headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
         return Response(encoded.body, headers=headers, media_type=encoded.content_type)
 
-    def build_call_options(self, payload: Payload) -> CallOptions:
-        # Triton takes minutes for many parameters, and for long names.
-        if len(payload.parameters) > MAX_PARAMETERS:
-            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
-        if max(map(len, payload.parameters), default=0) > MAX_KEY_BYTES:
-            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
-        step = sequence.parse_sequence_parameters(payload.parameters)
-        if step is not None and self.step is not None:
-            raise MalformedRequest(
-                "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
-            )
-        outputs = check_output_names(self.signature, payload.outputs)
-        return CallOptions(
-            outputs,
-            payload.parameters,
-            payload.id or self.request_id,
-            self.deadline,
-            self.trace_headers,
-            step or self.step,
-        )
-
 
 @asynccontextmanager
 async def open_exchange(
-    request: Request, services: Services, model: str, version: str
+    request: Request, services: Services, model: str, version: str, exit_stack: AsyncExitStack
 ) -> AsyncIterator[InferExchange]:
-    """Provide an exchange that is cancelled at the request's deadline. Raises `DeadlinePassed`."""
+    """Provide an exchange, and cancel its user at the request's deadline. Raises `DeadlinePassed`."""
     timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
-    async with AsyncExitStack() as stack:
-        with enforce_timeout(timeout_s):
-            yield await start_exchange(request, services, model, version, timeout_s, stack)
-
-
-@contextmanager
-def enforce_timeout(timeout_s: float) -> Iterator[None]:
+    deadline = anyio.current_time() + timeout_s
     try:
         with anyio.fail_after(timeout_s):
-            yield
+            signature = await services.models.get_signature(model, version)
+            info: RequestInfo = request.scope["request_info"]
+            info.model, info.version = signature.model, signature.version
+            trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT_HEADERS]
+            step = sequence.parse_sequence_headers(
+                request.headers.get("x-sequence-id"), request.headers.get("x-sequence")
+            )
+            yield InferExchange(
+                services, info, signature, timeout_s, deadline, trace, step, exit_stack
+            )
     except TimeoutError as exc:
         raise DeadlinePassed(timeout_s) from exc
-
-
-async def start_exchange(
-    request: Request,
-    services: Services,
-    model: str,
-    version: str,
-    timeout_s: float,
-    exit_stack: AsyncExitStack,
-) -> InferExchange:
-    deadline = anyio.current_time() + timeout_s
-    signature = await services.models.get_signature(model, version)
-    info: RequestInfo = request.scope["request_info"]
-    info.model, info.version = signature.model, signature.version
-    trace = [header for header in request.headers.raw if header[0] in TRACE_CONTEXT_HEADERS]
-    step = sequence.parse_sequence_headers(
-        request.headers.get("x-sequence-id"), request.headers.get("x-sequence")
-    )
-    charge = services.get_charge(info)
-    return InferExchange(
-        *(services, signature, info.request_id, timeout_s, deadline, trace, info.key, step),
-        charge=charge,
-        exit_stack=exit_stack,
-    )
 
 
 @router.post(
@@ -268,7 +252,10 @@ async def handle_infer(
     stream_type = choose_stream_type(request.headers.get("accept", ""))
     if stream_type and not dry_run:
         return await stream_inference(request, services, model, version, stream_type)
-    async with open_exchange(request, services, model, version) as exchange:
+    async with (
+        AsyncExitStack() as stack,
+        open_exchange(request, services, model, version, stack) as exchange,
+    ):
         payload, inputs = await exchange.receive_inputs(request)
         outputs = check_output_names(exchange.signature, payload.outputs) or tuple(
             exchange.signature.outputs
@@ -281,7 +268,7 @@ async def handle_infer(
                 0, partial(build_dry_run_description, exchange.signature, inputs)
             )
             return Response(orjson.dumps(document), media_type=JSON)
-        result = await exchange.run_inference(inputs, payload)
+        result = await exchange.run_inference(exchange.build_request(payload, inputs))
         return await exchange.build_response([result], partial(render, result))
 
 
@@ -292,14 +279,11 @@ async def stream_inference(
 
     An error before the first result is an ordinary error response. The timeout applies to each result.
     """
-    timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
     async with AsyncExitStack() as stack:
-        with enforce_timeout(timeout_s):
-            exchange = await start_exchange(request, services, model, version, timeout_s, stack)
+        async with open_exchange(request, services, model, version, stack) as exchange:
             payload, inputs = await exchange.receive_inputs(request)
-        call = exchange.build_call_options(payload)
-        results = await services.models.stream(exchange.signature, inputs, call, timeout_s)
-        return InferStreamResponse(results, stream_type, exchange.request_id, stack.pop_all())
+        results = await services.models.stream(exchange.build_request(payload, inputs))
+        return InferStreamResponse(results, stream_type, exchange.info.request_id, stack.pop_all())
 
 
 @router.post(
@@ -320,7 +304,10 @@ async def predict(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> Response:
     """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
-    async with open_exchange(request, services, model, version) as exchange:
+    async with (
+        AsyncExitStack() as stack,
+        open_exchange(request, services, model, version, stack) as exchange,
+    ):
         is_columns, pieces = await exchange.receive_predict_inputs(request)
         results = await infer_all(pieces, exchange)
         if is_columns:
@@ -342,7 +329,7 @@ async def infer_all(inputs_list: list[InferInputs], exchange: InferExchange) -> 
 
     async def infer_one(inputs: InferInputs) -> InferResult:
         async with semaphore:
-            return await exchange.run_inference(inputs, Payload({}))
+            return await exchange.run_inference(exchange.build_request(Payload({}), inputs))
 
     return list(await asyncio.gather(*map(infer_one, inputs_list)))
 

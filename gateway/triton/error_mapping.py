@@ -229,6 +229,12 @@ def sanitize_event(payload: bytes) -> bytes:
 
 def map_triton_error(status: int, body: bytes, target: RequestTarget) -> GatewayError:
     """Return the gateway error for a response of Triton. The log gets the unsanitized response."""
+    error = make_triton_error(status, body, target)
+    error.is_answer = True
+    return error
+
+
+def make_triton_error(status: int, body: bytes, target: RequestTarget) -> GatewayError:
     if target.is_health_check:  # Triton returns 400 with an empty body
         return (
             ModelNotReady(target.model, target.version)

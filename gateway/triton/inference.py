@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import tritonclient.http
@@ -20,9 +20,11 @@ from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
 from gateway.tensors import sequence
 from gateway.tensors.dtypes import DATATYPES
-from gateway.tensors.sequence import SequenceStep
+from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import Signature
+from gateway.triton.error_mapping import RequestTarget
 
+T = TypeVar("T")
 # The exceptions with which tritonclient fails on an invalid response.
 TRITONCLIENT_DECODE_ERRORS = (
     RecursionError,
@@ -51,34 +53,39 @@ class InferResponse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InferCall:
-    """A request to a model.
+class InferRequest:
+    """A request to a model, from the handler that decoded it to the transport that encodes it.
 
     The parameter `classification` is the number of classes to return for each output; `timeout` and
     `priority` are Triton's own.
     """
 
+    target: RequestTarget
     signature: Signature
-    arrays: Mapping[str, np.ndarray]
-    outputs: Sequence[str]
+    inputs: InferInputs
+    outputs: tuple[str, ...]  # empty means all
     parameters: Mapping[str, Any]
     request_id: str
-    timeout_us: int
-    sequence_step: SequenceStep | None = None
+    deadline: float  # on the event loop's clock
+    trace_headers: Headers = field(default_factory=list)
 
     @property
-    def is_large(self) -> bool:
-        arrays = self.arrays.values()
-        elements = sum(array.size for array in arrays if array.dtype.kind == "O")
-        return (
-            elements > MAX_INLINE_REQUEST_ELEMENTS
-            or sum(a.nbytes for a in arrays) > MAX_INLINE_REQUEST_BYTES
-        )
+    def remaining_s(self) -> float:
+        return self.deadline - asyncio.get_running_loop().time()
 
-    def build_arguments(self, client_module: ModuleType) -> dict[str, Any]:
+    async def encode(self, build: Callable[[InferRequest, float], T]) -> T:
+        """Return what `build` makes of the request and its remaining time, in a thread if it is large."""
+        arrays = self.inputs.arrays.values()
+        elements = sum(array.size for array in arrays if array.dtype.kind == "O")
+        size_bytes = sum(array.nbytes for array in arrays)
+        if elements > MAX_INLINE_REQUEST_ELEMENTS or size_bytes > MAX_INLINE_REQUEST_BYTES:
+            return await asyncio.to_thread(build, self, self.remaining_s)
+        return build(self, self.remaining_s)
+
+    def build_arguments(self, client_module: ModuleType, remaining_s: float) -> dict[str, Any]:
         """Return arguments for `tritonclient.http` or `tritonclient.grpc`. Raises `InputMismatch`."""
         inputs = []
-        for name, array in self.arrays.items():
+        for name, array in self.inputs.arrays.items():
             datatype = self.signature.inputs[name].datatype.name
             tensor = client_module.InferInput(name, list(array.shape), datatype)
             inputs.append(tensor.set_data_from_numpy(array))
@@ -103,7 +110,7 @@ class InferCall:
             "request_id": self.request_id,
             "timeout": parse_integer_parameter(
                 "timeout",
-                custom.pop("timeout", self.timeout_us),
+                custom.pop("timeout", max(int(remaining_s * 1e6), 1)),
                 "a positive number of microseconds",
                 minimum=1,
             ),
@@ -115,12 +122,9 @@ class InferCall:
         for key, value in custom.items():
             if isinstance(value, int) and value not in INT64_RANGE:
                 raise InputMismatch(f"the parameter {quote_text(key)} does not fit into 64 bits")
-        if self.sequence_step is not None:
-            values = (
-                self.sequence_step.sequence_id,
-                self.sequence_step.is_start,
-                self.sequence_step.is_end,
-            )
+        step = self.target.sequence_step
+        if step is not None:
+            values = (step.sequence_id, step.is_start, step.is_end)
             arguments |= zip(sequence.SEQUENCE_KEYS, values, strict=True)
         return arguments
 
@@ -146,13 +150,6 @@ def find_outputs_without_classes(signature: Signature, output_names: Collection[
     return [tensor.name for tensor in excluded]
 
 
-async def encode_http_request(inference: InferCall) -> tuple[Headers, bytes]:
-    """Return headers and body of an inference over HTTP, encoded in a thread if it is large."""
-    if inference.is_large:
-        return await asyncio.to_thread(build_http_request, inference)
-    return build_http_request(inference)
-
-
 async def decode_http_response(reply: CompleteResponse) -> InferResponse:
     """Return the response, decoded in a thread if it is large. Raises `BadUpstream`."""
     if len(reply.body) > MAX_INLINE_RESPONSE_BYTES:
@@ -160,11 +157,11 @@ async def decode_http_response(reply: CompleteResponse) -> InferResponse:
     return parse_http_response(reply)
 
 
-def build_http_request(inference: InferCall) -> tuple[Headers, bytes]:
+def build_http_request(request: InferRequest, remaining_s: float) -> tuple[Headers, bytes]:
     """Return headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
     try:
         body, header_length = InferenceServerClient.generate_request_body(
-            **inference.build_arguments(tritonclient.http)
+            **request.build_arguments(tritonclient.http, remaining_s)
         )
     except InferenceServerException as exc:
         raise map_tritonclient_error(exc) from exc

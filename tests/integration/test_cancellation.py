@@ -21,11 +21,12 @@ import numpy as np
 import psutil
 import pytest
 
+from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.channel import GrpcChannel
+from gateway.triton.grpc.channel import GrpcChannel, build_grpc_arguments
 from gateway.triton.grpc.unary import infer_unary
-from gateway.triton.inference import InferCall
+from gateway.triton.inference import InferRequest
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
 from tests.support.servers import Command, Triton, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until, wait_until_async
@@ -278,8 +279,9 @@ def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: T
         ends: Counter[str] = Counter()
         for _ in range(CALLS // LEAVERS):
             asked = RequestTarget(PATIENT.name, timeout_s=TIMEOUT_S)
-            inference = InferCall(described, seconds, (), {}, "", 60_000_000)
-            calling = asyncio.create_task(infer_unary(channel, asked, inference, []))
+            request = InferRequest(asked, described, InferInputs(seconds), (), {}, "", 0.0)
+            arguments = build_grpc_arguments(request, TIMEOUT_S)
+            calling = asyncio.create_task(infer_unary(channel, asked, arguments, []))
             await asyncio.wait({calling}, timeout=drawn.uniform(0, MOST_WAIT_S))
             ends["answered" if calling.done() else "left"] += 1
             calling.cancel()

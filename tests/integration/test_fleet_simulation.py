@@ -35,6 +35,8 @@ from gateway.errors import (
     ModelNotReady,
     UnknownModel,
 )
+from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
 from gateway.fleet.loader import ManagementOptions
@@ -46,6 +48,7 @@ from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOpti
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
+from gateway.fleet.transports import HttpCall
 from gateway.state.desired import DesiredModel
 from gateway.state.store import open_state_store
 from gateway.triton.error_mapping import RequestTarget
@@ -138,7 +141,7 @@ def over(fakes: Iterable[SimulatedTriton], poll_s: float = POLL_S) -> ReplicaPoo
 async def managing(
     pool: ReplicaPool, file: ModelsFile | None = None, state: str = "memory:"
 ) -> AsyncIterator[Repository]:
-    models = ModelService(pool)
+    models = ModelService(dispatcher_of(pool))
     file = file or ModelsFile(None)
     async with Repository(
         pool, models, open_state_store(state), file, ManagementOptions()
@@ -155,10 +158,18 @@ def declaring(path: Path, text: str) -> ModelsFile:
 # The callers.
 
 
+@functools.lru_cache(16)
+def dispatcher_of(pool: ReplicaPool) -> Dispatcher:
+    """The one of this pool, which remembers what it sent."""
+    return Dispatcher(pool)
+
+
 async def infer(pool: ReplicaPool, model: str = "m", timeout_s: float = TIMEOUT_S) -> None:
     path = f"/v2/models/{model}/infer".encode()
     headers = [(b"content-length", b"2")]
-    answer = await pool.send(RequestTarget(model, "", timeout_s), b"POST", path, headers, b"{}")
+    target = RequestTarget(model, "", timeout_s)
+    call = HttpCall(target, b"POST", path, headers, b"{}")
+    answer = await dispatcher_of(pool).send(call, timeout_s)
     try:
         await answer.read()
     finally:
@@ -259,8 +270,10 @@ async def test_choosing_a_replica_costs_no_more_in_a_large_fleet_than_in_a_small
         """To choose for each model, again and anew."""
         async with simulated_replicas(count, names) as fakes, over(fakes, NEVER_S) as pool:
             await wait_until_async(lambda: states(pool)[HealthState.UP] == count)
-            again = count_calls(lambda: [pool.choose_replica(name) for name in names])
-            return again, count_calls(lambda: [pool._update_candidates(name, "") for name in names])
+            again = count_calls(
+                lambda: [choose_less_loaded(pool.get_candidates(name)) for name in names]
+            )
+            return again, count_calls(lambda: [pool.update_candidates(name, "") for name in names])
 
     small, large = await calls_in(10), await calls_in(REPLICAS)
     say(f"calls for {MODELS} models, again and anew: {small} of 10, {large} of {REPLICAS} replicas")

@@ -336,6 +336,8 @@ def test_without_grpc_it_is_said_and_the_replica_goes_on_serving(
                 answer.read()
             assert answer.status_code in (502, 503)
             assert "gRPC" in answer.json()["error"]
+        attempts = f'attempts_total{{replica="127.0.0.1:{port}",outcome="refused"}} 7.0'
+        assert attempts in client.get("/metrics").text
         body = {"inputs": {"X": ["x"]}}
         assert client.post("/v1/models/single_BYTES/infer", json=body).status_code == 200
         assert client.get("/readyz").status_code == 200

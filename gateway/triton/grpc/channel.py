@@ -30,7 +30,7 @@ from gateway.triton.inference import (
     INT64_RANGE,
     MAX_INLINE_RESPONSE_BYTES,
     TRITONCLIENT_DECODE_ERRORS,
-    InferCall,
+    InferRequest,
     InferResponse,
     check_output_entry,
 )
@@ -136,13 +136,6 @@ def run_in_background(cleanup: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(BACKGROUND_TASKS.discard)
 
 
-async def prepare_grpc_arguments(inference: InferCall) -> dict[str, Any]:
-    """Return the arguments of a call, built in a thread if large. Raises `InputMismatch`."""
-    if inference.is_large:
-        return await asyncio.to_thread(build_grpc_arguments, inference)
-    return build_grpc_arguments(inference)
-
-
 async def decode_grpc_response(result: InferResult) -> InferResponse:
     """Return the response, decoded in a thread if it is large. Raises `BadUpstream`."""
     if count_output_bytes(result) > MAX_INLINE_RESPONSE_BYTES:
@@ -150,15 +143,15 @@ async def decode_grpc_response(result: InferResult) -> InferResponse:
     return parse_grpc_response(result)
 
 
-def build_grpc_arguments(inference: InferCall) -> dict[str, Any]:
-    """Raises `InputMismatch`."""
-    arguments = inference.build_arguments(tritonclient.grpc)
+def build_grpc_arguments(request: InferRequest, remaining_s: float) -> dict[str, Any]:
+    """Return the arguments of a call. Raises `InputMismatch`."""
+    arguments = request.build_arguments(tritonclient.grpc, remaining_s)
     sequence_id = arguments.get("sequence_id")
     if isinstance(sequence_id, int) and sequence_id not in INT64_RANGE:
         # The field is signed, but Triton reads it as unsigned.
         arguments["sequence_id"] = sequence_id - (1 << 64)
-    signature = inference.signature
-    return {"model_name": signature.model, "model_version": signature.version, **arguments}
+    target = request.target
+    return {"model_name": target.model, "model_version": target.version, **arguments}
 
 
 def parse_grpc_response(result: InferResult) -> InferResponse:

@@ -22,25 +22,23 @@ from gateway.triton.grpc.channel import (
     choose_grace_s,
     decode_grpc_response,
     map_grpc_error,
-    prepare_grpc_arguments,
     run_in_background,
 )
 from gateway.triton.grpc.management import GRPC_CONNECT_TIMEOUT_S, GrpcUnreachable
-from gateway.triton.inference import InferCall, InferResponse, map_tritonclient_error
+from gateway.triton.inference import InferResponse, map_tritonclient_error
 
 T = TypeVar("T")
 TRITONCLIENT_ERROR_STATUS: Final = "None"  # the status of requests that tritonclient itself rejects
 
 
 async def infer_unary(
-    channel: GrpcChannel, target: RequestTarget, inference: InferCall, headers: Headers
+    channel: GrpcChannel, target: RequestTarget, arguments: dict[str, Any], headers: Headers
 ) -> InferResponse:
     """Return the model's response; cancelling this coroutine cancels the inference.
 
     Raises `GrpcUnreachable` if it cannot have been sent, `DeadlinePassed` after `target.timeout_s`, and
     the mapped error of Triton.
     """
-    arguments = await prepare_grpc_arguments(inference)
     triton = channel.acquire()
     call_task = None
     try:

@@ -1,0 +1,256 @@
+"""Requests to the fleet: the attempts at replicas, retries, and what is recorded of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Final, NamedTuple, TypeVar
+
+import orjson
+
+from gateway.errors import (
+    BadUpstream,
+    DeadlinePassed,
+    GatewayError,
+    ModelNotReady,
+    SequenceNotRunning,
+    UnknownModel,
+)
+from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.health import HealthState, RetryBudget
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.sequences import SequenceRouter
+from gateway.fleet.transports import HttpCall, UpstreamCall
+from gateway.http_client.connection import RequestNotSent
+from gateway.request_info import RequestInfo, current_request_info
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.response import MAX_METADATA_BYTES, read_complete_response
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MEAN_LATENCY_WEIGHT: Final = 0.05
+MAX_SEQUENCE_GUESSES: Final = 3  # replicas tried for a sequence that another gateway started
+FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0  # of an idempotent request, while another replica can be tried
+EMPTY_BODY_HEADERS: Final = [(b"content-length", b"0")]
+# After these errors the replica has not executed the request.
+NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel)
+TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)
+ATTEMPT_OUTCOMES: Final = tuple(
+    zip(TRANSPORT_ERRORS, ("refused", "bad_answer", "deadline"), strict=True)
+)
+
+
+class AttemptHistory(NamedTuple):
+    """The failed attempts of one request."""
+
+    failed_replica: Replica | None = None
+    is_sequence_guessed: bool = False  # another gateway started its sequence
+    # The replicas that answered that they do not run the sequence.
+    refusing_replicas: tuple[Replica, ...] = ()
+
+
+NO_ATTEMPTS: Final = AttemptHistory()
+
+
+class Dispatcher:
+    """Sends each request to a replica that can serve it, and tries another where that is safe."""
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self._pool = pool
+        self._metrics = pool.metrics
+        self._mean_latency_s: dict[str, float] = {}
+        self._retry_budget = RetryBudget()
+        self._sequences = SequenceRouter(asyncio.get_running_loop().time)
+
+    async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
+        """Return the result of the first attempt that succeeds.
+
+        Tries a second replica if the first cannot have executed the request. An idempotent request is also
+        retried if it may have been executed, or got no response within `FIRST_ATTEMPT_TIMEOUT_S`.
+        Raises the `GatewayError` of the failure.
+        """
+        target, remaining_s = call.target, timeout_s
+        step, history = target.sequence_step, NO_ATTEMPTS
+        if step is not None and not self._sequences.is_known(target.model, step):
+            history = AttemptHistory(is_sequence_guessed=True)
+        info = current_request_info.get()
+        trace = None if info is None else info.trace
+        while True:
+            candidates = self._pool.get_candidates(
+                target.model, target.version, history.failed_replica
+            )
+            replica = (
+                candidates[0]
+                if step is None and len(candidates) == 1
+                else self._choose_replica(target, candidates, history)
+            )
+            attempt_s = remaining_s
+            if call.is_idempotent and history is NO_ATTEMPTS and len(candidates) > 1:
+                attempt_s = min(remaining_s, FIRST_ATTEMPT_TIMEOUT_S)
+            started_at = perf_counter()  # the event loop's clock has a resolution of 1 ms
+            try:
+                result = await call.send(replica, attempt_s, trace)
+            except asyncio.CancelledError:  # by the deadline, or a client disconnect
+                self._record_attempt(call, replica, started_at, "given_up", info)
+                raise
+            except GatewayError as exc:
+                outcome = get_failure_outcome(exc)
+                if outcome is None:  # an error of the client, found while its body was sent
+                    raise
+                self._record_attempt(call, replica, started_at, outcome, info)
+                error = self._handle_failure(replica, target, exc, started_at)
+            else:
+                duration_s = self._record_attempt(call, replica, started_at, "answered", info)
+                if step is not None or len(self._pool.replicas) > 1:
+                    self._record_success(replica, target, started_at, duration_s)
+                return result
+            remaining_s -= perf_counter() - started_at
+            retry = self._plan_retry(call, replica, error, history) if remaining_s > 0 else None
+            if retry is None:
+                raise error
+            history = retry
+
+    async def request_json(self, target: RequestTarget, path: str) -> Any:
+        """Return Triton's JSON response to a GET. Raises `BadUpstream` if it is not valid JSON."""
+        call = HttpCall(target, b"GET", path.encode(), EMPTY_BODY_HEADERS, is_idempotent=True)
+        response = await self.send(call, target.timeout_s)
+        text = (await read_complete_response(response, MAX_METADATA_BYTES)).body
+        try:
+            return orjson.loads(text) if text else None
+        except orjson.JSONDecodeError as exc:
+            raise BadUpstream("the replica returned invalid JSON") from exc
+
+    def _choose_replica(
+        self, target: RequestTarget, candidates: Sequence[Replica], history: AttemptHistory
+    ) -> Replica:
+        """Return a replica for the next attempt; for a sequence step, the one that holds its state.
+
+        Raises `SequenceNotRunning` if the state is lost.
+        """
+        pool, step = self._pool, target.sequence_step
+        if step is None:
+            return choose_less_loaded(candidates)
+        holders = (
+            replica
+            for replica in pool.replicas.values()
+            if pool.replica_state(replica) is not HealthState.DOWN
+            and replica.index.is_ready(target.model, target.version)
+        )
+        untried = [replica for replica in candidates if replica not in history.refusing_replicas]
+        return self._sequences.choose_replica(target.model, step, untried, holders)
+
+    # Retries.
+
+    def _plan_retry(
+        self, call: UpstreamCall[T], replica: Replica, error: GatewayError, history: AttemptHistory
+    ) -> AttemptHistory | None:
+        """Return the history for the next attempt, or None if there is none."""
+        target, step = call.target, call.target.sequence_step
+        is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
+        if step is not None and is_wrong_guess and call.is_resendable:
+            refusing = (*history.refusing_replicas, replica)
+            candidates = self._pool.get_candidates(target.model, target.version)
+            if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
+                return None
+            self._sequences.forget(target.model, step)
+            return history._replace(refusing_replicas=refusing)
+        if history.failed_replica or not self._can_retry(call, replica, error):
+            return None
+        log.warning("retrying on another replica than %s: %s", replica.name, error.detail)
+        self._metrics.retries.labels(replica.name).inc()
+        return history._replace(failed_replica=replica)
+
+    def _can_retry(self, call: UpstreamCall[T], replica: Replica, error: GatewayError) -> bool:
+        """Return whether a retry is safe, possible and within the budget.
+
+        It is safe if the request was not executed, or is idempotent. A streamed body cannot be sent again,
+        and a running sequence has its state on one replica.
+        """
+        model, version, step = call.target.model, call.target.version, call.target.sequence_step
+        if step is not None and not step.is_start:
+            return False
+        is_transport_error = isinstance(error, TRANSPORT_ERRORS)
+        if not isinstance(error, NOT_EXECUTED_ERRORS) and not (
+            call.is_idempotent and is_transport_error
+        ):
+            return False
+        others = [
+            other
+            for other in self._pool.update_candidates(model, version)
+            if other is not replica
+            and (
+                is_transport_error or (call.is_resendable and other.index.is_ready(model, version))
+            )
+        ]
+        return bool(others) and self._retry_budget.try_spend()
+
+    # Accounting.
+
+    def _record_attempt(
+        self,
+        call: UpstreamCall[T],
+        replica: Replica,
+        started_at: float,
+        outcome: str,
+        info: RequestInfo | None,
+    ) -> float:
+        """Record an attempt and return its duration in seconds.
+
+        Metadata that the gateway reads is idempotent, and not an attempt of the client's request.
+        """
+        duration_s = perf_counter() - started_at
+        self._metrics.pending_attempts[replica.name, outcome] += 1
+        if info is not None:
+            info.replica = replica.name
+            info.attempts += not call.is_idempotent
+            info.upstream_s += duration_s
+        return duration_s
+
+    def _record_success(
+        self, replica: Replica, target: RequestTarget, started_at: float, duration_s: float
+    ) -> None:
+        model = target.model
+        if target.sequence_step is not None:
+            self._sequences.finish_step(model, target.sequence_step)
+        self._retry_budget.earn()
+        if replica.health.consecutive_failures:
+            replica.health = replica.health.with_success()
+        if replica.latency.record_response(model, started_at, started_at + duration_s):
+            mean_s = self._mean_latency_s.get(model, duration_s)
+            replica.latency.update(duration_s, mean_s)
+            self._mean_latency_s[model] = mean_s + MEAN_LATENCY_WEIGHT * (duration_s - mean_s)
+
+    def _handle_failure(
+        self, replica: Replica, target: RequestTarget, error: GatewayError, started_at: float
+    ) -> GatewayError:
+        """Update what is known of the replica, and return the error for the client.
+
+        `UnknownModel` is replaced with `ModelNotReady` if the model is in the repository but not loaded:
+        Triton's message is the same for both.
+        """
+        pool, model, version = self._pool, target.model, target.version
+        if not error.is_answer:
+            if not isinstance(error, GrpcUnreachable):  # it says nothing about the replica's HTTP
+                pool.monitor.record_failure(replica, error, started_at)
+            return error
+        if (
+            isinstance(error, UnknownModel)
+            and pool.has_model(model)
+            and (not pool.is_ready(model) or pool.has_model(model, version))
+        ):
+            error = ModelNotReady(model, version)
+        if isinstance(error, (ModelNotReady, UnknownModel)):
+            pool.mark_unloaded(replica, model, version)
+        return error
+
+
+def get_failure_outcome(error: GatewayError) -> str | None:
+    """Return the outcome of a failed attempt in the metrics; None if the replica did not cause it."""
+    if error.is_answer:
+        return "answered"
+    return next((outcome for kind, outcome in ATTEMPT_OUTCOMES if isinstance(error, kind)), None)
