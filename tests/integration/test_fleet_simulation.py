@@ -133,8 +133,26 @@ def watching(
     )
 
 
-def over(fakes: Iterable[SimulatedTriton], poll_s: float = POLL_S) -> ReplicaPool:
-    return watching([fake.address for fake in fakes], poll_s)
+@contextlib.asynccontextmanager
+async def over(
+    fakes: Iterable[SimulatedTriton], poll_s: float = POLL_S
+) -> AsyncIterator[ReplicaPool]:
+    async with watching([fake.address for fake in fakes], poll_s) as pool:
+        if poll_s == NEVER_S:  # a first probe that a busy machine made late is not repeated
+            await wait_until_async(lambda: probe_unready(pool))
+        yield pool
+
+
+def probe_unready(pool: ReplicaPool) -> bool:
+    """Ask for a probe of every replica that is not up; return whether all are."""
+    unready = [
+        replica
+        for replica in pool.replicas.values()
+        if pool.replica_state(replica) is not HealthState.UP
+    ]
+    for replica in unready:
+        replica.probe_requested.set()
+    return not unready
 
 
 @asynccontextmanager
