@@ -178,7 +178,7 @@ class UnsupportedBody(GatewayError):
             if content_type
             else "Content-Type is missing"
         )
-        message = f"{problem}; send {join_names(supported)}"
+        message = f"{problem}; send one of {join_names(supported)}"
         if content_type == CURL_DEFAULT_TYPE:
             message += " (with curl -d, add -H 'Content-Type: …')"
         super().__init__(message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from gateway.messages import CommandError
 
 
@@ -27,5 +29,21 @@ class AccessDenied(ClientError):
     status = 4
 
 
+# The gateway's advice to users of its API, and the same for users of the commands.
+COMMAND_HINTS: Final = {
+    "GET /v1/models lists the models": "triton-gateway models lists the models",
+    "GET /readyz shows the reason": "triton-gateway replicas shows the reason",
+    'send {"parameters": {"unload_dependents": true}}': "use --dependents",
+    "send Authorization: Bearer KEY or X-API-Key: KEY": "use --key KEY or TRITON_GATEWAY_KEY",
+}
+
+
+def translate_hints(message: str) -> str:
+    for hint, command_hint in COMMAND_HINTS.items():
+        message = message.replace(hint, command_hint)
+    return message
+
+
 def make_client_error(http_status: int, message: str) -> ClientError:
-    return (AccessDenied if http_status in (401, 403) else ClientError)(message)
+    kind = AccessDenied if http_status in (401, 403) else ClientError
+    return kind(translate_hints(message))

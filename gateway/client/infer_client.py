@@ -13,7 +13,7 @@ from typing import Final
 import orjson
 
 from gateway.client.api import API_CONNECT_TIMEOUT_S, model_api_path
-from gateway.client.errors import ClientError, GatewayUnreachable
+from gateway.client.errors import ClientError, GatewayUnreachable, translate_hints
 from gateway.client.target import Target
 from gateway.errors import BadUpstream, DeadlinePassed
 from gateway.http_client.client import CompleteResponse, HttpClient
@@ -121,7 +121,7 @@ def extract_failure(reply: CompleteResponse) -> tuple[str, str] | None:
     except orjson.JSONDecodeError:
         document = None
     if isinstance(document, dict) and isinstance(document.get("error"), str):
-        return document["error"], str(document.get("code", ""))
+        return translate_hints(document["error"]), str(document.get("code", ""))
     return (
         None
         if reply.status == 200

@@ -411,6 +411,7 @@ def test_a_wrong_key_and_one_that_may_not(gateway: Gateway) -> None:
     sentence = wrong.fails(4, "infer", TEXTS, "--text", "a")
     assert "key" in sentence
     assert "tgw_wrong" not in sentence
+    assert "use --key KEY" in Gateway(gateway.url, "").fails(4, "models")
     assert weak.fails(4, "load", TEXTS)
 
 
@@ -444,6 +445,7 @@ def test_loading_and_unloading_and_that_it_is_ready(
     loaded = gateway.run("load", "nonesuch", NUMBERS, "--json")
     assert loaded.returncode == 1
     assert "failed to load 'nonesuch'" in loaded.stderr
+    assert "triton-gateway models lists the models" in loaded.stderr
     (report,) = json.loads(loaded.stdout)
     assert report == {
         "model": NUMBERS, "state": "READY", "replicas": {address: {"state": "READY"}},

@@ -456,7 +456,7 @@ def test_a_deadline_that_passes_is_504(zoo: Zoo) -> None:
     """The model would take a minute; no other test uses it."""
     headers = {"X-Request-Timeout": "0.3"}
     response = zoo.post("patient", json={"inputs": 60.0}, headers=headers)
-    assert_error(response, 504, "DEADLINE_PASSED", "within 0.3 s")
+    assert_error(response, 504, "DEADLINE_PASSED", "within 0.")  # what was left of 0.3 s
 
 
 @pytest.mark.parametrize("deadline", ["0", "-1", "abc", "nan", "inf"])

@@ -212,7 +212,12 @@ def test_the_time_of_an_inference_that_is_given_up_was_tritons(
         if line["attempts"] == 1:  # it was at Triton by then, on this machine
             break
     assert 0 < float(str(line["upstream_ms"])) < float(str(line["duration_ms"]))
-    assert total(client, "gateway_upstream_attempts_total", outcome="given_up") >= 1
+    # The deadline of the request and that of its attempt are the same: either may be noticed first.
+    attempts = [
+        total(client, "gateway_upstream_attempts_total", outcome=outcome)
+        for outcome in ("given_up", "deadline")
+    ]
+    assert sum(attempts) >= 1
 
 
 def test_who_asks_for_the_head_alone_gets_it(client: httpx.Client) -> None:
