@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final
 
 from gateway.process_exit import CLOSE_TIMEOUT_S, ExitDeadline
@@ -46,12 +46,7 @@ class Drain:
                     signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         if self._exit_deadline is not None:

@@ -32,7 +32,7 @@ class GatewayError(HTTPException):
     code: ClassVar[str] = "INTERNAL"
     retry_after_s: ClassVar[int | None] = None
     report: Mapping[str, Any] | None = None  # of a management call, by replica
-    is_answer: bool = False  # Triton returned it
+    is_from_triton: bool = False  # Triton returned it
     is_event: bool = False  # Triton sent it as the first event of a stream
 
     def __init__(self, detail: str, *, headers: dict[str, str] | None = None) -> None:
@@ -178,7 +178,8 @@ class UnsupportedBody(GatewayError):
             if content_type
             else "Content-Type is missing"
         )
-        message = f"{problem}; send one of {join_names(supported)}"
+        choices = list(supported)
+        message = f"{problem}; send {'one of ' if len(choices) > 1 else ''}{join_names(choices)}"
         if content_type == CURL_DEFAULT_TYPE:
             message += " (with curl -d, add -H 'Content-Type: …')"
         super().__init__(message)

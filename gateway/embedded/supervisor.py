@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import IO, cast
 
 import orjson
@@ -187,12 +186,7 @@ class EmbeddedTriton:
         self._exit_stack.enter_context(run_embedded_tritons([self], self._on_message))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
     @property

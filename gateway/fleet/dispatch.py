@@ -234,7 +234,7 @@ class Dispatcher:
         Triton's message is the same for both.
         """
         pool, model, version = self._pool, target.model, target.version
-        if not error.is_answer:
+        if not error.is_from_triton:
             if not isinstance(error, GrpcUnreachable):  # it says nothing about the replica's HTTP
                 pool.monitor.record_failure(replica, error, started_at)
             return error
@@ -251,6 +251,6 @@ class Dispatcher:
 
 def get_failure_outcome(error: GatewayError) -> str | None:
     """Return the outcome of a failed attempt in the metrics; None if the replica did not cause it."""
-    if error.is_answer:
+    if error.is_from_triton:
         return "answered"
     return next((outcome for kind, outcome in ATTEMPT_OUTCOMES if isinstance(error, kind)), None)

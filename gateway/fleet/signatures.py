@@ -10,7 +10,14 @@ from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any
 
-from gateway.errors import BadUpstream, InputMismatch, ModelNotReady, RefusedByModel, UnknownModel
+from gateway.errors import (
+    BadUpstream,
+    GatewayError,
+    InputMismatch,
+    ModelNotReady,
+    RefusedByModel,
+    UnknownModel,
+)
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.transports import (
     GrpcStreamCall,
@@ -179,8 +186,8 @@ class ModelService:
                 await self._dispatcher.send(http_call, request.remaining_s)
             )
             return build_result(request, await decode_http_response(reply))
-        except STALE_SIGNATURE_ERRORS:
-            self.invalidate(request.target.model)
+        except STALE_SIGNATURE_ERRORS as exc:
+            self._check_signature(request, exc)
             raise
 
     async def stream(self, request: InferRequest) -> AsyncGenerator[InferResult, None]:
@@ -198,10 +205,15 @@ class ModelService:
         call = GrpcStreamCall(request)
         try:
             stream, first = await self._dispatcher.send(call, request.remaining_s)
-        except STALE_SIGNATURE_ERRORS:
-            self.invalidate(request.target.model)
+        except STALE_SIGNATURE_ERRORS as exc:
+            self._check_signature(request, exc)
             raise
         return iterate_results(request, stream, first)
+
+    def _check_signature(self, request: InferRequest, error: GatewayError) -> None:
+        """Invalidate the signature if Triton contradicts it. A client's own mismatch says nothing of it."""
+        if error.is_from_triton or not isinstance(error, InputMismatch):
+            self.invalidate(request.target.model)
 
     def _is_cancellable(self, model: Signature) -> bool:
         return model.is_cancellable or any(

@@ -387,6 +387,7 @@ class RedisStateStore:
                 )
         with suppress(*self._failures):
             await self._client.aclose()
+        with suppress(*self._failures):
             await self._rate_windows.close()
 
     def _operation_key(self, operation: str) -> str:

@@ -230,7 +230,7 @@ def sanitize_event(payload: bytes) -> bytes:
 def map_triton_error(status: int, body: bytes, target: RequestTarget) -> GatewayError:
     """Return the gateway error for a response of Triton. The log gets the unsanitized response."""
     error = make_triton_error(status, body, target)
-    error.is_answer = True
+    error.is_from_triton = True
     return error
 
 

@@ -83,3 +83,15 @@ def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None
     kinds = dict(re.findall(r"^# TYPE (gateway_\w+) (\w+)$", page, re.MULTILINE))
     texts = dict(re.findall(r"^# HELP (gateway_\w+) (.*)$", page, re.MULTILINE))
     assert documented == {name: (kind, texts[name]) for name, kind in kinds.items()}
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    files = ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("gateway/**/*")]
+    files += ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/*/*.py")]
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.py\b|(?<=`)(?:[a-z_0-9]+/)+(?=`)", text))
+    assert len(named) > 50
+    missing = [
+        name for name in named if not any(f"{f}/".endswith(f"/{name.rstrip('/')}/") for f in files)
+    ]
+    assert not missing

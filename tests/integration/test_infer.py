@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import io
+import re
 import socket
 from typing import Any
 
@@ -450,6 +451,22 @@ def test_a_models_own_error_has_its_status_and_its_words(
 ) -> None:
     response = zoo.infer("refusing", f"{code}:the moon is in the way")
     assert_error(response, status, name, "the moon is in the way")
+
+
+def test_a_mismatch_of_the_clients_own_does_not_read_the_metadata_again(zoo: Zoo) -> None:
+    """Each reading would be two requests to Triton; one is due every two seconds in any case."""
+
+    def attempts() -> float:
+        page = zoo.client.get("/metrics").text
+        counts = re.findall(r"^gateway_upstream_attempts_total\{.*\} (\S+)$", page, re.MULTILINE)
+        return sum(map(float, counts))
+
+    body = {"inputs": "a", "parameters": {"timeout": "soon"}}
+    assert zoo.post("single_BYTES", json=body).status_code == 422
+    before = attempts()
+    for _ in range(50):
+        assert zoo.post("single_BYTES", json=body).status_code == 422
+    assert attempts() - before < 50
 
 
 def test_a_deadline_that_passes_is_504(zoo: Zoo) -> None:
