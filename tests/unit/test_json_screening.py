@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,6 +24,7 @@ from gateway.triton.json_guard import (
     JsonGuard,
     KeyLimits,
 )
+from tests.support.linearity import cpu_s
 
 FEW = KeyLimits(total=8, consecutive=4)
 ROOM = 1000
@@ -264,19 +265,16 @@ HOSTILE = {
 }
 
 
-def seconds(body: bytes, piece_bytes: int) -> float:
+def seconds(body: bytes, piece_bytes: int, enough_s: float = 0.0) -> float:
     """The least CPU time of several rounds, as long as it is not refused."""
-    best = float("inf")
-    for _ in range(3):
-        screening = JsonGuard(1 << 62, key_limits=KeyLimits(1 << 60, 1 << 60))
-        began = time.process_time()
-        try:
+
+    def screen() -> None:
+        guard = JsonGuard(1 << 62, key_limits=KeyLimits(1 << 60, 1 << 60))
+        with suppress(GatewayError):
             for start in range(0, len(body), piece_bytes):
-                screening.feed(body[start : start + piece_bytes])
-        except GatewayError:
-            pass
-        best = min(best, time.process_time() - began)
-    return best
+                guard.feed(body[start : start + piece_bytes])
+
+    return cpu_s(screen, 3, enough_s)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +286,8 @@ def test_the_cost_is_linear_whatever_the_bytes(start: bytes, piece_bytes: int) -
     base = 1 << 12 if piece_bytes == 6 else 1 << 15
     for name, unit in HOSTILE.items():
         few, many = (start + unit * (size // len(unit)) for size in (base, 8 * base))
-        small, large = seconds(few, piece_bytes), seconds(many, piece_bytes)
+        small = seconds(few, piece_bytes)
+        large = seconds(many, piece_bytes, enough_s=12 * small)
         per_byte = large / len(many) * 1e9
         print(f"{name:>22}: {large / max(small, 1e-6):5.1f} times, {per_byte:6.1f} ns a byte")
         assert large < 24 * small + 2e-3, (name, small, large)

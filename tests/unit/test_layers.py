@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from tests.support.servers import ROOT
+from tests.support.source import package_trees
 
 LAYOUT = (ROOT / "docs/architecture.md").read_text().partition("## Layout")[2].partition("\n## ")[0]
 # The rows of the table, from the lowest to the highest.
@@ -42,14 +43,7 @@ ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 COMPAT_MODULES = {uvicorn: "gateway.uvicorn_compat", prometheus_client: "gateway.prometheus_compat"}
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-TREES = {
-    module_name(path): ast.parse(path.read_text())
-    for path in sorted((ROOT / "gateway").rglob("*.py"))
-}
+TREES = package_trees()
 
 
 def find_imports(module: str) -> set[str]:

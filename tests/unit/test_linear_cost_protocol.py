@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from gateway.triton import error_mapping
 from gateway.triton.grpc import channel, management
 from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
+from tests.support.linearity import cpu_s
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
 ROUNDS = 4
@@ -259,16 +259,15 @@ PARSERS = (
 )  # fmt: skip
 
 
-def least_seconds(parser: Parser, size: int) -> float:
-    """The CPU time of this process, the least of several rounds."""
+def least_seconds(parser: Parser, size: int, enough_s: float) -> float:
+    """The CPU time of the round that was disturbed least."""
     worst = parser.worst(size)
-    best = float("inf")
-    for _ in range(ROUNDS):
-        began = time.process_time()
+
+    def parse() -> None:
         with contextlib.suppress(*REFUSALS):
             parser.parse(worst)
-        best = min(best, time.process_time() - began)
-    return best
+
+    return cpu_s(parse, ROUNDS, enough_s)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -279,7 +278,10 @@ def head_of_table() -> None:
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_the_cost_grows_as_the_bytes_do(parser: Parser) -> None:
     """Eight times the bytes never cost much more than eight times as much."""
-    seconds = [least_seconds(parser, size) for size in SIZES]
+    seconds: list[float] = []
+    for size, before in zip(SIZES, (0, *SIZES), strict=False):
+        most_s = SLACK * size / before * seconds[-1] + NOISE_S if before else 0.0
+        seconds.append(least_seconds(parser, size, most_s / 2 if size == SIZES[-1] else 0.0))
     shown = "".join(f"{second * 1e3:>9.2f} ms" for second in seconds)
     print(f"{parser.name:34}{shown}  {seconds[-1] / SIZES[-1] * 1e9:9.1f}")
     for number in range(len(SIZES) - 1):

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from tests.support.servers import ROOT
+from tests.support.source import package_trees
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 DOCUMENTED = (ast.Module, *DEFINITIONS)
@@ -35,14 +35,9 @@ PHRASES = {
 }
 
 
-def package() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((ROOT / "gateway").rglob("*.py")):
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
-
-
 def test_a_public_name_is_defined_once() -> None:
     places = defaultdict(list)
-    for path, tree in package():
+    for path, tree in package_trees().items():
         for node in tree.body:
             if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
                 places[node.name].append(path)
@@ -52,7 +47,7 @@ def test_a_public_name_is_defined_once() -> None:
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     openers = [
         f"{path}: {doc.splitlines()[0]}"
-        for path, tree in package()
+        for path, tree in package_trees().items()
         for node in ast.walk(tree)
         if isinstance(node, DOCUMENTED) and (doc := ast.get_docstring(node)) and OPENERS.match(doc)
     ]
@@ -74,7 +69,7 @@ def messages(tree: ast.Module) -> Iterator[str]:
 def test_messages_use_the_usual_words() -> None:
     riddles = [
         f"{path}: {text!r}; better: {usual}"
-        for path, tree in package()
+        for path, tree in package_trees().items()
         for text in messages(tree)
         for phrase, usual in PHRASES.items()
         if re.search(phrase, text)
