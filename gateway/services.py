@@ -19,6 +19,8 @@ from gateway.metrics import Metrics
 from gateway.rate_limit import RateLimiter
 from gateway.request_info import RequestInfo
 from gateway.settings import Settings
+from gateway.tensors.images import ImageLimits
+from gateway.tensors.payload import PayloadLimits
 from gateway.tracing import Tracer
 
 
@@ -45,6 +47,17 @@ class Services:
         if charge is None:
             charge = info.charge = MemoryCharge(self.memory)
         return charge
+
+    @cached_property
+    def payload_limits(self) -> PayloadLimits:
+        return PayloadLimits(
+            max_bytes=self.settings.max_body_bytes,
+            max_json_memory_bytes=self.decode_executor.max_process_bytes,
+        )
+
+    @cached_property
+    def image_limits(self) -> ImageLimits:
+        return ImageLimits(self.settings.max_image_pixels)
 
     @cached_property
     def default_timeout_s(self) -> float:

@@ -103,7 +103,7 @@ class Dispatcher:
                 if outcome is None:  # an error of the client, found while its body was sent
                     raise
                 self._record_attempt(call, replica, started_at, outcome, info)
-                error = self._handle_failure(replica, target, exc, started_at)
+                error = self._handle_failure(replica, call, exc, started_at)
             else:
                 duration_s = self._record_attempt(call, replica, started_at, "answered", info)
                 if step is not None or len(self._pool.replicas) > 1:
@@ -226,17 +226,21 @@ class Dispatcher:
             self._mean_latency_s[model] = mean_s + MEAN_LATENCY_WEIGHT * (duration_s - mean_s)
 
     def _handle_failure(
-        self, replica: Replica, target: RequestTarget, error: GatewayError, started_at: float
+        self, replica: Replica, call: UpstreamCall[T], error: GatewayError, started_at: float
     ) -> GatewayError:
         """Update what is known of the replica, and return the error for the client.
 
-        `UnknownModel` is replaced with `ModelNotReady` if the model is in the repository but not loaded:
-        Triton's message is the same for both.
+        `DeadlinePassed` names the timeout of the request instead of that of the attempt. `UnknownModel` is
+        replaced with `ModelNotReady` if the model is in the repository but not loaded: Triton's message is
+        the same for both.
         """
+        target = call.target
         pool, model, version = self._pool, target.model, target.version
         if not error.is_from_triton:
             if not isinstance(error, GrpcUnreachable):  # it says nothing about the replica's HTTP
                 pool.monitor.record_failure(replica, error, started_at)
+            if isinstance(error, DeadlinePassed) and not call.is_idempotent:
+                return DeadlinePassed(target.timeout_s)
             return error
         if (
             isinstance(error, UnknownModel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any
@@ -78,12 +78,18 @@ class ModelService:
         normalized = normalize_version(version) if version else ""
         if normalized is None:
             raise UnknownModel(model, version)
-        version = normalized
-        key, now = (model, version), asyncio.get_running_loop().time()
+        return self.find_signature(model, normalized) or await self._read_once((model, normalized))
+
+    def find_signature(self, model: str, version: str) -> Signature | None:
+        """Return the cached signature, unless it expired; an older one is refreshed in the background."""
+        key = (model, version)
         cached = self._signatures.get(key)
-        if cached is None or now - cached.read_at > EXPIRE_AFTER_S:
-            return await self._read_once(key)
-        if now - cached.read_at > REFRESH_AFTER_S and cached.refresh_task is None:
+        if cached is None:
+            return None
+        age_s = asyncio.get_running_loop().time() - cached.read_at
+        if age_s > EXPIRE_AFTER_S:
+            return None
+        if age_s > REFRESH_AFTER_S and cached.refresh_task is None:
             cached.refresh_task = asyncio.create_task(self._refresh_signature(model, version))
             cached.refresh_task.add_done_callback(lambda task: self._store_signature(key, task))
         return cached.signature
@@ -152,7 +158,7 @@ class ModelService:
         semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
         tasks = [
             asyncio.create_task(
-                self._infer_limited_piece(replace(request, inputs=piece), semaphore)
+                self._infer_limited_piece(request._replace(inputs=piece), semaphore)
             )
             for piece in pieces
         ]

@@ -6,12 +6,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote
 
 from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
-from gateway.http_client.connection import Headers
+from gateway.http_client.connection import Buffer, Headers
 from gateway.tracing import ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.channel import build_grpc_arguments
@@ -54,12 +55,12 @@ class HttpCall(NamedTuple):
     method: bytes
     path: bytes
     headers: Headers  # with the body's framing
-    body: bytes | AsyncIterator[bytes] = b""
+    body: bytes | list[Buffer] | AsyncIterator[bytes] = b""
     is_idempotent: bool = False
 
     @property
     def is_resendable(self) -> bool:
-        return isinstance(self.body, bytes)
+        return isinstance(self.body, (bytes, list))
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
@@ -168,6 +169,7 @@ def start_attempt_span(
     )
 
 
+@lru_cache(1024)
 def triton_model_path(model: str, version: str = "") -> str:
     """Return Triton's path of a model. Triton does not decode it, so a quoted name matches no model."""
     path = f"/v2/models/{quote(model, safe=UNQUOTED_PATH_CHARS)}"

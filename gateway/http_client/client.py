@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 
 from gateway.errors import DeadlinePassed, UpstreamResponseTooLarge
-from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection
+from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
 from gateway.sse import SSE_MEDIA_TYPE
 
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
@@ -95,8 +94,7 @@ class UpstreamResponse:
             self._release(connection)
 
 
-@dataclass(frozen=True)
-class CompleteResponse:
+class CompleteResponse(NamedTuple):
     """A response with its whole body."""
 
     status: int
@@ -145,7 +143,7 @@ class HttpClient:
         method: bytes,
         target: bytes,
         headers: Iterable[tuple[bytes, bytes]],
-        body: bytes | AsyncIterator[bytes] = b"",
+        body: bytes | list[Buffer] | AsyncIterator[bytes] = b"",
         *,
         timeout_s: float,
         fresh: bool = False,
@@ -168,7 +166,7 @@ class HttpClient:
                     raise RequestNotSent(f"the replica {self._authority} closed a new connection")
             head, chunked = self._build_head(method, target, headers)
             connection.begin_request(timeout_s)
-            if isinstance(body, bytes):
+            if isinstance(body, (bytes, list)):
                 write_request(connection, head, body)
             else:
                 connection.write(head)
@@ -303,9 +301,11 @@ class HttpClient:
             self._sweep_timer = self._loop.call_later(max(wait_s, 0.05), self._close_expired)
 
 
-def write_request(connection: UpstreamConnection, head: bytes, body: bytes) -> None:
+def write_request(connection: UpstreamConnection, head: bytes, body: bytes | list[Buffer]) -> None:
     # A small request is sent in one write, and so in one packet.
-    if len(body) < COALESCE_REQUEST_UNDER_BYTES:
+    if isinstance(body, list):
+        connection.write_buffers([head, *body])
+    elif len(body) < COALESCE_REQUEST_UNDER_BYTES:
         connection.write(head + body)
     else:
         connection.write(head)

@@ -7,6 +7,7 @@ becomes a gateway error, body iteration included.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final, cast
 
 import httptools
@@ -14,6 +15,7 @@ import httptools
 from gateway.errors import BadUpstream, DeadlinePassed, Unavailable
 
 Headers = list[tuple[bytes, bytes]]
+Buffer = bytes | memoryview
 
 RESPONSE_HIGH_WATER_BYTES: Final = 256 * 1024
 MAX_RESPONSE_HEADERS: Final = 200
@@ -207,6 +209,10 @@ class UpstreamConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    def write_buffers(self, buffers: Sequence[Buffer]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(buffers)
 
     def mark_request_sent(self) -> None:
         self._is_request_sent = True

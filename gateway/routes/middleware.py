@@ -7,17 +7,21 @@ import logging
 from time import perf_counter
 
 from fastapi import FastAPI
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
+from gateway.auth import authorize
 from gateway.errors import Forbidden, GatewayError, Unauthenticated, render_error
+from gateway.keys import Right
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
 from gateway.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
 from gateway.request_info import RequestInfo, current_request_info
+from gateway.routes.infer import InferenceRoute, find_inference_route
 from gateway.services import Services
 from gateway.tracing import Trace, choose_request_id, is_probe
 
@@ -80,6 +84,8 @@ class GatewayMiddleware:
                 await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
+            elif (route := choose_inference_route(scope)) is not None:
+                status = await serve_inference(services, route, scope, receive, send)
             else:
                 status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
@@ -105,11 +111,6 @@ class GatewayMiddleware:
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
-        async def receive_counted() -> Message:
-            message = await receive()
-            info.bytes_in += len(message.get("body", b""))
-            return message
-
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
@@ -129,11 +130,63 @@ class GatewayMiddleware:
             await send(message)
 
         try:
-            await self._framework(framework_scope, receive_counted, send_with_id)
+            await self._framework(framework_scope, receive, send_with_id)
         finally:
             # The label is the route's template: a client's path would be unbounded.
             info.route = getattr(framework_scope.get("route"), "path", "")
         return status
+
+
+def choose_inference_route(scope: Scope) -> InferenceRoute | None:
+    """Return the route of an inference that needs nothing of the framework, as nearly all do."""
+    if scope["method"] != "POST" or scope["query_string"]:
+        return None
+    return find_inference_route(scope["path"])
+
+
+async def serve_inference(
+    services: Services, route: InferenceRoute, scope: Scope, receive: Receive, send: Send
+) -> int:
+    """Call a handler without the framework, whose routing and dependencies cost more than all the rest.
+
+    The framework calls the same handler for a request with a query.
+    """
+    info: RequestInfo = scope["request_info"]
+    info.route = route.template
+    request = Request(scope, receive)
+    try:
+        model, version = route.parameters["model"], route.parameters.get("version", "")
+        authorize(scope, Right.infer, model, version)
+        response = await route.handler(request, services, model, version)
+    except ClientDisconnect:
+        return CLIENT_CLOSED_REQUEST
+    except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
+        response = await render_error(request, exc)
+    response.raw_headers += [
+        (b"x-request-id", info.request_id.encode()),
+        NOSNIFF_HEADER,
+        SANDBOX_HEADER,
+    ]
+    if isinstance(response, StreamingResponse):
+        await response(scope, receive, count_sent_bytes(send, info))
+        return response.status_code
+    info.bytes_out = len(response.body)
+    start = {
+        "type": "http.response.start",
+        "status": response.status_code,
+        "headers": response.raw_headers,
+    }
+    await send(start)
+    await send({"type": "http.response.body", "body": response.body})
+    return response.status_code
+
+
+def count_sent_bytes(send: Send, info: RequestInfo) -> Send:
+    async def send_counted(message: Message) -> None:
+        info.bytes_out += len(message.get("body", b""))
+        await send(message)
+
+    return send_counted
 
 
 async def send_refusal(scope: Scope, receive: Receive, send: Send, exc: GatewayError) -> int:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from gateway.errors import Forbidden, MalformedRequest, NotFound
 from gateway.fleet.index import READY, build_index_entry, merge_indexes
 from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
 from gateway.messages import quote_text
 from gateway.openapi.repository import (
@@ -30,7 +31,6 @@ from gateway.routes.dependencies import (
     ServicesForManagement,
     get_caller,
 )
-from gateway.routes.request_body import read_request_body
 from gateway.services import Services
 
 router = APIRouter(tags=["management"])
@@ -151,9 +151,8 @@ async def change_model(request: Request, services: Services, model: str, *, load
 
 
 async def read_management_body(request: Request, services: Services, max_bytes: int) -> bytes:
-    return await read_request_body(
-        request, max_bytes, services.get_charge(request.scope["request_info"])
-    )
+    body = RequestBody(request.scope, request.receive)
+    return await body.read(max_bytes, services.get_charge(request.scope["request_info"]))
 
 
 def parse_management_body(body: bytes) -> dict[str, Any]:

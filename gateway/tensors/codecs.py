@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from encodings import normalize_encoding
 from encodings.aliases import aliases
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -63,16 +64,23 @@ def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
 
 def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
     charset = parameters.get("charset", "utf-8")
-    codec = normalize_encoding(charset.lower())
-    codec = aliases.get(codec, codec)
-    if codec not in SUPPORTED_CODECS:
-        raise MalformedRequest(f"unknown charset {quote_text(charset)}; send UTF-8")
+    codec = find_text_codec(charset)
     if len(body) > TEXT_CHUNK_BYTES and codec not in BOM_CODECS:
         return decode_text_chunks(body, codec, charset)
     try:
         return body.decode(codec)
     except UnicodeDecodeError as exc:
         raise build_charset_error(charset, exc.start) from None
+
+
+@lru_cache(256)
+def find_text_codec(charset: str) -> str:
+    """Return Python's name for a charset. Raises `MalformedRequest`."""
+    codec = normalize_encoding(charset.lower())
+    codec = aliases.get(codec, codec)
+    if codec not in SUPPORTED_CODECS:
+        raise MalformedRequest(f"unknown charset {quote_text(charset)}; send UTF-8")
+    return codec
 
 
 def decode_text_chunks(body: bytes, codec: str, charset: str) -> str:

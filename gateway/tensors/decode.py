@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gateway.errors import TooLarge
 from gateway.media_types import JSON, MULTIPART
 from gateway.tensors import kserve_v1
@@ -63,7 +61,7 @@ def decode_payload(
     payload: Payload, signature: Signature, image_limits: ImageLimits
 ) -> tuple[Payload, InferInputs]:
     inputs = to_inputs(payload, signature, image_limits)
-    return replace(payload, parts={}), inputs
+    return payload._replace(parts={}), inputs
 
 
 def parse_predict_body(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +35,7 @@ MAX_IMAGES = 4096
 MAX_SUB_BATCHES = 1000
 
 
-@dataclass(frozen=True)
-class InferInputs:
+class InferInputs(NamedTuple):
     """The tensors of one inference. The first dimension is the batch if the model supports batching."""
 
     arrays: Mapping[str, np.ndarray]
@@ -68,8 +66,7 @@ class InferInputs:
             )
 
 
-@dataclass(frozen=True)
-class InspectedPayload:
+class InspectedPayload(NamedTuple):
     """The parts of a payload by input, with their images and NumPy files inspected but not decoded.
 
     The value of a part is an `EncodedImage`, a list of them, or the original value.
@@ -170,14 +167,14 @@ def parse_encoded_part(part: Part, tensor: TensorSpec, limits: images.ImageLimit
         return part
     # curl sends a .npy file as application/octet-stream, so the first bytes decide.
     if isinstance(value, bytes) and value.startswith(NPY_MAGIC):
-        return replace(part, value=read_npy(value))
+        return part._replace(value=read_npy(value))
     blobs = extract_image_bytes(value)
     if not blobs:
         return part
     if tensor.image_spec is None:
         raise build_input_mismatch(tensor, "bytes, but the input's shape is not an image shape")
     inspected = [images.inspect_image(blob, limits, tensor.name) for blob in blobs]
-    return replace(part, value=inspected if isinstance(value, list) else inspected[0])
+    return part._replace(value=inspected if isinstance(value, list) else inspected[0])
 
 
 def extract_image_bytes(value: Any) -> list[bytes]:

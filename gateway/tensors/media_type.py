@@ -6,6 +6,8 @@ The cost is linear in the length for any header.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 from gateway.errors import UnsupportedBody
@@ -20,7 +22,8 @@ UNQUOTED_VALUE: Final = re.compile(r"[^;]*")
 QUOTED_PAIR: Final = re.compile(r'\\(["\\])')
 
 
-def parse_content_type(content_type: str) -> tuple[str, dict[str, str]]:
+@lru_cache(256)
+def parse_content_type(content_type: str) -> tuple[str, Mapping[str, str]]:
     """`text/plain; charset=utf-8` → ("text/plain", {"charset": "utf-8"}).
 
     Raises `UnsupportedBody` if the header is too long.

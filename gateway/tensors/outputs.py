@@ -6,7 +6,6 @@ import base64
 import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -32,10 +31,10 @@ MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
 VALUES_PER_CHUNK = 16_384
 # Browsers send about 150 characters.
 MAX_ACCEPT_CHARS = 2048
+JSON_ACCEPT_VALUES = ("", "*/*", JSON)  # those of nearly all clients
 
 
-@dataclass(frozen=True)
-class InferResult:
+class InferResult(NamedTuple):
     """The response of a model. `arrays` keep the batch dimension of a model that supports batching."""
 
     signature: Signature
@@ -65,8 +64,7 @@ class InferResult:
         return self.signature.outputs.get(name)
 
 
-@dataclass(frozen=True)
-class EncodedBody:
+class EncodedBody(NamedTuple):
     body: bytes
     content_type: str
 
@@ -89,8 +87,7 @@ def concatenate_results(results: Sequence[InferResult]) -> InferResult:
             "the responses to the parts of this batch have different shapes; "
             f"send at most {first.signature.max_batch_size} items at a time"
         ) from None
-    return replace(
-        first,
+    return first._replace(
         arrays=arrays,
         is_batched=True,
         instance_count=sum(result.instance_count for result in results),
@@ -254,6 +251,8 @@ def choose_result_encoder(
 
     Raises `NotAcceptable`, so it is called before the inference.
     """
+    if accept in JSON_ACCEPT_VALUES:
+        return encode_json_result
     encoders: dict[str, Callable[[InferResult], EncodedBody]] = {
         JSON: encode_json_result,
         NPZ: encode_npz_result,

@@ -7,8 +7,8 @@ these, of strings and of bytes).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,10 @@ class PayloadLimits:
     max_json_memory_bytes: int = 1 << 30
 
 
-@dataclass(frozen=True)
-class Part:
+NO_PARAMETERS: Final[Mapping[str, Any]] = {}
+
+
+class Part(NamedTuple):
     """One value with its metadata."""
 
     value: Any
@@ -30,8 +32,7 @@ class Part:
     file_name: str = ""
 
 
-@dataclass(frozen=True)
-class Payload:
+class Payload(NamedTuple):
     """The content of a request: lists of parts by name, several if a form field is repeated.
 
     The name is "" for a value without a name, which is valid if the model has one required input.
@@ -39,6 +40,6 @@ class Payload:
 
     parts: Mapping[str, list[Part]]
     outputs: tuple[str, ...] = ()
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = NO_PARAMETERS
     id: str = ""
     is_stacked: bool = False  # each part is one item of a batch, even if there is only one

@@ -27,6 +27,11 @@ class SequenceStep:
     is_start: bool = False
     is_end: bool = False
 
+    @property
+    def values(self) -> tuple[int | str, bool, bool]:
+        """The values of `SEQUENCE_KEYS`."""
+        return self.sequence_id, self.is_start, self.is_end
+
 
 def parse_sequence_parameters(parameters: Mapping[str, Any]) -> SequenceStep | None:
     """Return the step for a request's parameters, if any. Raises `InputMismatch`."""

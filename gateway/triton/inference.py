@@ -1,32 +1,36 @@
-"""Encoding and decoding of inferences with tritonclient, without I/O; over HTTP with binary tensors."""
+"""Inference requests to one Triton: their parameters, and their encoding for HTTP. Does no I/O."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-import tritonclient.http
-from tritonclient.http import InferenceServerClient, InferResult
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import (
+    TRITON_RESERVED_REQUEST_PARAMS,
+    TRITON_RESERVED_REQUEST_PARAMS_PREFIX,
+    InferenceServerException,
+)
 
 from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
-from gateway.http_client.connection import Headers
+from gateway.http_client.connection import Buffer, Headers
 from gateway.messages import quote_text
 from gateway.tensors import sequence
-from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import Signature
+from gateway.triton.binary_tensors import (
+    BinaryInput,
+    decode_infer_response,
+    encode_infer_request,
+)
 from gateway.triton.error_mapping import RequestTarget
 
 T = TypeVar("T")
-# The exceptions with which tritonclient fails on an invalid response.
-TRITONCLIENT_DECODE_ERRORS = (
+# The exceptions of an invalid response, those of tritonclient included.
+DECODE_ERRORS: Final = (
     RecursionError,
     ValueError,
     OverflowError,
@@ -40,7 +44,7 @@ TRITONCLIENT_DECODE_ERRORS = (
 MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, which Python processes one by one
 MAX_INLINE_REQUEST_BYTES: Final = 1 << 20
 MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # BYTES can take four bytes per element
-MAX_OUTPUTS: Final = 2048
+MAX_JOINED_BYTES: Final = 64 << 10  # larger requests are sent without being copied
 INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -52,8 +56,17 @@ class InferResponse(NamedTuple):
     size_bytes: int  # as received
 
 
-@dataclass(frozen=True)
-class InferRequest:
+class RequestOptions(NamedTuple):
+    """The checked parameters of a request."""
+
+    # The number of classes to return by requested output; 0 for its values. Empty means all outputs.
+    class_counts: Mapping[str, int]
+    timeout_us: int
+    priority: int
+    custom: dict[str, Any]
+
+
+class InferRequest(NamedTuple):
     """A request to a model, from the handler that decoded it to the transport that encodes it.
 
     The parameter `classification` is the number of classes to return for each output; `timeout` and
@@ -67,7 +80,7 @@ class InferRequest:
     parameters: Mapping[str, Any]
     request_id: str
     deadline: float  # on the event loop's clock
-    trace_headers: Headers = field(default_factory=list)
+    trace_headers: Headers
 
     @property
     def remaining_s(self) -> float:
@@ -82,13 +95,8 @@ class InferRequest:
             return await asyncio.to_thread(build, self, self.remaining_s)
         return build(self, self.remaining_s)
 
-    def build_arguments(self, client_module: ModuleType, remaining_s: float) -> dict[str, Any]:
-        """Return arguments for `tritonclient.http` or `tritonclient.grpc`. Raises `InputMismatch`."""
-        inputs = []
-        for name, array in self.inputs.arrays.items():
-            datatype = self.signature.inputs[name].datatype.name
-            tensor = client_module.InferInput(name, list(array.shape), datatype)
-            inputs.append(tensor.set_data_from_numpy(array))
+    def build_options(self, remaining_s: float) -> RequestOptions:
+        """Raises `InputMismatch` for parameters that Triton would reject or misread."""
         custom = {
             key: value
             for key, value in self.parameters.items()
@@ -97,36 +105,30 @@ class InferRequest:
         class_count = parse_integer_parameter(
             "classification", custom.pop("classification", 0), "a non-negative integer"
         )
-        output_names = self.outputs or (self.signature.outputs if class_count else ())
-        excluded = find_outputs_without_classes(self.signature, self.outputs) if class_count else ()
-        counts = {name: 0 if name in excluded else class_count for name in output_names}
-        arguments = {
-            "inputs": inputs,
-            "outputs": [
-                client_module.InferRequestedOutput(name, class_count=count)
-                for name, count in counts.items()
-            ]
-            or None,
-            "request_id": self.request_id,
-            "timeout": parse_integer_parameter(
-                "timeout",
-                custom.pop("timeout", max(int(remaining_s * 1e6), 1)),
-                "a positive number of microseconds",
-                minimum=1,
-            ),
-            "priority": parse_integer_parameter(
-                "priority", custom.pop("priority", 0), "a non-negative integer"
-            ),
-            "parameters": custom or None,
-        }
+        timeout_us = parse_integer_parameter(
+            "timeout",
+            custom.pop("timeout", max(int(remaining_s * 1e6), 1)),
+            "a positive number of microseconds",
+            minimum=1,
+        )
+        priority = parse_integer_parameter(
+            "priority", custom.pop("priority", 0), "a non-negative integer"
+        )
         for key, value in custom.items():
+            if key in TRITON_RESERVED_REQUEST_PARAMS or key.startswith(
+                TRITON_RESERVED_REQUEST_PARAMS_PREFIX
+            ):
+                raise InputMismatch(f"the parameter {quote_text(key)} is reserved by Triton")
             if isinstance(value, int) and value not in INT64_RANGE:
                 raise InputMismatch(f"the parameter {quote_text(key)} does not fit into 64 bits")
-        step = self.target.sequence_step
-        if step is not None:
-            values = (step.sequence_id, step.is_start, step.is_end)
-            arguments |= zip(sequence.SEQUENCE_KEYS, values, strict=True)
-        return arguments
+        if not class_count:
+            return RequestOptions(dict.fromkeys(self.outputs, 0), timeout_us, priority, custom)
+        excluded = find_outputs_without_classes(self.signature, self.outputs)
+        counts = {
+            name: 0 if name in excluded else class_count
+            for name in self.outputs or self.signature.outputs
+        }
+        return RequestOptions(counts, timeout_us, priority, custom)
 
 
 def find_outputs_without_classes(signature: Signature, output_names: Collection[str]) -> list[str]:
@@ -157,21 +159,32 @@ async def decode_http_response(reply: CompleteResponse) -> InferResponse:
     return parse_http_response(reply)
 
 
-def build_http_request(request: InferRequest, remaining_s: float) -> tuple[Headers, bytes]:
+def build_http_request(
+    request: InferRequest, remaining_s: float
+) -> tuple[Headers, bytes | list[Buffer]]:
     """Return headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
-    try:
-        body, header_length = InferenceServerClient.generate_request_body(
-            **request.build_arguments(tritonclient.http, remaining_s)
-        )
-    except InferenceServerException as exc:
-        raise map_tritonclient_error(exc) from exc
-    headers = [
-        (b"content-length", b"%d" % len(body)),
-        (b"content-type", b"application/octet-stream"),
+    options = request.build_options(remaining_s)
+    parameters = {**options.custom, "timeout": options.timeout_us}
+    if options.priority:
+        parameters["priority"] = options.priority
+    step = request.target.sequence_step
+    if step is not None:
+        parameters |= zip(sequence.SEQUENCE_KEYS, step.values, strict=True)
+    datatypes = request.signature.inputs
+    inputs = [
+        BinaryInput(name, array, datatypes[name].datatype.name)
+        for name, array in request.inputs.arrays.items()
     ]
-    if header_length is not None:
-        headers.append((b"inference-header-content-length", b"%d" % header_length))
-    return headers, body
+    header_length, buffers = encode_infer_request(
+        inputs, options.class_counts, parameters, request.request_id
+    )
+    length = sum(map(len, buffers))
+    headers = [
+        (b"content-length", b"%d" % length),
+        (b"content-type", b"application/octet-stream"),
+        (b"inference-header-content-length", b"%d" % header_length),
+    ]
+    return headers, b"".join(buffers) if length <= MAX_JOINED_BYTES else buffers
 
 
 def map_tritonclient_error(exc: InferenceServerException) -> InputMismatch:
@@ -193,40 +206,7 @@ def parse_http_response(reply: CompleteResponse) -> InferResponse:
     """Raises `BadUpstream`."""
     length = reply.header(b"inference-header-content-length")
     try:
-        result = InferResult.from_response_body(
-            reply.body, header_length=int(length) if length else None
-        )
-        response = result.get_response()
-        outputs = response.get("outputs", ())
-        if len(outputs) > MAX_OUTPUTS:  # tritonclient searches them linearly for each output
-            raise ValueError("too many outputs")
-        arrays = {entry["name"]: read_output_array(result, entry) for entry in outputs}
-        version = str(response.get("model_version", ""))
-        version.encode()
-    except TRITONCLIENT_DECODE_ERRORS as exc:
+        version, arrays = decode_infer_response(reply.body, int(length) if length else None)
+    except DECODE_ERRORS as exc:
         raise BadUpstream("the replica's inference response is invalid") from exc
     return InferResponse(arrays, version, len(reply.body))
-
-
-def read_output_array(result: InferResult, entry: Mapping[str, Any]) -> np.ndarray:
-    """Return an output, which should be binary; elements of BYTES in JSON are strings.
-
-    Raises one of `TRITONCLIENT_DECODE_ERRORS`.
-    """
-    check_output_entry(entry["name"], entry["datatype"])
-    array: np.ndarray = result.as_numpy(entry["name"])
-    if array.dtype.kind != "O" or "data" not in entry:
-        return array
-    values = np.empty(array.size, object)
-    values[:] = [text.encode() for text in array.flat]
-    return values.reshape(array.shape)
-
-
-def check_output_entry(name: Any, datatype: Any) -> None:
-    """Raises `ValueError` for a name that is not text, and for an unknown datatype.
-
-    tritonclient would decode an unknown datatype as numbers.
-    """
-    if not isinstance(name, str) or datatype not in DATATYPES:
-        raise ValueError("an output has no valid name or datatype")
-    name.encode()

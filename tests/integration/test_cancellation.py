@@ -279,7 +279,7 @@ def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: T
         ends: Counter[str] = Counter()
         for _ in range(CALLS // LEAVERS):
             asked = RequestTarget(PATIENT.name, timeout_s=TIMEOUT_S)
-            request = InferRequest(asked, described, InferInputs(seconds), (), {}, "", 0.0)
+            request = InferRequest(asked, described, InferInputs(seconds), (), {}, "", 0.0, [])
             arguments = build_grpc_arguments(request, TIMEOUT_S)
             calling = asyncio.create_task(infer_unary(channel, asked, arguments, []))
             await asyncio.wait({calling}, timeout=drawn.uniform(0, MOST_WAIT_S))

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
+from gateway.inference.exchange import (
+    BYTES_PER_LISTED_VALUE,
+    LARGE_ARRAY_BYTES,
+    estimate_value_bytes,
+)
 from gateway.media_types import JSON
-from gateway.routes.infer import BYTES_PER_LISTED_VALUE, LARGE_ARRAY_BYTES, estimate_value_bytes
 from gateway.tensors import codecs, inputs
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.decode import read_payload

@@ -11,13 +11,14 @@ from time import perf_counter
 from typing import Any, Final
 
 import orjson
-import tritonclient.grpc
-from tritonclient.grpc import InferResult
+from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.grpc.aio import InferenceServerClient
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.http_client.connection import Headers
+from gateway.tensors.sequence import SEQUENCE_KEYS
+from gateway.triton.binary_tensors import check_output_entry
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.management import (
     HTTP_STATUS_BY_GRPC_CODE,
@@ -27,12 +28,11 @@ from gateway.triton.grpc.management import (
     channel_options,
 )
 from gateway.triton.inference import (
+    DECODE_ERRORS,
     INT64_RANGE,
     MAX_INLINE_RESPONSE_BYTES,
-    TRITONCLIENT_DECODE_ERRORS,
     InferRequest,
     InferResponse,
-    check_output_entry,
 )
 
 CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
@@ -145,13 +145,33 @@ async def decode_grpc_response(result: InferResult) -> InferResponse:
 
 def build_grpc_arguments(request: InferRequest, remaining_s: float) -> dict[str, Any]:
     """Return the arguments of a call. Raises `InputMismatch`."""
-    arguments = request.build_arguments(tritonclient.grpc, remaining_s)
-    sequence_id = arguments.get("sequence_id")
-    if isinstance(sequence_id, int) and sequence_id not in INT64_RANGE:
-        # The field is signed, but Triton reads it as unsigned.
-        arguments["sequence_id"] = sequence_id - (1 << 64)
-    target = request.target
-    return {"model_name": target.model, "model_version": target.version, **arguments}
+    options, target = request.build_options(remaining_s), request.target
+    arguments: dict[str, Any] = {
+        "model_name": target.model,
+        "model_version": target.version,
+        "inputs": [
+            InferInput(
+                name, list(array.shape), request.signature.inputs[name].datatype.name
+            ).set_data_from_numpy(array)
+            for name, array in request.inputs.arrays.items()
+        ],
+        "outputs": [
+            InferRequestedOutput(name, class_count=count)
+            for name, count in options.class_counts.items()
+        ]
+        or None,
+        "request_id": request.request_id,
+        "timeout": options.timeout_us,
+        "priority": options.priority,
+        "parameters": options.custom or None,
+    }
+    step = target.sequence_step
+    if step is not None:
+        arguments |= zip(SEQUENCE_KEYS, step.values, strict=True)
+        if isinstance(step.sequence_id, int) and step.sequence_id not in INT64_RANGE:
+            # The field is signed, but Triton reads it as unsigned.
+            arguments["sequence_id"] = step.sequence_id - (1 << 64)
+    return arguments
 
 
 def parse_grpc_response(result: InferResult) -> InferResponse:
@@ -161,7 +181,7 @@ def parse_grpc_response(result: InferResult) -> InferResponse:
         for output in response.outputs:
             check_output_entry(output.name, output.datatype)
         arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
-    except TRITONCLIENT_DECODE_ERRORS as exc:
+    except DECODE_ERRORS as exc:
         raise BadUpstream("the replica's inference response is invalid") from exc
     return InferResponse(arrays, str(response.model_version), count_output_bytes(result))
 

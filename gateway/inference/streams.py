@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import lru_cache
 from typing import Final
 
 from fastapi.responses import StreamingResponse
@@ -20,6 +20,7 @@ STREAM_HEADERS: Final = {
 }  # tells proxies not to buffer
 
 
+@lru_cache(128)
 def choose_stream_type(accept: str) -> str:
     """Return the stream's media type if `Accept` prefers one, else an empty string."""
     preferred = next(iter(list_accepted_types(accept)), "")
@@ -34,10 +35,10 @@ class InferStreamResponse(StreamingResponse):
         results: AsyncGenerator[InferResult, None],
         stream_type: str,
         request_id: str,
-        exit_stack: AsyncExitStack,
+        release_slot: Callable[[], None],
     ) -> None:
-        exit_stack.push_async_callback(results.aclose)
-        self._exit_stack = exit_stack
+        self._results = results
+        self._release_slot = release_slot
         pieces = (
             stream_events(results, request_id)
             if stream_type == EVENT_STREAM
@@ -46,8 +47,11 @@ class InferStreamResponse(StreamingResponse):
         super().__init__(pieces, headers=STREAM_HEADERS, media_type=stream_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._exit_stack:
+        try:
             await super().__call__(scope, receive, send)
+        finally:
+            self._release_slot()
+            await self._results.aclose()
 
 
 async def encode_stream_item(result: InferResult) -> bytes:

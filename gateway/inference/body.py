@@ -1,0 +1,165 @@
+"""Reading and decompressing request bodies within their limits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
+
+from gateway.decoding.executor import DecodeExecutor
+from gateway.errors import BodyTooLarge, UnsupportedEncoding
+from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.media_types import MULTIPART
+from gateway.memory import MemoryCharge
+from gateway.request_info import RequestInfo
+from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
+from gateway.tensors.decode import read_payload
+from gateway.tensors.form import MultipartForm
+from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.payload import Payload, PayloadLimits
+
+
+@dataclass(frozen=True)
+class LargeBody:
+    """A body that is decoded in a process, because decoding may take much time or memory."""
+
+    data: bytes
+    content_type: str
+
+
+class RequestBody:
+    """The body of a request and the headers that describe it, by their names in lower case."""
+
+    __slots__ = ("_info", "_receive", "headers")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.headers: dict[bytes, bytes] = dict(
+            reversed(scope["headers"])
+        )  # the first of each name
+        self._info: RequestInfo = scope["request_info"]
+        self._receive = receive
+
+    def get_header(self, name: bytes) -> str | None:
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    @property
+    def content_type(self) -> str:
+        return self.get_header(b"content-type") or ""
+
+    @property
+    def content_length(self) -> int | None:
+        declared = self.headers.get(b"content-length", b"")
+        return int(declared) if declared.isdigit() else None
+
+    async def read(self, max_bytes: int, charge: MemoryCharge) -> bytes:
+        """Return the decompressed body. Raises `BodyTooLarge`, `TooLarge` or `MemoryBudgetExceeded`."""
+        factor = find_memory_factor(self.content_type)
+        encoding = self._check_headers(max_bytes)
+        data, has_more = await self._receive_chunk()
+        if not has_more and not encoding:  # as nearly all bodies
+            check_length(len(data), max_bytes)
+            charge.add(factor * len(data))
+            return data
+        chunks = []
+        received = self._receive_chunks(data, has_more=has_more)
+        async for chunk in limit_chunks(received, encoding, max_bytes):
+            charge.add(factor * len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def stream(self, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""
+        encoding = self._check_headers(max_bytes)
+        async for chunk in limit_chunks(self._receive_chunks(), encoding, max_bytes):
+            yield chunk
+
+    def _check_headers(self, max_bytes: int) -> str:
+        """Return the compression of the body, or "". Raises `BodyTooLarge` or `UnsupportedEncoding`."""
+        check_length(self.content_length or 0, max_bytes)
+        encoding = (self.get_header(b"content-encoding") or "").strip().lower()
+        if encoding in ("identity", ""):
+            return ""
+        if encoding not in ZLIB_WBITS:
+            raise UnsupportedEncoding(encoding)
+        return encoding
+
+    async def _receive_chunks(
+        self, first: bytes = b"", *, has_more: bool = True
+    ) -> AsyncIterator[bytes]:
+        """Yield the body as it was sent, from a first chunk that was already received."""
+        yield first
+        while has_more:
+            data, has_more = await self._receive_chunk()
+            yield data
+
+    async def _receive_chunk(self) -> tuple[bytes, bool]:
+        """Return a part of the body, and whether there is more. Raises `ClientDisconnect`."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data: bytes = message.get("body", b"")
+        self._info.bytes_in += len(data)
+        return data, message.get("more_body", False)
+
+
+async def receive_payload(
+    body: RequestBody, limits: PayloadLimits, decoders: DecodeExecutor, charge: MemoryCharge
+) -> Payload | MultipartForm | LargeBody:
+    """Return the body's parts, or the raw body if it must be decoded in a process.
+
+    A multipart body is split into parts as it arrives.
+    """
+    content_type = body.content_type
+    media_type, _ = parse_content_type(content_type)
+    codec = find_codec(media_type)
+    if media_type == MULTIPART:
+        return await receive_form(body, limits, decoders, charge)
+    data = await body.read(limits.max_bytes, charge)
+    if codec is None or len(data) <= codec.max_inline_bytes:
+        return read_payload(data, content_type, limits)  # or the error of an unsupported type
+    if len(data) > codec.max_thread_bytes:
+        return LargeBody(data, content_type)
+    return await decoders.run_in_thread(0, partial(read_payload, data, content_type, limits))
+
+
+async def receive_form(
+    body: RequestBody, limits: PayloadLimits, decoders: DecodeExecutor, charge: MemoryCharge
+) -> Payload | MultipartForm:
+    form = MultipartForm(body.content_type, limits)
+    factor = find_memory_factor(body.content_type)
+    async for chunk in body.stream(limits.max_bytes):
+        charge.add(factor * len(chunk))
+        form.feed(chunk)
+    if form.size_bytes <= JSON_CODEC.max_inline_bytes:
+        return form.build_payload()
+    if form.json_size_bytes > JSON_CODEC.max_thread_bytes:
+        return form
+    return await decoders.run_in_thread(0, form.build_payload)
+
+
+def find_memory_factor(content_type: str) -> int:
+    media_type = content_type.partition(";")[0].strip().lower()
+    return (find_codec(media_type) or DEFAULT_CODEC).memory_factor
+
+
+def check_length(length: int, max_bytes: int) -> None:
+    if length > max_bytes:
+        raise BodyTooLarge(max_bytes)
+
+
+async def limit_chunks(
+    chunks: AsyncIterator[bytes], encoding: str, max_bytes: int
+) -> AsyncIterator[bytes]:
+    """Yield the decompressed chunks. Raises `BodyTooLarge`."""
+    if encoding:
+        chunks = inflate_chunks(chunks, ZLIB_WBITS[encoding])
+    length = 0
+    async for chunk in chunks:
+        length += len(chunk)
+        check_length(length, max_bytes)
+        if chunk:
+            yield chunk

@@ -1,0 +1,282 @@
+"""One request to a model: its deadline and slot, its body as tensors, and its results as a response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Final, TypeVar
+
+import anyio
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import DeadlinePassed, MalformedRequest
+from gateway.fleet.signatures import check_output_names
+from gateway.http_client.connection import Headers
+from gateway.inference.body import LargeBody, RequestBody, receive_payload
+from gateway.memory import MemoryCharge
+from gateway.request_info import RequestInfo
+from gateway.services import Services
+from gateway.tensors import sequence
+from gateway.tensors.codecs import JSON_CODEC
+from gateway.tensors.decode import decode_body, decode_form, decode_predict_body, parse_predict_body
+from gateway.tensors.image_header import find_header_reader
+from gateway.tensors.inputs import InferInputs, convert_payload, inspect_payload
+from gateway.tensors.outputs import EncodedBody, InferResult
+from gateway.tensors.payload import Payload
+from gateway.tensors.sequence import SequenceStep
+from gateway.tensors.signature import Signature
+from gateway.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.inference import InferRequest
+from gateway.triton.json_guard import MAX_KEY_BYTES
+
+T = TypeVar("T")
+# A body of this Content-Length is complete before the application is called (`gateway.protocol`).
+MAX_COMPLETE_BODY_BYTES: Final = 64 << 10
+# Bytes of memory per byte of the result's tensors, which are encoded as JSON.
+RESPONSE_MEMORY_FACTOR: Final = 4
+# Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
+ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
+ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
+MAX_PARAMETERS: Final = 1000
+# Larger values are converted in a thread, because they would block the event loop.
+LARGE_ARRAY_BYTES: Final = 1 << 20
+# Images with more pixels are decoded in a process, because it can be killed at the deadline.
+MAX_THREAD_PIXELS: Final = 4_000_000
+# Costs of a list's value and of a character, as the bytes of an array that take as long to convert.
+BYTES_PER_LISTED_VALUE: Final = 32
+BYTES_PER_CHARACTER: Final = 4
+# Reading an image's header takes as long as converting an array of this size.
+IMAGE_HEADER_COST_BYTES: Final = LARGE_ARRAY_BYTES // 4
+
+
+@dataclass
+class InferExchange:
+    """One request to a model, with the resources that it holds until `close`."""
+
+    services: Services
+    body: RequestBody
+    info: RequestInfo
+    signature: Signature
+    timeout_s: float
+    deadline: float
+    trace_headers: Headers  # the client's trace context
+    step: SequenceStep | None  # from the sequence headers
+    has_slot: bool = False
+
+    def __enter__(self) -> InferExchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release_slot()
+
+    def release_slot(self) -> None:
+        if self.has_slot:
+            self.has_slot = False
+            self.services.admission.release(self.signature.model)
+
+    def transfer_slot(self) -> Callable[[], None]:
+        """Return the function that releases the slot, which the end of the context does not do then."""
+        self.has_slot = False
+        return partial(self.services.admission.release, self.signature.model)
+
+    @property
+    def charge(self) -> MemoryCharge:
+        return self.services.get_charge(self.info)
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.deadline - anyio.current_time(), 0.0)
+
+    # From the body to the tensors.
+
+    async def receive_inputs(self) -> tuple[Payload, InferInputs]:
+        """Receive the body, acquire a slot, and return the body's payload and its tensors."""
+        decoders = self.services.decode_executor
+        body = await self._receive(
+            receive_payload(self.body, self.services.payload_limits, decoders, self.charge)
+        )
+        await self._acquire_slot()
+        if isinstance(body, Payload):
+            return body, await self._convert_payload(body)
+        run = partial(decoders.run_in_process, 0, self.remaining_s)
+        arguments = (self.signature, self.services.payload_limits, self.services.image_limits)
+        if isinstance(body, LargeBody):
+            work = run(decode_body, body.data, body.content_type, *arguments)
+        else:
+            work = run(decode_form, body, *arguments)
+        return await self._limit_time(work)
+
+    async def receive_predict_inputs(self) -> tuple[bool, list[InferInputs]]:
+        """Receive the body, acquire a slot, and return whether the body has columns, and its tensors."""
+        body = await self._receive(
+            self.body.read(self.services.payload_limits.max_bytes, self.charge)
+        )
+        await self._acquire_slot()
+        decoders = self.services.decode_executor
+        if len(body) > JSON_CODEC.max_thread_bytes:
+            arguments = (
+                body,
+                self.signature,
+                self.services.payload_limits,
+                self.services.image_limits,
+            )
+            return await self._limit_time(
+                decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
+            )
+        read = partial(parse_predict_body, body, self.signature, self.services.payload_limits)
+        is_inline = len(body) <= JSON_CODEC.max_inline_bytes
+        is_columns, payloads = (
+            read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))
+        )
+        return is_columns, [await self._convert_payload(payload) for payload in payloads]
+
+    async def _receive(self, body: Awaitable[T]) -> T:
+        length = self.body.content_length
+        if length is None or length > MAX_COMPLETE_BODY_BYTES or b"expect" in self.body.headers:
+            return await self._limit_time(body)
+        return await body
+
+    async def _acquire_slot(self) -> None:
+        # Called after the body is received, so that a slow client does not hold a slot.
+        admission, model = self.services.admission, self.signature.model
+        if not admission.try_acquire(model):
+            await admission.acquire(model, self.remaining_s, self.info.key)
+        self.has_slot = True
+
+    async def _convert_payload(self, payload: Payload) -> InferInputs:
+        decoders = self.services.decode_executor
+        inspect = partial(inspect_payload, payload, self.signature, self.services.image_limits)
+        is_large = estimate_payload_bytes(payload) > LARGE_ARRAY_BYTES
+        inspected = (
+            await self._limit_time(decoders.run_in_thread(0, inspect)) if is_large else inspect()
+        )
+        cost = inspected.decoding_cost
+        if inspected.decoded_bytes:
+            self.charge.add(inspected.decoded_bytes)
+        if not cost and not is_large:
+            return convert_payload(inspected, self.signature)
+        convert = partial(convert_payload, inspected, self.signature)
+        if cost <= MAX_THREAD_PIXELS:
+            return await self._limit_time(decoders.run_in_thread(cost, convert))
+        return await self._limit_time(decoders.run_in_process(cost, self.remaining_s, convert))
+
+    async def _limit_time(self, work: Awaitable[T]) -> T:
+        """Await work that may take long, and cancel it at the deadline. Raises `DeadlinePassed`."""
+        return await limit_time(work, self.deadline, self.timeout_s)
+
+    # From the tensors to the response.
+
+    def build_request(self, payload: Payload, inputs: InferInputs) -> InferRequest:
+        # Triton takes minutes for many parameters, and for long names.
+        if len(payload.parameters) > MAX_PARAMETERS:
+            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
+        if max(map(len, payload.parameters), default=0) > MAX_KEY_BYTES:
+            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
+        step = sequence.parse_sequence_parameters(payload.parameters)
+        if step is not None and self.step is not None:
+            raise MalformedRequest(
+                "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
+            )
+        signature = self.signature
+        return InferRequest(
+            RequestTarget(
+                signature.model, signature.version, self.timeout_s, sequence_step=step or self.step
+            ),
+            signature,
+            inputs,
+            check_output_names(signature, payload.outputs),
+            payload.parameters,
+            payload.id or self.info.request_id,
+            self.deadline,
+            self.trace_headers,
+        )
+
+    async def run_inference(self, request: InferRequest) -> InferResult:
+        result = await self.services.models.infer(request)
+        self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
+        return result
+
+    async def build_response(
+        self, results: list[InferResult], render: Callable[[], EncodedBody]
+    ) -> Response:
+        is_large = any(result.is_large for result in results)
+        decoders = self.services.decode_executor
+        encoded = (
+            await self._limit_time(decoders.run_in_thread(0, render)) if is_large else render()
+        )
+        # Browsers download an output that could run a script instead of displaying it.
+        headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
+        return Response(encoded.body, headers=headers, media_type=encoded.content_type)
+
+
+async def open_exchange(
+    request: Request, services: Services, model: str, version: str
+) -> InferExchange:
+    """Raises `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`."""
+    body = RequestBody(request.scope, request.receive)
+    timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    signature = services.models.find_signature(model, version)
+    if signature is None:
+        read = services.models.get_signature(model, version)
+        signature = await limit_time(read, deadline, timeout_s)
+    info: RequestInfo = request.scope["request_info"]
+    info.model, info.version = signature.model, signature.version
+    trace_headers: Headers = []
+    if TRACEPARENT in body.headers:  # `tracestate` may be repeated
+        trace_headers = [
+            pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
+        ]
+    step = sequence.parse_sequence_headers(
+        body.get_header(b"x-sequence-id"), body.get_header(b"x-sequence")
+    )
+    return InferExchange(services, body, info, signature, timeout_s, deadline, trace_headers, step)
+
+
+async def limit_time(work: Awaitable[T], deadline: float, timeout_s: float) -> T:
+    """Await work until a time of the event loop's clock. Raises `DeadlinePassed`."""
+    try:
+        with anyio.fail_after(deadline - anyio.current_time()):
+            return await work
+    except TimeoutError as exc:
+        raise DeadlinePassed(timeout_s) from exc
+
+
+def is_active_content(content_type: str) -> bool:
+    content_type = content_type.lower()
+    return any(word in content_type for word in ACTIVE_CONTENT_WORDS)
+
+
+def estimate_payload_bytes(payload: Payload) -> int:
+    """Return the approximate size, or any number above `LARGE_ARRAY_BYTES` for a large payload."""
+    return sum(
+        estimate_value_bytes(part.value) for parts in payload.parts.values() for part in parts
+    )
+
+
+def estimate_value_bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, bytes) and find_header_reader(value) is not None:
+        return IMAGE_HEADER_COST_BYTES
+    if not isinstance(value, list):
+        return BYTES_PER_CHARACTER * len(value) if isinstance(value, (str, bytes)) else 0
+    items, size = value, BYTES_PER_LISTED_VALUE * len(value)
+    while items and size <= LARGE_ARRAY_BYTES:
+        types = set(map(type, items))
+        if not types.isdisjoint((str, bytes)):
+            size += sum(
+                map(estimate_value_bytes, (item for item in items if not isinstance(item, list)))
+            )
+        if list not in types:
+            break
+        nested = chain.from_iterable(item for item in items if isinstance(item, list))
+        items = list(islice(nested, LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1))
+        size += BYTES_PER_LISTED_VALUE * len(items)
+    return size
