@@ -307,10 +307,10 @@ def test_what_has_begun_can_be_looked_at(service: Service, whole: schemathesis.B
 
     wanted = {("load_model", 202), ("get_operation", 200)}
     for _ in range(10):  # journeys are random: one that follows the link comes soon
-        Journey.run(settings=settings(PROPERTY, max_examples=EXAMPLES, stateful_step_count=4))
+        Journey.run(settings=settings(PROPERTY, derandomize=False, stateful_step_count=4))
         if wanted <= seen:
             break
-    assert wanted <= seen
+    assert wanted <= seen, sorted(seen)
 
 
 def test_the_document_is_valid(service: Service) -> None:
