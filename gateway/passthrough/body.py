@@ -192,8 +192,11 @@ async def guard_body(
     """
     if not isinstance(body, bytes):
         return guard_chunks(body, guard, load_signature)
-    await guard_chunk(body, guard)
-    guard.finish()
+    if len(body) <= GUARD_CHUNK_BYTES:
+        guard.check_complete(body)
+    else:
+        await guard_chunk(body, guard)
+        guard.finish()
     if guard.has_classification:
         check_class_outputs(await load_signature(), find_class_outputs(body[: guard.json_bytes]))
     return body

@@ -56,6 +56,9 @@ ESCAPE_FILLER: Final = b"\0\0"  # replaces an escape; not valid in JSON
 MAX_ESCAPE_BYTES: Final = len(rb"\u0000")
 MAX_GUARDED_KEY_BYTES: Final = max(map(len, GUARDED_KEYS))
 
+# Between quotes, which are not paired here, and before a colon. Each byte is looked at twice at most.
+LONG_KEY: Final = re.compile(rb'"[^"]{%d,}"' % (MAX_KEY_BYTES + 1) + JSON_SPACE_PATTERN + b":")
+
 STRUCTURAL_BYTES: Final = b"[]{}:"
 NON_STRUCTURAL_BYTES: Final = bytes(set(range(256)) - set(STRUCTURAL_BYTES))
 DEPTH_CHANGES: Final = bytes.maketrans(b"[{:]}", b"\x01\x01\x00\xff\xff")  # as signed bytes
@@ -112,6 +115,16 @@ class JsonGuard:
             self._check_structure(text)
             if self._has_tensors:
                 self._check_guarded_keys(self._pending + text)
+
+    def check_complete(self, body: bytes) -> None:
+        """Check a whole body of at most `GUARD_CHUNK_BYTES`. Raises `InputMismatch` or `MalformedRequest`."""
+        text = body if self.json_bytes is None else body[: self.json_bytes]
+        if not is_within_limits(text, self._key_limits):
+            self.feed(body)
+        elif self._has_tensors:
+            self._body_bytes = len(body)
+            self._check_guarded_keys(text)
+        self.finish()
 
     @property
     def is_past_json(self) -> bool:
@@ -237,8 +250,20 @@ class JsonGuard:
             self._largest_elements, self._largest_shape = elements, dims
 
 
+def is_within_limits(text: bytes, key_limits: KeyLimits) -> bool:
+    """Return whether JSON of so few brackets, colons and bytes cannot exceed a limit, whatever it means."""
+    return (
+        b"\\" not in text
+        and text.count(b"[") + text.count(b"{") <= MAX_JSON_DEPTH
+        and text.count(b":") <= key_limits.consecutive
+        and (len(text) <= MAX_KEY_BYTES or LONG_KEY.search(text) is None)
+    )
+
+
 def find_partial_key(text: bytes) -> bytes:
     """Return the part of a guarded key, without whitespace, with which the text ends."""
+    if text.endswith(b"}"):  # as complete JSON does
+        return b""
     stripped = text.rstrip(JSON_WHITESPACE)
     is_key = stripped.endswith(b":")
     if is_key:

@@ -33,8 +33,9 @@ def tensors(draw: st.DrawFn, datatype: str) -> np.ndarray:
     dtype = DATATYPES[datatype].numpy_dtype
     shape = draw(SHAPES)
     if dtype.kind == "O":
-        array = np.empty(shape, object)
-        array.flat = draw(st.lists(st.binary(max_size=9), min_size=array.size, max_size=array.size))
+        size = int(np.prod(shape))
+        values = draw(st.lists(st.binary(max_size=9), min_size=size, max_size=size))
+        array = np.array([*values, None], object)[:-1].reshape(shape)
     else:
         raw = draw(arrays(np.uint8, (*shape, dtype.itemsize)))
         if datatype == "BOOL":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,7 +25,7 @@ from gateway.triton.json_guard import (
     JsonGuard,
     KeyLimits,
 )
-from tests.support.linearity import cpu_s
+from tests.support.linearity import assert_linear, cpu_s
 
 FEW = KeyLimits(total=8, consecutive=4)
 ROOM = 1000
@@ -39,6 +40,15 @@ def verdict(pieces: Iterable[bytes], keys: KeyLimits = FEW, room: int = ROOM) ->
     except (InputMismatch, MalformedRequest):
         return "refused"
     return "classes" if screening.has_classification else "passed"
+
+
+def verdict_of_complete(body: bytes) -> str:
+    guard = JsonGuard(len(body), key_limits=FEW)
+    try:
+        guard.check_complete(body)
+    except (InputMismatch, MalformedRequest):
+        return "refused"
+    return "classes" if guard.has_classification else "passed"
 
 
 def cut(body: bytes, cuts: Iterable[int]) -> list[bytes]:
@@ -133,6 +143,7 @@ def test_the_verdict_is_that_of_a_plain_reading_wherever_it_is_cut(
 ) -> None:
     right = expected(body)
     assert verdict([body]) == right
+    assert verdict_of_complete(body) == expected(body, room=len(body))
     assert verdict(cut(body, cuts)) == right
     if len(body) < 2000:
         assert verdict(cut(body, range(len(body)))) == right
@@ -258,11 +269,22 @@ HOSTILE = {
     "braces": b"{}",
     "keys": b'"k":1,',
     "colons": b":",
+    "long keys": b'"' + b"x" * 300 + b'"' + b" " * 300,
     "long strings": b'"' + b"x" * 300 + b'",',
     "digits": b"9",
     "half a word": b'"sha',
     "words": b'"classification"',
 }
+
+
+def prepare_check(start: bytes, unit: bytes, size: int) -> Callable[[], None]:
+    body = start + unit * (size // len(unit))
+
+    def check() -> None:
+        with suppress(GatewayError):
+            JsonGuard(1 << 62).check_complete(body)
+
+    return check
 
 
 def seconds(body: bytes, piece_bytes: int, enough_s: float = 0.0) -> float:
@@ -289,5 +311,6 @@ def test_the_cost_is_linear_whatever_the_bytes(start: bytes, piece_bytes: int) -
         small = seconds(few, piece_bytes)
         large = seconds(many, piece_bytes, enough_s=12 * small)
         per_byte = large / len(many) * 1e9
+        assert_linear(partial(prepare_check, start, unit), 1 << 12)
         print(f"{name:>22}: {large / max(small, 1e-6):5.1f} times, {per_byte:6.1f} ns a byte")
         assert large < 24 * small + 2e-3, (name, small, large)
