@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import lru_cache
+from time import time
 from typing import Any, Final
 
 import orjson
@@ -42,33 +45,55 @@ def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     return {key: value for key, value in vars(record).items() if key not in STANDARD_RECORD_FIELDS}
 
 
-class JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(
-                timespec="milliseconds"
-            ),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
+class LineFormatter(logging.Formatter):
+    """A formatter whose lines can also be written without a record."""
+
+    def format_line(
+        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
+    ) -> str:
+        raise NotImplementedError
+
+    def format_record(self, record: logging.LogRecord, **fields: Any) -> str:
+        fields = {
             "request_id": getattr(record, "request_id", ""),
-            "logger": record.name,
+            **fields,
             **extra_fields(record),
         }
+        return self.format_line(
+            record.created, record.levelname.lower(), record.getMessage(), fields
+        )
+
+
+class JsonFormatter(LineFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"logger": record.name}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = self.formatException(record.exc_info)
+        return self.format_record(record, **fields)
+
+    def format_line(
+        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
+    ) -> str:
+        time = f"{format_utc_second(int(time_s))}.{int(time_s % 1 * 1000):03d}+00:00"
+        line = {"time": time, "level": level, "message": message, **fields}
         return escape_unprintable_json(orjson.dumps(line, default=str).decode())
 
 
-class ConsoleFormatter(logging.Formatter):
+class ConsoleFormatter(LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        pairs = {"request_id": getattr(record, "request_id", ""), **extra_fields(record)}
-        fields = " ".join(
-            f"{key}={escape_unprintable(str(value))}" for key, value in pairs.items() if value != ""
-        )
-        time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
-        message = escape_unprintable(record.getMessage())
-        line = f"{time} {record.levelname.lower():7} {message} {fields}".rstrip()
+        line = self.format_record(record)
         return f"{line}\n{self.format_traceback(record)}" if record.exc_info else line
+
+    def format_line(
+        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
+    ) -> str:
+        pairs = [
+            f"{key}={escape_unprintable(str(value))}"
+            for key, value in fields.items()
+            if value != "" and key != "logger"
+        ]
+        time = format_local_second(int(time_s))
+        return f"{time} {level:7} {escape_unprintable(message)} {' '.join(pairs)}".rstrip()
 
     def format_traceback(self, record: logging.LogRecord) -> str:
         # Every line is escaped and indented, because an exception's message could look like a log line.
@@ -76,11 +101,24 @@ class ConsoleFormatter(logging.Formatter):
         return "\n".join(f"  {escape_unprintable(line)}" for line in lines)
 
 
+@lru_cache(4)
+def format_utc_second(second: int) -> str:
+    return datetime.fromtimestamp(second, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+@lru_cache(4)
+def format_local_second(second: int) -> str:
+    return datetime.fromtimestamp(second).astimezone().strftime("%H:%M:%S")
+
+
 class QueuedLogHandler(logging.Handler):
     """Hands the formatted lines to a thread that writes them, so that the event loop never blocks."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, formatter: LineFormatter) -> None:
         super().__init__()
+        self.addFilter(RequestIdFilter())
+        self.setFormatter(formatter)
+        self.line_formatter = formatter
         self.writer = LineWriter(descriptor, format_notice=self._format_notice)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -88,6 +126,9 @@ class QueuedLogHandler(logging.Handler):
             self.writer.enqueue(f"{self.format(record)}\n")
         except Exception:  # noqa: BLE001 - like every logging handler: logging must not raise
             self.handleError(record)
+
+    def write_line(self, level: str, message: str, fields: Mapping[str, Any]) -> None:
+        self.writer.enqueue(f"{self.line_formatter.format_line(time(), level, message, fields)}\n")
 
     def flush(self) -> None:
         self.writer.flush(LOG_FLUSH_TIMEOUT_S)
@@ -107,11 +148,8 @@ class QueuedLogHandler(logging.Handler):
 
 def configure(settings: Settings) -> LineWriter:
     """Configure logging; return the writer of standard error, for other lines in the same order."""
-    handler = QueuedLogHandler(STDERR)
-    handler.addFilter(RequestIdFilter())
-    handler.setFormatter(
-        JsonFormatter() if settings.log_format is LogFormat.json else ConsoleFormatter()
-    )
+    is_json = settings.log_format is LogFormat.json
+    handler = QueuedLogHandler(STDERR, JsonFormatter() if is_json else ConsoleFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.log_level.value.upper())
@@ -122,6 +160,22 @@ def configure(settings: Settings) -> LineWriter:
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
     audit.log.setLevel(audit.AUDIT_LEVEL)
     return handler.writer
+
+
+def log_fields(
+    logger: logging.Logger, message: str, request_id: str, fields: Mapping[str, Any]
+) -> None:
+    """Log a message of level INFO with these fields, as `logger.info` does with `extra`.
+
+    If this module's handler is the only one, it writes the line without a record: a record with so many
+    fields costs about as much as the rest of a request.
+    """
+    handlers = logging.getLogger().handlers
+    if len(handlers) == 1 and isinstance(handlers[0], QueuedLogHandler) and not logger.handlers:
+        line = {"request_id": request_id, "logger": logger.name, **fields}
+        handlers[0].write_line("info", message, line)
+    else:
+        logger.info("%s", message, extra=fields)
 
 
 def find_log_handlers() -> list[QueuedLogHandler]:

@@ -15,6 +15,7 @@ from gateway import audit
 from gateway.auth import authorize
 from gateway.errors import Forbidden, GatewayError, Unauthenticated, render_error
 from gateway.keys import Right
+from gateway.logs import log_fields
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
@@ -213,26 +214,24 @@ def log_request(scope: Scope, info: RequestInfo, status: int, duration_s: float)
         audit.log_call(info, scope["method"], scope["path"], client_address(scope), status)
     if not log.isEnabledFor(logging.INFO):
         return
-    log.info(
-        "%s %s %d",
-        scope["method"],
-        scope["path"],
-        status,
-        extra={
-            "route": info.route,
-            "model": info.model,
-            "version": info.version,
-            "replica": info.replica,
-            "attempts": info.attempts,
-            "duration_ms": round(duration_s * 1000, 2),
-            "upstream_ms": round(info.upstream_s * 1000, 2),
-            "bytes_in": info.bytes_in,
-            "bytes_out": info.bytes_out,
-            "key": info.key,
-            "trace_id": info.trace.trace_id if info.trace is not None else "",
-            "client": client_address(scope),
-        },
-    )
+    fields = {
+        "route": info.route,
+        "model": info.model,
+        "version": info.version,
+        "replica": info.replica,
+        "attempts": info.attempts,
+        "duration_ms": round(duration_s * 1000, 2),
+        "upstream_ms": round(info.upstream_s * 1000, 2),
+        "bytes_in": info.bytes_in,
+        "bytes_out": info.bytes_out,
+        "key": info.key,
+        "trace_id": "",
+        "client": client_address(scope),
+    }
+    if info.trace is not None:
+        fields |= {"trace_id": info.trace.trace_id, "span_id": info.trace.span_id}
+    message = f"{scope['method']} {scope['path']} {status}"
+    log_fields(log, message, info.request_id, fields)
 
 
 def end_trace(trace: Trace, scope: Scope, info: RequestInfo, status: int) -> None:
