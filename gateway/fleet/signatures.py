@@ -150,8 +150,7 @@ class ModelService:
     async def infer(self, request: InferRequest) -> InferResult:
         """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""
         max_batch_size = request.signature.max_batch_size
-        pieces = list(request.inputs.split(max_batch_size))
-        if len(pieces) == 1:
+        if not request.inputs.exceeds(max_batch_size):
             return await self._infer_piece(request)
         if request.target.sequence_step is not None:  # the pieces would run in no particular order
             raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
@@ -160,7 +159,7 @@ class ModelService:
             asyncio.create_task(
                 self._infer_limited_piece(request._replace(inputs=piece), semaphore)
             )
-            for piece in pieces
+            for piece in request.inputs.split(max_batch_size)
         ]
         with measure_upstream_time():
             try:
@@ -204,7 +203,7 @@ class ModelService:
         could not be told apart.
         """
         max_batch_size = request.signature.max_batch_size
-        if len(list(request.inputs.split(max_batch_size))) > 1:
+        if request.inputs.exceeds(max_batch_size):
             raise InputMismatch(
                 f"the model accepts at most {max_batch_size} items per streaming request"
             )

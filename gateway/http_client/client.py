@@ -30,6 +30,12 @@ def find_header(headers: Headers, name: bytes) -> bytes:
     return b""
 
 
+def check_response_size(body: bytes, max_bytes: int) -> bytes:
+    if len(body) > max_bytes:
+        raise UpstreamResponseTooLarge(max_bytes)
+    return body
+
+
 class UpstreamResponse:
     """A response: status and headers, and the body as a stream. It must be closed."""
 
@@ -69,6 +75,8 @@ class UpstreamResponse:
     async def read(self, max_bytes: int = MAX_RESPONSE_BYTES) -> bytes:
         """Return the whole body. Raises `UpstreamResponseTooLarge` above this or the client's limit."""
         max_bytes = min(max_bytes, self._max_bytes)
+        if self.is_complete:  # as nearly all small responses
+            return check_response_size(self.take_buffered(), max_bytes)
         chunks: list[bytes] = []
         length = 0
         while chunk := await self.next_chunk():

@@ -142,7 +142,7 @@ CODECS: Final = (
     Codec(TEXT, STRING_SCHEMA, decode_text),
     Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.form`
     Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
-    Codec(NPY, BINARY_SCHEMA, read_npy_value),
+    Codec(NPY, BINARY_SCHEMA, read_npy_value, max_inline_bytes=1 << 20),  # a view of the body
     Codec(
         NPZ,
         BINARY_SCHEMA,

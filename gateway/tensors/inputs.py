@@ -44,9 +44,12 @@ class InferInputs(NamedTuple):
     batch_offset: int = 0  # the position of a sub-batch in the request's batch
     instance_count: int = 0  # more than 0 if the client expects one result per instance
 
+    def exceeds(self, max_batch_size: int) -> bool:
+        return self.batch_size > max_batch_size  # the size is 0 without a batch dimension
+
     def split(self, max_batch_size: int) -> Iterator[InferInputs]:
         """Yield sub-batches of at most `max_batch_size` items, in order. Raises `TooLarge`."""
-        if not self.batch_size or self.batch_size <= max_batch_size:
+        if not self.exceeds(max_batch_size):
             yield self
             return
         if self.batch_size > MAX_SUB_BATCHES * max_batch_size:
