@@ -18,11 +18,12 @@ from starlette.types import Message, Receive
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.passthrough.rules import Forwarding
 from gateway.request_info import RequestInfo
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
-from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
+from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard, check_complete_json
 
 SEQUENCE_ID_KEY: Final = b'"sequence_id"'
 MAX_SEQUENCE_JSON_BYTES: Final = 128 * 1024  # larger JSON is not searched for a sequence
@@ -184,21 +185,32 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
 
 
 async def guard_body(
-    body: PassthroughBody, guard: JsonGuard, load_signature: Callable[[], Awaitable[Signature]]
+    body: PassthroughBody,
+    action: Forwarding,
+    length: int,
+    json_bytes: int | None,
+    load_signature: Callable[[], Awaitable[Signature]],
 ) -> PassthroughBody:
     """Return the body, of which every byte is validated before Triton receives it.
 
-    Raises `InputMismatch` or `MalformedRequest`, for a stream while it is read.
+    `length` is that of the body, or its upper limit. Raises `InputMismatch` or `MalformedRequest`, for a
+    stream while it is read.
     """
-    if not isinstance(body, bytes):
-        return guard_chunks(body, guard, load_signature)
-    if len(body) <= GUARD_CHUNK_BYTES:
-        guard.check_complete(body)
+    if isinstance(body, bytes) and len(body) <= GUARD_CHUNK_BYTES:
+        has_classification = check_complete_json(
+            body, json_bytes, has_tensors=action.has_tensors, key_limits=action.key_limits
+        )
     else:
+        guard = JsonGuard(
+            length, json_bytes, has_tensors=action.has_tensors, key_limits=action.key_limits
+        )
+        if not isinstance(body, bytes):
+            return guard_chunks(body, guard, load_signature)
         await guard_chunk(body, guard)
         guard.finish()
-    if guard.has_classification:
-        check_class_outputs(await load_signature(), find_class_outputs(body[: guard.json_bytes]))
+        has_classification = guard.has_classification
+    if has_classification:
+        check_class_outputs(await load_signature(), find_class_outputs(body[:json_bytes]))
     return body
 
 

@@ -40,7 +40,6 @@ from gateway.request_info import RequestInfo
 from gateway.services import Services
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.json_guard import JsonGuard
 
 log = logging.getLogger(__name__)
 
@@ -163,11 +162,8 @@ async def prepare_body(
     elif step is None:
         step = find_sequence_step(first, json_bytes)
     if "POST" in route.rule.methods:
-        guard = JsonGuard(
-            length, json_bytes, has_tensors=action.has_tensors, key_limits=action.key_limits
-        )
         signature = partial(services.models.get_signature, route.model, route.version)
-        body = await guard_body(body, guard, signature)
+        body = await guard_body(body, action, length, json_bytes, signature)
     return body, step
 
 

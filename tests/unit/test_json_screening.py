@@ -24,6 +24,7 @@ from gateway.triton.json_guard import (
     MAX_SHAPE_BYTES,
     JsonGuard,
     KeyLimits,
+    check_complete_json,
 )
 from tests.support.linearity import assert_linear, cpu_s
 
@@ -43,12 +44,11 @@ def verdict(pieces: Iterable[bytes], keys: KeyLimits = FEW, room: int = ROOM) ->
 
 
 def verdict_of_complete(body: bytes) -> str:
-    guard = JsonGuard(len(body), key_limits=FEW)
     try:
-        guard.check_complete(body)
+        classes = check_complete_json(body, None, has_tensors=True, key_limits=FEW)
     except (InputMismatch, MalformedRequest):
         return "refused"
-    return "classes" if guard.has_classification else "passed"
+    return "classes" if classes else "passed"
 
 
 def cut(body: bytes, cuts: Iterable[int]) -> list[bytes]:
@@ -282,7 +282,7 @@ def prepare_check(start: bytes, unit: bytes, size: int) -> Callable[[], None]:
 
     def check() -> None:
         with suppress(GatewayError):
-            JsonGuard(1 << 62).check_complete(body)
+            check_complete_json(body, None, has_tensors=True, key_limits=INFER_KEY_LIMITS)
 
     return check
 
