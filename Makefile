@@ -9,6 +9,7 @@ JOBS ?= 4
 # COVERAGE=1 measures line coverage, including the processes that the tests start.
 PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
 SENTENCES := triton_repo/text_core/1/model.onnx
@@ -75,11 +76,11 @@ fmt: $(VENV)/.dev ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev ## Measure beside nginx and a plain FastAPI application
+bench: $(VENV)/.dev ## Measure beside nginx, a plain FastAPI application and other proxies
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-bench-peers: $(PEERS)/.ready ## Install KServe, so that `make bench` compares with it
-	@echo "make bench now includes KServe's transformer"
+bench-peers: $(PEERS)/.ready ## Install Envoy, vLLM's router, KServe and perf_analyzer for `make bench`
+	@echo "make bench now includes what $(PEERS) contains"
 
 # Create a model repository in resnet50_repo/; ARGS="--weights none" avoids the download.
 resnet50: $(RESNET50)/.ready ## Export ResNet-50 as a model repository in resnet50_repo/
@@ -104,11 +105,13 @@ $(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
 
-# KServe, for benchmarks only; pinned separately.
-$(PEERS)/.ready: requirements/peers.txt
+# For benchmarks only; pinned separately. perf_analyzer needs a newer C library than the rest of the project.
+$(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
 	@echo "preparing the peers' environment in $(PEERS)"
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/peers.txt
+	@$(PEERS_PIP) install --quiet --no-deps --require-hashes -r requirements/peers.txt
+	@$(PEERS_PIP) install --quiet --no-deps --require-hashes -r requirements/perf-analyzer.txt 2>/dev/null || \
+		echo "perf_analyzer is skipped: it needs glibc 2.38 or newer on x86-64"
 	@touch $@
 
 # The environment of the example model own_env, with the same Python as the gateway.
@@ -142,6 +145,7 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) --group models -o requirements/models.txt
 	$(LOCK) --group resnet50 -o requirements/resnet50.txt
 	$(LOCK) --group peers -o requirements/peers.txt
+	$(LOCK) --group perf-analyzer -o requirements/perf-analyzer.txt
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 

@@ -85,6 +85,7 @@ LOCKS = [
     "image.txt",
     "dev.txt",
     "peers.txt",
+    "perf-analyzer.txt",
     "sentences.txt",
 ]
 
