@@ -16,7 +16,7 @@ SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: bench bench-peers resnet50 manifests crds lock clean models examples
+.PHONY: bench bench-count bench-peers resnet50 manifests crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ fmt: $(VENV)/.dev ## Format the code and apply safe fixes
 
 bench: $(VENV)/.dev ## Measure beside nginx, a plain FastAPI application and other proxies
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# Count the instructions of one request, which the load of the machine does not change; needs valgrind.
+bench-count: $(VENV)/.dev ## Count the instructions of a request; ARGS=--compare reports changes
+	@$(BIN)/python -m benchmarks.count $(ARGS)
 
 bench-peers: $(PEERS)/.ready ## Install Envoy, vLLM's router, KServe and perf_analyzer for `make bench`
 	@echo "make bench now includes what $(PEERS) contains"

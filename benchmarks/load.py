@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.requests import Request
+
 SCRIPT = """
 local file = io.open(%s, "rb")
 wrk.method, wrk.body = "POST", file:read("*a")
@@ -27,14 +29,6 @@ done = function(summary, latency, requests)
         errors.status + errors.connect + errors.read + errors.write + errors.timeout))
 end
 """
-
-
-@dataclass(frozen=True)
-class Request:
-    """The body and headers of a POST request."""
-
-    body: bytes
-    headers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,16 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def memory_mib(process: psutil.Process) -> float:
-    return sum(member.memory_info().rss for member in family(process)) / 2**20
+    """Return the proportional set size (PSS): a page that several processes share counts once."""
+    return sum(pss_kib(member.pid) for member in family(process)) / 1024
+
+
+def pss_kib(pid: int) -> int:
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has exited
+        return 0
+    return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
 
 
 class Peak:

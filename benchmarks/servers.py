@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import TICKING, Model, Names, T, write_repository
 from tests.support.servers import ROOT, Command, free_ports
 
@@ -27,7 +28,14 @@ MODELS = (
     TICKING,
 )
 
-PEERS = ROOT / ".venv-peers" / "bin" / "python"
+
+class ServerNotStarted(RuntimeError):
+    """A server that exited at once, or did not respond in time."""
+
+
+READY_TIMEOUT_S = 30.0
+LIVE = "/v2/health/live"
+RunningServer = tuple[str, psutil.Process]  # its URL and process
 
 NGINX = """
 worker_processes {workers}; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -57,26 +65,31 @@ def repository() -> Iterator[Path]:
 
 @contextmanager
 def process(command: list[str], url: str, **environment: str) -> Iterator[psutil.Process]:
-    """Run a server, and provide its process once `url` responds."""
-    started = subprocess.Popen(
-        command, env={**os.environ, **environment}, cwd=ROOT, stdout=subprocess.DEVNULL
-    )
+    """Run a server, and provide its process once `url` responds. Raises `ServerNotStarted`."""
     try:
-        wait_until_ready(url)
+        started = subprocess.Popen(
+            command, env={**os.environ, **environment}, cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+    except OSError as exc:
+        raise ServerNotStarted(f"{command[0]} cannot be run: {exc}") from exc
+    try:
+        wait_until_ready(url, started)
         yield psutil.Process(started.pid)
     finally:
         started.terminate()
         started.wait(20)
 
 
-def wait_until_ready(url: str) -> None:
-    deadline = time.monotonic() + 30
+def wait_until_ready(url: str, started: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:
             httpx.get(url, timeout=1)
-        except httpx.HTTPError:
+        except httpx.HTTPError as exc:
+            if started.poll() is not None:
+                raise ServerNotStarted(f"it exited with status {started.returncode}") from exc
             if time.monotonic() > deadline:
-                raise
+                raise ServerNotStarted(f"no response in {READY_TIMEOUT_S:.0f} s") from exc
             time.sleep(0.05)
         else:
             return
@@ -85,7 +98,7 @@ def wait_until_ready(url: str) -> None:
 @contextmanager
 def gateway(
     triton: str, workers: int = 1, settings: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, psutil.Process]]:
+) -> Iterator[RunningServer]:
     (port,) = free_ports(1)
     environment = {
         "GATEWAY_TRITON_URLS": triton,
@@ -106,13 +119,13 @@ def nginx_program() -> str:
 
 
 @contextmanager
-def nginx(triton: str, workers: int = 1) -> Iterator[tuple[str, psutil.Process]]:
+def nginx(triton: str, workers: int = 1) -> Iterator[RunningServer]:
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "nginx.conf"
         config.write_text(NGINX.format(folder=folder, port=port, triton=triton, workers=workers))
         url = f"http://127.0.0.1:{port}"
-        with process([nginx_program(), "-c", str(config)], f"{url}/v2/health/live") as running:
+        with process([nginx_program(), "-c", str(config)], f"{url}{LIVE}") as running:
             yield url, running
 
 
@@ -126,6 +139,16 @@ server {{
     listen 127.0.0.1:{port};
     location = /metrics {{ default_type text/plain; alias {folder}/page; }}
     location / {{ default_type application/json; return 200 "[]"; }}
+}}
+"""
+
+
+INSTANT = """
+keepalive_requests 1000000000;
+server {{
+    listen 127.0.0.1:{port};
+    location / {{ default_type application/json; return 200 "{{}}"; }}
+    {locations}
 }}
 """
 
@@ -160,38 +183,47 @@ def shell(line: str) -> Iterator[None]:
             os.killpg(running.pid, signal.SIGKILL)
 
 
-@contextmanager
-def plain_fastapi(triton: str) -> Iterator[tuple[str, psutil.Process]]:
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "uvicorn", "benchmarks.baselines.fastapi_app:app"]
-    command += [
-        "--port",
-        str(port),
-        "--loop",
-        "uvloop",
-        "--http",
-        "httptools",
-        "--log-level",
-        "warning",
-    ]
-    command += ["--no-access-log"]
-    url = f"http://127.0.0.1:{port}"
-    with process(command, f"{url}/docs", TRITON=triton) as running:
-        yield url, running
-
-
-def has_kserve() -> bool:
-    # `make bench-peers` creates this file.
-    return (PEERS.parents[1] / ".ready").exists()
+def uvicorn_command(app: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--loop", "uvloop"]
+    return [*command, "--http", "httptools", "--log-level", "warning", "--no-access-log"]
 
 
 @contextmanager
-def kserve_transformer(triton: str) -> Iterator[tuple[str, psutil.Process]]:
+def plain_fastapi(triton: EmbeddedTriton) -> Iterator[RunningServer]:
     (port,) = free_ports(1)
-    command = [str(PEERS), "-W", "ignore", "-m", "benchmarks.baselines.kserve_transformer"]
-    command += ["--http_port", str(port), "--workers", "1", "--enable_grpc", "false"]
-    command += ["--model_name", "small", "--predictor_host", triton, "--predictor_protocol", "v2"]
-    command += ["--enable_latency_logging", "false"]
+    command = uvicorn_command("benchmarks.baselines.fastapi_app:app", port)
     url = f"http://127.0.0.1:{port}"
-    with process(command, f"{url}/v1/models/small", KSERVE_LOGLEVEL="WARNING") as running:
+    with process(command, f"{url}/docs", **triton_variables(triton)) as running:
         yield url, running
+
+
+def triton_variables(triton: EmbeddedTriton) -> dict[str, str]:
+    """Return the environment that tells a plain FastAPI application where Triton is."""
+    http, grpc = triton.options.http_port, triton.options.grpc_port
+    return {"TRITON": f"127.0.0.1:{http}", "TRITON_GRPC": f"127.0.0.1:{grpc}"}
+
+
+@contextmanager
+def bare_proxy(upstream: str) -> Iterator[RunningServer]:
+    (port,) = free_ports(1)
+    command = uvicorn_command("benchmarks.baselines.bare_proxy:app", port)
+    url = f"http://127.0.0.1:{port}"
+    with process([*command, "--lifespan", "off"], f"{url}{LIVE}", TRITON=upstream) as running:
+        yield url, running
+
+
+@contextmanager
+def instant_upstream(replies: Mapping[str, str]) -> Iterator[str]:
+    """Run a server that returns these JSON texts at once, by path; provide its address."""
+    (port,) = free_ports(1)
+    locations = "".join(
+        f"location = {path} {{ default_type application/json; return 200 '{text}'; }}\n"
+        for path, text in replies.items()
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "nginx.conf"
+        server = INSTANT.format(port=port, locations=locations)
+        config.write_text(PAGES.format(folder=folder, servers=server))
+        command = [nginx_program(), "-e", f"{folder}/error.log", "-c", str(config)]
+        with process(command, f"http://127.0.0.1:{port}/"):
+            yield f"127.0.0.1:{port}"

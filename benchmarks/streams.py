@@ -54,7 +54,7 @@ def first_event_s(client: httpx.Client) -> float:
     return took_s
 
 
-def table(triton: EmbeddedTriton, stack: ExitStack) -> Iterator[str]:
+def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
     url, _ = stack.enter_context(servers.gateway(triton.options.url))
     client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
     address = f"127.0.0.1:{triton.options.grpc_port}"

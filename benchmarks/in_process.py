@@ -1,0 +1,259 @@
+"""The gateway in one process with a client and a replica that do no I/O, for `benchmarks.count`.
+
+The client feeds bytes to `HttpProtocol`. The event loop opens connections to the replica in memory and
+lets no time pass, so that no timer adds work: every run executes the same instructions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import orjson
+import typer
+from uvicorn.lifespan.on import LifespanOn
+from uvicorn.server import ServerState
+
+from benchmarks.requests import Request, encode_jpeg, encode_v2_infer
+from gateway import logs
+from gateway.app import create_app
+from gateway.server import Loop, create_uvicorn_config
+from gateway.settings import Settings
+
+HEADER_END: Final = b"\r\n\r\n"
+LENGTH_FIELD: Final = b"\r\ncontent-length: "
+NEVER_S: Final = 1e6
+MARK_FUNCTION: Final = "getpriority"  # of the C library; nothing else calls it
+
+
+def find_message_end(data: bytes) -> int:
+    """Return the length of the message at the beginning of `data`, by its Content-Length."""
+    head_end = data.index(HEADER_END)
+    start = data.index(LENGTH_FIELD, 0, head_end) + len(LENGTH_FIELD)
+    return head_end + len(HEADER_END) + int(data[start : data.index(b"\r", start)])
+
+
+class MemoryTransport(asyncio.Transport):
+    """A transport that passes each complete message to a function."""
+
+    def __init__(self, on_message: Callable[[bytes], None]) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 8080)})
+        self._on_message = on_message
+        self._received = b""
+        self._missing_bytes = 0
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        if not self._missing_bytes:
+            self._missing_bytes = find_message_end(data)
+        self._received += data
+        self._missing_bytes -= len(data)
+        if not self._missing_bytes:
+            message, self._received = self._received, b""
+            self._on_message(message)
+
+    def writelines(self, list_of_data: Any) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    abort = close
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class MemoryReplica(NamedTuple):
+    """A Triton that answers each path with the same bytes."""
+
+    responses: Mapping[bytes, bytes]
+
+    def respond(self, request: bytes) -> bytes:
+        return self.responses[request[request.index(b"/") : request.index(b" HTTP/1.1")]]
+
+
+class TimelessLoop(Loop):
+    """The gateway's event loop, with connections to a replica in memory. No timer fires."""
+
+    replica = MemoryReplica({})
+    time = itertools.repeat(1000.0).__next__  # costs no Python call
+
+    def call_later(  # type: ignore[override]  # the type variable of the callback's arguments
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
+        return super().call_later(NEVER_S, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
+        return super().call_later(NEVER_S, callback, *args, context=context)
+
+    async def create_connection(self, protocol_factory: Any, *_: Any, **__: Any) -> Any:
+        protocol = protocol_factory()
+
+        def answer(request: bytes) -> None:
+            self.call_soon(protocol.data_received, self.replica.respond(request))
+
+        transport = MemoryTransport(answer)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+
+class MemoryClient:
+    """A client connection to the gateway, which sends one request at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
+        self._loop = loop
+        self._protocol = protocol
+        self._response: asyncio.Future[bytes] = loop.create_future()
+        protocol.connection_made(MemoryTransport(self._finish))
+
+    def _finish(self, response: bytes) -> None:
+        self._response.set_result(response)
+
+    async def send(self, request: bytes) -> bytes:
+        self._response = self._loop.create_future()
+        self._protocol.data_received(request)
+        return await self._response
+
+
+def encode_response(body: bytes, *headers: bytes) -> bytes:
+    lines = (b"HTTP/1.1 200 OK", *headers, b"content-length: %d" % len(body))
+    return b"\r\n".join(lines) + HEADER_END + body
+
+
+def encode_infer_response(model: str, array: np.ndarray, datatype: str) -> bytes:
+    """Return an inference response with the binary output `Y`, as Triton sends it."""
+    output = {
+        "name": "Y",
+        "datatype": datatype,
+        "shape": array.shape,
+        "parameters": {"binary_data_size": array.nbytes},
+    }
+    head = orjson.dumps({"model_name": model, "model_version": "1", "outputs": [output]})
+    field = b"inference-header-content-length: %d" % len(head)
+    return encode_response(head + array.tobytes(), b"content-type: application/octet-stream", field)
+
+
+def describe_model(model: str, x: tuple[str, int], y: tuple[str, int]) -> dict[bytes, bytes]:
+    """Return the metadata and config of a batching model with the input `X` and the output `Y`."""
+    metadata = {
+        "name": model,
+        "versions": ["1"],
+        "platform": "python",
+        "inputs": [{"name": "X", "datatype": x[0], "shape": [-1, x[1]]}],
+        "outputs": [{"name": "Y", "datatype": y[0], "shape": [-1, y[1]]}],
+    }
+
+    def describe(name: str, datatype: str, size: int) -> dict[str, Any]:
+        kind = "STRING" if datatype == "BYTES" else datatype
+        return {"name": name, "data_type": f"TYPE_{kind}", "dims": [size]}
+
+    config = {
+        "name": model,
+        "max_batch_size": 64,
+        "input": [describe("X", *x)],
+        "output": [describe("Y", *y)],
+    }
+    documents = {"": metadata, "/config": config}
+    return {
+        f"/v2/models/{model}{path}".encode(): encode_response(orjson.dumps(document))
+        for path, document in documents.items()
+    }
+
+
+SMALL: Final = np.random.default_rng(0).random((1, 256), np.float32)
+INDEX: Final = [{"name": name, "version": "1", "state": "READY"} for name in ("small", "blob")]
+REPLICA: Final = MemoryReplica(
+    {
+        b"/v2/repository/index": encode_response(orjson.dumps(INDEX)),
+        **describe_model("small", ("FP32", 256), ("FP32", 256)),
+        **describe_model("blob", ("BYTES", 1), ("INT32", 1)),
+        b"/v2/models/small/infer": encode_infer_response("small", SMALL, "FP32"),
+        b"/v2/models/blob/infer": encode_infer_response("blob", np.ones((1, 1), np.int32), "INT32"),
+    }
+)
+BLOB: Final = "/v1/models/blob/infer"
+
+
+def encode_request(path: str, request: Request) -> bytes:
+    headers = {"Host": "localhost:8080", "content-length": str(len(request.body))}
+    fields = "".join(f"{name}: {value}\r\n" for name, value in (headers | request.headers).items())
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode() + request.body
+
+
+def build_requests() -> Mapping[str, bytes]:
+    """Return the requests to count, as a client sends them."""
+    small = encode_v2_infer(SMALL, "FP32")
+    text = Request(b"The ship left the harbour at dawn.", {"Content-Type": "text/plain"})
+    jpeg = Request(encode_jpeg(), {"Content-Type": "image/jpeg"})
+    return {
+        "/v2, 1 KB infer": encode_request("/v2/models/small/infer", small),
+        "/v1, text to BYTES": encode_request(BLOB, text),
+        "/v1, JPEG to BYTES": encode_request(BLOB, jpeg),
+    }
+
+
+async def connect(loop: asyncio.AbstractEventLoop) -> MemoryClient:
+    """Start the gateway, and connect a client to it. Without timers, the gateway cannot shut down."""
+    settings = Settings(
+        triton_urls=("http://127.0.0.1:8000",), state="memory:", log_level="warning"
+    )
+    logs.configure(settings)
+    config = create_uvicorn_config(create_app(settings), settings, "127.0.0.1", 8080)
+    config.load()
+    lifespan = LifespanOn(config)
+    await lifespan.startup()
+    if lifespan.should_exit:
+        raise RuntimeError("the gateway did not start")
+    protocol = cast("type[Any]", config.http_protocol_class)(
+        config=config, server_state=ServerState(), app_state=lifespan.state, _loop=loop
+    )
+    return MemoryClient(loop, protocol)
+
+
+def mark() -> None:
+    """Call `MARK_FUNCTION`, before which valgrind writes the counts since the last call."""
+    os.getpriority(os.PRIO_PROCESS, 0)
+
+
+async def send_all(warm_up: int, count: int) -> None:
+    client = await connect(asyncio.get_running_loop())
+    for name, request in build_requests().items():
+        for _ in range(warm_up):
+            response = await client.send(request)
+            if not response.startswith(b"HTTP/1.1 200 "):
+                raise RuntimeError(f"{name}: {response!r}")
+        gc.collect()
+        mark()
+        for _ in range(count):
+            await client.send(request)
+        mark()
+
+
+def main(warm_up: int = 20, count: int = 100) -> None:
+    """Send each request `warm_up` + `count` times, and mark the beginning and end of the latter."""
+    loop = TimelessLoop()
+    loop.replica = REPLICA
+    loop.run_until_complete(send_all(warm_up, count))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

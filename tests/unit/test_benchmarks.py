@@ -1,0 +1,104 @@
+"""The parts of the benchmarks that measure nothing: their modules, tables and results file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+from benchmarks import count, peers, results
+from benchmarks.in_process import REPLICA, build_requests, find_message_end
+from benchmarks.load import Measured
+from benchmarks.servers import ServerNotStarted
+from benchmarks.tables import describe_spread, format_table
+
+PEERS_ONLY = (
+    "benchmarks.baselines.kserve_transformer"  # imports what only the peers' environment has
+)
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")
+    if module.name != PEERS_ONLY
+]
+COUNTS = {"a request": 1000, "another": 2000}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_can_be_imported(name: str) -> None:
+    assert importlib.import_module(name).__name__ == name
+
+
+def test_ratios_are_those_of_the_same_round() -> None:
+    slow_minute = 10.0
+    base = [Measured(100, 1, 1, cpu_us, 1, 0) for cpu_us in (1.0, slow_minute)]
+    other = [Measured(50, 1, 1, cpu_us, 1, 0) for cpu_us in (2.0, 4 * slow_minute)]
+    *_, row = format_table("a table", {"nginx": base, "other": other}, "nginx")
+    assert "| 3.00 (2.00–4.00) |" in row
+    assert "| 50 | 0.50 |" in row
+
+
+def test_the_spread_is_the_median_with_both_ends() -> None:
+    assert describe_spread([3.0, 1.0, 9.0], 1) == "3.0 (1.0–9.0)"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "results.md"
+    path.write_text("# Results of the last run\n\nold tables\n")
+    return path
+
+
+def test_the_counts_and_the_tables_replace_only_themselves(recorded: Path) -> None:
+    assert results.read_counts(recorded).instructions == {}
+    results.write_counts("\n".join(count.format_section(COUNTS)) + "\n", recorded)
+    assert results.read_counts(recorded).instructions == COUNTS
+    results.write_tables("# Results of the last run\n\nnew tables\n", recorded)
+    assert results.read_counts(recorded).instructions == COUNTS
+    text = recorded.read_text()
+    assert "new tables" in text
+    assert "old tables" not in text
+    results.write_counts("\n".join(count.format_section({"a request": 1})) + "\n", recorded)
+    assert results.read_counts(recorded).instructions == {"a request": 1}
+    assert "new tables" in recorded.read_text()
+
+
+def test_the_recorded_counts_can_be_compared() -> None:
+    assert results.read_counts().instructions.keys() == build_requests().keys()
+
+
+def test_only_a_change_of_more_than_five_percent_is_reported() -> None:
+    assert list(count.list_changes(COUNTS, {"a request": 1040, "another": 2000})) == []
+    changes = list(count.list_changes(COUNTS, {"a request": 1100, "another": 1800}))
+    assert sorted(changes) == [
+        "a request: 1,000 → 1,100 instructions (+10.0%)",
+        "another: 2,000 → 1,800 instructions (-10.0%)",
+    ]
+    assert list(count.list_changes({}, {"a new one": 1})) == ["a new one: only in this run"]
+
+
+def test_the_end_of_a_message_follows_from_its_length() -> None:
+    messages = [*REPLICA.responses.values(), *build_requests().values()]
+    assert [find_message_end(message + b"the next") for message in messages] == [
+        len(message) for message in messages
+    ]
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServerNotStarted, match="no-such-program is not installed"):
+        peers.find_program("no-such-program")
+
+    def start() -> ExitStack:
+        raise ServerNotStarted(str(peers.find_program("no-such-program")))
+
+    with ExitStack() as stack:
+        assert peers.start_peer(stack, "A peer", start) is None  # type: ignore[arg-type]
+    assert capsys.readouterr().err == (
+        "skipped: A peer: no-such-program is not installed; run: make bench-peers\n"
+    )
