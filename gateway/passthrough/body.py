@@ -196,14 +196,13 @@ async def guard_body(
     `length` is that of the body, or its upper limit. Raises `InputMismatch` or `MalformedRequest`, for a
     stream while it is read.
     """
+    has_tensors, limits = action.has_tensors, action.key_limits
     if isinstance(body, bytes) and len(body) <= GUARD_CHUNK_BYTES:
         has_classification = check_complete_json(
-            body, json_bytes, has_tensors=action.has_tensors, key_limits=action.key_limits
+            body, json_bytes, has_tensors=has_tensors, key_limits=limits
         )
     else:
-        guard = JsonGuard(
-            length, json_bytes, has_tensors=action.has_tensors, key_limits=action.key_limits
-        )
+        guard = JsonGuard(length, json_bytes, has_tensors=has_tensors, key_limits=limits)
         if not isinstance(body, bytes):
             return guard_chunks(body, guard, load_signature)
         await guard_chunk(body, guard)
