@@ -12,8 +12,8 @@ from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.messages import quote_text
-from gateway.state.desired import DesiredModel, StateStore
-from gateway.state.loads import Loads, new_load_token, with_load
+from gateway.state.desired import DesiredModel, StateStore, with_desired_model
+from gateway.state.loads import Loads, new_load_token, with_load, without_replica
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,7 @@ class SharedState:
         revision = await self.store.set_desired_model(model, desired)
         if desired is not None and not desired.revision:
             desired = replace(desired, revision=revision)
-        others = {name: value for name, value in self.desired_models.items() if name != model}
-        self.desired_models = others if desired is None else {**others, model: desired}
+        self.desired_models = with_desired_model(self.desired_models, model, desired)
 
     def merge_models(self) -> dict[str, DesiredModel]:
         return merge_declared_models(self.desired_models, self.declared_models)
@@ -102,4 +101,4 @@ class SharedState:
     async def forget_loads(self, replica: str) -> None:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
-            self.loads = {name: models for name, models in self.loads.items() if name != replica}
+            self.loads = without_replica(self.loads, replica)

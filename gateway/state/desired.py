@@ -110,10 +110,9 @@ class DesiredState:
 
     def with_model(self, model: str, desired: DesiredModel | None) -> DesiredState:
         revision = self.revision + 1
-        models = {name: value for name, value in self.models.items() if name != model}
         if desired is not None:
-            models[model] = replace(desired, revision=desired.revision or revision)
-        return DesiredState(models, revision)
+            desired = replace(desired, revision=desired.revision or revision)
+        return DesiredState(with_desired_model(self.models, model, desired), revision)
 
     def to_json(self) -> bytes:
         models = {
@@ -122,6 +121,13 @@ class DesiredState:
         }
         document = {"format": STATE_FORMAT, "revision": self.revision, "models": models}
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def with_desired_model(
+    models: Mapping[str, DesiredModel], model: str, desired: DesiredModel | None
+) -> dict[str, DesiredModel]:
+    others = {name: value for name, value in models.items() if name != model}
+    return others if desired is None else {**others, model: desired}
 
 
 def desired_model_to_dict(desired: DesiredModel) -> dict[str, Any]:

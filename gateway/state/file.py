@@ -42,6 +42,7 @@ from gateway.state.loads import (
     mark_load_started,
     new_load_token,
     parse_loads,
+    without_replica,
 )
 
 log = logging.getLogger(__name__)
@@ -134,34 +135,28 @@ class FileStateStore:
     async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
         token = new_load_token(self._owner)
 
-        def change() -> str:
+        def change(loads: Loads) -> tuple[Loads, str]:
             self._hold_alive_lock()
-            with lock_file(self._lock_path):
-                loads, before = mark_load_started(self._read_loads(), replica, model, token)
-                replace_file(self._loads_path, orjson.dumps(loads), is_durable=False)
-            return before
+            return mark_load_started(loads, replica, model, token)
 
-        return token, await self._run_action(WRITE_ACTION, change)
+        return token, await self._change_loads(change)
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        def change() -> None:
-            with lock_file(self._lock_path):
-                loads, _ = mark_load_finished(
-                    self._read_loads(), replica, model, token, resulting_load
-                )
-                replace_file(self._loads_path, orjson.dumps(loads), is_durable=False)
-
-        await self._run_action(WRITE_ACTION, change)
+        await self._change_loads(
+            lambda loads: mark_load_finished(loads, replica, model, token, resulting_load)
+        )
 
     async def forget_loads(self, replica: str) -> None:
-        def change() -> None:
-            with lock_file(self._lock_path):
-                remaining = {
-                    name: models for name, models in self._read_loads().items() if name != replica
-                }
-                replace_file(self._loads_path, orjson.dumps(remaining), is_durable=False)
+        await self._change_loads(lambda loads: (without_replica(loads, replica), None))
 
-        await self._run_action(WRITE_ACTION, change)
+    async def _change_loads(self, change: Callable[[Loads], tuple[Loads, T]]) -> T:
+        def run() -> T:
+            with lock_file(self._lock_path):
+                loads, result = change(self._read_loads())
+                replace_file(self._loads_path, orjson.dumps(loads), is_durable=False)
+            return result
+
+        return await self._run_action(WRITE_ACTION, run)
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)

@@ -59,8 +59,12 @@ def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, di
     models = {name: value for name, value in loads.get(replica, {}).items() if name != model}
     if load:
         models[model] = load
-    table = {name: dict(value) for name, value in loads.items() if name != replica}
+    table = without_replica(loads, replica)
     return {**table, replica: models} if models else table
+
+
+def without_replica(loads: Loads, replica: str) -> dict[str, dict[str, str]]:
+    return {name: dict(models) for name, models in loads.items() if name != replica}
 
 
 def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> dict[str, dict[str, str]]:

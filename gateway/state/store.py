@@ -20,7 +20,13 @@ from gateway.state.desired import (
     require_operation_id,
 )
 from gateway.state.file import open_file_store
-from gateway.state.loads import Loads, mark_load_finished, mark_load_started, new_load_token
+from gateway.state.loads import (
+    Loads,
+    mark_load_finished,
+    mark_load_started,
+    new_load_token,
+    without_replica,
+)
 from gateway.state.redis import open_redis_store
 
 STATE_URL_HELP: Final = (
@@ -38,18 +44,13 @@ def open_state_store(url: str) -> StateStore:
     except ValueError:
         raise BadState(STATE_URL_HELP) from None
     store: StateStore | None = None
-    if not parts.netloc + parts.path + parts.query + parts.fragment:
-        store = (
-            MemoryStateStore()
-            if parts.scheme == "memory"
-            else ReadOnlyStateStore()
-            if parts.scheme == "none"
-            else None
-        )
     if parts.scheme == "file":
         store = open_file_store(parts)
     elif parts.scheme in ("redis", "rediss"):
         store = open_redis_store(parts, port or 6379)
+    elif not parts.netloc + parts.path + parts.query + parts.fragment:
+        kind = {"memory": MemoryStateStore, "none": ReadOnlyStateStore}.get(parts.scheme)
+        store = None if kind is None else kind()
     if store is None:
         # No message contains the URL, because it can contain a password.
         raise BadState(STATE_URL_HELP)
@@ -96,7 +97,7 @@ class MemoryStateStore:
         self._loads, _ = mark_load_finished(self._loads, replica, model, token, resulting_load)
 
     async def forget_loads(self, replica: str) -> None:
-        self._loads = {name: models for name, models in self._loads.items() if name != replica}
+        self._loads = without_replica(self._loads, replica)
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
