@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -12,21 +13,18 @@ import typer
 
 from gateway import __version__
 from gateway.client import commands
-from gateway.embedded.flags import TritonFlags, add_triton_flags
+from gateway.client.flags import add_flags
+from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
 
-root_cli = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-key_commands = typer.Typer(
-    help="Manage the API keys of the gateway.",
+CliGroup = partial(
+    typer.Typer,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+root_cli = CliGroup(pretty_exceptions_enable=False)
+key_commands = CliGroup(help="Manage the API keys of the gateway.")
 root_cli.add_typer(key_commands, name="key")
 root_cli.add_typer(commands.cli)
 
@@ -89,7 +87,7 @@ def command(
 
 
 @root_cli.command()
-@add_triton_flags
+@add_flags(TritonFlags)
 def up(
     flags: TritonFlags, host: Host = "127.0.0.1", port: Port = 8080, replicas: ReplicaCount = 1
 ) -> None:
@@ -100,7 +98,7 @@ def up(
 
 
 @root_cli.command()
-@add_triton_flags
+@add_flags(TritonFlags)
 def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     """Start an embedded Triton without a gateway."""
     from gateway import launch

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import TracebackType
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
+import orjson
 
 from gateway.client.errors import ClientError, GatewayUnreachable, make_client_error
 from gateway.client.target import Target
@@ -32,12 +32,7 @@ class ApiClient:
     def __enter__(self) -> ApiClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def get(self, path: str) -> Any:
@@ -89,16 +84,16 @@ def decode_json_response(response: httpx.Response) -> Any:
         ) from None
 
 
-def decode_json_object(response: httpx.Response) -> dict[str, Any]:
-    """Return the body's JSON object whatever the status; empty if the body is anything else."""
+def decode_json_object(body: bytes) -> dict[str, Any]:
+    """Return the body's JSON object; empty if the body is anything else."""
     try:
-        document = response.json()
-    except ValueError:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
         document = None
     return document if isinstance(document, dict) else {}
 
 
 def extract_error_message(response: httpx.Response) -> str:
-    if isinstance(message := decode_json_object(response).get("error"), str):
+    if isinstance(message := decode_json_object(response.content).get("error"), str):
         return message
     return f"the gateway returned HTTP status {response.status_code}"

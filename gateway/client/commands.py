@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gateway.client.errors import ClientError, UsageError, make_client_error
+from gateway.client.flags import add_flags
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
-if TYPE_CHECKING:
-    from gateway.client.api import ApiClient
-
 cli = typer.Typer()
 
-UrlOption = Annotated[
-    str, typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True)
-]
-KeyOption = Annotated[
-    str,
-    typer.Option(
-        envvar="TRITON_GATEWAY_KEY",
-        help="API key, if the gateway requires one.",
-        show_default=False,
-    ),
-]
-CaOption = Annotated[
-    Path | None,
-    typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
-]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 ModelsArgument = Annotated[list[str], typer.Argument(metavar="MODELS", help="Names of the models.")]
 VersionOption = Annotated[
@@ -46,11 +29,11 @@ TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
 ]
 
-DEFAULT_URL = "http://localhost:8080"
-
 
 @cli.command()
+@add_flags(Target)
 def infer(
+    target: Target,
     model: ModelArgument,
     files: Annotated[
         list[str] | None,
@@ -85,9 +68,6 @@ def infer(
         int, typer.Option(min=0, help="Maximum number of retries of a request.")
     ] = 10,
     timeout: TimeoutOption = 60.0,
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = "",
-    ca: CaOption = None,
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
     from gateway.client.infer import InferOptions, run_infer
@@ -107,7 +87,7 @@ def infer(
     raise SystemExit(
         run_infer(
             InferOptions(
-                Target(url, key, ca), model, version, inputs, concurrency, batch, retries, timeout,
+                target, model, version, inputs, concurrency, batch, retries, timeout,
                 output, form, resume, overwrite,
             )
         )
@@ -115,36 +95,20 @@ def infer(
 
 
 @cli.command()
-def models(
-    json: JsonOption = False, url: UrlOption = DEFAULT_URL, key: KeyOption = "", ca: CaOption = None
-) -> None:
+@add_flags(Target)
+def models(target: Target, json: JsonOption = False) -> None:
     """List the models and whether each is ready."""
-    from gateway.client import tables
-
-    print_resource_list(
-        "models", tables.MODEL_COLUMNS, tables.format_model_row, json, Target(url, key, ca)
-    )
+    print_resource_list("models", target, json=json)
 
 
 @cli.command()
-def replicas(
-    json: JsonOption = False, url: UrlOption = DEFAULT_URL, key: KeyOption = "", ca: CaOption = None
-) -> None:
+@add_flags(Target)
+def replicas(target: Target, json: JsonOption = False) -> None:
     """List the Triton replicas and their state."""
-    from gateway.client import tables
-
-    print_resource_list(
-        "replicas", tables.REPLICA_COLUMNS, tables.format_replica_row, json, Target(url, key, ca)
-    )
+    print_resource_list("replicas", target, json=json)
 
 
-def print_resource_list(
-    resource: str,
-    columns: Sequence[str],
-    format_row: Callable[[Any], Sequence[str]],
-    json: bool,
-    target: Target,
-) -> None:
+def print_resource_list(resource: str, target: Target, *, json: bool) -> None:
     from gateway.client import tables
     from gateway.client.api import ApiClient
 
@@ -153,20 +117,20 @@ def print_resource_list(
     if json:
         tables.print_json(entries)
     else:
+        columns, format_row = tables.RESOURCE_TABLES[resource]
         tables.print_table(columns, map(format_row, entries))
 
 
 @cli.command()
-def ready(
-    json: JsonOption = False, url: UrlOption = DEFAULT_URL, key: KeyOption = "", ca: CaOption = None
-) -> None:
+@add_flags(Target)
+def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
     from gateway.client import tables
-    from gateway.client.api import decode_json_object, extract_error_message
+    from gateway.client.api import ApiClient, decode_json_object, extract_error_message
 
-    with create_api_client(url, key, ca) as api:
+    with ApiClient(target) as api:
         response = api.request("GET", "/readyz")
-    readiness = decode_json_object(response)
+    readiness = decode_json_object(response.content)
     if "ready" not in readiness:
         raise make_client_error(response.status_code, extract_error_message(response))
     if json:
@@ -189,31 +153,29 @@ def explain_not_ready(readiness: dict[str, Any]) -> str:
 
 
 @cli.command()
+@add_flags(Target)
 def load(
+    target: Target,
     models: ModelsArgument,
     json: JsonOption = False,
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = "",
-    ca: CaOption = None,
 ) -> None:
     """Load models on every replica and wait for completion."""
-    manage_models("load", models, {}, json, Target(url, key, ca))
+    manage_models("load", models, {}, json, target)
 
 
 @cli.command()
+@add_flags(Target)
 def unload(
+    target: Target,
     models: ModelsArgument,
     dependents: Annotated[
         bool, typer.Option("--dependents", help="Also unload the models of an ensemble.")
     ] = False,
     json: JsonOption = False,
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = "",
-    ca: CaOption = None,
 ) -> None:
     """Unload models from every replica and wait for completion."""
     body = {"parameters": {"unload_dependents": True}} if dependents else {}
-    manage_models("unload", models, body, json, Target(url, key, ca))
+    manage_models("unload", models, body, json, target)
 
 
 def manage_models(
@@ -231,7 +193,7 @@ def manage_models(
         for name in names:
             path = f"/v2/repository/models/{quote(name, safe='')}/{action}"
             response = api.request("POST", path, body)
-            report = decode_json_object(response)
+            report = decode_json_object(response.content)
             if "replicas" in report:
                 reports.append(report)
             if not response.is_success:
@@ -250,37 +212,40 @@ def manage_models(
 
 
 @cli.command()
+@add_flags(Target)
 def top(
+    target: Target,
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = "",
-    ca: CaOption = None,
 ) -> None:
     """Show live traffic, models and replicas; press q to quit."""
+    from gateway.client.api import ApiClient
     from gateway.client.top import run_top
 
-    with create_api_client(url, key, ca) as api, suppress(KeyboardInterrupt):
+    with ApiClient(target) as api, suppress(KeyboardInterrupt):
         run_top(api, interval)
 
 
 @cli.command()
+@add_flags(Target)
 def curl(
+    target: Target,
     model: ModelArgument,
     version: VersionOption = "",
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = "",
-    ca: CaOption = None,
 ) -> None:
     """Print a curl command for the model."""
-    with create_api_client(url, key, ca) as api:
+    from gateway.client.api import ApiClient
+
+    with ApiClient(target) as api:
         line = api.get_model(model, version)["curl"]
     # The key itself is never printed.
-    header = ' -H "Authorization: Bearer $TRITON_GATEWAY_KEY"' if key else ""
+    header = ' -H "Authorization: Bearer $TRITON_GATEWAY_KEY"' if target.key else ""
     typer.echo(escape_unprintable(line) + header)
 
 
 @cli.command()
+@add_flags(Target)
 def bench(
+    target: Target,
     model: ModelArgument,
     file: Annotated[
         str | None,
@@ -296,24 +261,19 @@ def bench(
     ] = 3.0,
     timeout: TimeoutOption = 60.0,
     json: JsonOption = False,
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = "",
-    ca: CaOption = None,
 ) -> None:
     """Measure latency and throughput at increasing concurrency."""
     from gateway.client import bench, tables
-    from gateway.client.inputs import Input
+    from gateway.client.api import ApiClient
+    from gateway.client.inputs import Input, report_unreadable
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
-    target = Target(url, key, ca)
-    with create_api_client(url, key, ca) as api:
+    with ApiClient(target) as api:
         model_info = api.get_model(model, version)
-    try:
-        source = text.encode() if text is not None else file
+    source = text.encode() if text is not None else file
+    with report_unreadable(str(file)):
         body = bench.build_bench_body(model_info) if source is None else Input("", source).read()
-    except OSError as exc:
-        raise UsageError(f"{file} cannot be read: {exc.strerror}") from None
     benchmark = bench.Benchmark(
         target, model, version, body, seconds, timeout, is_decoupled=model_info["decoupled"]
     )
@@ -335,9 +295,3 @@ def parse_concurrencies(text: str) -> list[int]:
     if not levels or min(levels) < 1 or max(levels) > 1024:
         raise UsageError(f"--concurrency must be numbers up to 1024, such as 1,2,4, not {text!r}")
     return levels
-
-
-def create_api_client(url: str, key: str, ca: Path | None) -> ApiClient:
-    from gateway.client.api import ApiClient
-
-    return ApiClient(Target(url, key, ca))

@@ -72,8 +72,12 @@ class InferStats:
         return self.succeeded + self.failed
 
     @property
+    def done_count(self) -> int:
+        return self.skipped + self.written_count
+
+    @property
     def remaining_count(self) -> int | None:
-        return None if self.total is None else self.total - self.skipped - self.written_count
+        return None if self.total is None else self.total - self.done_count
 
     def add_record(self, record: Record) -> None:
         if record.outputs is not None:
@@ -148,43 +152,36 @@ def open_output(options: InferOptions) -> int:
         raise ClientError(f"{options.output_path} cannot be written: {exc.strerror}") from None
 
 
+@dataclass
 class InferRun:
     """A run of the command, inside an event loop."""
 
-    def __init__(
-        self,
-        options: InferOptions,
-        writer: RecordWriter,
-        done_counts: Counter[str],
-        descriptor: int,
-        is_decoupled: bool,
-    ) -> None:
-        self._options = options
-        self._writer = writer
-        self._done_counts = done_counts
-        self._descriptor = descriptor
-        self._is_decoupled = is_decoupled
-        self._stats = InferStats(options.inputs.total)
-        self._received_signal = 0
+    options: InferOptions
+    writer: RecordWriter
+    done_counts: Counter[str]
+    descriptor: int
+    is_decoupled: bool
+    received_signal: int = 0
+
+    def __post_init__(self) -> None:
+        self.stats = InferStats(self.options.inputs.total)
 
     async def run(self) -> int:
-        options, stats = self._options, self._stats
+        options, stats = self.options, self.stats
         client = InferClient(
             options.target,
             options.model,
             options.version,
             timeout_s=options.timeout_s,
             retries=options.retries,
-            is_decoupled=self._is_decoupled,
+            is_decoupled=self.is_decoupled,
         )
         executor: OrderedExecutor[list[Input], list[Record]] = OrderedExecutor(
             BatchRequester(client), self._write_groups, options.concurrency
         )
         self._install_signal_handlers(executor)
         try:
-            async with ProgressBar(
-                lambda: (stats.skipped + stats.written_count, stats.failed), stats.total
-            ):
+            async with ProgressBar(lambda: (stats.done_count, stats.failed), stats.total):
                 await self._write_header()
                 await executor.run(self._group_inputs())
         except BrokenPipeError:
@@ -201,7 +198,7 @@ class InferRun:
         self, executor: OrderedExecutor[list[Input], list[Record]]
     ) -> None:
         def stop(number: int) -> None:
-            self._received_signal = number
+            self.received_signal = number
             executor.stop()
 
         loop = asyncio.get_running_loop()
@@ -209,18 +206,18 @@ class InferRun:
             loop.add_signal_handler(number, stop, number)
 
     async def _write_header(self) -> None:
-        if self._descriptor == STDOUT_DESCRIPTOR or os.fstat(self._descriptor).st_size == 0:
-            await write_descriptor(self._descriptor, self._writer.header)
+        if self.descriptor == STDOUT_DESCRIPTOR or os.fstat(self.descriptor).st_size == 0:
+            await write_descriptor(self.descriptor, self.writer.header)
 
     async def _group_inputs(self) -> AsyncIterator[list[Input]]:
         group: list[Input] = []
-        async for input_ in self._options.inputs:
-            if self._done_counts[input_.name]:
-                self._done_counts[input_.name] -= 1
-                self._stats.skipped += 1
+        async for input_ in self.options.inputs:
+            if self.done_counts[input_.name]:
+                self.done_counts[input_.name] -= 1
+                self.stats.skipped += 1
                 continue
             group.append(input_)
-            if len(group) == self._options.batch_size:
+            if len(group) == self.options.batch_size:
                 yield group
                 group = []
         if group:
@@ -228,30 +225,27 @@ class InferRun:
 
     async def _write_groups(self, groups: list[list[Record]]) -> None:
         records = [record for group in groups for record in group]
-        await write_descriptor(self._descriptor, b"".join(map(self._writer.encode_record, records)))
+        await write_descriptor(self.descriptor, b"".join(map(self.writer.encode_record, records)))
         for record in records:
-            self._stats.add_record(record)
+            self.stats.add_record(record)
 
     def _report_outcome(self, retry_count: int) -> int:
-        stats = self._stats
+        stats = self.stats
         retries = f"; {retry_count} retries" if retry_count else ""
         print_message(stats.summary() + retries)
         for record in stats.failures:
             print_message(f"  {record.name}: {record.error}")
         if stats.failed > len(stats.failures):
             print_message(f"  and {stats.failed - len(stats.failures)} more")
-        if self._received_signal:
+        if self.received_signal:
             print_message(f"interrupted: {self._describe_remaining()}")
-            return 128 + self._received_signal
+            return 128 + self.received_signal
         return 1 if stats.failed else 0
 
     def _describe_remaining(self) -> str:
-        remaining = self._stats.remaining_count
-        message = (
-            "the remaining inputs were not sent"
-            if remaining is None
-            else f"{remaining} inputs remain"
-        )
-        if self._options.output_path is None:
+        remaining = self.stats.remaining_count
+        count = f"{remaining} inputs remain"
+        message = "the remaining inputs were not sent" if remaining is None else count
+        if self.options.output_path is None:
             return f"{message} (only a run with --output FILE can be resumed)"
         return f"{message}; run the same command with --resume to continue"

@@ -10,9 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-import orjson
-
-from gateway.client.api import API_CONNECT_TIMEOUT_S, model_api_path
+from gateway.client.api import API_CONNECT_TIMEOUT_S, decode_json_object, model_api_path
 from gateway.client.errors import ClientError, GatewayUnreachable, translate_hints
 from gateway.client.target import Target
 from gateway.errors import BadUpstream, DeadlinePassed
@@ -116,14 +114,9 @@ def extract_failure(reply: CompleteResponse) -> tuple[str, str] | None:
     """Return a failed response's message and code. A stream reports a failure in its last line."""
     if reply.status == 200 and not is_ndjson_stream(reply):
         return None
-    try:
-        document = orjson.loads(reply.body.rstrip(b"\n").rpartition(b"\n")[2])
-    except orjson.JSONDecodeError:
-        document = None
-    if isinstance(document, dict) and isinstance(document.get("error"), str):
+    document = decode_json_object(reply.body.rstrip(b"\n").rpartition(b"\n")[2])
+    if isinstance(document.get("error"), str):
         return translate_hints(document["error"]), str(document.get("code", ""))
-    return (
-        None
-        if reply.status == 200
-        else (f"HTTP status {reply.status} without an error message", "")
-    )
+    if reply.status == 200:
+        return None
+    return f"HTTP status {reply.status} without an error message", ""

@@ -6,6 +6,7 @@ import glob
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -89,7 +90,7 @@ class InputSource:
             yield Input(f"text:{number}", text.encode("utf-8", "surrogateescape"))
         for path in self.paths:
             if path == STDIN_ARGUMENT:
-                async for line in read_stdin_lines():
+                async for line in read_descriptor_lines(0, path, "standard input"):
                     yield line
             elif self.split_lines and is_special_file(path):
                 async for line in read_pipe_lines(path):
@@ -101,28 +102,28 @@ class InputSource:
                 yield Input(format_path(path), path)
 
 
-def read_file_lines(path: str) -> Iterator[Input]:
-    """Raises `UsageError` if the file cannot be read: the number of missing texts is unknown."""
+@contextmanager
+def report_unreadable(label: str) -> Iterator[None]:
+    """Raise a `UsageError` for an `OSError`: without a file, the number of missing texts is unknown."""
     try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield Input(f"{format_path(path)}:{number}", strip_line_end(line))
+        yield
     except OSError as exc:
-        raise UsageError(f"{format_path(path)} cannot be read: {exc.strerror}") from None
+        raise UsageError(f"{label} cannot be read: {exc.strerror}") from None
 
 
-async def read_stdin_lines() -> AsyncIterator[Input]:
-    async for line in read_descriptor_lines(0, STDIN_ARGUMENT, "standard input"):
-        yield line
+def read_file_lines(path: str) -> Iterator[Input]:
+    label = format_path(path)
+    with report_unreadable(label), Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield Input(f"{label}:{number}", strip_line_end(line))
 
 
 async def read_pipe_lines(path: str) -> AsyncIterator[Input]:
-    try:  # opening a pipe blocks until its other end is open
+    label = format_path(path)
+    with report_unreadable(label):  # opening a pipe blocks until its other end is open
         descriptor = await run_in_daemon_thread(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as exc:
-        raise UsageError(f"{format_path(path)} cannot be read: {exc.strerror}") from None
     try:
-        async for line in read_descriptor_lines(descriptor, format_path(path), format_path(path)):
+        async for line in read_descriptor_lines(descriptor, label, label):
             yield line
     finally:
         os.close(descriptor)
@@ -130,20 +131,14 @@ async def read_pipe_lines(path: str) -> AsyncIterator[Input]:
 
 async def read_descriptor_lines(descriptor: int, name: str, label: str) -> AsyncIterator[Input]:
     number, partial = 0, b""
-    while data := await read_descriptor_chunk(descriptor, label):
-        *lines, partial = (partial + data).split(b"\n")
-        for line in lines:
-            number += 1
-            yield Input(f"{name}:{number}", strip_line_end(line))
+    with report_unreadable(label):
+        while data := await read_available(descriptor):
+            *lines, partial = (partial + data).split(b"\n")
+            for line in lines:
+                number += 1
+                yield Input(f"{name}:{number}", strip_line_end(line))
     if partial:
         yield Input(f"{name}:{number + 1}", strip_line_end(partial))
-
-
-async def read_descriptor_chunk(descriptor: int, label: str) -> bytes:
-    try:
-        return await read_available(descriptor)
-    except OSError as exc:
-        raise UsageError(f"{label} cannot be read: {exc.strerror}") from None
 
 
 def strip_line_end(line: bytes) -> bytes:
@@ -155,10 +150,10 @@ def find_input_files(arguments: Sequence[str], exclude: Path | None = None) -> l
 
     Raises `UsageError` if an argument names no file.
     """
-    excluded = exclude.resolve() if exclude is not None else None
     paths = [path for argument in arguments for path in expand_argument(argument)]
-    if excluded is None:
+    if exclude is None:
         return paths
+    excluded = exclude.resolve()
     return [
         path
         for path in paths

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final
 
 REFRESH_INTERVAL_S: Final = 0.25
@@ -24,12 +23,7 @@ class ProgressBar:
             self._task = asyncio.create_task(self._refresh_bar())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})  # the bar is removed before messages follow

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import orjson
 
+from gateway.client.api import decode_json_object
 from gateway.client.errors import ClientError
 from gateway.client.infer_client import InferClient, NoResponse, extract_failure, is_ndjson_stream
 from gateway.client.inputs import Input, InputBody
@@ -24,16 +25,12 @@ class InvalidGatewayResponse(ClientError):
 
 
 def is_batchable(body: InputBody) -> bool:
-    if body.content_type == UTF8_TEXT:
-        return is_utf8(body.data)  # otherwise it is sent alone, and the gateway reports the error
-    return body.content_type == OCTET_STREAM or body.content_type.startswith("image/")
-
-
-def is_utf8(data: bytes) -> bool:
+    if body.content_type != UTF8_TEXT:
+        return body.content_type == OCTET_STREAM or body.content_type.startswith("image/")
     try:
-        data.decode()
+        body.data.decode()
     except UnicodeDecodeError:
-        return False
+        return False  # it is sent alone, and the gateway reports the error
     return True
 
 
@@ -67,43 +64,27 @@ class BatchRequester:
                 records[number] = Record(input_.name, error=message, code="UNREADABLE")
         batchable = [number for number, body in bodies.items() if is_batchable(body)]
         if len(batchable) > 1:
-            batch_records = await self._infer_batch(
-                [group[number].name for number in batchable],
-                [bodies[number] for number in batchable],
-            )
+            names = [group[number].name for number in batchable]
+            batch = combine_bodies([bodies[number] for number in batchable])
+            batch_records = await self._infer(names, batch)
             records |= zip(batchable, batch_records, strict=False)
         for number, body in bodies.items():
             if number not in records:
-                records[number] = await self._infer_single(group[number].name, body)
+                (records[number],) = await self._infer([group[number].name], body)
         return [records[number] for number in range(len(group))]
 
-    async def _infer_batch(self, names: Sequence[str], bodies: Sequence[InputBody]) -> list[Record]:
+    async def _infer(self, names: Sequence[str], body: InputBody) -> list[Record]:
         """Return no records if each input must be sent alone, to find the one that failed."""
-        body = combine_bodies(bodies)
         try:
             reply = await self._client.infer(body.content_type, body.data)
-            if reply.status in BATCH_SPLIT_STATUSES:
+            if len(names) > 1 and reply.status in BATCH_SPLIT_STATUSES:
                 return []
             if failure := extract_failure(reply):
                 return [Record(name, None, *failure) for name in names]
-            parts = split_batch_outputs(decode_outputs(reply.body), len(names))
+            outputs = split_outputs(reply, len(names))
         except (NoResponse, InvalidGatewayResponse) as exc:
             return [Record(name, error=str(exc), code="NO_ANSWER") for name in names]
-        return [Record(name, part) for name, part in zip(names, parts, strict=True)]
-
-    async def _infer_single(self, name: str, body: InputBody) -> Record:
-        try:
-            reply = await self._client.infer(body.content_type, body.data)
-            if failure := extract_failure(reply):
-                return Record(name, None, *failure)
-            return Record(
-                name,
-                collect_stream_outputs(reply)
-                if is_ndjson_stream(reply)
-                else decode_outputs(reply.body),
-            )
-        except (NoResponse, InvalidGatewayResponse) as exc:
-            return Record(name, error=str(exc), code="NO_ANSWER")
+        return [Record(name, part) for name, part in zip(names, outputs, strict=True)]
 
 
 def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
@@ -117,18 +98,18 @@ def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
 
 def decode_outputs(body: bytes) -> dict[str, Any]:
     """Raises `InvalidGatewayResponse`."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        document = None
-    if not isinstance(document, dict) or not isinstance(document.get("outputs"), dict):
+    outputs = decode_json_object(body).get("outputs")
+    if not isinstance(outputs, dict):
         raise InvalidGatewayResponse("the response has no outputs")
-    outputs: dict[str, Any] = document["outputs"]
     return outputs
 
 
-def split_batch_outputs(outputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def split_outputs(reply: CompleteResponse, count: int) -> list[dict[str, Any]]:
     """Return the outputs of each input. Raises `InvalidGatewayResponse`."""
+    if count == 1:
+        is_stream = is_ndjson_stream(reply)
+        return [collect_stream_outputs(reply) if is_stream else decode_outputs(reply.body)]
+    outputs = decode_outputs(reply.body)
     for name, values in outputs.items():
         if not isinstance(values, list) or len(values) != count:
             raise InvalidGatewayResponse(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import orjson
 from rich import box
@@ -18,15 +18,9 @@ from gateway.messages import escape_unprintable, escape_unprintable_json
 # Piped output is not truncated.
 NON_TERMINAL_WIDTH = 1000
 STATE_COLOURS = {
-    "READY": "green",
-    "HEALTHY": "green",
-    "UP": "green",
-    "yes": "green",
+    **dict.fromkeys(("READY", "HEALTHY", "UP", "yes"), "green"),
     "LOADING": "yellow",
-    "EJECTED": "red",
-    "DOWN": "red",
-    "UNAVAILABLE": "red",
-    "no": "red",
+    **dict.fromkeys(("EJECTED", "DOWN", "UNAVAILABLE", "no"), "red"),
 }
 
 
@@ -80,14 +74,9 @@ def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
         reasons.insert(0, f"{'to be ' * missing}{model['wished']} by the API")
     if "behind" in model:
         reasons.append(f"outdated load on {', '.join(model['behind'])}")
+    ready = "yes" if model["ready"] else "no"
     replicas = format_state_counts(model.get("replicas", {}).values())
-    return (
-        model["name"],
-        "yes" if model["ready"] else "no",
-        versions,
-        replicas,
-        "; ".join(reasons),
-    )
+    return model["name"], ready, versions, replicas, "; ".join(reasons)
 
 
 REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "REASON")
@@ -107,6 +96,10 @@ def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+RESOURCE_TABLES: Final[Mapping[str, tuple[Sequence[str], Callable[[Any], Sequence[str]]]]] = {
+    "models": (MODEL_COLUMNS, format_model_row),
+    "replicas": (REPLICA_COLUMNS, format_replica_row),
+}
 REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "REASON")
 
 

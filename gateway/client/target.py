@@ -6,7 +6,10 @@ import ssl
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import SplitResult, urlsplit
+
+import typer
 
 from gateway.client.errors import UsageError
 
@@ -15,11 +18,24 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Target:
-    """A gateway's URL and API key. Properties raise `UsageError` for invalid values."""
+    """The flags of the gateway that a command uses. Properties raise `UsageError` for invalid values."""
 
-    url: str
-    key: str = ""
-    ca_file: Path | None = None
+    url: Annotated[
+        str,
+        typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True),
+    ] = "http://localhost:8080"
+    key: Annotated[
+        str,
+        typer.Option(
+            envvar="TRITON_GATEWAY_KEY",
+            help="API key, if the gateway requires one.",
+            show_default=False,
+        ),
+    ] = ""
+    ca: Annotated[
+        Path | None,
+        typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
+    ] = None
 
     @cached_property
     def url_parts(self) -> SplitResult:
@@ -60,10 +76,10 @@ class Target:
         if self.url_parts.scheme == "http":
             return None
         try:
-            return ssl.create_default_context(cafile=self.ca_file)
+            return ssl.create_default_context(cafile=self.ca)
         except (OSError, ssl.SSLError) as exc:
             reason = exc.strerror or exc
-            raise UsageError(f"cannot read the certificates of {self.ca_file}: {reason}") from None
+            raise UsageError(f"cannot read the certificates of {self.ca}: {reason}") from None
 
     @property
     def headers(self) -> dict[str, str]:

@@ -1,12 +1,9 @@
-"""The flags of the embedded Triton, shared by `triton-gateway up` and `triton-gateway triton`."""
+"""The flags of the embedded Triton, which `triton-gateway up` and `triton-gateway triton` share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, Concatenate, Final, ParamSpec
+from typing import Annotated, Final
 
 import typer
 
@@ -14,8 +11,6 @@ from gateway.embedded.options import LOAD_ALL, ModelControl, TritonOptions
 
 DEFAULT_REPOSITORY: Final = "triton_repo"
 DEFAULT_MODELS: Final = ("ensemble", "text_ensemble")
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -95,22 +90,3 @@ class TritonFlags:
         if self.model_control is not ModelControl.explicit:
             return ()
         return (LOAD_ALL,) if self.model_repository else DEFAULT_MODELS
-
-
-def add_triton_flags(command: Callable[Concatenate[TritonFlags, P], None]) -> Callable[..., None]:
-    """Return the command with Triton's flags after its own; its first parameter receives them.
-
-    Typer reads the flags from a command's signature and does not support groups of flags.
-    """
-    own = list(signature(command, eval_str=True).parameters.values())[1:]
-    shared = list(signature(TritonFlags, eval_str=True).parameters.values())
-
-    @wraps(command)
-    def run(**values: Any) -> None:
-        flags = TritonFlags(**{flag.name: values.pop(flag.name) for flag in shared})
-        command(flags, **values)  # type: ignore[call-arg]
-
-    parameters = [flag.replace(kind=Parameter.KEYWORD_ONLY) for flag in (*own, *shared)]
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {flag.name: flag.annotation for flag in parameters}
-    return run
