@@ -6,41 +6,30 @@ import re
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import field_validator
 
-from gateway.settings.values import CommaSeparated
+from gateway.settings.values import CommaSeparated, SettingsGroup
 
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
 
 
-class AccessSettings(BaseModel):
-    keys_file: Path | None = Field(
-        None,
-        description="YAML file of the API keys; triton-gateway key create writes it. Without it, inference "
-        "is open to everyone, and administration to the gateway's own user on the same machine.",
-    )
-    local_admin: bool = Field(
-        True,
-        description="Allow local administration without a keys file: by programs of the gateway's own user "
-        "on the same machine. false: administration always requires a key.",
-    )
-    allow_model_upload: bool = Field(
-        False,
-        description="Whether an administrator's load request may include a config and files, which Triton "
-        "executes.",
-    )
-    cors_origins: CommaSeparated = Field(
-        (),
-        description="Comma-separated origins whose pages may call the gateway from a browser: "
-        "https://app.example.com; * allows every origin. Empty: none.",
-    )
-    allowed_hosts: CommaSeparated = Field(
-        (),
-        description="Comma-separated values that the Host header may have: models.example.com,*.test; "
-        "localhost is always allowed, * allows any host. Empty: only localhost if the gateway "
-        "listens on loopback and has no keys file, otherwise any host.",
-    )
+class AccessSettings(SettingsGroup):
+    keys_file: Path | None = None
+    """YAML file of the API keys; triton-gateway key create writes it. Without it, inference is open to
+    everyone, and administration to the gateway's own user on the same machine."""
+    local_admin: bool = True
+    """Allow local administration without a keys file: by programs of the gateway's own user on the same
+    machine. false: administration always requires a key."""
+    allow_model_upload: bool = False
+    """Whether an administrator's load request may include a config and files, which Triton executes."""
+    cors_origins: CommaSeparated = ()
+    """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
+    allows every origin. Empty: none."""
+    allowed_hosts: CommaSeparated = ()
+    """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
+    allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
+    otherwise any host."""
 
     @field_validator("cors_origins")
     @classmethod

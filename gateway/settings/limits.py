@@ -2,70 +2,38 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from gateway.settings.values import PositiveSeconds
+from gateway.settings.values import PositiveSeconds, SettingsGroup
 
 
-class LimitSettings(BaseModel):
+class LimitSettings(SettingsGroup):
     # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
-    max_body_bytes: int = Field(
-        64 << 20,
-        gt=0,
-        le=1 << 30,
-        description="Maximum size of a request body, as received and decompressed; 1 GiB at most.",
-    )
-    max_answer_bytes: int = Field(
-        256 << 20,
-        gt=0,
-        lt=1 << 31,
-        description="Maximum size of a replica's response that /v1 buffers, over HTTP and gRPC; a larger "
-        "response becomes a 502. Responses that pass through /v2 may have any size.",
-    )
-    max_bytes_in_flight: int = Field(
-        0,
-        ge=0,
-        description="Memory that the bodies of requests and responses may use together in each process; 0 "
-        "means a quarter of the memory limit, divided among the workers. Further requests are "
-        "rejected with 429.",
-    )
-    max_image_pixels: int = Field(
-        25_000_000,
-        gt=0,
-        description="Maximum number of pixels of one image, and of all images of a request at the size that "
-        "the model takes.",
-    )
-    max_pixels_in_flight: int = Field(
-        100_000_000, gt=0, description="Maximum number of pixels that are decoded at the same time."
-    )
-    decode_threads: int = Field(
-        0,
-        ge=0,
-        description="Number of threads that decode images; 0 means one per core, four at most.",
-    )
-    max_inflight: int = Field(
-        2048, gt=0, description="Maximum number of concurrent inferences in each process."
-    )
-    max_model_inflight: int = Field(
-        0,
-        ge=0,
-        description="Maximum number of concurrent inferences of one model; 0 means half of "
-        "GATEWAY_MAX_INFLIGHT.",
-    )
-    max_queue: int = Field(
-        512,
-        ge=0,
-        description="Maximum number of inferences in the admission queue; further ones are rejected with "
-        "429 at once.",
-    )
-    max_request_timeout_s: PositiveSeconds = Field(
-        300.0, description="Maximum timeout that a client may set with X-Request-Timeout."
-    )
-    request_timeout_s: PositiveSeconds = Field(
-        30.0,
-        validate_default=True,
-        description="Timeout of a request if the client sets none.",
-    )
+    max_body_bytes: int = Field(64 << 20, gt=0, le=1 << 30)
+    """Maximum size of a request body, as received and decompressed; 1 GiB at most."""
+    max_answer_bytes: int = Field(256 << 20, gt=0, lt=1 << 31)
+    """Maximum size of a replica's response that /v1 buffers, over HTTP and gRPC; a larger response becomes a
+    502. Responses that pass through /v2 may have any size."""
+    max_bytes_in_flight: int = Field(0, ge=0)
+    """Memory that the bodies of requests and responses may use together in each process; 0 means a quarter of
+    the memory limit, divided among the workers. Further requests are rejected with 429."""
+    max_image_pixels: int = Field(25_000_000, gt=0)
+    """Maximum number of pixels of one image, and of all images of a request at the size that the model
+    takes."""
+    max_pixels_in_flight: int = Field(100_000_000, gt=0)
+    """Maximum number of pixels that are decoded at the same time."""
+    decode_threads: int = Field(0, ge=0)
+    """Number of threads that decode images; 0 means one per core, four at most."""
+    max_inflight: int = Field(2048, gt=0)
+    """Maximum number of concurrent inferences in each process."""
+    max_model_inflight: int = Field(0, ge=0)
+    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT."""
+    max_queue: int = Field(512, ge=0)
+    """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
+    max_request_timeout_s: PositiveSeconds = 300.0
+    """Maximum timeout that a client may set with X-Request-Timeout."""
+    request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
+    """Timeout of a request if the client sets none."""
 
     @field_validator("request_timeout_s")
     @classmethod

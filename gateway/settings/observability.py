@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import field_validator
+
+from gateway.settings.values import SettingsGroup
 
 
 class LogFormat(str, Enum):
@@ -20,16 +22,14 @@ class LogLevel(str, Enum):
     error = "error"
 
 
-class ObservabilitySettings(BaseModel):
-    log_level: LogLevel = Field(LogLevel.info, description="debug, info, warning or error.")
-    log_format: LogFormat = Field(
-        LogFormat.console, description="console for people, json for one JSON object per line."
-    )
-    otlp_endpoint: str = Field(
-        "",
-        description="OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. "
-        "Requires the extra triton-gateway[otel].",
-    )
+class ObservabilitySettings(SettingsGroup):
+    log_level: LogLevel = LogLevel.info
+    """debug, info, warning or error."""
+    log_format: LogFormat = LogFormat.console
+    """console for people, json for one JSON object per line."""
+    otlp_endpoint: str = ""
+    """OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. Requires the
+    extra triton-gateway[otel]."""
 
     @field_validator("otlp_endpoint")
     @classmethod

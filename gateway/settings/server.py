@@ -5,90 +5,54 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds
+from gateway.settings.values import (
+    MAX_SETTING_S,
+    NonNegativeSeconds,
+    PositiveSeconds,
+    SettingsGroup,
+)
 
 
-class ServerSettings(BaseModel):
-    keep_alive_s: int = Field(
-        75,
-        gt=0,
-        le=int(MAX_SETTING_S),
-        description="Time after which an idle client connection is closed.",
-    )
-    max_header_bytes: int = Field(
-        64 << 10,
-        ge=1 << 10,
-        description="Maximum size of a request's header, including the request line; also the maximum size "
-        "of its trailers.",
-    )
-    max_header_fields: int = Field(
-        100, ge=16, description="Maximum number of header fields of a request."
-    )
-    max_url_bytes: int = Field(8 << 10, ge=256, description="Maximum length of a request's URL.")
-    max_pipelined: int = Field(
-        16,
-        gt=0,
-        description="Maximum number of pipelined requests that wait for the previous response on one "
-        "connection; further ones are read later.",
-    )
-    header_timeout_s: PositiveSeconds = Field(
-        10.0,
-        description="Timeout for receiving a request's header, and for the first request on a new "
-        "connection.",
-    )
-    body_stall_s: PositiveSeconds = Field(
-        10.0,
-        description="How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is "
-        "aborted.",
-    )
-    write_timeout_s: PositiveSeconds = Field(
-        30.0,
-        description="How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response "
-        "before it is disconnected.",
-    )
-    min_bytes_per_s: int = Field(
-        1 << 10,
-        gt=0,
-        description="Minimum average rate at which a client must send a request body and read a response.",
-    )
-    max_connections: int = Field(
-        4096,
-        gt=0,
-        description="Maximum number of connections of each process, or fewer if it may not open as many "
-        "files. Further connections are answered with 503.",
-    )
-    max_connections_per_client: int = Field(
-        1024,
-        ge=0,
-        description="Maximum number of connections of one IP address, or of one IPv6 /64 network; 0 means "
-        "no limit.",
-    )
-    tls_cert_file: Path | None = Field(
-        None,
-        description="Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it "
-        "changes.",
-    )
-    tls_key_file: Path | None = Field(
-        None,
-        validate_default=True,
-        description="Private key of that certificate (PEM); empty if it is in the same file.",
-    )
-    drain_s: NonNegativeSeconds = Field(
-        10.0,
-        description="How long serve keeps serving after SIGTERM while /readyz reports that it is not ready.",
-    )
-    shutdown_s: PositiveSeconds = Field(
-        30.0,
-        description="How long requests in progress may then take before they are aborted. Five seconds "
-        "later the process is terminated, whatever it is doing.",
-    )
-    page: bool = Field(
-        True,
-        description="Whether / serves browsers a page with the fleet, a form for every model and live "
-        "metrics.",
-    )
+class ServerSettings(SettingsGroup):
+    keep_alive_s: int = Field(75, gt=0, le=int(MAX_SETTING_S))
+    """Time after which an idle client connection is closed."""
+    max_header_bytes: int = Field(64 << 10, ge=1 << 10)
+    """Maximum size of a request's header, including the request line; also the maximum size of its
+    trailers."""
+    max_header_fields: int = Field(100, ge=16)
+    """Maximum number of header fields of a request."""
+    max_url_bytes: int = Field(8 << 10, ge=256)
+    """Maximum length of a request's URL."""
+    max_pipelined: int = Field(16, gt=0)
+    """Maximum number of pipelined requests that wait for the previous response on one connection; further
+    ones are read later."""
+    header_timeout_s: PositiveSeconds = 10.0
+    """Timeout for receiving a request's header, and for the first request on a new connection."""
+    body_stall_s: PositiveSeconds = 10.0
+    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted."""
+    write_timeout_s: PositiveSeconds = 30.0
+    """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
+    disconnected."""
+    min_bytes_per_s: int = Field(1 << 10, gt=0)
+    """Minimum average rate at which a client must send a request body and read a response."""
+    max_connections: int = Field(4096, gt=0)
+    """Maximum number of connections of each process, or fewer if it may not open as many files. Further
+    connections are answered with 503."""
+    max_connections_per_client: int = Field(1024, ge=0)
+    """Maximum number of connections of one IP address, or of one IPv6 /64 network; 0 means no limit."""
+    tls_cert_file: Path | None = None
+    """Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it changes."""
+    tls_key_file: Path | None = Field(None, validate_default=True)
+    """Private key of that certificate (PEM); empty if it is in the same file."""
+    drain_s: NonNegativeSeconds = 10.0
+    """How long serve keeps serving after SIGTERM while /readyz reports that it is not ready."""
+    shutdown_s: PositiveSeconds = 30.0
+    """How long requests in progress may then take before they are aborted. Five seconds later the process is
+    terminated, whatever it is doing."""
+    page: bool = True
+    """Whether / serves browsers a page with the fleet, a form for every model and live metrics."""
 
     @field_validator("tls_cert_file")
     @classmethod
