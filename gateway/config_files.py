@@ -18,14 +18,8 @@ T = TypeVar("T")
 
 # PyYAML does not wrap what its constructors raise, such as for `!!int x` or the date 2020-13-45.
 YAML_ERRORS: Final = (
-    yaml.YAMLError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+    yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 class StrictYamlLoader(yaml.SafeLoader):

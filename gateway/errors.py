@@ -20,7 +20,6 @@ from gateway.names import normalize_version
 
 log = logging.getLogger(__name__)
 
-
 # The Content-Type that curl -d sends by default.
 CURL_DEFAULT_TYPE = "application/x-www-form-urlencoded"
 
@@ -30,16 +29,17 @@ class GatewayError(HTTPException):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "INTERNAL"
+    message: ClassVar[str] = ""  # the default of `detail`
     retry_after_s: ClassVar[int | None] = None
     report: Mapping[str, Any] | None = None  # of a management call, by replica
     is_from_triton: bool = False  # Triton returned it
     is_event: bool = False  # Triton sent it as the first event of a stream
 
-    def __init__(self, detail: str, *, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, detail: str = "", *, headers: dict[str, str] | None = None) -> None:
         headers = headers or {}
         if self.retry_after_s is not None:
             headers.setdefault("Retry-After", str(self.retry_after_s))
-        super().__init__(self.status, detail, headers)
+        super().__init__(self.status, detail or self.message, headers)
 
 
 class MalformedRequest(GatewayError):
@@ -110,9 +110,7 @@ class RequestTooSlow(GatewayError):
     """The client sends its request too slowly."""
 
     status, code = 408, "REQUEST_TOO_SLOW"
-
-    def __init__(self) -> None:
-        super().__init__("the request was not received in time")
+    message = "the request was not received in time"
 
 
 class Conflict(GatewayError):
@@ -123,12 +121,10 @@ class ModelControlModeConflict(Conflict):
     """Triton's message is the same for modes poll and none, so this one names both."""
 
     code = "MODEL_CONTROL_MODE"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the replica's Triton runs in model control mode poll or none, in which its repository decides "
-            "which models it serves; loads and unloads require mode explicit"
-        )
+    message = (
+        "the replica's Triton runs in model control mode poll or none, in which its repository decides which "
+        "models it serves; loads and unloads require mode explicit"
+    )
 
 
 class SequenceNotRunning(GatewayError):
@@ -142,14 +138,9 @@ class SequenceNotRunning(GatewayError):
         sequence_id: int | str | None,
         reason: str = "it was not started, has ended or was idle for too long",
     ) -> None:
-        sequence = (
-            "this sequence"
-            if sequence_id is None
-            else f"sequence {format_sequence_id(sequence_id)}"
-        )
         super().__init__(
-            f"{sequence} of model {quote_text(model)} is not running: {reason}; start it again with "
-            "sequence_start"
+            f"{describe_sequence(sequence_id)} of model {quote_text(model)} is not running: {reason}; "
+            "start it again with sequence_start"
         )
 
 
@@ -173,11 +164,9 @@ class UnsupportedBody(GatewayError):
     status, code = 415, "UNSUPPORTED_BODY"
 
     def __init__(self, content_type: str, supported: Iterable[str]) -> None:
-        problem = (
-            f"Content-Type {quote_text(content_type)} is not supported here"
-            if content_type
-            else "Content-Type is missing"
-        )
+        problem = "Content-Type is missing"
+        if content_type:
+            problem = f"Content-Type {quote_text(content_type)} is not supported here"
         choices = list(supported)
         message = f"{problem}; send {'one of ' if len(choices) > 1 else ''}{join_names(choices)}"
         if content_type == CURL_DEFAULT_TYPE:
@@ -254,30 +243,22 @@ class Unavailable(GatewayError):
 
 class NotEnoughMemory(GatewayError):
     status, code, retry_after_s = 503, "OUT_OF_MEMORY", 1
-
-    def __init__(self) -> None:
-        super().__init__(
-            "not enough memory for this request; try again later, or send less at a time"
-        )
+    message = "not enough memory for this request; try again later, or send less at a time"
 
 
 class TooManyConnections(GatewayError):
     status, code, retry_after_s = 503, "TOO_MANY_CONNECTIONS", 1
-
-    def __init__(self) -> None:
-        super().__init__("the gateway has reached its connection limit; try again later")
+    message = "the gateway has reached its connection limit; try again later"
 
 
 class ModelNotReady(GatewayError):
     status, code, retry_after_s = 503, "MODEL_NOT_READY", 1
 
     def __init__(self, model: str, version: str = "") -> None:
-        target = (
-            f"version {quote_text(version)} of model {quote_text(model)}"
-            if version
-            else f"model {quote_text(model)}"
+        prefix = f"version {quote_text(version)} of " if version else ""
+        super().__init__(
+            f"{prefix}model {quote_text(model)} is not ready; load it, or try again when it is loaded"
         )
-        super().__init__(f"{target} is not ready; load it, or try again when it is loaded")
 
 
 class StateUnavailable(GatewayError):
@@ -307,8 +288,10 @@ FRAMEWORK_ERRORS = {
 }
 
 
-def format_sequence_id(sequence_id: int | str) -> str:
-    return quote_text(sequence_id) if isinstance(sequence_id, str) else str(sequence_id)
+def describe_sequence(sequence_id: int | str | None) -> str:
+    if sequence_id is None:
+        return "this sequence"
+    return f"sequence {quote_text(sequence_id) if isinstance(sequence_id, str) else sequence_id}"
 
 
 def serialize_error(

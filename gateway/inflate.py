@@ -51,11 +51,10 @@ class Inflater:
             self._has_input = True
             if remaining_bytes > 0:
                 piece = self._inflate(compressed, remaining_bytes)
+                remaining_bytes -= len(piece)
             else:
                 piece = await asyncio.to_thread(self._inflate, compressed, INFLATE_STEP_BYTES)
-            remaining_bytes = (
-                remaining_bytes - len(piece) if remaining_bytes > 0 else INLINE_INFLATE_BYTES
-            )
+                remaining_bytes = INLINE_INFLATE_BYTES
             if piece:
                 yield piece
             compressed = self._inflater.unconsumed_tail or self._inflater.unused_data

@@ -111,13 +111,12 @@ def parse_keys(text: str) -> dict[bytes, Caller]:
     """Return the callers by the hash of their key. Raises `BadKeysFile`."""
     entries = parse_key_entries(text)
     callers = [parse_key_entry(f"key {number}", entry) for number, entry in enumerate(entries, 1)]
-    for label, values in (
-        ("name", {caller.name for caller in callers}),
-        ("sha256", {caller.digest for caller in callers}),
-    ):
-        if len(values) < len(callers):
-            raise BadKeysFile(f"two keys have the same {label}")
-    return {caller.digest: caller for caller in callers}
+    callers_by_digest = {caller.digest: caller for caller in callers}
+    if len({caller.name for caller in callers}) < len(callers):
+        raise BadKeysFile("two keys have the same name")
+    if len(callers_by_digest) < len(callers):
+        raise BadKeysFile("two keys have the same sha256")
+    return callers_by_digest
 
 
 def parse_key_entries(text: str) -> list[Any]:
@@ -169,9 +168,8 @@ def parse_key_entry(label: str, entry: Any) -> Caller:
 
 
 def is_string_list(value: Any) -> TypeGuard[list[str]]:
-    return bool(
-        isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
-    )
+    has_texts = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+    return has_texts and bool(value)
 
 
 def is_request_rate(value: Any) -> bool:
@@ -284,14 +282,9 @@ def append_key_entry(text: str, entries: Sequence[Any]) -> str:
 def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
     key_list = find_key_list(text)
     if key_list is not None and remaining:
-        lines = text.splitlines(keepends=True)
-        first = key_list.value[index].start_mark.line
-        last = (
-            key_list.value[index + 1].start_mark.line
-            if index + 1 < len(key_list.value)
-            else key_list.value[index].end_mark.line
-        )
-        shortened = "".join(lines[:first] + lines[last:])
+        lines, nodes = text.splitlines(keepends=True), key_list.value
+        end = nodes[index + 1].start_mark if nodes[index + 1 :] else nodes[index].end_mark
+        shortened = "".join(lines[: nodes[index].start_mark.line] + lines[end.line :])
         if holds_key_entries(shortened, remaining):
             return shortened
     return dump_key_entries(remaining)

@@ -48,9 +48,7 @@ class LineWriter:
         self._unreported_count = 0  # dropped since the last notice
         self._is_idle = True
         self._wakeup: SimpleQueue[None] = SimpleQueue()
-        self._lock = (
-            threading.RLock()
-        )  # reentrant, because a signal handler may interrupt its holder
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     def write_message(self, message: str) -> None:
@@ -92,10 +90,9 @@ class LineWriter:
             self._wakeup.get()
             time.sleep(BATCH_DELAY_S)
             while lines := self._take_batch():
+                data = "".join(lines).encode("utf-8", "backslashreplace")
                 try:
-                    write_fully(
-                        self._descriptor, "".join(lines).encode("utf-8", "backslashreplace")
-                    )
+                    write_fully(self._descriptor, data)
                 except OSError:  # the reader closed the pipe, or the disk is full
                     with self._lock:
                         self.dropped_count += len(lines)

@@ -21,12 +21,8 @@ from gateway.settings.observability import LogFormat
 STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0
 
-STANDARD_RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {
-    "message",
-    "asctime",
-    "request_id",
-    "color_message",
-}
+OWN_RECORD_FIELDS = {"message", "asctime", "request_id", "color_message"}
+STANDARD_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys() | OWN_RECORD_FIELDS
 
 
 class RequestIdFilter(logging.Filter):
@@ -134,16 +130,9 @@ class QueuedLogHandler(logging.Handler):
         self.writer.flush(LOG_FLUSH_TIMEOUT_S)
 
     def _format_notice(self, dropped: int) -> str:
-        arguments = (
-            "gateway.logs",
-            logging.WARNING,
-            __file__,
-            0,
-            format_dropped_notice(dropped),
-            None,
-            None,
-        )
-        return self.format(logging.LogRecord(*arguments))
+        message = format_dropped_notice(dropped)
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
+        return self.format(record)
 
 
 def configure(settings: Settings) -> LineWriter:
@@ -179,9 +168,8 @@ def log_fields(
 
 
 def find_log_handlers() -> list[QueuedLogHandler]:
-    return [
-        handler for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler)
-    ]
+    handlers = logging.getLogger().handlers
+    return [handler for handler in handlers if isinstance(handler, QueuedLogHandler)]
 
 
 def flush() -> None:

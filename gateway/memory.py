@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,10 +37,7 @@ def default_budget_bytes() -> int:
 
 
 class MemoryBudgetExceeded(Overloaded):
-    """The requests in progress use the whole memory budget."""
-
-    def __init__(self) -> None:
-        super().__init__("the requests in progress use the whole memory budget; try again shortly")
+    message = "the requests in progress use the whole memory budget; try again shortly"
 
 
 class MemoryBudget:
@@ -69,14 +67,12 @@ class MemoryBudget:
         self.used_bytes -= held_bytes
 
 
+@dataclass(slots=True)
 class MemoryCharge:
     """The share of one request in the memory budget, until its response is sent."""
 
-    __slots__ = ("_budget", "held_bytes")
-
-    def __init__(self, budget: MemoryBudget) -> None:
-        self._budget = budget
-        self.held_bytes = 0
+    _budget: MemoryBudget
+    held_bytes: int = 0
 
     def add(self, more_bytes: int) -> None:
         self._budget.reserve(self.held_bytes, more_bytes)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,21 +32,8 @@ from gateway.prometheus_compat import add_observations
 from gateway.request_info import RequestInfo
 
 DURATION_BUCKETS: Final = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
+)  # fmt: skip
 DECODE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 CLIENT_CLOSED_REQUEST: Final = 499
 # The labels `status`, a class, and `code`, the exact status of a failure.
@@ -66,17 +54,15 @@ V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # passed through, or processed by the gateway
 REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for each
 
 
+@dataclass(slots=True)
 class PendingCounts:
     """Counts of one kind of request that are not flushed yet."""
 
-    __slots__ = ("bucket_counts", "bytes_in", "bytes_out", "seconds", "upstream_s")
-
-    def __init__(self) -> None:
-        self.bucket_counts = [0] * (len(DURATION_BUCKETS) + 1)
-        self.seconds = 0.0
-        self.upstream_s = 0.0
-        self.bytes_in = 0
-        self.bytes_out = 0
+    bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BUCKETS) + 1))
+    seconds: float = 0.0
+    upstream_s: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
 
 
 class Metrics:

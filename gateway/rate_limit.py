@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
@@ -72,35 +73,32 @@ class LocalRateWindows:
         return 0.0
 
 
+@dataclass(eq=False)
 class RateLimiter:
     """Counts requests by the name of the key in sliding windows.
 
     While the `shared` windows are unavailable, every process counts for itself.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        shared: RateWindows | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._metrics = metrics
-        self._local = LocalRateWindows(clock)
-        self._shared = shared
-        self._clock = clock
-        self._shared_retry_at = 0.0
+    metrics: Metrics
+    shared: RateWindows | None = None
+    clock: Callable[[], float] = time.monotonic
+    _shared_retry_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._local = LocalRateWindows(self.clock)
 
     async def count_request(self, name: str, per_second: float) -> None:
         """Count a request. Raises `RateLimitExceeded`, and does not count a rejected request."""
         window = create_rate_window(per_second)
         wait_s: float | None = None
-        if self._shared is not None and self._clock() >= self._shared_retry_at:
+        if self.shared is not None and self.clock() >= self._shared_retry_at:
             try:
-                wait_s = await self._shared.wait_s(window, name)
+                wait_s = await self.shared.wait_s(window, name)
             except StateUnavailable:
-                self._shared_retry_at = self._clock() + SHARED_WINDOWS_RETRY_S
+                self._shared_retry_at = self.clock() + SHARED_WINDOWS_RETRY_S
         if wait_s is None:
             wait_s = self._local.wait_s(window, name)
         if wait_s:
-            self._metrics.shed.labels("rate").inc()
+            self.metrics.shed.labels("rate").inc()
             raise RateLimitExceeded(name, window, wait_s)

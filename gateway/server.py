@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -122,9 +123,8 @@ class GatewayServer(uvicorn.Server):
 
 def limit_unsent_bytes(descriptor: int) -> None:
     """Limit the send buffer of connections that this listening socket accepts; they inherit it (tcp(7))."""
-    with socket.socket(
-        fileno=os.dup(descriptor)
-    ) as duplicate:  # uvloop's sockets have no setsockopt
+    # uvloop's sockets have no setsockopt.
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
         if duplicate.family != socket.AF_UNIX:
             duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
@@ -145,12 +145,9 @@ class WorkerSupervisor(Multiprocess):
         super().keep_subprocess_alive()
         for old, new in zip(previous, self.processes, strict=True):
             if new is not old:
-                log.error(
-                    "worker %s exited unexpectedly (%s); worker %s replaces it",
-                    old.pid,
-                    describe_process_exit(old.exitcode),
-                    new.pid,
-                )
+                status = describe_process_exit(old.exitcode)
+                message = "worker %s exited unexpectedly (%s); worker %s replaces it"
+                log.error(message, old.pid, status, new.pid)
                 if self.metrics_folder is not None:
                     record_replaced_worker(self.metrics_folder)
         if self.on_ready is not None and any(process.is_ready() for process in self.processes):
@@ -177,19 +174,10 @@ def describe_process_exit(exitcode: int | None) -> str:
 
 
 def create_protocol_limits(settings: Settings) -> ProtocolLimits:
-    return ProtocolLimits(
-        max_header_bytes=settings.max_header_bytes,
-        max_header_fields=settings.max_header_fields,
-        max_url_bytes=settings.max_url_bytes,
-        max_body_bytes=settings.max_body_bytes,
-        max_pipelined=settings.max_pipelined,
-        header_timeout_s=settings.header_timeout_s,
-        body_stall_s=settings.body_stall_s,
-        write_timeout_s=settings.write_timeout_s,
-        min_bytes_per_s=settings.min_bytes_per_s,
-        max_connections=fit_max_connections(settings.max_connections),
-        max_connections_per_client=settings.max_connections_per_client,
-    )
+    """Return the limits, each of which is the setting of the same name."""
+    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
+    limits["max_connections"] = fit_max_connections(settings.max_connections)
+    return ProtocolLimits(**limits)
 
 
 def fit_max_connections(max_connections: int) -> int:
@@ -207,12 +195,8 @@ def fit_max_connections(max_connections: int) -> int:
     if limit == needed:
         return max_connections
     fitted = max((limit - RESERVED_DESCRIPTORS) // 2, 1)
-    log.warning(
-        "the limit of %d open files allows %d connections instead of %d",
-        limit,
-        fitted,
-        max_connections,
-    )
+    message = "the limit of %d open files allows %d connections instead of %d"
+    log.warning(message, limit, fitted, max_connections)
     return fitted
 
 

@@ -72,9 +72,8 @@ class EventStreamScrubber:
             EVENT_END, max(start - len(EVENT_END), len(text) - len(EVENT_END + ERROR_EVENT_START))
         )
         tail = text[last + len(EVENT_END) :]
-        return (
-            len(text) - len(tail) if last >= 0 and ERROR_EVENT_START.startswith(tail) else len(text)
-        )
+        is_prefix = last >= 0 and ERROR_EVENT_START.startswith(tail)
+        return len(text) - len(tail) if is_prefix else len(text)
 
     def end(self) -> bytes:
         held, self._held = self._held, b""

@@ -17,7 +17,7 @@ from gateway.client.infer_client import InferClient, NoResponse, extract_failure
 from gateway.client.inputs import InputBody
 from gateway.client.target import Target
 
-LATENCY_PERCENTILES: Final = (50, 90, 95, 99)
+LATENCY_PERCENTILES: Final = (50, 90, 95, 99, 100)
 WARM_UP_REQUESTS: Final = 3  # requests before anything is measured
 
 
@@ -102,30 +102,21 @@ class Benchmark:
 def summarize_level(
     concurrency: int, sorted_latencies_s: Sequence[float], failed: int, duration_s: float
 ) -> BenchResult:
-    p50, p90, p95, p99 = (
-        round(1000 * percentile(sorted_latencies_s, percent), 3) for percent in LATENCY_PERCENTILES
-    )
+    latencies_s = [percentile(sorted_latencies_s, percent) for percent in LATENCY_PERCENTILES]
     return BenchResult(
         concurrency,
         len(sorted_latencies_s),
         failed,
         round(duration_s, 3),
         round(len(sorted_latencies_s) / duration_s, 1),
-        p50,
-        p90,
-        p95,
-        p99,
-        round(1000 * sorted_latencies_s[-1], 3) if sorted_latencies_s else math.nan,
+        *(round(1000 * latency_s, 3) for latency_s in latencies_s),
     )
 
 
 def percentile(sorted_values: Sequence[float], percent: int) -> float:
     """Return the nearest-rank percentile; NaN if there are no values."""
-    return (
-        sorted_values[math.ceil(len(sorted_values) * percent / 100) - 1]
-        if sorted_values
-        else math.nan
-    )
+    position = math.ceil(len(sorted_values) * percent / 100) - 1
+    return sorted_values[position] if sorted_values else math.nan
 
 
 def build_bench_body(model: dict[str, Any]) -> InputBody:
@@ -146,12 +137,8 @@ BENCH_COLUMNS: Final = (
 
 def format_bench_row(result: BenchResult) -> tuple[str, ...]:
     latencies = (result.p50_ms, result.p90_ms, result.p95_ms, result.p99_ms, result.max_ms)
-    return (
-        str(result.concurrency),
-        f"{result.per_second:.0f}",
-        *(f"{value:.1f}" for value in latencies),
-        str(result.failed),
-    )
+    figures = (f"{value:.1f}" for value in latencies)
+    return str(result.concurrency), f"{result.per_second:.0f}", *figures, str(result.failed)
 
 
 def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:

@@ -127,11 +127,9 @@ def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
         )
     if model["max_batch_size"] == 0:
         raise UsageError(f"--batch: {options.model} has no batch dimension")
-    single = len(required) == 1 and (
-        (required[0]["datatype"] == "BYTES" and required[0]["shape"] == [1])
-        or "image" in required[0]
-    )
-    if not single:
+    tensor = required[0] if len(required) == 1 else {}
+    is_text = tensor.get("datatype") == "BYTES" and tensor["shape"] == [1]
+    if not is_text and "image" not in tensor:
         raise UsageError(f"--batch: the input of {options.model} is not a single text or image")
 
 

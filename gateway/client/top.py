@@ -87,10 +87,9 @@ def take_snapshot(api: ApiClient) -> GatewaySnapshot:
         for name, title in GAUGE_TITLES.items()
         if name in families
     }
-    requests = (
-        families[REQUEST_DURATION_METRIC].samples if REQUEST_DURATION_METRIC in families else []
-    )
-    return GatewaySnapshot(time.monotonic(), models, replicas, gauges, aggregate_traffic(requests))
+    requests = families.get(REQUEST_DURATION_METRIC)
+    traffic = aggregate_traffic(requests.samples if requests else [])
+    return GatewaySnapshot(time.monotonic(), models, replicas, gauges, traffic)
 
 
 def aggregate_traffic(samples: Sequence[Sample]) -> dict[str, ModelTraffic]:
@@ -120,19 +119,16 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
         traffic = current.traffic.get(name, ModelTraffic()).subtract(
             previous.traffic.get(name, ModelTraffic())
         )
-        latencies = ("", "") if not traffic.count else format_latencies(traffic)
-        rates = f"{traffic.count / elapsed_s:.1f}", f"{traffic.failed / elapsed_s:.1f}"
         if model["ready"] or traffic.count:
+            latencies = ("", "") if not traffic.count else format_latencies(traffic)
+            rates = f"{traffic.count / elapsed_s:.1f}", f"{traffic.failed / elapsed_s:.1f}"
             rows.append((name, "yes" if model["ready"] else "no", *rates, *latencies))
     rows.sort(key=lambda row: (-float(row[2]), row[0]))
     gauges = ", ".join(f"{value:.0f} {title}" for title, value in current.gauges.items())
     parts: list[RenderableType] = [Text(gauges or "the key may not read the metrics", "bold")]
     if current.replicas:
-        parts.append(
-            tables.build_table(
-                tables.REPLICA_COLUMNS, map(tables.format_replica_row, current.replicas)
-            )
-        )
+        replica_rows = map(tables.format_replica_row, current.replicas)
+        parts.append(tables.build_table(tables.REPLICA_COLUMNS, replica_rows))
     return Group(*parts, Text(), tables.build_table(TRAFFIC_COLUMNS, rows))
 
 

@@ -41,31 +41,19 @@ GATEWAY_FLAGS: Final = {
 }
 # … or because the gateway relies on their values.
 RESERVED_ARGUMENTS: Final = {
-    **dict.fromkeys(
-        ("http-address", "grpc-address", "metrics-address"),
-        "the embedded Triton listens on 127.0.0.1",
-    ),
-    **dict.fromkeys(
-        ("allow-http", "allow-grpc", "allow-metrics"), "the gateway requires all three ports"
-    ),
-    **dict.fromkeys(
-        ("grpc-use-ssl", "grpc-use-ssl-mutual"), "the gateway connects to it without TLS"
-    ),
-    **dict.fromkeys(
-        ("log-file", "log-format", "log-error"),
-        "the gateway reads the reasons of failures from the log",
-    ),
-    **dict.fromkeys(
-        ("http-restricted-api", "grpc-restricted-protocol"),
-        "use the setting GATEWAY_TRITON_RESTRICTED_API",
-    ),
-    "backend-directory": "the embedded Triton has its own backends",
-    "model-config-name": "the embedded Triton reads configs/embedded.pbtxt",
-    "exit-timeout-secs": f"the embedded Triton is killed after {EXIT_GRACE_S:g} s",
-}
+    "the embedded Triton listens on 127.0.0.1": ("http-address", "grpc-address", "metrics-address"),
+    "the gateway requires all three ports": ("allow-http", "allow-grpc", "allow-metrics"),
+    "the gateway connects to it without TLS": ("grpc-use-ssl", "grpc-use-ssl-mutual"),
+    "the gateway reads the reasons of failures from the log": ("log-file", "log-format", "log-error"),
+    "use the setting GATEWAY_TRITON_RESTRICTED_API": ("http-restricted-api", "grpc-restricted-protocol"),
+    "the embedded Triton has its own backends": ("backend-directory",),
+    "the embedded Triton reads configs/embedded.pbtxt": ("model-config-name",),
+    f"the embedded Triton is killed after {EXIT_GRACE_S:g} s": ("exit-timeout-secs",),
+}  # fmt: skip
 REFUSED_ARGUMENTS: Final = {
-    name: f"use {flag}" for name, flag in GATEWAY_FLAGS.items()
-} | RESERVED_ARGUMENTS
+    **{name: f"use {flag}" for name, flag in GATEWAY_FLAGS.items()},
+    **{name: reason for reason, names in RESERVED_ARGUMENTS.items() for name in names},
+}
 
 
 class ModelControl(str, Enum):
@@ -176,17 +164,12 @@ class TritonOptions:
                 )
 
     def build_command(self, installation: Installation, shared_memory_prefix: str) -> list[str]:
-        poll = (
-            []
-            if self.poll_interval_s is None
-            else [f"--repository-poll-secs={self.poll_interval_s}"]
-        )
+        interval_s = self.poll_interval_s
+        poll = [] if interval_s is None else [f"--repository-poll-secs={interval_s}"]
+        repositories = map(format_repository, self.model_repositories)
         return [
             str(installation.server),
-            *(
-                f"--model-repository={format_repository(place)}"
-                for place in self.model_repositories
-            ),
+            *(f"--model-repository={repository}" for repository in repositories),
             f"--model-control-mode={self.model_control.value}",
             *poll,
             *(f"--load-model={model}" for model in self.load_models),

@@ -50,16 +50,10 @@ class ServerRun:
         self._shared_memory_prefix = f"triton_gateway_{os.getpid()}_{time.monotonic_ns():x}_"
         self._deadline = time.monotonic() + options.start_timeout_s
         # -I -S: the reaper needs only the standard library, and starts in 15 ms without `site`.
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            reaper.__file__,
-            str(EXIT_GRACE_S),
-            self._shared_memory_prefix,
-        ]
+        prefix = self._shared_memory_prefix
+        command = [sys.executable, "-I", "-S", reaper.__file__, str(EXIT_GRACE_S), prefix]
         self.process = subprocess.Popen(
-            [*command, *options.build_command(installation, self._shared_memory_prefix)],
+            [*command, *options.build_command(installation, prefix)],
             env={**installation.environment(), **secret_environment(options)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -111,9 +105,8 @@ class ServerRun:
             connection.close()
 
     def _explain_timeout(self) -> str:
-        message = (
-            f"Triton was not ready within {self._options.start_timeout_s:g} s (--start-timeout)"
-        )
+        limit_s = self._options.start_timeout_s
+        message = f"Triton was not ready within {limit_s:g} s (--start-timeout)"
         if self._options.remote_repositories:
             return (
                 f"{message}; it may be waiting for {join_names(self._options.remote_repositories)}: "
@@ -123,10 +116,8 @@ class ServerRun:
 
     def explain_exit(self) -> str:
         self._log_reader.join(1)
-        if self._log_filter.failures:
-            failed = "; ".join(
-                f"{model}: {reason}" for model, reason in self._log_filter.failures.items()
-            )
+        if failures := self._log_filter.failures.items():
+            failed = "; ".join(f"{model}: {reason}" for model, reason in failures)
             return f"Triton could not load {failed}"
         message = self._log_filter.error or self._log_filter.last_line
         if self._options.remote_repositories and not self._was_ready:
@@ -243,22 +234,19 @@ class EmbeddedTriton:
             if self._stop_requested.is_set():
                 return
             now = time.monotonic()
-            is_limit_reached = (
-                len(exit_times) == MAX_RESTARTS and now - exit_times[0] < RESTART_WINDOW_S
-            )
+            has_restarted = len(exit_times) == MAX_RESTARTS
+            is_limit_reached = has_restarted and now - exit_times[0] < RESTART_WINDOW_S
             exit_times.append(now)
             try:
                 if is_limit_reached:
-                    raise CannotStart(
-                        f"it exited {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
-                    )
+                    count = MAX_RESTARTS + 1
+                    raise CannotStart(f"it exited {count} times within {RESTART_WINDOW_S:g} s")
                 self._report(f"{reason}; restarting it")
                 self._restart()
             except (CannotStart, OSError) as exc:
                 if not self._stop_requested.is_set():
-                    self._on_failure(
-                        f"{self._message_prefix}Triton cannot be restarted: {reason}; {exc}"
-                    )
+                    message = f"Triton cannot be restarted: {reason}; {exc}"
+                    self._on_failure(f"{self._message_prefix}{message}")
                 return
             self._report("Triton is ready again")
             self._report_missing_models()

@@ -34,11 +34,8 @@ class PageFormat(str, Enum):
 
 
 def encode_page(families: Families, page_format: PageFormat) -> Iterator[str]:
-    lines = (
-        encode_openmetrics(families)
-        if page_format is PageFormat.OPEN_METRICS
-        else encode_prometheus_text(families)
-    )
+    is_openmetrics = page_format is PageFormat.OPEN_METRICS
+    lines = encode_openmetrics(families) if is_openmetrics else encode_prometheus_text(families)
     while chunk := "".join(islice(lines, CHUNK_LINES)):
         yield chunk
 
@@ -64,11 +61,8 @@ def encode_openmetrics(families: Families) -> Iterator[str]:
     families = merge_created_gauges(families)
     claims = Counter(name for family in families.values() for name in reserved_names(family))
     for family in families.values():
-        yield from (
-            encode_compound_family(family)
-            if can_keep_type(family, claims)
-            else encode_simple_family(family)
-        )
+        is_compound = can_keep_type(family, claims)
+        yield from encode_compound_family(family) if is_compound else encode_simple_family(family)
     yield "# EOF\n"
 
 
@@ -77,10 +71,11 @@ def can_keep_type(family: Family, name_counts: Mapping[str, int]) -> bool:
     if not names or any(name_counts[name] > 1 for name in reserved_names(family)):
         return False
     if family.type == "histogram":
-        ends = (
-            sample for sample in family.samples if INFINITE_BUCKET in LABEL_PAIR.findall(sample[1])
-        )
-        complete = {metric_labels(family, sample) for sample in ends}
+        complete = {
+            metric_labels(family, sample)
+            for sample in family.samples
+            if INFINITE_BUCKET in LABEL_PAIR.findall(sample[1])
+        }
         if not complete.issuperset(metric_labels(family, sample) for sample in family.samples):
             return False
     return all(name in names for name, _, _ in family.samples)

@@ -66,9 +66,8 @@ def merge_families(
     for page, families in pages.items():
         for family in families.values():
             existing = merged.get(family.name)
-            is_compatible = existing is None or (
-                existing.type == family.type and family.name not in gateway_families
-            )
+            is_own = family.name in gateway_families
+            is_compatible = existing is None or (existing.type == family.type and not is_own)
             names = family.sample_names
             if not is_compatible or any(owners.get(n, existing) is not existing for n in names):
                 left_out.setdefault(page, []).append(family.name)

@@ -67,12 +67,11 @@ def parse_lines(lines: Iterable[str], replica: str) -> PageParser:
     try:
         for line in lines:
             number += 1
-            if line[:1] in " \t":  # or nothing
-                parser.parse_line(line.strip(" \t"))
-            elif line[0] == "#":
-                parser.parse_comment(line)
-            else:
-                parser.parse_sample(line)
+            text = line.strip(" \t") if line[:1] in " \t" else line  # it may be empty
+            if text[:1] == "#":
+                parser.parse_comment(text)
+            elif text:
+                parser.parse_sample(text)
     except ValueError as exc:
         raise InvalidExposition(f"line {number}: {exc}") from exc
     return parser
@@ -88,12 +87,6 @@ class PageParser:
         self._families_by_sample: dict[str, Family] = {}
         self._default_labels = self._format_labels([])
         self._label_cache: dict[str, str] = {}  # the families of a model have the same labels
-
-    def parse_line(self, line: str) -> None:
-        if line.startswith("#"):
-            self.parse_comment(line)
-        elif line:
-            self.parse_sample(line)
 
     def parse_comment(self, line: str) -> None:
         match = METADATA.fullmatch(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily
@@ -16,6 +17,10 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.repository import Repository
 from gateway.state.desired import StateStore
 
+replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
+replica_state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
+model_gauge = partial(GaugeMetricFamily, labels=["model"])
+
 
 class FleetCollector(Collector):
     """Metrics of the replicas and models, as this process sees them at the time of a scrape."""
@@ -26,20 +31,14 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         replicas = list(self._pool.replicas.values())
-        state = GaugeMetricFamily(
-            "gateway_replica_state",
-            "1 for the current state of the replica, 0 for the others.",
-            labels=["replica", "state"],
+        state = replica_state_gauge(
+            "gateway_replica_state", "1 for the current state of the replica, 0 for the others."
         )
-        outstanding = GaugeMetricFamily(
-            "gateway_upstream_outstanding",
-            "Requests sent to the replica and not yet answered.",
-            labels=["replica"],
+        outstanding = replica_gauge(
+            "gateway_upstream_outstanding", "Requests sent to the replica and not yet answered."
         )
-        models = GaugeMetricFamily(
-            "gateway_replica_models",
-            "Number of models on the replica, by state.",
-            labels=["replica", "state"],
+        models = replica_state_gauge(
+            "gateway_replica_models", "Number of models on the replica, by state."
         )
         ready: Counter[str] = Counter()
         versions: dict[str, set[frozenset[str]]] = {}
@@ -64,23 +63,16 @@ class FleetCollector(Collector):
     def _collect_models(
         self, ready: Counter[str], versions: Mapping[str, set[frozenset[str]]]
     ) -> Iterator[GaugeMetricFamily]:
-        count = GaugeMetricFamily(
-            "gateway_model_ready_replicas",
-            "Number of replicas on which the model is ready.",
-            labels=["model"],
+        count = model_gauge(
+            "gateway_model_ready_replicas", "Number of replicas on which the model is ready."
         )
-        declared = GaugeMetricFamily(
-            "gateway_model_declared", "1 for each model in the models file.", labels=["model"]
+        declared = model_gauge("gateway_model_declared", "1 for each model in the models file.")
+        skew = model_gauge(
+            "gateway_model_version_skew", "1 while replicas serve different versions of the model."
         )
-        skew = GaugeMetricFamily(
-            "gateway_model_version_skew",
-            "1 while replicas serve different versions of the model.",
-            labels=["model"],
-        )
-        outdated = GaugeMetricFamily(
+        outdated = model_gauge(
             "gateway_model_behind_replicas",
             "Number of replicas that have not confirmed the last load of the model.",
-            labels=["model"],
         )
         for name in sorted(ready.keys() | self._repository.declared_models.keys()):
             count.add_metric([name], ready[name])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import anyio
 
@@ -23,23 +23,19 @@ async def resolve_host(name: str) -> list[str]:
     return sorted({str(entry[4][0]) for entry in entries})
 
 
+@dataclass(eq=False)
 class ReplicaDiscovery:
     """The current addresses of the replicas. `on_change` is called after each successful lookup."""
 
-    def __init__(
-        self,
-        sources: Sequence[ReplicaSource],
-        on_change: Callable[[], None],
-        interval_s: float,
-        resolver: Resolver,
-    ) -> None:
-        self._on_change = on_change
-        self._interval_s = interval_s
-        self._resolver = resolver
-        self._dns_sources = [source for source in sources if source.is_dns_name]
-        self._addresses = {
-            source: frozenset((source.address,)) for source in sources if not source.is_dns_name
-        }
+    _sources: Sequence[ReplicaSource]
+    _on_change: Callable[[], None]
+    _interval_s: float
+    _resolver: Resolver
+
+    def __post_init__(self) -> None:
+        self._dns_sources = [source for source in self._sources if source.is_dns_name]
+        fixed = (source for source in self._sources if not source.is_dns_name)
+        self._addresses = {source: frozenset((source.address,)) for source in fixed}
 
     @property
     def addresses(self) -> set[ReplicaAddress]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -25,6 +25,13 @@ class VersionState:
     @property
     def rank(self) -> int:
         return STATE_RANKS.get(self.state, 0)
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+    def to_dict(self) -> dict[str, str]:
+        reason = {"reason": self.reason} if self.reason else {}
+        return {"state": self.state, **reason}
 
 
 @dataclass(frozen=True)
@@ -113,12 +120,7 @@ def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
         if not numbers:
             entries.append({"name": name})
         for number in sorted(numbers, key=version_sort_key):
-            states = {
-                address: index.models.get(name, {}).get(
-                    number, VersionState(UNAVAILABLE, "not loaded")
-                )
-                for address, index in indexes.items()
-            }
+            states = collect_version_states(indexes, name, number)
             entries.append({"name": name, "version": number, **merge_version_states(states)})
     return entries
 
@@ -126,14 +128,11 @@ def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
 def merge_version_states(states: Mapping[str, VersionState]) -> dict[str, str]:
     worst_rank = min(version.rank for version in states.values())
     addresses = [address for address, version in states.items() if version.rank == worst_rank]
-    state, reason = states[addresses[0]].state, states[addresses[0]].reason
-    entry = {"state": state}
+    worst = states[addresses[0]]
     if len(addresses) < len(states):
-        replicas = ", ".join(addresses)
-        reason = f"on {replicas}: {reason}" if reason else f"on {replicas}"
-    if reason:
-        entry["reason"] = reason
-    return entry
+        place = f"on {', '.join(addresses)}"
+        worst = replace(worst, reason=f"{place}: {worst.reason}" if worst.reason else place)
+    return worst.to_dict()
 
 
 def version_sort_key(version: str) -> tuple[int, str]:
@@ -145,19 +144,17 @@ def model_names(indexes: Iterable[Index]) -> set[str]:
 
 
 def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) -> dict[str, Any]:
-    name, number = entry["name"], entry.get("version")
-    if number is None:
+    if "version" not in entry:
         return dict(entry)
+    states = collect_version_states(indexes, entry["name"], entry["version"])
+    return {**entry, "replicas": {at: version.to_dict() for at, version in states.items()}}
+
+
+def collect_version_states(
+    indexes: Mapping[str, Index], model: str, version: str
+) -> dict[str, VersionState]:
     missing = VersionState(UNAVAILABLE, "not loaded")
-    states = {
-        address: index.models.get(name, {}).get(number, missing)
-        for address, index in indexes.items()
-    }
     return {
-        **entry,
-        "replicas": {
-            address: {"state": version.state}
-            | ({"reason": version.reason} if version.reason else {})
-            for address, version in states.items()
-        },
+        address: index.models.get(model, {}).get(version, missing)
+        for address, index in indexes.items()
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -43,23 +43,19 @@ class ManagementOptions:
     ready_quorum: int = 1  # replicas on which a declared model must be ready
 
 
+@dataclass(eq=False)
 class ModelLoader:
     """Runs actions on replicas, and keeps their errors."""
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        models: ModelService,
-        state: SharedState,
-        options: ManagementOptions,
-    ) -> None:
-        self.load_errors: dict[str, str] = {}  # model → where and why its last load failed
-        # Replicas whose model control mode allows neither loads nor unloads.
-        self.uncontrollable_replicas: set[str] = set()
-        self._pool = pool
-        self._models = models
-        self._state = state
-        self._options = options
+    _pool: ReplicaPool
+    _models: ModelService
+    _state: SharedState
+    _options: ManagementOptions
+    load_errors: dict[str, str] = field(
+        default_factory=dict
+    )  # model → where and why its load failed
+    # Replicas whose model control mode allows neither loads nor unloads.
+    uncontrollable_replicas: set[str] = field(default_factory=set)
 
     async def run(
         self,
@@ -167,11 +163,8 @@ class ModelLoader:
                 if is_confirmed(replica.index, action.model):
                     return
                 current = replica.index.model_state(action.model)
-                if (
-                    action.is_load
-                    and current.state == UNAVAILABLE
-                    and current.reason not in ("", UNLOADED)
-                ):
+                has_failed = current.state == UNAVAILABLE and current.reason not in ("", UNLOADED)
+                if action.is_load and has_failed:
                     raise LoadFailed(action.model, sanitize_message(current.reason))
                 await asyncio.sleep(ACTION_POLL_S)
         raise DeadlinePassed(self._options.load_timeout_s)

@@ -26,9 +26,7 @@ MAX_CANDIDATE_LISTS: Final = 10_000
 
 class NoReplica(Unavailable):
     code = "NO_REPLICA"
-
-    def __init__(self) -> None:
-        super().__init__("no Triton is reachable; GET /readyz shows the reason for each replica")
+    message = "no Triton is reachable; GET /readyz shows the reason for each replica"
 
 
 class ReplicaPool:
@@ -95,6 +93,17 @@ class ReplicaPool:
     def known_index(self, replica: Replica) -> Index:
         """Return the index of the replica, or an empty one while it is `DOWN`."""
         return EMPTY_INDEX if self.replica_state(replica) is HealthState.DOWN else replica.index
+
+    def list_usable_indexes(self) -> dict[str, Index]:
+        """Return the indexes of the replicas that can serve requests, by address. Raises `NoReplica`."""
+        indexes = {
+            replica.name: replica.index
+            for replica in self.replicas.values()
+            if self.replica_state(replica) <= HealthState.EJECTED
+        }
+        if not indexes:
+            raise NoReplica
+        return indexes
 
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)

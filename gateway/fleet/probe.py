@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
@@ -30,21 +31,15 @@ PROBE_STATUS_REASONS: Final = {
 }
 
 
+@dataclass(eq=False)
 class HealthMonitor:
     """The health of the replicas. `on_change` is called when a replica's state or models change."""
 
-    def __init__(
-        self,
-        replicas: Mapping[ReplicaAddress, Replica],
-        on_change: Callable[[], None],
-        interval_s: float,
-        metrics: Metrics,
-    ) -> None:
-        self._replicas = replicas
-        self._on_change = on_change
-        self._interval_s = interval_s
-        self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
+    _replicas: Mapping[ReplicaAddress, Replica]
+    _on_change: Callable[[], None]
+    _interval_s: float
+    _metrics: Metrics
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     async def probe_periodically(self, replica: Replica) -> None:
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
@@ -103,10 +98,9 @@ class HealthMonitor:
 
     def _record_missed_probe(self, replica: Replica, error: GatewayError) -> None:
         previous = replica.health.state(self._loop.time())
-        refused = isinstance(error, RequestNotSent) and error.is_refused
-        replica.health = (
-            replica.health.with_refusal() if refused else replica.health.with_probe_timeout()
-        )
+        health = replica.health
+        is_refused = isinstance(error, RequestNotSent) and error.is_refused
+        replica.health = health.with_refusal() if is_refused else health.with_probe_timeout()
         replica.reason = error.detail
         self._report_state_change(replica, previous)
 

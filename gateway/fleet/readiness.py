@@ -145,5 +145,4 @@ def describe_state(replica: ReplicaStatus) -> str:
 def explain_unready(replica: ReplicaStatus, model: DeclaredModel) -> str:
     if replica.state > HealthState.EJECTED:
         return describe_state(replica)
-    model_state = replica.index.model_state(model.name)
-    return f"{model_state.state}: {model_state.reason}" if model_state.reason else model_state.state
+    return str(replica.index.model_state(model.name))

@@ -35,24 +35,18 @@ class ModelLock:
     waiters: int = 0
 
 
+@dataclass(eq=False)
 class Reconciler:
     """Starts the actions that replicas need, while this gateway holds the lease."""
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        state: SharedState,
-        loader: ModelLoader,
-        readiness: ReadinessMonitor,
-    ) -> None:
-        self.action_tasks: dict[ActionKey, asyncio.Task[None]] = {}
-        self._pool = pool
-        self._state = state
-        self._loader = loader
-        self._readiness = readiness
-        self._locks: dict[str, ModelLock] = {}
-        self._backoffs: dict[ActionKey, Backoff] = {}
-        self._known_replicas: set[str] = set()
+    _pool: ReplicaPool
+    _state: SharedState
+    _loader: ModelLoader
+    _readiness: ReadinessMonitor
+    action_tasks: dict[ActionKey, asyncio.Task[None]] = field(default_factory=dict)
+    _locks: dict[str, ModelLock] = field(default_factory=dict)
+    _backoffs: dict[ActionKey, Backoff] = field(default_factory=dict)
+    _known_replicas: set[str] = field(default_factory=set)
 
     async def run(self) -> None:
         while True:
@@ -140,17 +134,13 @@ class Reconciler:
 
     async def _run_action(self, replica: Replica, action: ModelAction) -> None:
         key = (replica.name, action.model)
-        verb = f"{action.verb}ing"
-        log.warning(
-            "%s model %s on %s to reach the desired state", verb, action.model, replica.name
-        )
+        what = f"{action.verb}ing model {action.model} on {replica.name}"
+        log.warning("%s to reach the desired state", what)
         try:
             await self._loader.run(replica, action, "reconciler")
         except GatewayError as exc:
             now = asyncio.get_running_loop().time()
             self._backoffs[key] = self._backoffs.get(key, Backoff()).with_failure(now)
-            log.warning(
-                "%s model %s on %s failed: %s", verb, action.model, replica.name, exc.detail
-            )
+            log.warning("%s failed: %s", what, exc.detail)
         else:
             self._backoffs.pop(key, None)

@@ -51,10 +51,10 @@ class OperationReport:
 
     @property
     def control_mode_error(self) -> ModelControlModeConflict | None:
-        modes = (
-            error for error in self.errors.values() if isinstance(error, ModelControlModeConflict)
+        errors = self.errors.values()
+        return next(
+            (error for error in errors if isinstance(error, ModelControlModeConflict)), None
         )
-        return next(modes, None)
 
     @property
     def is_refused(self) -> bool:
@@ -65,15 +65,10 @@ class OperationReport:
         return len(errors) == len(self.outcomes) and is_final
 
     def to_dict(self) -> dict[str, Any]:
-        done = (
-            bool(self.replica_count)
-            and not self.errors
-            and len(self.outcomes) == self.replica_count
-        )
-        states = [outcome.state for outcome in self.outcomes.values() if outcome.error is not None]
-        state = (
-            (READY if self.is_load else UNAVAILABLE) if done else states[0] if states else "PENDING"
-        )
+        failed = [outcome.state for outcome in self.outcomes.values() if outcome.error is not None]
+        state = failed[0] if failed else "PENDING"
+        if not failed and 0 < len(self.outcomes) == self.replica_count:
+            state = READY if self.is_load else UNAVAILABLE
         replicas = {at: outcome.to_dict() for at, outcome in sorted(self.outcomes.items())}
         return {"model": self.model, "state": state, "replicas": replicas}
 

@@ -19,7 +19,7 @@ from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.loader import ManagementOptions, ModelLoader
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.operations import OperationRunner, TaskSet
-from gateway.fleet.pool import NoReplica, ReplicaPool, cancel_tasks
+from gateway.fleet.pool import ReplicaPool, cancel_tasks
 from gateway.fleet.readiness import Readiness, ReadinessMonitor
 from gateway.fleet.reconcile_plan import ModelAction, is_outdated
 from gateway.fleet.reconciler import Reconciler
@@ -108,14 +108,7 @@ class Repository:
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
         await self._pool.monitor.probe_all()
-        indexes = {
-            replica.name: replica.index
-            for replica in self._pool.replicas.values()
-            if self._pool.replica_state(replica) <= HealthState.EJECTED
-        }
-        if not indexes:
-            raise NoReplica
-        return indexes
+        return self._pool.list_usable_indexes()
 
     # Operations.
 
@@ -142,12 +135,9 @@ class Repository:
         """Start a load or an unload in the background; return its id for `get_operation`."""
         report = OperationReport(model, is_load, 0)
         dependents = bool(parameters.get("unload_dependents"))
-        return await self._operations.start(
-            report,
-            partial(self._load, report, parameters)
-            if is_load
-            else partial(self._unload, report, dependents, is_visible),
-        )
+        unload = partial(self._unload, report, dependents, is_visible)
+        work = partial(self._load, report, parameters) if is_load else unload
+        return await self._operations.start(report, work)
 
     async def get_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         return await self._store.read_operation(operation_id)
@@ -237,11 +227,10 @@ class Repository:
                 await self._loader.run(replica, action, "api", started_loads.get(replica))
                 report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
             except GatewayError as exc:
+                is_usable = self._pool.replica_state(replica) <= HealthState.EJECTED
                 state = replica.index.model_state(action.model).state
-                usable = self._pool.replica_state(replica) <= HealthState.EJECTED
-                report.outcomes[replica.name] = Outcome(
-                    state if usable else REPLICA_UNREACHABLE, exc
-                )
+                outcome = Outcome(state if is_usable else REPLICA_UNREACHABLE, exc)
+                report.outcomes[replica.name] = outcome
 
         await asyncio.gather(*map(run, replicas))
 
@@ -261,25 +250,18 @@ class ModelNeeded(Conflict):
 
 async def find_dependents(pool: ReplicaPool, models: ModelService, model: str) -> list[str]:
     """Return the ready ensembles that have the model as a step."""
-    replicas = list(pool.replicas.values())
-    ready = {
-        name
-        for replica in replicas
-        for name in replica.index.models
-        if name != model and replica.index.is_ready(name)
-    }
+    ready = {name for replica in pool.replicas.values() for name in replica.index.ready_models}
     semaphore = asyncio.Semaphore(MAX_PARALLEL_CONFIG_READS)
 
     async def read_steps(name: str) -> set[str]:
-        async with semaphore:
-            target = RequestTarget(name, timeout_s=CONFIG_TIMEOUT_S)
-            try:
-                config = await models.read_config(target)
-            except GatewayError:
-                return set()  # the model was unloaded meanwhile
+        try:
+            async with semaphore:
+                config = await models.read_config(RequestTarget(name, timeout_s=CONFIG_TIMEOUT_S))
+        except GatewayError:
+            return set()  # the model was unloaded meanwhile
         steps = config.get("ensemble_scheduling", {}).get("step", ())
         return {step.get("model_name", "") for step in steps}
 
-    names = sorted(ready)
+    names = sorted(ready - {model})
     all_steps = await asyncio.gather(*map(read_steps, names))
     return [name for name, steps in zip(names, all_steps, strict=True) if model in steps]

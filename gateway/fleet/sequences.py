@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
 
@@ -33,20 +34,14 @@ class NamedReplica(Protocol):
 ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)
 
 
+@dataclass(eq=False)
 class SequenceRouter:
     """The running sequences and their replicas. The sequence that was idle longest is dropped first."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        *,
-        idle_s: float = SEQUENCE_IDLE_S,
-        max_sequences: int = MAX_SEQUENCES,
-    ) -> None:
-        self._clock = clock
-        self._idle_s = idle_s
-        self._max_sequences = max_sequences
-        self._running: OrderedDict[SequenceKey, tuple[str, float]] = OrderedDict()
+    clock: Callable[[], float]
+    idle_s: float = SEQUENCE_IDLE_S
+    max_sequences: int = MAX_SEQUENCES
+    _running: OrderedDict[SequenceKey, tuple[str, float]] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -89,10 +84,10 @@ class SequenceRouter:
             self._running.pop((model, step.sequence_id), None)
 
     def _remember(self, key: SequenceKey, name: str) -> None:
-        now = self._clock()
+        now = self.clock()
         self._running[key] = name, now
         self._running.move_to_end(key)
-        while len(self._running) > self._max_sequences or self._oldest_use() < now - self._idle_s:
+        while len(self._running) > self.max_sequences or self._oldest_use() < now - self.idle_s:
             self._running.popitem(last=False)
 
     def _oldest_use(self) -> float:

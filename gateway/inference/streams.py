@@ -14,10 +14,8 @@ from gateway.errors import GatewayError, serialize_error
 from gateway.media_types import EVENT_STREAM, NDJSON
 from gateway.tensors.outputs import InferResult, encode_json_result, list_accepted_types
 
-STREAM_HEADERS: Final = {
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",
-}  # tells proxies not to buffer
+# The second one tells proxies not to buffer.
+STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @lru_cache(128)
@@ -39,11 +37,8 @@ class InferStreamResponse(StreamingResponse):
     ) -> None:
         self._results = results
         self._release_slot = release_slot
-        pieces = (
-            stream_events(results, request_id)
-            if stream_type == EVENT_STREAM
-            else stream_json_lines(results, request_id)
-        )
+        encode = stream_events if stream_type == EVENT_STREAM else stream_json_lines
+        pieces = encode(results, request_id)
         super().__init__(pieces, headers=STREAM_HEADERS, media_type=stream_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,12 +50,9 @@ class InferStreamResponse(StreamingResponse):
 
 
 async def encode_stream_item(result: InferResult) -> bytes:
-    rendered = (
-        await asyncio.to_thread(encode_json_result, result)
-        if result.is_large
-        else encode_json_result(result)
-    )
-    return rendered.body
+    if result.is_large:
+        return (await asyncio.to_thread(encode_json_result, result)).body
+    return encode_json_result(result).body
 
 
 async def stream_events(

@@ -8,10 +8,11 @@ from gateway.openapi.responses import (
     REQUEST_ID_HEADER,
     RETRY_AFTER_HEADER,
     build_error_responses,
-    build_success_response,
+    build_responses,
 )
-from gateway.openapi.schemas import build_map_schema, build_object_schema
+from gateway.openapi.schemas import build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
 
 REASONS_SCHEMA = {"type": "object", "additionalProperties": STRING_SCHEMA}
 LIVENESS_SCHEMA = build_object_schema({"live": {"const": True}})
@@ -31,20 +32,14 @@ READINESS_SCHEMA = build_object_schema(
     },
     optional=("draining", "replicas", "missing", "pending"),
 )
-LIVENESS_RESPONSES = build_error_responses() | build_success_response(
-    LIVENESS_SCHEMA, "The gateway process is running."
-)
-READINESS_RESPONSES = (
-    build_error_responses()
-    | build_success_response(READINESS_SCHEMA, "The gateway is ready.")
-    | {
-        503: {
-            "description": "The gateway is not ready.",
-            "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
-            "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, ERROR_REFERENCE]}}},
-        }
+LIVENESS_RESPONSES = build_responses(LIVENESS_SCHEMA, "The gateway process is running.")
+READINESS_RESPONSES = build_responses(READINESS_SCHEMA, "The gateway is ready.") | {
+    503: {
+        "description": "The gateway is not ready.",
+        "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
+        "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, ERROR_REFERENCE]}}},
     }
-)
+}
 V2_READY_RESPONSES = build_error_responses() | {
     200: {
         "description": "The fleet is ready.",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from gateway.media_types import JSON, NPY, NPZ
-from gateway.openapi.responses import build_error_responses, build_success_response
+from gateway.openapi.responses import build_responses
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     STREAM_CONTENT,
     build_header_parameter,
-    build_object_schema,
 )
 from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.schema import build_object_schema
 from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
 
-INFER_ERROR_RESPONSES = build_error_responses(404, 406, 409, 415, 502, 504)
+INFER_ERRORS: Final = (404, 406, 409, 415, 502, 504)
 INFER_RESPONSE_SCHEMA = build_object_schema(
     {
         "id": STRING_SCHEMA,
@@ -32,25 +34,22 @@ DRY_RUN_INPUT_SCHEMA = build_object_schema(
         "first_values": {"type": "array"},
     }
 )
-DRY_RUN_SCHEMA = {
-    "type": "object",
-    "description": "The tensors, if `dry_run` is true.",
-    **build_object_schema(
-        {
-            "model": STRING_SCHEMA,
-            "version": STRING_SCHEMA,
-            "inputs": {"type": "array", "items": DRY_RUN_INPUT_SCHEMA},
-        }
-    ),
-}
+DRY_RUN_SCHEMA = build_object_schema(
+    {
+        "model": STRING_SCHEMA,
+        "version": STRING_SCHEMA,
+        "inputs": {"type": "array", "items": DRY_RUN_INPUT_SCHEMA},
+    },
+    description="The tensors, if `dry_run` is true.",
+)
 PREDICT_RESPONSE_SCHEMA = {
     "oneOf": [
         build_object_schema({"predictions": {"type": "array"}}, additionalProperties=False),
         build_object_schema({"outputs": {}}, additionalProperties=False),
     ]
 }
-INFER_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
-    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs."
+INFER_RESPONSES = build_responses(
+    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs.", *INFER_ERRORS
 )
 INFER_RESPONSES[200]["content"] |= {
     NPY: BINARY_CONTENT,
@@ -59,8 +58,8 @@ INFER_RESPONSES[200]["content"] |= {
     # A single output in the content type that the model declares.
     "*/*": BINARY_CONTENT,
 }
-PREDICT_RESPONSES = INFER_ERROR_RESPONSES | build_success_response(
-    PREDICT_RESPONSE_SCHEMA, "One prediction per row, or the outputs as columns."
+PREDICT_RESPONSES = build_responses(
+    PREDICT_RESPONSE_SCHEMA, "One prediction per row, or the outputs as columns.", *INFER_ERRORS
 )
 INFER_HEADER_PARAMETERS = [
     build_header_parameter(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from gateway.fleet.health import HealthState
-from gateway.openapi.responses import build_error_responses, build_success_response
-from gateway.openapi.schemas import build_map_schema, build_object_schema
+from gateway.openapi.responses import build_responses
+from gateway.openapi.schemas import build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.schema import build_object_schema
 
 VERSION_SCHEMA = build_object_schema(
     {"version": STRING_SCHEMA, "state": STRING_SCHEMA, "reason": STRING_SCHEMA},
@@ -109,19 +110,15 @@ def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
     return build_object_schema({name: {"type": "array", "items": items}})
 
 
-MODEL_ERROR_RESPONSES = build_error_responses(404, 502, 504)
-MODEL_LIST_RESPONSES = build_error_responses() | build_success_response(
+MODEL_ERRORS: Final = (404, 502, 504)
+MODEL_LIST_RESPONSES = build_responses(
     build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller may access."
 )
-READY_MODELS_RESPONSES = build_error_responses() | build_success_response(
+READY_MODELS_RESPONSES = build_responses(
     build_list_schema("models", STRING_SCHEMA), "The names of the ready models."
 )
-REPLICA_LIST_RESPONSES = build_error_responses() | build_success_response(
+REPLICA_LIST_RESPONSES = build_responses(
     build_list_schema("replicas", REPLICA_SCHEMA), "The replicas."
 )
-MODEL_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
-    MODEL_SCHEMA, "The model's inputs and outputs."
-)
-OPENAPI_RESPONSES = MODEL_ERROR_RESPONSES | build_success_response(
-    OPENAPI_SCHEMA, "An OpenAPI 3.1 document."
-)
+MODEL_RESPONSES = build_responses(MODEL_SCHEMA, "The model's inputs and outputs.", *MODEL_ERRORS)
+OPENAPI_RESPONSES = build_responses(OPENAPI_SCHEMA, "An OpenAPI 3.1 document.", *MODEL_ERRORS)

@@ -9,26 +9,22 @@ from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ManagementError,
     build_error_responses,
+    build_responses,
     build_success_response,
 )
-from gateway.openapi.schemas import build_header_parameter, build_object_schema
+from gateway.openapi.schemas import build_header_parameter, build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
 
 RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
 
-REPLICA_STATES_SCHEMA = {
-    "type": "object",
-    "description": "State of each replica, by address.",
-    "additionalProperties": build_object_schema(
-        {"state": STRING_SCHEMA, "reason": STRING_SCHEMA}, optional=("reason",)
-    ),
-}
+REPLICA_STATES_SCHEMA = build_map_schema(
+    build_object_schema({"state": STRING_SCHEMA, "reason": STRING_SCHEMA}, optional=("reason",)),
+    "State of each replica, by address.",
+)
 INDEX_ENTRY_SCHEMA = build_object_schema(
     {
-        "name": STRING_SCHEMA,
-        "version": STRING_SCHEMA,
-        "state": STRING_SCHEMA,
-        "reason": STRING_SCHEMA,
+        **dict.fromkeys(("name", "version", "state", "reason"), STRING_SCHEMA),
         "replicas": REPLICA_STATES_SCHEMA,
     },
     optional=("version", "state", "reason", "replicas"),
@@ -53,18 +49,13 @@ OPERATION_SCHEMA = build_object_schema(
     },
     optional=("error", "code"),
 )
-INDEX_RESPONSES = build_error_responses() | build_success_response(
-    {"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index."
-)
+INDEX_RESPONSES = build_responses({"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index.")
 OPERATION_RESPONSES = build_error_responses(
     404, descriptions={404: "The operation was not found."}
 ) | build_success_response(OPERATION_SCHEMA, "The operation's status.")
 MANAGEMENT_RESPONSES = (
     build_error_responses(
-        404,
-        409,
-        502,
-        504,
+        *(404, 409, 502, 504),
         model=ManagementError,
         descriptions={
             422: "Triton cannot load the model.",

@@ -93,6 +93,13 @@ def build_error_responses(
     }
 
 
+def build_responses(
+    body_schema: dict[str, Any], description: str, *error_statuses: int
+) -> OpenApiResponses:
+    success = build_success_response(body_schema, description)
+    return build_error_responses(*error_statuses) | success
+
+
 def build_success_response(
     body_schema: dict[str, Any],
     description: str,

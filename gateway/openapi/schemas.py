@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Final
+from typing import Final
 
 from gateway.media_types import EVENT_STREAM, NDJSON
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
@@ -32,14 +31,6 @@ SECURITY: Final[list[dict[str, list[str]]]] = [{name: []} for name in SECURITY_S
 
 def build_map_schema(values: Schema, description: str) -> Schema:
     return {"type": "object", "additionalProperties": values, "description": description}
-
-
-def build_object_schema(
-    properties: Schema, optional: Collection[str] = (), **fields: Any
-) -> Schema:
-    """Return the schema of an object in which every property but the optional ones is required."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, **fields}
 
 
 def build_header_parameter(name: str, description: str, schema: Schema) -> Schema:

@@ -18,9 +18,7 @@ router = APIRouter(tags=["health"])
 
 class NotReady(Unavailable):
     code = "NOT_READY"
-
-    def __init__(self) -> None:
-        super().__init__("the fleet is not ready; for the reason, see GET /readyz")
+    message = "the fleet is not ready; for the reason, see GET /readyz"
 
 
 @router.get("/livez", operation_id="livez", summary="Liveness", responses=LIVENESS_RESPONSES)
@@ -61,8 +59,7 @@ async def v2_ready(request: Request, services: ServicesForInference) -> Response
     No replica's own readiness is returned: with strict readiness, Triton returns 400 during every load and
     after a failed one.
     """
-    if not services.repository.check_readiness(
-        is_draining=request.state.drain.is_draining
-    ).is_ready:
+    readiness = services.repository.check_readiness(is_draining=request.state.drain.is_draining)
+    if not readiness.is_ready:
         raise NotReady
     return Response(headers={"Content-Type": "text/plain"})  # as Triton does

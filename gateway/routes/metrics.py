@@ -9,13 +9,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Final
 
 import anyio
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.utils import floatToGoString
 
 from gateway.errors import BadUpstream, GatewayError
@@ -30,7 +31,9 @@ from gateway.exposition.families import (
     merge_families,
 )
 from gateway.exposition.page_cache import PageCache
+from gateway.fleet.collector import replica_gauge
 from gateway.fleet.health import HealthState
+from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.messages import join_names
 from gateway.openapi.metrics import METRICS_RESPONSES
@@ -76,14 +79,9 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
     """Return the merged metrics. If a replica does not respond, only its samples are missing."""
     headers = request.headers
     timeout_s = parse_scrape_timeout(headers.get("x-prometheus-scrape-timeout-seconds", ""))
-    pool = services.pool
+    replicas = sorted(services.pool.replicas.values(), key=attrgetter("name"))
     scrapes = await asyncio.gather(
-        *(
-            scrape_replica(
-                replica, timeout_s, is_down=pool.replica_state(replica) is HealthState.DOWN
-            )
-            for replica in sorted(pool.replicas.values(), key=lambda replica: str(replica.address))
-        )
+        *(scrape_replica(services.pool, replica, timeout_s) for replica in replicas)
     )
     services.metrics.flush()
     # Collected here, because these metrics read state that the event loop changes.
@@ -113,9 +111,9 @@ def parse_scrape_timeout(header: str) -> float:
     return max(limit_s - SCRAPE_MARGIN_S, limit_s / 2)
 
 
-async def scrape_replica(replica: Replica, timeout_s: float, *, is_down: bool) -> Scrape:
+async def scrape_replica(pool: ReplicaPool, replica: Replica, timeout_s: float) -> Scrape:
     scrape = Scrape(replica.name, replica.page_cache, reason="the replica is down")
-    if is_down:
+    if pool.replica_state(replica) is HealthState.DOWN:
         return scrape
     scrape.reason = f"no response within {timeout_s:g} s"
     started = time.perf_counter()
@@ -156,11 +154,8 @@ def merge_metrics_pages(
     metrics = chain(collect_own(), loop_metrics, collect_scrape_gauges(scrapes))
     families, omitted = merge_families(convert_metrics(metrics), pages)
     for replica, names in omitted.items():
-        log.warning(
-            "omitted metrics of replica %s whose types differ from those of other servers: %s",
-            replica,
-            join_names(names),
-        )
+        message = "omitted metrics of replica %s whose types differ from those of other servers: %s"
+        log.warning(message, replica, join_names(names))
     return families
 
 
@@ -193,9 +188,7 @@ def convert_metrics(metrics: Iterable[Metric]) -> Families:
         family = families[name] = Family(name, metric.type, metric.documentation)
         family.sample_names = {name + part for part in SAMPLE_SUFFIXES[metric.type]}
         for number, (part, labels, value, *_) in enumerate(metric.samples, 1):
-            joined = join_labels(
-                (label, escape_label_value(text)) for label, text in labels.items()
-            )
+            joined = join_labels((key, escape_label_value(text)) for key, text in labels.items())
             label_text = f"{{{joined}}}" if joined else ""
             family.samples.append((part, label_text, floatToGoString(value)))  # type: ignore[no-untyped-call]
             if not number % SLICE_LINES:
@@ -205,13 +198,9 @@ def convert_metrics(metrics: Iterable[Metric]) -> Families:
 
 def collect_scrape_gauges(scrapes: Sequence[Scrape]) -> Iterator[Metric]:
     # Not registered with the gateway's own metrics, because workers add those up.
-    up = GaugeMetricFamily(
-        "gateway_scrape_up", "1 if the replica's metrics are in this page.", labels=["replica"]
-    )
-    duration = GaugeMetricFamily(
-        "gateway_scrape_duration_seconds",
-        "Time to fetch the replica's metrics.",
-        labels=["replica"],
+    up = replica_gauge("gateway_scrape_up", "1 if the replica's metrics are in this page.")
+    duration = replica_gauge(
+        "gateway_scrape_duration_seconds", "Time to fetch the replica's metrics."
     )
     for scrape in scrapes:
         up.add_metric([scrape.replica], float(scrape.families is not None))

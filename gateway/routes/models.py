@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import merge_indexes
-from gateway.fleet.pool import NoReplica, ReplicaPool
+from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
@@ -26,6 +26,7 @@ from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 
 router = APIRouter(tags=["models"])
+IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
 
 
 @router.get(
@@ -36,14 +37,8 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
 
     Details of replicas require the right to see the fleet.
     """
-    pool, repository, caller = services.pool, services.repository, get_caller(request)
-    indexes = {
-        str(replica.address): replica.index
-        for replica in pool.replicas.values()
-        if pool.replica_state(replica) <= HealthState.EJECTED
-    }
-    if not indexes:
-        raise NoReplica
+    repository, caller = services.repository, get_caller(request)
+    indexes = services.pool.list_usable_indexes()
     expected_names = {*repository.declared_models, *repository.desired_models}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     for name, model in models.items():
@@ -201,18 +196,11 @@ def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
         "datatype": tensor.datatype.name,
         "shape": list(tensor.shape),
     }
-    if tensor.is_optional:
-        description["optional"] = True
-    if tensor.content_type:
-        description["content_type"] = tensor.content_type
-    if tensor.image_spec is not None:
-        image = tensor.image_spec
-        description["image"] = {
-            "mode": image.mode,
-            "layout": image.layout.value,
-            "height": image.height,
-            "width": image.width,
-        }
-    if tensor.has_labels:
-        description["labels"] = True
-    return description
+    image = tensor.image_spec
+    optional = {
+        "optional": tensor.is_optional,
+        "content_type": tensor.content_type,
+        "image": image and {name: getattr(image, name) for name in IMAGE_FIELDS},
+        "labels": tensor.has_labels,
+    }
+    return description | {name: value for name, value in optional.items() if value}

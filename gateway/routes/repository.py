@@ -51,19 +51,17 @@ async def get_repository_index(
 
     `?detail=replicas` adds the state on each replica.
     """
-    document = parse_management_body(
-        await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
-    )
+    document = await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
     ready = document.get("ready", False)
     if not isinstance(ready, bool):
         raise MalformedRequest('"ready" must be true or false')
     indexes = await services.repository.read_indexes()
     caller = get_caller(request)
     entries: list[Any] = [
-        entry for entry in merge_indexes(indexes) if caller.can_see(entry["name"])
+        entry
+        for entry in merge_indexes(indexes)
+        if caller.can_see(entry["name"]) and (not ready or entry.get("state") == READY)
     ]
-    if ready:
-        entries = [entry for entry in entries if entry.get("state") == READY]
     if detail == "replicas":
         entries = [build_index_entry(indexes, entry) for entry in entries]
     return Response(orjson.dumps(entries), media_type=JSON)
@@ -118,7 +116,7 @@ async def change_model(request: Request, services: Services, model: str, *, load
     # Uploaded configs and files can contain code, which can access every model.
     uploads = load and services.settings.allow_model_upload and caller.can_see_all
     limit = services.settings.max_body_bytes if uploads else MAX_MANAGEMENT_BODY_BYTES
-    document = parse_management_body(await read_management_body(request, services, limit))
+    document = await read_management_body(request, services, limit)
     parameters: dict[str, Any] = document.get("parameters", {})
     info: RequestInfo = request.scope["request_info"]
     if services.pool.has_model(model):
@@ -136,10 +134,8 @@ async def change_model(request: Request, services: Services, model: str, *, load
         )
         if info.management_call is not None:
             info.management_call.operation = operation_id
-        headers = {
-            "Location": f"/v1/operations/{operation_id}",
-            "Preference-Applied": RESPOND_ASYNC,
-        }
+        location = f"/v1/operations/{operation_id}"
+        headers = {"Location": location, "Preference-Applied": RESPOND_ASYNC}
         body = orjson.dumps({"id": operation_id, "model": model, "operation": "running"})
         return Response(body, 202, headers, JSON)
     if load:
@@ -150,13 +146,12 @@ async def change_model(request: Request, services: Services, model: str, *, load
     return Response(orjson.dumps(report.to_dict()), media_type=JSON)
 
 
-async def read_management_body(request: Request, services: Services, max_bytes: int) -> bytes:
-    body = RequestBody(request.scope, request.receive)
-    return await body.read(max_bytes, services.get_charge(request.scope["request_info"]))
-
-
-def parse_management_body(body: bytes) -> dict[str, Any]:
+async def read_management_body(
+    request: Request, services: Services, max_bytes: int
+) -> dict[str, Any]:
     """Return the body's JSON object, which is empty for an empty body. Raises `MalformedRequest`."""
+    charge = services.get_charge(request.scope["request_info"])
+    body = await RequestBody(request.scope, request.receive).read(max_bytes, charge)
     if not body.strip():
         return {}
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gateway.errors import InputMismatch
 from gateway.messages import join_names, quote_text
 from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, DatatypeKind
@@ -92,8 +93,10 @@ def reshape_per_channel(
 def convert_nested_lists(value: Any, tensor: TensorSpec) -> np.ndarray:
     leaves, shape = flatten_lists(value, tensor)
     kinds = set(map(type, leaves))
-    converted = CONVERTERS[tensor.datatype.kind](leaves, kinds, tensor)
-    return converted.reshape(shape)
+    accepted, convert = CONVERTERS[tensor.datatype.kind]
+    if unexpected := kinds - accepted:
+        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, unexpected))
+    return convert(leaves, kinds, tensor).reshape(shape)
 
 
 def flatten_lists(value: Any, tensor: TensorSpec) -> tuple[list[Any], tuple[int, ...]]:
@@ -117,15 +120,7 @@ def flatten_lists(value: Any, tensor: TensorSpec) -> tuple[list[Any], tuple[int,
     return level, tuple(shape)
 
 
-def convert_booleans(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
-    if kinds - {bool}:
-        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {bool}))
-    return np.array(leaves, bool)
-
-
 def convert_integers(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
-    if kinds - {int, float}:
-        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {int, float}))
     if float in kinds:
         fractional = next((leaf for leaf in leaves if int(leaf) != leaf), None)
         if fractional is not None:
@@ -136,31 +131,23 @@ def convert_integers(leaves: list[Any], kinds: set[type], tensor: TensorSpec) ->
         outside = next(leaf for leaf in integers if not low <= leaf <= high)
         raise build_input_mismatch(tensor, f"{outside}, which is outside {low}..{high}")
     if float in kinds:
-        rounded = (
-            leaf for leaf in leaves if type(leaf) is float and abs(leaf) >= FIRST_INEXACT_INTEGER
-        )
-        if (inexact := next(rounded, None)) is not None:
+        floats = (leaf for leaf in leaves if type(leaf) is float)
+        inexact = next((leaf for leaf in floats if abs(leaf) >= FIRST_INEXACT_INTEGER), None)
+        if inexact is not None:
+            advice = "write it without a fraction or an exponent"
             raise build_input_mismatch(
-                tensor,
-                f"{inexact!r}, which may have been rounded; write it without a fraction or an exponent",
+                tensor, f"{inexact!r}, which may have been rounded; {advice}"
             )
     return np.array(integers, tensor.datatype.numpy_dtype)
 
 
 def convert_floats(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
-    if kinds - {int, float}:
-        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {int, float}))
     converted = cast_floats(np.array(leaves, np.float64), tensor)
     if int in kinds:
-        lossy = (
-            a for a, b in zip(leaves, converted.tolist(), strict=True) if type(a) is int and a != b
-        )
-        integer = next(lossy, None)
+        pairs = zip(leaves, converted.tolist(), strict=True)
+        integer = next((a for a, b in pairs if type(a) is int and a != b), None)
         if integer is not None:
-            raise build_input_mismatch(
-                tensor,
-                f"the integer {integer}, which {tensor.datatype.name} cannot represent exactly",
-            )
+            raise build_inexact_error(tensor, f"the integer {integer}")
     return converted
 
 
@@ -175,18 +162,18 @@ def cast_floats(values: np.ndarray, tensor: TensorSpec) -> np.ndarray:
 
 
 def convert_bytes(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
-    if kinds - {str, bytes}:
-        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, kinds - {str, bytes}))
     array = np.empty(len(leaves), object)
     array[:] = [leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves]
     return array
 
 
-CONVERTERS: Mapping[DatatypeKind, Callable[[list[Any], set[type], TensorSpec], np.ndarray]] = {
-    DatatypeKind.BOOLEAN: convert_booleans,
-    DatatypeKind.INTEGER: convert_integers,
-    DatatypeKind.FLOAT: convert_floats,
-    DatatypeKind.BYTES: convert_bytes,
+Converter = Callable[[list[Any], set[type], TensorSpec], np.ndarray]
+# The types of JSON values that a kind accepts, and their conversion.
+CONVERTERS: Mapping[DatatypeKind, tuple[set[type], Converter]] = {
+    DatatypeKind.BOOLEAN: ({bool}, lambda leaves, *_: np.array(leaves, bool)),
+    DatatypeKind.INTEGER: ({int, float}, convert_integers),
+    DatatypeKind.FLOAT: ({int, float}, convert_floats),
+    DatatypeKind.BYTES: ({str, bytes}, convert_bytes),
 }
 
 
@@ -217,8 +204,10 @@ def cast_exactly(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
             low, high = tensor.datatype.integer_range
             changed |= ~((array >= low) & (array < float(high) + 1))
     if changed.any():
-        raise build_input_mismatch(
-            tensor,
-            f"{array[changed].flat[0]!s}, which {tensor.datatype.name} cannot represent exactly",
-        )
+        raise build_inexact_error(tensor, f"{array[changed].flat[0]!s}")
     return cast
+
+
+def build_inexact_error(tensor: TensorSpec, value: str) -> InputMismatch:
+    name = tensor.datatype.name
+    return build_input_mismatch(tensor, f"{value}, which {name} cannot represent exactly")

@@ -81,7 +81,7 @@ def parse_predict_body(
             f"the model has no batch dimension, so a request may have at most {MAX_UNBATCHED_INSTANCES} "
             f"instances; got {len(rows)}"
         )
-    return False, [kserve_v1.payload_from_row(row) for row in rows]
+    return False, [kserve_v1.payload_from_columns(row) for row in rows]
 
 
 def decode_predict_body(

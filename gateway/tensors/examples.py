@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +70,6 @@ def count_values(value: Any) -> int:
     return sum(map(count_values, value)) if isinstance(value, list) else 1
 
 
-def has_many_values(document: Mapping[str, Any]) -> bool:
-    return sum(count_values(value) for value in document["inputs"].values()) > MAX_INLINE_VALUES
-
-
 def format_curl_example(signature: Signature, base_url: str) -> str:
     example = build_example_body(signature)
     url = shlex.quote(f"{base_url}{build_infer_path(signature)}")
@@ -86,7 +81,7 @@ def format_curl_example(signature: Signature, base_url: str) -> str:
         return f"{command} --data-binary @{example.file_name} {header} {url}"
     if example.text:
         return f"{command} -d {shlex.quote(example.text)} {header} {url}"
-    if has_many_values(example.json):
+    if sum(map(count_values, example.json["inputs"].values())) > MAX_INLINE_VALUES:
         program = f"import json; print(json.dumps({format_python_literal(example.json)}))"
         return f"python3 -c {shlex.quote(program)} | {command} -d @- {header} {url}"
     return f"{command} -d {shlex.quote(orjson.dumps(example.json).decode())} {header} {url}"
@@ -117,11 +112,8 @@ def format_python_example(signature: Signature, base_url: str) -> str:
 def format_python_literal(value: Any) -> str:
     # All elements of a list in an example are equal.
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{key!r}: {format_python_literal(item)}" for key, item in value.items())
-            + "}"
-        )
+        items = (f"{key!r}: {format_python_literal(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
         return f"[{format_python_literal(value[0])}] * {len(value)}" if value else "[]"
     return repr(value)

@@ -31,17 +31,9 @@ ORIENTATION_TRANSPOSES: Final[Mapping[int, Image.Transpose]] = {
 }
 # Pillow raises all of these for damaged files.
 PILLOW_ERRORS: Final = (
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    struct.error,
-)
+    OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, AssertionError,
+    ArithmeticError, struct.error,
+)  # fmt: skip
 
 # Pillow's own limit is disabled, because it only warns; `inspect_image` checks ours before decoding.
 Image.MAX_IMAGE_PIXELS = None
@@ -67,16 +59,11 @@ def inspect_image(data: bytes, limits: ImageLimits, input_name: str) -> EncodedI
     """Read the header and check the limits. Raises `BadImage` or `TooLarge`."""
     header = read_image_header(data, input_name)
     width, height = header.width, header.height
+    size = f"the image for input {quote_text(input_name)} has {width} × {height} pixels"
     if header.pixels > limits.max_pixels:
-        raise TooLarge(
-            f"the image for input {quote_text(input_name)} has {width} × {height} pixels; "
-            f"the limit is {limits.max_pixels} pixels"
-        )
+        raise TooLarge(f"{size}; the limit is {limits.max_pixels} pixels")
     if max(width, height) > limits.max_side:
-        raise TooLarge(
-            f"the image for input {quote_text(input_name)} has {width} × {height} pixels; "
-            f"the limit is {limits.max_side} pixels per side"
-        )
+        raise TooLarge(f"{size}; the limit is {limits.max_side} pixels per side")
     return EncodedImage(data, header)
 
 
@@ -116,7 +103,7 @@ def load_upright_image(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
     if min(size) > 0 and image.mode in ("L", "RGB"):
         image.draft(
             image.mode, size
-        )  # decodes a JPEG at a reduced scale if the model expects a small image
+        )  # decodes a JPEG at a reduced scale if the model's size is small
     image.load()
     transpose = ORIENTATION_TRANSPOSES.get(header.orientation)
     return image if transpose is None else image.transpose(transpose)

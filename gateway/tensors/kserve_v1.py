@@ -6,7 +6,6 @@ Columns: `{"inputs": value or {name: value}}` → `{"outputs": …}`, with the b
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault
@@ -52,10 +51,6 @@ def payload_from_rows(instances: list[Any]) -> Payload:
     return Payload(parts, is_stacked=True)
 
 
-def payload_from_row(row: Any) -> Payload:
-    return payload_from_columns(row)
-
-
 def payload_from_columns(columns: Any) -> Payload:
     values = columns if isinstance(columns, dict) else {"": columns}
     return Payload({name: [Part(value, JSON)] for name, value in values.items()})
@@ -68,8 +63,10 @@ def encode_predictions(results: list[InferResult]) -> EncodedBody:
         if not names:
             raise ModelFault("the model returned no outputs")
         columns = [get_output_column(result, name) for name in names]
-        values = columns[0] if len(names) == 1 else map(partial(build_prediction, names), *columns)
-        rows.extend(values)
+        if len(names) == 1:
+            rows += columns[0]
+        else:
+            rows += (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
     return encode_json_document({"predictions": rows})
 
 
@@ -84,10 +81,6 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
     raise ModelFault(
         f"the model returned {count} for {result.instance_count} instances in output {quote_text(name)}"
     )
-
-
-def build_prediction(names: list[str], *values: Any) -> dict[str, Any]:
-    return dict(zip(names, values, strict=True))
 
 
 def encode_output_columns(result: InferResult) -> EncodedBody:

@@ -64,11 +64,8 @@ def parse_header_parameter(header: str, start: int) -> tuple[str, str, int]:
     if quoted is None:
         end = find_match_end(UNQUOTED_VALUE, header, begin)
         return name, header[begin:end].strip(), end
-    return (
-        name,
-        QUOTED_PAIR.sub(r"\1", quoted[1]),
-        find_match_end(UNQUOTED_VALUE, header, quoted.end()),
-    )
+    end = find_match_end(UNQUOTED_VALUE, header, quoted.end())
+    return name, QUOTED_PAIR.sub(r"\1", quoted[1]), end
 
 
 def find_match_end(pattern: re.Pattern[str], text: str, start: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,14 @@ BASE64_SCHEMA: Schema = {
     "required": ["b64"],
     "additionalProperties": False,
 }
+
+
+def build_object_schema(
+    properties: Schema, optional: Collection[str] = (), **fields: Any
+) -> Schema:
+    """Return the schema of an object in which every property but the optional ones is required."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, **fields}
 
 
 def build_element_schema(datatype: Datatype, *, is_input: bool) -> Schema:
@@ -60,25 +69,18 @@ def build_request_schema(signature: Signature) -> Schema:
         )
         for name, tensor in signature.inputs.items()
     }
-    named: Schema = {
-        "type": "object",
-        "properties": values,
-        "required": [tensor.name for tensor in signature.required_inputs],
-        "additionalProperties": False,
+    required = [tensor.name for tensor in signature.required_inputs]
+    optional = values.keys() - required
+    named = build_object_schema(values, optional, additionalProperties=False)
+    inputs = {"anyOf": [named, values[required[0]]]} if len(required) == 1 else named
+    properties = {
+        "inputs": inputs,
+        "outputs": {"type": ["array", "null"], "items": {"enum": list(signature.outputs)}},
+        "parameters": PARAMETERS_SCHEMA,
+        "id": {"type": "string"},
     }
-    required = signature.required_inputs
-    inputs = {"anyOf": [named, values[required[0].name]]} if len(required) == 1 else named
-    return {
-        "type": "object",
-        "properties": {
-            "inputs": inputs,
-            "outputs": {"type": ["array", "null"], "items": {"enum": list(signature.outputs)}},
-            "parameters": PARAMETERS_SCHEMA,
-            "id": {"type": "string"},
-        },
-        "required": ["inputs"],
-        "additionalProperties": False,
-    }
+    optional = properties.keys() - {"inputs"}
+    return build_object_schema(properties, optional, additionalProperties=False)
 
 
 def build_response_schema(signature: Signature) -> Schema:
@@ -91,13 +93,11 @@ def build_response_schema(signature: Signature) -> Schema:
         )
         for name, tensor in signature.outputs.items()
     }
-    return {
-        "type": "object",
-        "properties": {
+    return build_object_schema(
+        {
             "id": {"type": "string"},
             "model": {"const": signature.model},
             "version": {"type": "string"},
             "outputs": {"type": "object", "properties": values},
-        },
-        "required": ["id", "model", "version", "outputs"],
-    }
+        }
+    )

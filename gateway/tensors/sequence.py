@@ -63,9 +63,8 @@ def parse_sequence_headers(id_header: str | None, flags_header: str | None) -> S
             raise MalformedRequest("X-Sequence requires X-Sequence-ID, the id of the sequence")
         return None
     plain = id_header.isascii() and id_header.isprintable()
-    sequence_id = (
-        int(id_header[:MAX_SEQUENCE_ID_BYTES]) if plain and id_header.isdigit() else id_header
-    )
+    is_number = plain and id_header.isdigit()
+    sequence_id = int(id_header[:MAX_SEQUENCE_ID_BYTES]) if is_number else id_header
     if not (plain and sequence_id and is_sequence_id(sequence_id)):
         raise MalformedRequest(
             f"X-Sequence-ID must be a positive 64-bit integer or at most {MAX_SEQUENCE_ID_BYTES} printable "

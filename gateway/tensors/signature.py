@@ -49,13 +49,14 @@ class TensorSpec:
     has_labels: bool = False
 
     @property
+    def is_numeric(self) -> bool:
+        return self.datatype.kind in (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
+
+    @property
     def can_classify(self) -> bool:
         # tritonserver 2.51 crashes on the classification of BYTES and of an output without elements,
         # which is possible if a dimension has any size.
-        return (
-            self.datatype.kind not in (DatatypeKind.BYTES, DatatypeKind.BOOLEAN)
-            and -1 not in self.shape
-        )
+        return self.is_numeric and -1 not in self.shape
 
     @property
     def image_spec(self) -> ImageSpec | None:
@@ -63,7 +64,7 @@ class TensorSpec:
 
         A model without batching may have a batch dimension of its own, e.g. [1, 3, 224, 224].
         """
-        if self.datatype.kind in (DatatypeKind.BYTES, DatatypeKind.BOOLEAN):
+        if not self.is_numeric:
             return None
         shape = self.shape[1:] if len(self.shape) == 4 and self.shape[0] in (-1, 1) else self.shape
         if len(shape) == 2 and min(shape) not in (0, 1, 2, 3, 4):

@@ -111,9 +111,12 @@ def private_attributes(library: ModuleType) -> set[str]:
 
 
 def own_attributes(tree: ast.AST) -> set[str]:
-    """Return all that the constructors of a module mention, as `self.x`."""
+    """Return the fields of a module's classes, and all that constructors mention, as `self.x`."""
     nodes = (node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
-    return {ast.unparse(part) for node in nodes for part in ast.walk(node)}
+    mentioned = {ast.unparse(part) for node in nodes for part in ast.walk(node)}
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    fields = (part for node in classes for part in node.body if isinstance(part, ast.AnnAssign))
+    return mentioned | {f"self.{ast.unparse(field.target)}" for field in fields}
 
 
 @pytest.mark.parametrize(("library", "compat_module"), COMPAT_MODULES.items())

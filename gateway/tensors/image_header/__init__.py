@@ -30,8 +30,9 @@ def read_image_header(data: bytes, input_name: str) -> ImageHeader:
 
     Raises `BadImage` for other or damaged data, and `TooLarge` for too many scans, segments or padding bytes.
     """
+    label = f"the image for input {quote_text(input_name)}"
     if not data:
-        raise BadImage(f"the image for input {quote_text(input_name)} is empty")
+        raise BadImage(f"{label} is empty")
     reader = find_header_reader(data)
     if reader is None:
         raise BadImage(
@@ -42,16 +43,11 @@ def read_image_header(data: bytes, input_name: str) -> ImageHeader:
         if not header.pixels:
             raise DamagedImage("its width or height is zero")
     except DamagedImage as exc:
-        raise BadImage(
-            f"the image for input {quote_text(input_name)} is truncated or damaged: {exc}"
-        ) from None
+        raise BadImage(f"{label} is truncated or damaged: {exc}") from None
     except ExcessiveImage as exc:
-        raise TooLarge(f"the image for input {quote_text(input_name)} has {exc}") from None
+        raise TooLarge(f"{label} has {exc}") from None
     except (IndexError, ValueError, struct.error):
-        raise BadImage(
-            f"the image for input {quote_text(input_name)} is truncated or damaged: "
-            "it ends within its header"
-        ) from None
+        raise BadImage(f"{label} is truncated or damaged: it ends within its header") from None
     return header
 
 

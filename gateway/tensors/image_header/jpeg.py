@@ -61,7 +61,11 @@ def read_jpeg(data: bytes) -> ImageHeader:
             raise DamagedImage("it has an unknown segment before the image data")
         end = find_segment_end(data, position)
         if marker == SOS:
-            return build_jpeg_header(frames, spans, start, orientation, *read_scans(data, end))
+            scan_count, data_end = read_scans(data, end)
+            if len(frames) != 1:
+                raise DamagedImage(f"it has {len(frames)} frames instead of one")
+            spans.append((start, data_end))
+            return ImageHeader("JPEG", *frames[0], merge_spans(spans), b"", orientation, scan_count)
         if marker in FRAME_MARKERS:
             frames.append(read_frame(data, position, end))
         elif (
@@ -74,23 +78,6 @@ def read_jpeg(data: bytes) -> ImageHeader:
             spans.append((start, end))
         position = end
     raise ExcessiveImage(f"more than {MAX_SEGMENTS} segments")
-
-
-def build_jpeg_header(
-    frames: list[tuple[int, int]],
-    spans: list[Span],
-    data_start: int,
-    orientation: int,
-    scan_count: int,
-    data_end: int,
-) -> ImageHeader:
-    if len(frames) != 1:
-        raise DamagedImage(f"it has {len(frames)} frames instead of one")
-    width, height = frames[0]
-    spans.append((data_start, data_end))
-    return ImageHeader(
-        "JPEG", width, height, merge_spans(spans), orientation=orientation, scan_count=scan_count
-    )
 
 
 def find_marker(data: bytes, position: int) -> tuple[int, int]:
@@ -121,9 +108,8 @@ def read_frame(data: bytes, start: int, end: int) -> tuple[int, int]:
 def is_needed_segment(data: bytes, marker: int, start: int, end: int) -> bool:
     if marker in COLOUR_SEGMENTS:
         name, length = COLOUR_SEGMENTS[marker]
-        return (
-            data.startswith(name, start + 2) and length <= end - start <= MAX_COLOUR_SEGMENT_BYTES
-        )
+        is_plausible = length <= end - start <= MAX_COLOUR_SEGMENT_BYTES
+        return is_plausible and data.startswith(name, start + 2)
     if marker not in MAX_TABLE_BYTES:
         return marker in FRAME_MARKERS
     if end - start > MAX_TABLE_BYTES[marker]:
