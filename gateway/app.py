@@ -25,7 +25,6 @@ from starlette.types import ASGIApp
 from gateway import __version__, errors, logs
 from gateway.admission import AdmissionQueue
 from gateway.auth import PUBLIC_PATHS, Authenticator
-from gateway.config_files import WatchedFile
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.fleet.collector import FleetCollector, StateCollector
@@ -61,26 +60,16 @@ PREFLIGHT_MAX_AGE_S = 600
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
 LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
-ROUTERS = (
-    infer.router,
-    models.router,
-    repository.router,
-    health.router,
-    metrics_page.router,
-    ui.root_router,
-    ui.router,
-)
+ROUTE_MODULES = (infer, models, repository, health, metrics_page)
+ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
 
-def tune_garbage_collector() -> None:
+def tune_interpreter() -> None:
     gc.collect()
     gc.freeze()  # Scanning the objects of the start again would take 30 ms each time.
     # The default threshold of 700 new objects is reached every few requests, whose objects have no cycles.
     gc.set_threshold(10_000, 20, 50)
-
-
-def shorten_switch_interval() -> None:
     # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
 
@@ -188,12 +177,6 @@ def build_components(settings: Settings) -> AppComponents:
     )
 
 
-def list_watched_files(components: AppComponents) -> dict[str, WatchedFile[Any]]:
-    # By their label in `gateway_file_valid`.
-    files = {"keys": components.keys_file, "models": components.models_file.file}
-    return {name: file for name, file in files.items() if file is not None}
-
-
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
@@ -216,9 +199,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         )
         await stack.enter_async_context(repository)
         metrics.collector_registry.register(FleetCollector(pool, repository))
-        metrics.collector_registry.register(
-            StateCollector(components.store, list_watched_files(components))
-        )
+        files = {"keys": components.keys_file, "models": components.models_file.file}
+        metrics.collector_registry.register(StateCollector(components.store, files))
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
         admission = AdmissionQueue(
@@ -238,8 +220,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         if components.tracer is not None:
             stack.callback(components.tracer.close)
         restricted = components.connection_options.restricted_api
-        tune_garbage_collector()
-        shorten_switch_interval()
+        tune_interpreter()
         yield Services(
             settings,
             pool,
@@ -268,11 +249,12 @@ def create_app(settings: Settings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with run_services(settings, components) as services:
             edge.services = app.state.services = services
+            metrics = services.metrics
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 # The HTTP server counts connections and closes them while draining.
                 yield {
-                    "connections": services.metrics.connections,
-                    "refusals": services.metrics.refusals,
+                    "connections": metrics.connections,
+                    "refusals": metrics.refusals,
                     "drain": drain,
                 }
             edge.services = None

@@ -16,24 +16,14 @@ from gateway.request_info import RequestInfo, current_request_info
 log = logging.getLogger(__name__)
 
 AUDIT_LEVEL: Final = logging.INFO
-ACCEPTED_STATUS: Final = 202
-DISCONNECTED_STATUS: Final = 499
-DENIED_STATUSES: Final = (401, 403)
-
-
-def describe_outcome(status: int) -> str:
-    if status < 300:
-        return "accepted" if status == ACCEPTED_STATUS else "succeeded"
-    if status == DISCONNECTED_STATUS:
-        return "client disconnected"
-    return "denied" if status in DENIED_STATUSES else "failed"
+OUTCOMES: Final = {202: "accepted", 401: "denied", 403: "denied", 499: "client disconnected"}
 
 
 def log_call(info: RequestInfo, method: str, path: str, client: str, status: int) -> None:
     call = info.management_call
     if call is None:
         return
-    outcome = describe_outcome(status)
+    outcome = OUTCOMES.get(status, "succeeded" if status < 300 else "failed")
     log.log(
         AUDIT_LEVEL,
         "%s %s: %s",
@@ -58,12 +48,8 @@ def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str 
     info = current_request_info.get()
     error = None if task.cancelled() else task.exception()
     outcome = "cancelled" if task.cancelled() else "succeeded" if error is None else "failed"
-    extra = {
-        "model": model,
-        "operation": operation,
-        "key": "" if info is None else info.key,
-        "outcome": outcome,
-    }
+    key = "" if info is None else info.key
+    extra = {"model": model, "operation": operation, "key": key, "outcome": outcome}
     if isinstance(error, GatewayError):
         extra |= {"code": error.code, "reason": error.detail}
     log.log(AUDIT_LEVEL, "%s of model %s: %s", action, model, outcome, extra=extra)

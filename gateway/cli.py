@@ -18,11 +18,8 @@ from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
 
-CliGroup = partial(
-    typer.Typer,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
 root_cli = CliGroup(pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 root_cli.add_typer(key_commands, name="key")

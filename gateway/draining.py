@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -66,14 +67,9 @@ class Drain:
             self._previous_handlers[number](number, frame)
             return
         log.warning("SIGTERM received: draining, shutting down in %g s", drain_s)
-        self._loop.call_soon_threadsafe(self._schedule_server_stop)
+        stop_server = partial(self._previous_handlers[number], number, None)
+        self._loop.call_soon_threadsafe(self._loop.call_later, drain_s, stop_server)
 
     def _limit_exit(self, limit_s: float) -> None:
         if self._exit_deadline is not None:
             self._exit_deadline.set_timeout(limit_s + CLOSE_TIMEOUT_S)
-
-    def _schedule_server_stop(self) -> None:
-        self._loop.call_later(self._drain_s, self._stop_server)
-
-    def _stop_server(self) -> None:
-        self._previous_handlers[signal.SIGTERM](signal.SIGTERM, None)

@@ -137,9 +137,8 @@ def parse_key_entries(text: str) -> list[Any]:
 
 def parse_key_entry(label: str, entry: Any) -> Caller:
     if not isinstance(entry, dict) or not set(entry) <= KEY_FIELDS:
-        raise BadKeysFile(
-            f"{label} must be an object with the fields {', '.join(sorted(KEY_FIELDS))}"
-        )
+        names = ", ".join(sorted(KEY_FIELDS))
+        raise BadKeysFile(f"{label} must be an object with the fields {names}")
     name, digest = entry.get("name"), entry.get("sha256")
     if not isinstance(name, str) or not KEY_NAME.fullmatch(name):
         raise BadKeysFile(

@@ -51,9 +51,8 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
     # Sessions of `up` may use different repositories, so loaded models are not remembered between them.
     # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
-    settings, print_line = configure_process(
-        triton_urls=tuple(options.url for options in fleet), drain_s=0
-    )
+    urls = tuple(options.url for options in fleet)
+    settings, print_line = configure_process(triton_urls=urls, drain_s=0)
     restricted = read_restricted_api(settings) or generate_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})

@@ -43,13 +43,9 @@ STATUS_LABELS: Final = {
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
 SHED_REASONS: Final = ("queue_full", "rate", "memory")
 REFUSAL_REASONS: Final = (
-    "malformed_request",
-    "request_too_slow",
-    "url_too_long",
-    "header_too_large",
-    "too_many_connections",
-    "answer_not_taken",
-)
+    "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
+    "too_many_connections", "answer_not_taken",
+)  # fmt: skip
 V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # passed through, or processed by the gateway
 REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for each
 
@@ -65,6 +61,16 @@ class PendingCounts:
     bytes_out: int = 0
 
 
+class MetricFactory:
+    """Constructors of metrics in one registry. A level is the sum over all workers, a worst the maximum."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.histogram = partial(Histogram, registry=registry)
+        self.counter = partial(Counter, registry=registry)
+        self.level = partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        self.worst = partial(Gauge, registry=registry, multiprocess_mode="livemax")
+
+
 class Metrics:
     """The metrics of one application; `collector_registry` holds those that are read from other objects."""
 
@@ -78,96 +84,106 @@ class Metrics:
         self._dropped_lines = 0
         self.pending_attempts: Counts[tuple[str, str]] = Counts()
 
-        histogram = partial(Histogram, registry=self.registry)
-        counter = partial(Counter, registry=self.registry)
-        level = partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
-        worst = partial(Gauge, registry=self.registry, multiprocess_mode="livemax")
-        kind = ("route", "model", "version")
+        create = MetricFactory(self.registry)
+        self._create_request_metrics(create)
+        self._create_replica_metrics(create)
+        self._create_process_metrics(create)
 
-        self.duration = histogram(
+    def _create_request_metrics(self, create: MetricFactory) -> None:
+        kind = ("route", "model", "version")
+        self.duration = create.histogram(
             "gateway_request_duration_seconds",
             "Time from the arrival of a request to the end of its response.",
             (*kind, "status", "code"),
             buckets=DURATION_BUCKETS,
         )
-        self.upstream_seconds = counter(
+        self.upstream_seconds = create.counter(
             "gateway_request_upstream_seconds_total",
             "Time that requests waited for Triton; the rest of their duration is spent in the gateway.",
             kind,
         )
-        self.bytes_in = counter("gateway_request_bytes_total", "Bytes of request bodies.", kind)
-        self.bytes_out = counter("gateway_answer_bytes_total", "Bytes of response bodies.", kind)
-        self.running = level(
+        self.bytes_in = create.counter(
+            "gateway_request_bytes_total", "Bytes of request bodies.", kind
+        )
+        self.bytes_out = create.counter(
+            "gateway_answer_bytes_total", "Bytes of response bodies.", kind
+        )
+        self.running = create.level(
             "gateway_requests_in_flight",
             "Requests in progress: passed through (/v2), or processed by the gateway (/v1).",
             ("route",),
         )
-        self.waiting = level("gateway_requests_waiting", "Inferences in the admission queue.")
-        self.request_memory = level(
+        self.waiting = create.level(
+            "gateway_requests_waiting", "Inferences in the admission queue."
+        )
+        self.request_memory = create.level(
             "gateway_request_memory_bytes",
             "Memory held by request and response bodies; GATEWAY_MAX_BYTES_IN_FLIGHT limits it.",
         )
-        self.decode_duration = histogram(
+        self.decode_duration = create.histogram(
             "gateway_image_decode_seconds",
             "Time spent in a thread that converts images or large arrays to tensors.",
             buckets=DECODE_BUCKETS,
         )
-        self.decodes_waiting = level(
+        self.decodes_waiting = create.level(
             "gateway_decodes_waiting",
             "Requests whose images wait for a thread or for GATEWAY_MAX_PIXELS_IN_FLIGHT.",
         )
-        self.attempts = counter(
-            "gateway_upstream_attempts_total",
-            "Requests sent to a replica, by outcome: answered, refused, bad_answer, deadline, given_up.",
-            ("replica", "outcome"),
-        )
-        self.retries = counter(
-            "gateway_upstream_retries_total",
-            "Requests retried on another replica because this one had not run them.",
-            ("replica",),
-        )
-        self.ejections = counter(
-            "gateway_upstream_ejections_total",
-            "Ejections of a replica from load balancing because requests to it failed.",
-            ("replica",),
-        )
-        self.model_actions = counter(
-            "gateway_model_actions_total",
-            "Loads and unloads on a replica, by origin (api, reconciler) and outcome (done, failed).",
-            ("action", "by", "outcome"),
-        )
-        self.shed = counter(
+        self.shed = create.counter(
             "gateway_requests_shed_total",
             "Requests rejected because of overload, by reason: queue_full, rate, memory.",
             ("reason",),
         )
-        self.refusals = counter(
+        self.refusals = create.counter(
             "gateway_requests_refused_total",
             "Malformed or excess requests rejected and slow clients disconnected, by reason: "
             f"{', '.join(REFUSAL_REASONS)}.",
             ("reason",),
         )
-        self.connections = level("gateway_connections", "Open client connections.")
-        self.dropped_lines = counter(
-            "gateway_log_lines_dropped_total",
-            "Log lines dropped because standard error was not read in time.",
-        )
-        self.loop_lag = worst(
-            "gateway_event_loop_lag_seconds",
-            "Maximum delay of the event loop over the last ten seconds.",
-        )
-        build = worst("gateway_build_info", "Constant 1, with the gateway's version.", ("version",))
-        build.labels(__version__).set(1)
-        self._initialize_series()
-
-    def _initialize_series(self) -> None:
         # A series that exists from the start makes its first event visible to increase().
         for reason in SHED_REASONS:
             self.shed.labels(reason)
         for reason in REFUSAL_REASONS:
             self.refusals.labels(reason)
+
+    def _create_replica_metrics(self, create: MetricFactory) -> None:
+        self.attempts = create.counter(
+            "gateway_upstream_attempts_total",
+            "Requests sent to a replica, by outcome: answered, refused, bad_answer, deadline, given_up.",
+            ("replica", "outcome"),
+        )
+        self.retries = create.counter(
+            "gateway_upstream_retries_total",
+            "Requests retried on another replica because this one had not run them.",
+            ("replica",),
+        )
+        self.ejections = create.counter(
+            "gateway_upstream_ejections_total",
+            "Ejections of a replica from load balancing because requests to it failed.",
+            ("replica",),
+        )
+        self.model_actions = create.counter(
+            "gateway_model_actions_total",
+            "Loads and unloads on a replica, by origin (api, reconciler) and outcome (done, failed).",
+            ("action", "by", "outcome"),
+        )
         for labels in product(("load", "unload"), ("api", "reconciler"), ("done", "failed")):
             self.model_actions.labels(*labels)
+
+    def _create_process_metrics(self, create: MetricFactory) -> None:
+        self.connections = create.level("gateway_connections", "Open client connections.")
+        self.dropped_lines = create.counter(
+            "gateway_log_lines_dropped_total",
+            "Log lines dropped because standard error was not read in time.",
+        )
+        self.loop_lag = create.worst(
+            "gateway_event_loop_lag_seconds",
+            "Maximum delay of the event loop over the last ten seconds.",
+        )
+        build = create.worst(
+            "gateway_build_info", "Constant 1, with the gateway's version.", ("version",)
+        )
+        build.labels(__version__).set(1)
 
     def add_replica(self, replica: str) -> None:
         # A series that starts at 0 makes its first event visible to increase().

@@ -206,9 +206,8 @@ def create_uvicorn_config(
     certificate = None
     if settings.tls_cert_file is not None:
         certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
-    protocol = partial(
-        HttpProtocol, limits=create_protocol_limits(settings), clients=ClientRegistry()
-    )
+    limits = create_protocol_limits(settings)
+    protocol = partial(HttpProtocol, limits=limits, clients=ClientRegistry())
     return uvicorn.Config(
         app,
         factory=isinstance(app, str),
@@ -251,9 +250,8 @@ def run_workers(
         if not settings.max_bytes_in_flight:  # the workers share the memory
             share = default_budget_bytes() // workers
             os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
-        config = create_uvicorn_config(
-            "gateway.app:app_from_environment", settings, host, port, workers
-        )
+        app = "gateway.app:app_from_environment"
+        config = create_uvicorn_config(app, settings, host, port, workers)
         listener = config.bind_socket()
         # Clients that connect before the first worker is up wait instead of being refused.
         listener.listen(config.backlog)

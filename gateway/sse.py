@@ -45,9 +45,8 @@ class EventStreamScrubber:
                 start = stop
                 if self._state is EventState.passed:
                     break
-            end = text.find(
-                EVENT_END, max(start, searched) if self._state is EventState.held else start - 1
-            )
+            begin = max(start, searched) if self._state is EventState.held else start - 1
+            end = text.find(EVENT_END, begin)
             if self._state is EventState.held:
                 if end < 0 and len(text) - start <= MAX_HELD_EVENT_BYTES:
                     break

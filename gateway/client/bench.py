@@ -151,9 +151,8 @@ def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:
         lines.append(f"\n{title}")
         for result, value in zip(results, values, strict=True):
             length = 0 if not maximum or math.isnan(value) else value / maximum * width
-            lines.append(
-                f"{result.concurrency:>{label}} {format_bar(length)} {number_format.format(value)}"
-            )
+            bar, figure = format_bar(length), number_format.format(value)
+            lines.append(f"{result.concurrency:>{label}} {bar} {figure}")
     return "\n".join(lines)
 
 

@@ -154,11 +154,7 @@ def explain_not_ready(readiness: dict[str, Any]) -> str:
 
 @cli.command()
 @add_flags(Target)
-def load(
-    target: Target,
-    models: ModelsArgument,
-    json: JsonOption = False,
-) -> None:
+def load(target: Target, models: ModelsArgument, json: JsonOption = False) -> None:
     """Load models on every replica and wait for completion."""
     manage_models("load", models, {}, json, target)
 
@@ -197,9 +193,8 @@ def manage_models(
             if "replicas" in report:
                 reports.append(report)
             if not response.is_success:
-                failures.append(
-                    make_client_error(response.status_code, extract_error_message(response))
-                )
+                message = extract_error_message(response)
+                failures.append(make_client_error(response.status_code, message))
     if json:
         tables.print_json(reports)
     elif reports:
@@ -227,11 +222,7 @@ def top(
 
 @cli.command()
 @add_flags(Target)
-def curl(
-    target: Target,
-    model: ModelArgument,
-    version: VersionOption = "",
-) -> None:
+def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> None:
     """Print a curl command for the model."""
     from gateway.client.api import ApiClient
 

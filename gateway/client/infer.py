@@ -180,7 +180,8 @@ class InferRun:
         self._install_signal_handlers(executor)
         try:
             async with ProgressBar(lambda: (stats.done_count, stats.failed), stats.total):
-                await self._write_header()
+                if self.descriptor == STDOUT_DESCRIPTOR or not os.fstat(self.descriptor).st_size:
+                    await write_descriptor(self.descriptor, self.writer.header)
                 await executor.run(self._group_inputs())
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
@@ -202,10 +203,6 @@ class InferRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
-
-    async def _write_header(self) -> None:
-        if self.descriptor == STDOUT_DESCRIPTOR or os.fstat(self.descriptor).st_size == 0:
-            await write_descriptor(self.descriptor, self.writer.header)
 
     async def _group_inputs(self) -> AsyncIterator[list[Input]]:
         group: list[Input] = []

@@ -85,14 +85,13 @@ class InferClient:
         raise AssertionError("the last attempt has returned or raised")
 
     async def _post(self, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> CompleteResponse:
+        limit_s = self._timeout_s + RESPONSE_GRACE_S
         try:
             return await self._http_client.request(
-                b"POST", self._path, body, headers, timeout_s=self._timeout_s + RESPONSE_GRACE_S
+                b"POST", self._path, body, headers, timeout_s=limit_s
             )
         except DeadlinePassed:
-            raise NoResponse(
-                f"no response within {self._timeout_s + RESPONSE_GRACE_S:g} s"
-            ) from None
+            raise NoResponse(f"no response within {limit_s:g} s") from None
         except BadUpstream:
             raise NoResponse("the connection was closed before the response was complete") from None
 

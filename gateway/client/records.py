@@ -92,9 +92,7 @@ class CsvWriter:
 
     def encode_record(self, record: Record) -> bytes:
         outputs = record.outputs or {}
-        cells = [
-            format_csv_cell(outputs[name]) if name in outputs else "" for name in self._outputs
-        ]
+        cells = [format_cell(outputs[name]) if name in outputs else "" for name in self._outputs]
         row = [record.name, *cells, record.error]
         return encode_csv_row(map(escape_unprintable, row) if self._to_terminal else row)
 
@@ -120,7 +118,7 @@ def encode_csv_row(cells: Iterable[str]) -> bytes:
     return text.getvalue().encode("utf-8", "replace")
 
 
-def format_csv_cell(value: Any) -> str:
+def format_cell(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 

@@ -24,18 +24,13 @@ STATE_COLOURS = {
 }
 
 
-def create_console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=NON_TERMINAL_WIDTH)
-
-
 def build_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(
-            *(Text(escape_unprintable(cell), STATE_COLOURS.get(cell, "")) for cell in row)
-        )
+        cells = (Text(escape_unprintable(cell), STATE_COLOURS.get(cell, "")) for cell in row)
+        table.add_row(*cells)
     return table
 
 
@@ -44,7 +39,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def print_renderable(renderable: RenderableType) -> None:
-    console = create_console()
+    console = Console() if sys.stdout.isatty() else Console(width=NON_TERMINAL_WIDTH)
     if console.is_terminal:
         console.print(renderable)
         return

@@ -116,9 +116,8 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
     rows = []
     for model in current.models:
         name = model["name"]
-        traffic = current.traffic.get(name, ModelTraffic()).subtract(
-            previous.traffic.get(name, ModelTraffic())
-        )
+        before = previous.traffic.get(name, ModelTraffic())
+        traffic = current.traffic.get(name, ModelTraffic()).subtract(before)
         if model["ready"] or traffic.count:
             latencies = ("", "") if not traffic.count else format_latencies(traffic)
             rates = f"{traffic.count / elapsed_s:.1f}", f"{traffic.failed / elapsed_s:.1f}"

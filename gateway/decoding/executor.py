@@ -28,9 +28,8 @@ MAX_WORKER_MEMORY_BYTES: Final = 1 << 30
 
 def worker_memory_bytes(workers: int) -> int:
     # All processes together get a quarter of the memory limit.
-    return min(
-        max(memory_limit_bytes() // 4 // workers, MIN_WORKER_MEMORY_BYTES), MAX_WORKER_MEMORY_BYTES
-    )
+    share_bytes = memory_limit_bytes() // 4 // workers
+    return min(max(share_bytes, MIN_WORKER_MEMORY_BYTES), MAX_WORKER_MEMORY_BYTES)
 
 
 def trace_span(name: str) -> AbstractContextManager[object]:

@@ -65,9 +65,8 @@ class DecodeProcess:
             if count > MAX_FRAMES:
                 raise WorkerLost
             sizes = unpack_frame_sizes(await self._receive_exactly(count * FRAME_SIZE.size))
-            succeeded, result = unpack_message(
-                [await self._receive_exactly(size) for size in sizes]
-            )
+            frames = [await self._receive_exactly(size) for size in sizes]
+            succeeded, result = unpack_message(frames)
         except OSError:
             raise WorkerLost from None
         if succeeded:

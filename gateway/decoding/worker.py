@@ -15,7 +15,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,11 +66,6 @@ def read_exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def send_frames(connection: socket.socket, frames: Iterable[bytes | memoryview]) -> None:
-    for frame in frames:
-        connection.sendall(frame)
-
-
 class WorkerOutOfMemory(Exception):
     """The call exceeds the worker's memory limit."""
 
@@ -96,12 +91,12 @@ def serve_calls(connection: socket.socket) -> None:
             function, arguments, timeout_s = receive_message(connection)
         except EOFError:
             return
-        signal.setitimer(
-            signal.ITIMER_REAL, timeout_s + DEADLINE_GRACE_S
-        )  # SIGALRM ends the process
+        # SIGALRM ends the process.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + DEADLINE_GRACE_S)
         frames = pack_message(run_call(function, arguments))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send_frames(connection, frames)
+        for frame in frames:
+            connection.sendall(frame)
         del arguments, frames
         gc.collect()
 

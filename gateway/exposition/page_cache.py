@@ -40,10 +40,9 @@ class PageCache:
         layout = self._layout
         if layout is None or layout.separators != separators:
             parser = parse_lines(iterate_lines(split_page_lines(text)), replica)
-            self._layout = build_page_layout(
-                separators, values, parser.families, parser.sample_families
-            )
-            return parser.families
+            families = parser.families
+            self._layout = build_page_layout(separators, values, families, parser.sample_families)
+            return families
         return {
             family.name: replace(
                 family,
@@ -63,14 +62,8 @@ def build_page_layout(
     places: dict[str, list[int]] = {name: [] for name in families}
     for place, family in enumerate(sample_families):
         places[family.name].append(place)
-    return PageLayout(
-        separators,
-        [
-            (
-                replace(family, samples=[]),
-                [sample[:2] for sample in family.samples],
-                places[family.name],
-            )
-            for family in families.values()
-        ],
-    )
+    cached: list[CachedFamily] = []
+    for name, family in families.items():
+        heads = [sample[:2] for sample in family.samples]
+        cached.append((replace(family, samples=[]), heads, places[name]))
+    return PageLayout(separators, cached)

@@ -142,9 +142,8 @@ class PageParser:
         if family is None:
             if not METRIC_NAME.fullmatch(name):
                 raise ValueError("invalid metric name")
-            family = self._families_by_sample[name] = self.families[name] = Family(
-                name, sample_names={name}
-            )
+            family = Family(name, sample_names={name})
+            self._families_by_sample[name] = self.families[name] = family
         return family
 
     def _set_type(self, family: Family, metric_type: str) -> None:

@@ -78,9 +78,8 @@ class RelativeLatency:
 
     def update(self, duration_s: float, fleet_mean_s: float) -> None:
         ratio = (duration_s + LATENCY_SLACK_S) / (fleet_mean_s + LATENCY_SLACK_S)
-        ratio = min(
-            max(ratio, MIN_RELATIVE_LATENCY), MAX_RELATIVE_LATENCY, MAX_LATENCY_GROWTH * self.ratio
-        )
+        maximum = min(MAX_RELATIVE_LATENCY, MAX_LATENCY_GROWTH * self.ratio)
+        ratio = min(max(ratio, MIN_RELATIVE_LATENCY), maximum)
         self.ratio += LATENCY_WEIGHT * (ratio - self.ratio)
 
     def decay(self) -> None:

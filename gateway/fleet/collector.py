@@ -18,7 +18,7 @@ from gateway.fleet.repository import Repository
 from gateway.state.desired import StateStore
 
 replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
-replica_state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
+state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
 model_gauge = partial(GaugeMetricFamily, labels=["model"])
 
 
@@ -31,15 +31,13 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         replicas = list(self._pool.replicas.values())
-        state = replica_state_gauge(
+        state = state_gauge(
             "gateway_replica_state", "1 for the current state of the replica, 0 for the others."
         )
         outstanding = replica_gauge(
             "gateway_upstream_outstanding", "Requests sent to the replica and not yet answered."
         )
-        models = replica_state_gauge(
-            "gateway_replica_models", "Number of models on the replica, by state."
-        )
+        models = state_gauge("gateway_replica_models", "Number of models on the replica, by state.")
         ready: Counter[str] = Counter()
         versions: dict[str, set[frozenset[str]]] = {}
         for replica in replicas:
@@ -86,7 +84,7 @@ class FleetCollector(Collector):
 class StateCollector(Collector):
     """Metrics of the state store and of the configuration files."""
 
-    def __init__(self, store: StateStore, files: Mapping[str, WatchedFile[Any]]) -> None:
+    def __init__(self, store: StateStore, files: Mapping[str, WatchedFile[Any] | None]) -> None:
         self._store = store
         self._files = files
 
@@ -101,5 +99,6 @@ class StateCollector(Collector):
             labels=["file"],
         )
         for name, file in self._files.items():
-            valid.add_metric([name], float(file.is_valid))
+            if file is not None:
+                valid.add_metric([name], float(file.is_valid))
         yield from (state, valid)

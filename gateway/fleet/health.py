@@ -51,21 +51,15 @@ class Health:
 
     def with_failure(self, now: float, *, can_eject: bool) -> Health:
         """Record a transport failure; `EJECT_AFTER_FAILURES` in a row eject the replica."""
-        if (
-            self.consecutive_failures + 1 < EJECT_AFTER_FAILURES
-            or not can_eject
-            or now < self.ejected_until
-        ):
-            return replace(self, consecutive_failures=self.consecutive_failures + 1)
+        failures = self.consecutive_failures + 1
+        if failures < EJECT_AFTER_FAILURES or not can_eject or now < self.ejected_until:
+            return replace(self, consecutive_failures=failures)
         is_reset = now - self.ejected_until > EJECTION_RESET_S
         ejections = 1 if is_reset else self.ejections + 1
         until = now + min(EJECTION_S * ejections, MAX_EJECTION_S)
-        # One failure after its return ejects it again.
+        failures = EJECT_AFTER_FAILURES - 1  # one failure after its return ejects it again
         return replace(
-            self,
-            consecutive_failures=EJECT_AFTER_FAILURES - 1,
-            ejections=ejections,
-            ejected_until=until,
+            self, consecutive_failures=failures, ejections=ejections, ejected_until=until
         )
 
     def state(self, now: float) -> HealthState:

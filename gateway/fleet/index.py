@@ -120,7 +120,7 @@ def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
         if not numbers:
             entries.append({"name": name})
         for number in sorted(numbers, key=version_sort_key):
-            states = collect_version_states(indexes, name, number)
+            states = find_states(indexes, name, number)
             entries.append({"name": name, "version": number, **merge_version_states(states)})
     return entries
 
@@ -146,15 +146,10 @@ def model_names(indexes: Iterable[Index]) -> set[str]:
 def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) -> dict[str, Any]:
     if "version" not in entry:
         return dict(entry)
-    states = collect_version_states(indexes, entry["name"], entry["version"])
+    states = find_states(indexes, entry["name"], entry["version"])
     return {**entry, "replicas": {at: version.to_dict() for at, version in states.items()}}
 
 
-def collect_version_states(
-    indexes: Mapping[str, Index], model: str, version: str
-) -> dict[str, VersionState]:
+def find_states(indexes: Mapping[str, Index], model: str, version: str) -> dict[str, VersionState]:
     missing = VersionState(UNAVAILABLE, "not loaded")
-    return {
-        address: index.models.get(model, {}).get(version, missing)
-        for address, index in indexes.items()
-    }
+    return {at: index.models.get(model, {}).get(version, missing) for at, index in indexes.items()}

@@ -40,9 +40,8 @@ class DeclaredModel:
         """Return a digest that changes with the config; empty without a config."""
         if self.config is None:
             return ""
-        return blake2b(
-            orjson.dumps(self.config, option=orjson.OPT_SORT_KEYS), digest_size=8
-        ).hexdigest()
+        document = orjson.dumps(self.config, option=orjson.OPT_SORT_KEYS)
+        return blake2b(document, digest_size=8).hexdigest()
 
 
 def parse_models_file(text: str) -> dict[str, DeclaredModel]:
@@ -79,16 +78,14 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
             "valid keys are name, versions and config"
         )
     versions = entry.get("versions") or []
-    if not isinstance(versions, list) or not all(map(is_version, versions)):
+    if not isinstance(versions, list) or not all(
+        DECLARED_VERSION.fullmatch(str(version)) for version in versions
+    ):
         raise BadModelsFile(f"versions of model {entry['name']!r} must be a list of numbers")
     config = entry.get("config")
     if config is not None and not isinstance(config, (dict, str)):
         raise BadModelsFile(f"config of model {entry['name']!r} must be an object")
     return DeclaredModel(entry["name"], tuple(str(version) for version in versions), config)
-
-
-def is_version(value: Any) -> bool:
-    return DECLARED_VERSION.fullmatch(str(value)) is not None
 
 
 def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:

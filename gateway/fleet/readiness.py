@@ -23,13 +23,9 @@ class ReadinessMonitor:
         self._required_models = dict(state.declared_models)
 
     def check(self, *, is_draining: bool) -> Readiness:
-        return check_readiness(
-            self._list_statuses(),
-            self._state.declared_models,
-            self._required_models,
-            self._quorum,
-            is_draining=is_draining,
-        )
+        statuses, declared = self._list_statuses(), self._state.declared_models
+        required, quorum = self._required_models, self._quorum
+        return check_readiness(statuses, declared, required, quorum, is_draining=is_draining)
 
     def update_required_models(self) -> None:
         declared = self._state.declared_models

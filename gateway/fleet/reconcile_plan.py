@@ -86,11 +86,8 @@ def plan_actions(
 
 def is_outdated(desired: DesiredModel, confirmed_load: str) -> bool:
     """Return whether the replica lacks the desired load, and no load is in progress."""
-    return (
-        desired.is_loaded
-        and confirmed_load != desired.load_id != ""
-        and not is_in_progress(confirmed_load)
-    )
+    is_current = desired.load_id in ("", confirmed_load)
+    return desired.is_loaded and not is_current and not is_in_progress(confirmed_load)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,6 @@ class Backoff:
     not_before: float = 0.0
 
     def with_failure(self, now: float) -> Backoff:
-        pause_s = min(
-            INITIAL_BACKOFF_S * 2 ** min(self.failures, MAX_BACKOFF_DOUBLINGS), MAX_BACKOFF_S
-        )
+        doublings = min(self.failures, MAX_BACKOFF_DOUBLINGS)
+        pause_s = min(INITIAL_BACKOFF_S * 2**doublings, MAX_BACKOFF_S)
         return Backoff(self.failures + 1, now + pause_s)

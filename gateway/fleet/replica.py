@@ -79,9 +79,8 @@ def parse_replica_url(url: str) -> ReplicaSource:
                 f"{url!r} has invalid parameters; only grpc=PORT and metrics=PORT are allowed"
             )
         ports[name] = int(value)
-    return ReplicaSource(
-        ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls), by_dns
-    )
+    address = ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls)
+    return ReplicaSource(address, by_dns)
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,8 @@ class Replica:
         self.metrics = HttpClient(
             address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
         )
-        self.channel = GrpcChannel(
-            address.grpc_target,
-            options.grpc_tls if address.tls else None,
-            options.max_response_bytes,
-        )
+        grpc_tls = options.grpc_tls if address.tls else None
+        self.channel = GrpcChannel(address.grpc_target, grpc_tls, options.max_response_bytes)
 
     @property
     def management_headers(self) -> Headers:

@@ -43,18 +43,12 @@ class OperationReport:
 
     @property
     def errors(self) -> dict[str, GatewayError]:
-        return {
-            address: outcome.error
-            for address, outcome in self.outcomes.items()
-            if outcome.error is not None
-        }
+        return {at: each.error for at, each in self.outcomes.items() if each.error is not None}
 
     @property
     def control_mode_error(self) -> ModelControlModeConflict | None:
         errors = self.errors.values()
-        return next(
-            (error for error in errors if isinstance(error, ModelControlModeConflict)), None
-        )
+        return next((each for each in errors if isinstance(each, ModelControlModeConflict)), None)
 
     @property
     def is_refused(self) -> bool:

@@ -70,9 +70,7 @@ class SharedState:
         ).get(model)
 
     def summarize_desired_models(self) -> str:
-        loaded = sorted(
-            model for model, desired in self.desired_models.items() if desired.is_loaded
-        )
+        loaded = sorted(name for name, model in self.desired_models.items() if model.is_loaded)
         unloaded = sorted(self.desired_models.keys() - set(loaded))
         parts = [("load", loaded), ("unload", unloaded)]
         return "; ".join(

@@ -123,9 +123,8 @@ class ModelService:
         if task.exception() is not None:
             self._signatures.pop(key, None)
         else:
-            self._signatures[key] = CachedSignature(
-                task.result(), asyncio.get_running_loop().time()
-            )
+            now = asyncio.get_running_loop().time()
+            self._signatures[key] = CachedSignature(task.result(), now)
 
     async def _refresh_signature(self, model: str, version: str) -> Signature:
         # The request that triggered the refresh does not wait for it.
@@ -155,12 +154,10 @@ class ModelService:
         if request.target.sequence_step is not None:  # the pieces would run in no particular order
             raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
         semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
-        tasks = [
-            asyncio.create_task(
-                self._infer_limited_piece(request._replace(inputs=piece), semaphore)
-            )
-            for piece in request.inputs.split(max_batch_size)
-        ]
+        pieces = request.inputs.split(max_batch_size)
+        requests = (request._replace(inputs=piece) for piece in pieces)
+        work = (self._infer_limited_piece(each, semaphore) for each in requests)
+        tasks = list(map(asyncio.create_task, work))
         with measure_upstream_time():
             try:
                 return concatenate_results(await asyncio.gather(*tasks))
@@ -187,9 +184,8 @@ class ModelService:
                 call = GrpcUnaryCall(request)
                 return build_result(request, await self._dispatcher.send(call, request.remaining_s))
             http_call = await prepare_http_infer(request, request.trace_headers)
-            reply = await read_complete_response(
-                await self._dispatcher.send(http_call, request.remaining_s)
-            )
+            response = await self._dispatcher.send(http_call, request.remaining_s)
+            reply = await read_complete_response(response)
             return build_result(request, await decode_http_response(reply))
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)

@@ -73,11 +73,8 @@ def build_result_content(signature: Signature) -> Schema:
     """Return the result in every content type; `Accept` selects one."""
     if signature.is_decoupled:
         return STREAM_CONTENT
-    content: Schema = {
-        JSON: {"schema": build_response_schema(signature)},
-        NPZ: BINARY_CONTENT,
-        **STREAM_CONTENT,
-    }
+    json_content = {"schema": build_response_schema(signature)}
+    content: Schema = {JSON: json_content, NPZ: BINARY_CONTENT, **STREAM_CONTENT}
     if len(signature.outputs) == 1:
         content[NPY] = BINARY_CONTENT
     for tensor in signature.outputs.values():

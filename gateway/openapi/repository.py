@@ -29,11 +29,8 @@ INDEX_ENTRY_SCHEMA = build_object_schema(
     },
     optional=("version", "state", "reason", "replicas"),
 )
-REPORT_PROPERTIES = {
-    "model": STRING_SCHEMA,
-    "state": STRING_SCHEMA,
-    "replicas": REPLICA_STATES_SCHEMA,
-}
+NAMED_STATE = {"model": STRING_SCHEMA, "state": STRING_SCHEMA}
+REPORT_PROPERTIES = {**NAMED_STATE, "replicas": REPLICA_STATES_SCHEMA}
 REPORT_SCHEMA = build_object_schema(REPORT_PROPERTIES)
 ACCEPTED_SCHEMA = build_object_schema(
     {"id": STRING_SCHEMA, "model": STRING_SCHEMA, "operation": {"const": "running"}}

@@ -40,9 +40,8 @@ async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
     if Right.fleet in caller.rights:
         document = dict(readiness.document)
     for key in document.keys() & {"missing", "pending"}:
-        document[key] = {
-            model: reasons for model, reasons in document[key].items() if caller.can_see(model)
-        }
+        models = document[key].items()
+        document[key] = {name: reasons for name, reasons in models if caller.can_see(name)}
     headers = {} if readiness.is_ready else {"Retry-After": "1"}
     return Response(orjson.dumps(document), 200 if readiness.is_ready else 503, headers, JSON)
 

@@ -48,9 +48,8 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
         if name in repository.desired_models:
             model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
         if Right.fleet in caller.rights:
-            model["replicas"] = {
-                address: index.model_state(name).state for address, index in indexes.items()
-            }
+            states = {at: index.model_state(name).state for at, index in indexes.items()}
+            model["replicas"] = states
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
             if name in repository.load_errors:
@@ -84,11 +83,8 @@ def group_model_versions(
 async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
     """Return the replicas with their state, load and models."""
     pool, caller = services.pool, get_caller(request)
-    return {
-        "replicas": [
-            build_replica_description(pool, replica, caller) for replica in pool.replicas.values()
-        ]
-    }
+    replicas = pool.replicas.values()
+    return {"replicas": [build_replica_description(pool, each, caller) for each in replicas]}
 
 
 def build_replica_description(

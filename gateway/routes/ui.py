@@ -29,19 +29,10 @@ ASSET_CONTENT_TYPES: Final = {
     ".txt": "text/plain; charset=utf-8",
 }
 # Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
-UI_SECURITY_POLICY: Final = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' blob: data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+UI_SECURITY_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 # The files have no version in their names, so that browsers revalidate each of them.
 CACHE_CONTROL: Final = "no-cache"
@@ -72,9 +63,8 @@ ALIVE_BODY: Final = b'{"status":"alive"}'
 @root_router.api_route("/", methods=["GET", "HEAD"])
 async def get_root(request: Request, services: ServicesForAnyCaller) -> Response:
     """Return the page if it is enabled and `Accept` contains `text/html`, else the same JSON as KServe."""
-    if services.settings.page and HTML_TYPE in list_accepted_types(
-        request.headers.get("accept", "")
-    ):
+    accept = request.headers.get("accept", "")
+    if services.settings.page and HTML_TYPE in list_accepted_types(accept):
         response = build_asset_response(request, ASSETS["index.html"])
     else:
         response = Response(ALIVE_BODY, headers={"Cache-Control": CACHE_CONTROL}, media_type=JSON)

@@ -61,9 +61,8 @@ class ServerSettings(SettingsGroup):
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
             except OSError as exc:
-                raise ValueError(
-                    f"the certificate cannot be read: {describe_os_error(exc)}"
-                ) from exc
+                reason = describe_os_error(exc)
+                raise ValueError(f"the certificate cannot be read: {reason}") from exc
         return value
 
     @field_validator("tls_key_file")

@@ -155,9 +155,8 @@ def parse_desired_state(document: Any) -> DesiredState:
         case {"format": int(version)} if version != STATE_FORMAT:
             raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")
         case {"format": int(), "revision": int(revision), "models": dict(models)}:
-            return DesiredState(
-                {name: parse_desired_model(value) for name, value in models.items()}, revision
-            )
+            parsed = {name: parse_desired_model(value) for name, value in models.items()}
+            return DesiredState(parsed, revision)
     raise UnreadableState("unexpected structure")
 
 

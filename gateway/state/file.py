@@ -226,9 +226,7 @@ class FileStateStore:
 
     def _read_live_loads(self) -> Loads:
         loads = self._read_loads()
-        alive = {
-            owner for owner in load_owners(loads) if owner == self._owner or self._is_alive(owner)
-        }
+        alive = {name for name in load_owners(loads) if name == self._owner or self._is_alive(name)}
         return drop_orphaned_loads(loads, frozenset(alive))
 
     def _hold_alive_lock(self) -> None:

@@ -81,9 +81,5 @@ def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> dict[str, 
 
 def load_owners(loads: Loads) -> frozenset[str]:
     """Return the processes that have loads in progress."""
-    return frozenset(
-        token_owner(load)
-        for models in loads.values()
-        for load in models.values()
-        if is_in_progress(load)
-    )
+    all_loads = (load for models in loads.values() for load in models.values())
+    return frozenset(token_owner(load) for load in all_loads if is_in_progress(load))

@@ -87,7 +87,7 @@ class RedisStateStore:
     """State for gateways on several machines, as durable as the Redis."""
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
-        self._connection = RedisConnection(server, prefix)
+        self._redis = RedisConnection(server, prefix)
         self._rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
         self._alive_key = format_alive_key(self._token)
@@ -113,7 +113,7 @@ class RedisStateStore:
                 arguments.append(str(desired.revision))
         keys = (key, "revision", change_key)
         script = redis_scripts.SET_DESIRED_MODEL
-        return await self._connection.run_script(WRITE_ACTION, script, keys, *arguments, decode=int)
+        return await self._redis.run_script(WRITE_ACTION, script, keys, *arguments, decode=int)
 
     async def renew_leadership(self) -> bool:
         keys = (LEADER_KEY, self._alive_key)
@@ -129,15 +129,15 @@ class RedisStateStore:
         loads = await self._read_hash(self._loads)
         alive = {self._token}
         for owner in load_owners(loads) - alive:
-            key = self._connection.full_key(format_alive_key(owner))
-            if await self._connection.execute(READ_ACTION, "EXISTS", key, decode=bool):
+            key = self._redis.full_key(format_alive_key(owner))
+            if await self._redis.execute(READ_ACTION, "EXISTS", key, decode=bool):
                 alive.add(owner)
         return drop_orphaned_loads(loads, frozenset(alive))
 
     async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
         self._has_loaded = True
         token = new_load_token(self._token)
-        before = await self._connection.run_script(
+        before = await self._redis.run_script(
             WRITE_ACTION,
             redis_scripts.BEGIN_LOAD,
             (*self._loads.keys, self._alive_key),
@@ -162,13 +162,13 @@ class RedisStateStore:
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         command = ("SET", self._operation_key(operation_id), orjson.dumps(document))
-        await self._connection.execute(WRITE_ACTION, *command, "EX", OPERATION_TTL_S, decode=bool)
+        await self._redis.execute(WRITE_ACTION, *command, "EX", OPERATION_TTL_S, decode=bool)
 
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         if not is_operation_id(operation_id):
             return None
         key = self._operation_key(operation_id)
-        return await self._connection.execute(
+        return await self._redis.execute(
             READ_ACTION, "GET", key, decode=lambda raw: raw and decode_state(raw)
         )
 
@@ -177,30 +177,28 @@ class RedisStateStore:
 
     @property
     def is_available(self) -> bool:
-        return self._connection.is_available
+        return self._redis.is_available
 
     async def close(self) -> None:
         # Resign, so that another process leads at once and not only when the lease has expired.
         if self._is_leader or self._has_loaded:
             with suppress(StateUnavailable):
                 await self._write(redis_scripts.RESIGN, (LEADER_KEY, self._alive_key), self._token)
-        await self._connection.close()
+        await self._redis.close()
         await self._rate_windows.close()
 
     def _operation_key(self, operation_id: str) -> str:
-        return self._connection.full_key(f"operation:{operation_id}")
+        return self._redis.full_key(f"operation:{operation_id}")
 
     async def _read_hash(self, cached: CachedHash[T]) -> T:
         script = redis_scripts.READ_IF_CHANGED
-        return await self._connection.run_script(
+        return await self._redis.run_script(
             READ_ACTION, script, cached.keys, cached.change, decode=cached.update
         )
 
     async def _write(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> bool:
         """Run a script that writes, and return the truth of its result."""
-        return await self._connection.run_script(
-            WRITE_ACTION, script, keys, *arguments, decode=bool
-        )
+        return await self._redis.run_script(WRITE_ACTION, script, keys, *arguments, decode=bool)
 
 
 def format_alive_key(owner: str) -> str:

@@ -42,7 +42,7 @@ class RedisServer:
     database: int
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    tls: Mapping[str, str] | None = None
+    tls: Mapping[str, Any] | None = None  # files, by the names of redis-py's arguments
 
     def __str__(self) -> str:
         scheme = "redis" if self.tls is None else "rediss"
@@ -65,7 +65,6 @@ def create_redis_client(server: RedisServer) -> Any:
         raise BadState(
             "GATEWAY_STATE uses Redis, which requires: pip install 'triton-gateway[redis]'"
         ) from None
-    tls = server.tls or {}
     return redis.Redis(
         host=server.host,
         port=server.port,
@@ -74,9 +73,7 @@ def create_redis_client(server: RedisServer) -> Any:
         password=server.password,
         ssl=server.tls is not None,
         ssl_check_hostname=True,
-        ssl_ca_certs=tls.get("ssl_ca_certs"),
-        ssl_certfile=tls.get("ssl_certfile"),
-        ssl_keyfile=tls.get("ssl_keyfile"),
+        **(server.tls or {}),
         socket_connect_timeout=REDIS_TIMEOUT_S,
         socket_timeout=REDIS_TIMEOUT_S,
         # One retry, for a connection that was closed while idle. Every command is safe to repeat.

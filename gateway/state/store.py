@@ -102,10 +102,9 @@ class MemoryStateStore:
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         now = time.monotonic()
-        for expired in [
-            name for name, (at, _) in self._operations.items() if now - at > OPERATION_TTL_S
-        ]:
-            del self._operations[expired]
+        expired = [key for key, (at, _) in self._operations.items() if now - at > OPERATION_TTL_S]
+        for key in expired:
+            del self._operations[key]
         self._operations[operation_id] = (now, orjson.dumps(document))
 
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:

@@ -11,8 +11,6 @@ from encodings.aliases import aliases
 from functools import lru_cache
 from typing import Any, Final
 
-import numpy as np
-
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
 from gateway.messages import quote_text
@@ -58,10 +56,6 @@ class Codec:
     max_thread_bytes: float = math.inf
 
 
-def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
-    return body
-
-
 def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
     charset = parameters.get("charset", "utf-8")
     codec = find_text_codec(charset)
@@ -87,24 +81,18 @@ def decode_text_chunks(body: bytes, codec: str, charset: str) -> str:
     decoder = codecs.getincrementaldecoder(codec)()
     chunks: list[str] = []
     for start in range(0, len(body), TEXT_CHUNK_BYTES):
-        end = start + TEXT_CHUNK_BYTES
+        end = min(start + TEXT_CHUNK_BYTES, len(body))
         try:
-            chunks.append(decoder.decode(body[start:end], end >= len(body)))
+            chunks.append(decoder.decode(body[start:end], end == len(body)))
         except UnicodeDecodeError as exc:  # the object also has the rest of the previous chunk
-            raise build_charset_error(
-                charset, min(end, len(body)) - len(exc.object) + exc.start
-            ) from None
+            raise build_charset_error(charset, end - len(exc.object) + exc.start) from None
         except UnicodeError:  # an unterminated escape sequence
-            raise build_charset_error(charset, min(end, len(body))) from None
+            raise build_charset_error(charset, end) from None
     return "".join(chunks)
 
 
 def build_charset_error(charset: str, position: int) -> MalformedRequest:
     return MalformedRequest(f"the text is not valid {charset} at byte {position}")
-
-
-def read_npy_value(body: bytes, parameters: Mapping[str, str]) -> np.ndarray:
-    return read_npy(body)
 
 
 def read_json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
@@ -137,18 +125,15 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
 }
 # The JSON parser holds the GIL, numbers can be shorter in JSON than as tensors, and archives are compressed.
 CODECS: Final = (
-    Codec(ANY_IMAGE, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf),
-    Codec(OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf),
+    Codec(ANY_IMAGE, BINARY_SCHEMA, lambda body, _: body, max_inline_bytes=math.inf),
+    Codec(OCTET_STREAM, BINARY_SCHEMA, lambda body, _: body, max_inline_bytes=math.inf),
     Codec(TEXT, STRING_SCHEMA, decode_text),
     Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.form`
     Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
-    Codec(NPY, BINARY_SCHEMA, read_npy_value, max_inline_bytes=1 << 20),  # a view of the body
+    # A view of the body.
+    Codec(NPY, BINARY_SCHEMA, lambda body, _: read_npy(body), max_inline_bytes=1 << 20),
     Codec(
-        NPZ,
-        BINARY_SCHEMA,
-        read_payload=read_npz_payload,
-        max_inline_bytes=-1,
-        max_thread_bytes=16 << 10,
+        NPZ, BINARY_SCHEMA, None, read_npz_payload, max_inline_bytes=-1, max_thread_bytes=16 << 10
     ),
 )
 CODECS_BY_TYPE: Final = {codec.media_type: codec for codec in CODECS}

@@ -72,9 +72,8 @@ def convert_image(image: images.EncodedImage, tensor: TensorSpec, spec: ImageSpe
     for hint, apply in ((tensor.mean, np.subtract), (tensor.std, np.divide)):
         if hint:
             scaled = apply(scaled, reshape_per_channel(hint, tensor, spec))
-    return convert_array(
-        np.rint(scaled) if tensor.datatype.kind is DatatypeKind.INTEGER else scaled, tensor
-    )
+    is_integer = tensor.datatype.kind is DatatypeKind.INTEGER
+    return convert_array(np.rint(scaled) if is_integer else scaled, tensor)
 
 
 def reshape_per_channel(
@@ -134,10 +133,8 @@ def convert_integers(leaves: list[Any], kinds: set[type], tensor: TensorSpec) ->
         floats = (leaf for leaf in leaves if type(leaf) is float)
         inexact = next((leaf for leaf in floats if abs(leaf) >= FIRST_INEXACT_INTEGER), None)
         if inexact is not None:
-            advice = "write it without a fraction or an exponent"
-            raise build_input_mismatch(
-                tensor, f"{inexact!r}, which may have been rounded; {advice}"
-            )
+            hint = "write it without a fraction or an exponent"
+            raise build_input_mismatch(tensor, f"{inexact!r}, which may have been rounded; {hint}")
     return np.array(integers, tensor.datatype.numpy_dtype)
 
 

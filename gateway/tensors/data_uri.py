@@ -22,13 +22,9 @@ STANDARD_ALPHABET: Final = bytes.maketrans(b"-_", b"+/")
 BASE64_WHITESPACE: Final = b" \t\n\r\x0b\x0c"
 PERCENT_SIGN: Final = ord("%")
 NOT_A_HEX_DIGIT: Final = 255
-HEX_DIGITS: Final = np.array(
-    [
-        int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else NOT_A_HEX_DIGIT
-        for c in range(256)
-    ],
-    np.uint8,
-)
+HEX_DIGITS: Final = np.full(256, NOT_A_HEX_DIGIT, np.uint8)  # value by character code
+for digit in "0123456789abcdefABCDEF":
+    HEX_DIGITS[ord(digit)] = int(digit, 16)
 
 
 def is_data_uri(text: str) -> bool:

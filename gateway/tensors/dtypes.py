@@ -37,23 +37,14 @@ class Datatype:
         return int(info.min), int(info.max)
 
 
-def _integer_datatype(name: str) -> Datatype:
-    return Datatype(name, np.dtype(name.lower()), DatatypeKind.INTEGER, 1)
-
-
-def _float_datatype(name: str, numpy_dtype: type) -> Datatype:
-    return Datatype(name, np.dtype(numpy_dtype), DatatypeKind.FLOAT, 0.5)
-
-
+INTEGERS = [f"{sign}INT{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)]
+FLOATS = {"FP16": np.float16, "BF16": ml_dtypes.bfloat16, "FP32": np.float32, "FP64": np.float64}
 DATATYPES = {
     datatype.name: datatype
     for datatype in (
         Datatype("BOOL", np.dtype(bool), DatatypeKind.BOOLEAN, True),
-        *(_integer_datatype(f"{sign}INT{bits}") for sign in ("", "U") for bits in (8, 16, 32, 64)),
-        _float_datatype("FP16", np.float16),
-        _float_datatype("BF16", ml_dtypes.bfloat16),
-        _float_datatype("FP32", np.float32),
-        _float_datatype("FP64", np.float64),
+        *(Datatype(name, np.dtype(name.lower()), DatatypeKind.INTEGER, 1) for name in INTEGERS),
+        *(Datatype(name, np.dtype(each), DatatypeKind.FLOAT, 0.5) for name, each in FLOATS.items()),
         Datatype("BYTES", np.dtype(object), DatatypeKind.BYTES, "text"),
     )
 }

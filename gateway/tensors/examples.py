@@ -33,7 +33,7 @@ def build_example_body(signature: Signature) -> ExampleBody:
     if len(candidates) != 1:
         return ExampleBody(JSON, json={"inputs": build_example_inputs(signature)})
     (tensor,) = candidates
-    if tensor.datatype.kind is DatatypeKind.BYTES and accepts_single_value(tensor):
+    if tensor.datatype.kind is DatatypeKind.BYTES and tensor.can_be_single:
         if tensor.content_type.startswith("image/"):
             return ExampleBody("image/png", file_name="image.png")
         return ExampleBody("text/plain", text="some text")
@@ -46,10 +46,6 @@ def build_example_inputs(signature: Signature) -> dict[str, Any]:
     # Triton rejects a request without inputs, so the first one is shown if all of them are optional.
     tensors = signature.required_inputs or list(signature.inputs.values())[:1]
     return {tensor.name: build_example_value(tensor) for tensor in tensors}
-
-
-def accepts_single_value(tensor: TensorSpec) -> bool:
-    return all(size in (1, -1) for size in tensor.shape)
 
 
 def build_example_value(tensor: TensorSpec) -> Any:

@@ -72,7 +72,8 @@ def encode_predictions(results: list[InferResult]) -> EncodedBody:
 
 def get_output_column(result: InferResult, name: str) -> list[Any]:
     """Return the output's value for each instance. Raises `ModelFault` if their number differs."""
-    value = to_list(output_to_json(result, name))
+    value = output_to_json(result, name)
+    value = value.tolist() if hasattr(value, "tolist") else value
     if not result.signature.has_batch_dimension:
         return [value]
     if isinstance(value, list) and len(value) == result.instance_count:
@@ -85,13 +86,8 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
 
 def encode_output_columns(result: InferResult) -> EncodedBody:
     values = {name: output_to_json(result, name) for name in result.arrays}
-    return encode_json_document(
-        {"outputs": next(iter(values.values())) if len(values) == 1 else values}
-    )
-
-
-def to_list(value: Any) -> Any:
-    return value if isinstance(value, list) or not hasattr(value, "tolist") else value.tolist()
+    outputs = next(iter(values.values())) if len(values) == 1 else values
+    return encode_json_document({"outputs": outputs})
 
 
 def encode_json_document(document: dict[str, Any]) -> EncodedBody:

@@ -88,8 +88,9 @@ def read_archive_directory(data: memoryview, max_entries: int) -> list[ArchiveEn
     entries = []
     position = start
     for _ in range(count):
+        fields = DIRECTORY_ENTRY.unpack_from(data, position)
         signature, _, _, flags, method, _, _, crc, compressed, size, *lengths, _, _, _, offset = (
-            DIRECTORY_ENTRY.unpack_from(data, position)
+            fields
         )
         name_length, extra_length, comment_length = lengths
         position += DIRECTORY_ENTRY.size
@@ -135,9 +136,8 @@ def check_entry_overlap(
 
 def find_entry_data(data: memoryview, entry: ArchiveEntry) -> int:
     # The data follows a local header; the sizes in it are redundant.
-    signature, _, flags, method, *_, name_length, extra_length = LOCAL_HEADER.unpack_from(
-        data, entry.offset
-    )
+    header = LOCAL_HEADER.unpack_from(data, entry.offset)
+    signature, _, flags, method, *_, name_length, extra_length = header
     name_start: int = entry.offset + LOCAL_HEADER.size
     name = bytes(data[name_start : name_start + name_length])
     if signature != b"PK\x03\x04" or (method, name) != (entry.method, entry.name):

@@ -54,7 +54,7 @@ def build_value_schema(tensor: TensorSpec, *, supports_batching: bool, is_input:
     forms = [single]
     if supports_batching:
         forms.append({"type": "array", "items": single, "minItems": 1})
-    if is_input and all(size in (1, -1) for size in tensor.shape):
+    if is_input and tensor.can_be_single:
         forms.append(item)
     if is_input and tensor.image_spec is not None:
         forms.append(BASE64_SCHEMA)

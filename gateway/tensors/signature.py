@@ -53,6 +53,11 @@ class TensorSpec:
         return self.datatype.kind in (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
 
     @property
+    def can_be_single(self) -> bool:
+        """Return whether the shape allows a tensor of one value."""
+        return all(size in (1, -1) for size in self.shape)
+
+    @property
     def can_classify(self) -> bool:
         # tritonserver 2.51 crashes on the classification of BYTES and of an output without elements,
         # which is possible if a dimension has any size.

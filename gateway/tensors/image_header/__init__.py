@@ -52,9 +52,7 @@ def read_image_header(data: bytes, input_name: str) -> ImageHeader:
 
 
 def find_header_reader(data: bytes) -> HeaderReader | None:
-    reader = next(
-        (reader for start, reader in HEADER_READERS.items() if data.startswith(start)), None
-    )
+    reader = next((read for start, read in HEADER_READERS.items() if data.startswith(start)), None)
     if reader is webp.read_webp and data[8:12] != webp.WEBP_FORM_TYPE:
         return None
     return reader

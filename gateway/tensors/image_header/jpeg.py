@@ -68,11 +68,8 @@ def read_jpeg(data: bytes) -> ImageHeader:
             return ImageHeader("JPEG", *frames[0], merge_spans(spans), b"", orientation, scan_count)
         if marker in FRAME_MARKERS:
             frames.append(read_frame(data, position, end))
-        elif (
-            marker == EXIF_MARKER
-            and orientation == UPRIGHT_ORIENTATION
-            and data.startswith(EXIF_PREFIX, position + 2)
-        ):
+        is_exif = marker == EXIF_MARKER and data.startswith(EXIF_PREFIX, position + 2)
+        if is_exif and orientation == UPRIGHT_ORIENTATION:
             orientation = read_orientation(data[position + 2 : end])
         if is_needed_segment(data, marker, position, end):
             spans.append((start, end))

@@ -26,15 +26,9 @@ PNG_CHUNK_HEADER: Final = struct.Struct(">L4s")
 CHECKSUM_BYTES: Final = 4
 IHDR, PLTE, IDAT, IEND, PNG_EXIF = b"IHDR", b"PLTE", b"IDAT", b"IEND", b"eXIf"
 IHDR_FIELDS: Final = struct.Struct(">LLBBBBB")
-INDEXED_COLOUR: Final = 3
+INDEXED: Final = 3
 # The valid bits per sample by colour type.
-BIT_DEPTHS: Final = {
-    0: (1, 2, 4, 8, 16),
-    2: (8, 16),
-    INDEXED_COLOUR: (1, 2, 4, 8),
-    4: (8, 16),
-    6: (8, 16),
-}
+BIT_DEPTHS: Final = {0: (1, 2, 4, 8, 16), 2: (8, 16), INDEXED: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 # The chunks that decoding needs, with their greatest useful length.
 NEEDED_CHUNK_LIMITS: Final = {PLTE: 3 * 256, b"tRNS": 256, IDAT: 1 << 31, IEND: 1 << 31}
 ALLOWED_AFTER_DATA: Final = frozenset({IDAT, IEND})
@@ -87,4 +81,4 @@ def read_png_size(data: bytes) -> tuple[int, int, set[bytes], int]:
     width, height, bits, colour_type, *methods, interlacing = IHDR_FIELDS.unpack_from(data, start)
     if bits not in BIT_DEPTHS.get(colour_type, ()) or any(methods) or interlacing > 1:
         raise DamagedImage("its IHDR chunk has an invalid field")
-    return width, height, {IDAT, PLTE} if colour_type == INDEXED_COLOUR else {IDAT}, end
+    return width, height, {IDAT, PLTE} if colour_type == INDEXED else {IDAT}, end

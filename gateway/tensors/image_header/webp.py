@@ -92,8 +92,4 @@ def read_extended_size(data: bytes, start: int) -> tuple[int, int]:
     return (high_width << 16 | low_width) + 1, (high_height << 16 | low_height) + 1
 
 
-SIZE_READERS: Final = {
-    LOSSY: read_lossy_size,
-    LOSSLESS: read_lossless_size,
-    EXTENDED: read_extended_size,
-}
+SIZE_READERS = {LOSSY: read_lossy_size, LOSSLESS: read_lossless_size, EXTENDED: read_extended_size}
