@@ -249,12 +249,11 @@ def create_app(settings: Settings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with run_services(settings, components) as services:
             edge.services = app.state.services = services
-            metrics = services.metrics
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 # The HTTP server counts connections and closes them while draining.
                 yield {
-                    "connections": metrics.connections,
-                    "refusals": metrics.refusals,
+                    "connections": services.metrics.connections,
+                    "refusals": services.metrics.refusals,
                     "drain": drain,
                 }
             edge.services = None

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
@@ -25,6 +26,7 @@ def format_dropped_notice(count: int) -> str:
     return f"{count} log lines were dropped here because standard error was not read in time"
 
 
+@dataclass(eq=False)
 class LineWriter:
     """A bounded queue of lines, and the thread that writes them.
 
@@ -32,21 +34,16 @@ class LineWriter:
     methods may be called from any thread and from signal handlers.
     """
 
-    def __init__(
-        self,
-        descriptor: int,
-        *,
-        max_bytes: int = MAX_QUEUED_BYTES,
-        format_notice: Callable[[int], str] = format_dropped_notice,
-    ) -> None:
-        self.dropped_count = 0
-        self._descriptor = descriptor
-        self._max_bytes = max_bytes
-        self._format_notice = format_notice
-        self._lines: deque[str] = deque()
-        self._queued_size = 0
-        self._unreported_count = 0  # dropped since the last notice
-        self._is_idle = True
+    descriptor: int
+    max_bytes: int = MAX_QUEUED_BYTES
+    format_notice: Callable[[int], str] = format_dropped_notice
+    dropped_count: int = 0
+    _lines: deque[str] = field(default_factory=deque)
+    _queued_size: int = 0
+    _unreported_count: int = 0  # dropped since the last notice
+    _is_idle: bool = True
+
+    def __post_init__(self) -> None:
         self._wakeup: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
@@ -57,7 +54,7 @@ class LineWriter:
     def enqueue(self, text: str) -> None:
         # `text` is one or more lines with their line ends; all of them are written, or none.
         with self._lock:
-            if self._queued_size and self._queued_size + len(text) > self._max_bytes:
+            if self._queued_size and self._queued_size + len(text) > self.max_bytes:
                 self.dropped_count += 1
                 self._unreported_count += 1
                 return
@@ -79,7 +76,7 @@ class LineWriter:
 
     def _append_notice(self) -> None:
         count, self._unreported_count = self._unreported_count, 0
-        self._append(f"{self._format_notice(count)}\n")
+        self._append(f"{self.format_notice(count)}\n")
 
     def _append(self, text: str) -> None:
         self._lines.append(text)
@@ -92,7 +89,7 @@ class LineWriter:
             while lines := self._take_batch():
                 data = "".join(lines).encode("utf-8", "backslashreplace")
                 try:
-                    write_fully(self._descriptor, data)
+                    write_fully(self.descriptor, data)
                 except OSError:  # the reader closed the pipe, or the disk is full
                     with self._lock:
                         self.dropped_count += len(lines)

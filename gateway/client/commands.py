@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gateway.client.errors import ClientError, UsageError, make_client_error
-from gateway.client.flags import add_flags
+from gateway.client.flags import InferFlags, TimeoutOption, add_flags
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
@@ -25,14 +24,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TextsOption = Annotated[
     list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
 ]
-TimeoutOption = Annotated[
-    float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
-]
 
 
 @cli.command()
 @add_flags(Target)
+@add_flags(InferFlags)
 def infer(
+    flags: InferFlags,
     target: Target,
     model: ModelArgument,
     files: Annotated[
@@ -47,51 +45,23 @@ def infer(
         bool, typer.Option("--lines", help="Treat each line of a file as a text.")
     ] = False,
     version: VersionOption = "",
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=1024, help="Number of parallel requests.")
-    ] = 16,
-    batch: Annotated[int, typer.Option(min=1, max=1024, help="Inputs per request.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output file. Default: standard output.")
-    ] = None,
-    format_: Annotated[
-        str | None,
-        typer.Option("--format", help="jsonl or csv. Default: by the output file's suffix."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted output file.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Overwrite an existing output file.")
-    ] = False,
-    retries: Annotated[
-        int, typer.Option(min=0, help="Maximum number of retries of a request.")
-    ] = 10,
-    timeout: TimeoutOption = 60.0,
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
     from gateway.client.infer import InferOptions, run_infer
     from gateway.client.inputs import InputSource, find_input_files
     from gateway.client.records import OutputFormat
 
-    if resume and (output is None or overwrite):
+    if flags.resume and (flags.output is None or flags.overwrite):
         raise UsageError("--resume requires --output FILE and excludes --overwrite")
     if not (files or text):
         raise UsageError("nothing to infer: pass files, a folder, - or --text")
     names = [form.value for form in OutputFormat]
-    if format_ not in (None, *names):
-        raise UsageError(f"--format must be {' or '.join(names)}, not {format_!r}")
-    suffix = output.suffix[1:] if output is not None else ""
-    form = OutputFormat(format_ or (suffix if suffix in names else OutputFormat.jsonl))
-    inputs = InputSource(text or (), find_input_files(files or (), output), lines)
-    raise SystemExit(
-        run_infer(
-            InferOptions(
-                target, model, version, inputs, concurrency, batch, retries, timeout,
-                output, form, resume, overwrite,
-            )
-        )
-    )  # fmt: skip
+    if flags.format not in (None, *names):
+        raise UsageError(f"--format must be {' or '.join(names)}, not {flags.format!r}")
+    suffix = flags.output.suffix[1:] if flags.output is not None else ""
+    form = OutputFormat(flags.format or (suffix if suffix in names else OutputFormat.jsonl))
+    inputs = InputSource(text or (), find_input_files(files or (), flags.output), lines)
+    raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form)))
 
 
 @cli.command()

@@ -1,11 +1,15 @@
-"""Flags that several commands share, as dataclasses: each field defines a flag of the same name."""
+"""Groups of flags, as dataclasses: each field defines a flag of the same name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+
+import typer
 
 F = TypeVar("F")
 P = ParamSpec("P")
@@ -22,12 +26,13 @@ def add_flags(
     shared = list(signature(group, eval_str=True).parameters.values())
 
     def decorate(command: Callable[Concatenate[F, P], None]) -> Callable[..., None]:
-        own = list(signature(command, eval_str=True).parameters.values())[1:]
+        receiver, *own = signature(command, eval_str=True).parameters.values()
 
         @wraps(command)
         def run(**values: Any) -> None:
             flags = group(**{flag.name: values.pop(flag.name) for flag in shared})
-            command(flags, **values)  # type: ignore[call-arg]
+            values[receiver.name] = flags
+            command(**values)  # type: ignore[call-arg]
 
         parameters = [flag.replace(kind=Parameter.KEYWORD_ONLY) for flag in (*own, *shared)]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -35,3 +40,33 @@ def add_flags(
         return run
 
     return decorate
+
+
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
+]
+RetriesOption = Annotated[int, typer.Option(min=0, help="Maximum number of retries of a request.")]
+
+
+@dataclass(frozen=True)
+class InferFlags:
+    """The flags of `infer` that say how its inputs are sent and where the records go."""
+
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Number of parallel requests.")
+    ] = 16
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Inputs per request.")] = 1
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Output file. Default: standard output.")
+    ] = None
+    format: Annotated[
+        str | None, typer.Option(help="jsonl or csv. Default: by the output file's suffix.")
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted output file.")
+    ] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Overwrite an existing output file.")
+    ] = False
+    retries: RetriesOption = 10
+    timeout: TimeoutOption = 60.0

@@ -10,13 +10,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import uvloop
 
 from gateway.client.api import ApiClient
 from gateway.client.errors import ClientError, UsageError
+from gateway.client.flags import InferFlags
 from gateway.client.infer_client import InferClient
 from gateway.client.inputs import Input, InputSource
 from gateway.client.ordered import OrderedExecutor
@@ -46,14 +46,8 @@ class InferOptions:
     model: str
     version: str
     inputs: InputSource
-    concurrency: int = 16
-    batch_size: int = 1
-    retries: int = 10
-    timeout_s: float = 60.0
-    output_path: Path | None = None
-    format: OutputFormat = OutputFormat.jsonl
-    resume: bool = False
-    overwrite: bool = False
+    flags: InferFlags
+    format: OutputFormat
 
 
 @dataclass
@@ -101,12 +95,13 @@ def run_infer(options: InferOptions) -> int:
         model = api.get_model(options.model, options.version)
     check_batching(options, model)
     names = [output["name"] for output in model["outputs"]]
-    to_terminal = options.output_path is None and os.isatty(STDOUT_DESCRIPTOR)
+    output = options.flags.output
+    to_terminal = output is None and os.isatty(STDOUT_DESCRIPTOR)
     writer = create_record_writer(options.format, names, to_terminal=to_terminal)
     done_counts: Counter[str] = Counter()
-    if options.resume and options.output_path is not None and options.output_path.exists():
-        done_counts = resume_output(options.output_path, writer)
-    descriptor = open_output(options)
+    if options.flags.resume and output is not None and output.exists():
+        done_counts = resume_output(output, writer)
+    descriptor = open_output(options.flags)
     gc.freeze()  # the imported modules stay; collecting over them costs 5 % of a run
     try:
         run = InferRun(options, writer, done_counts, descriptor, model["decoupled"])
@@ -117,8 +112,8 @@ def run_infer(options: InferOptions) -> int:
 
 
 def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
-    """Raises `UsageError` if the model does not support `batch_size`."""
-    if options.batch_size == 1:
+    """Raises `UsageError` if the model does not support `--batch`."""
+    if options.flags.batch == 1:
         return
     required = [tensor for tensor in model["inputs"] if not tensor.get("optional")]
     if model["decoupled"]:
@@ -133,21 +128,21 @@ def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
         raise UsageError(f"--batch: the input of {options.model} is not a single text or image")
 
 
-def open_output(options: InferOptions) -> int:
+def open_output(flags: InferFlags) -> int:
     """Return the descriptor for the records. Raises `UsageError` if the file exists."""
-    if options.output_path is None:
+    if flags.output is None:
         return STDOUT_DESCRIPTOR
-    mode_flag = os.O_APPEND if options.resume else os.O_TRUNC if options.overwrite else os.O_EXCL
-    if options.output_path.exists() and not options.output_path.is_file():
+    mode_flag = os.O_APPEND if flags.resume else os.O_TRUNC if flags.overwrite else os.O_EXCL
+    if flags.output.exists() and not flags.output.is_file():
         mode_flag = 0  # such as a pipe
     try:
-        return os.open(options.output_path, os.O_WRONLY | os.O_CREAT | mode_flag, 0o666)
+        return os.open(flags.output, os.O_WRONLY | os.O_CREAT | mode_flag, 0o666)
     except FileExistsError:
         raise UsageError(
-            f"{options.output_path} exists: --resume continues it, --overwrite replaces it"
+            f"{flags.output} exists: --resume continues it, --overwrite replaces it"
         ) from None
     except OSError as exc:
-        raise ClientError(f"{options.output_path} cannot be written: {exc.strerror}") from None
+        raise ClientError(f"{flags.output} cannot be written: {exc.strerror}") from None
 
 
 @dataclass
@@ -170,12 +165,12 @@ class InferRun:
             options.target,
             options.model,
             options.version,
-            timeout_s=options.timeout_s,
-            retries=options.retries,
+            timeout_s=options.flags.timeout,
+            retries=options.flags.retries,
             is_decoupled=self.is_decoupled,
         )
         executor: OrderedExecutor[list[Input], list[Record]] = OrderedExecutor(
-            BatchRequester(client), self._write_groups, options.concurrency
+            BatchRequester(client), self._write_groups, options.flags.concurrency
         )
         self._install_signal_handlers(executor)
         try:
@@ -212,7 +207,7 @@ class InferRun:
                 self.stats.skipped += 1
                 continue
             group.append(input_)
-            if len(group) == self.options.batch_size:
+            if len(group) == self.options.flags.batch:
                 yield group
                 group = []
         if group:
@@ -241,6 +236,6 @@ class InferRun:
         remaining = self.stats.remaining_count
         count = f"{remaining} inputs remain"
         message = "the remaining inputs were not sent" if remaining is None else count
-        if self.options.output_path is None:
+        if self.options.flags.output is None:
             return f"{message} (only a run with --output FILE can be resumed)"
         return f"{message}; run the same command with --resume to continue"

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import IO, cast
 
 import orjson
@@ -148,6 +149,7 @@ def secret_environment(options: TritonOptions) -> dict[str, str]:
     return {reaper.ARGUMENTS_VARIABLE: "\n".join(options.restricted_api.server_arguments())}
 
 
+@dataclass(eq=False)
 class EmbeddedTriton:
     """A Triton that is ready inside its `with` block.
 
@@ -155,18 +157,12 @@ class EmbeddedTriton:
     minute; then `on_failure` is called, from a thread, with the reason.
     """
 
-    def __init__(
-        self,
-        options: TritonOptions,
-        *,
-        on_message: Callable[[str], None] = print_message,
-        on_failure: Callable[[str], None] = print_message,
-        message_prefix: str = "",
-    ) -> None:
-        self.options = options
-        self._on_message = on_message
-        self._on_failure = on_failure
-        self._message_prefix = message_prefix  # prefix of every message, to distinguish replicas
+    options: TritonOptions
+    on_message: Callable[[str], None] = print_message
+    on_failure: Callable[[str], None] = print_message
+    message_prefix: str = ""  # of every message, to distinguish replicas
+
+    def __post_init__(self) -> None:
         self._stop_requested = threading.Event()
         self._supervisor = threading.Thread(
             target=self._supervise, name="triton-supervisor", daemon=True
@@ -174,7 +170,7 @@ class EmbeddedTriton:
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> EmbeddedTriton:
-        self._exit_stack.enter_context(run_embedded_tritons([self], self._on_message))
+        self._exit_stack.enter_context(run_embedded_tritons([self], self.on_message))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,7 +191,7 @@ class EmbeddedTriton:
         try:
             ready = self._server_run.check_ready()
         except CannotStart as exc:
-            raise CannotStart(f"{self._message_prefix}{exc}") from exc
+            raise CannotStart(f"{self.message_prefix}{exc}") from exc
         if ready:
             self._report_missing_models()
             self._supervisor.start()
@@ -219,7 +215,7 @@ class EmbeddedTriton:
             self._report(f"Triton continues without {join_names(missing)}")
 
     def _report(self, message: str) -> None:
-        self._on_message(f"{self._message_prefix}{message}")
+        self.on_message(f"{self.message_prefix}{message}")
 
     def _report_log_line(self, line: str) -> None:
         if not self._stop_requested.is_set():
@@ -246,7 +242,7 @@ class EmbeddedTriton:
             except (CannotStart, OSError) as exc:
                 if not self._stop_requested.is_set():
                     message = f"Triton cannot be restarted: {reason}; {exc}"
-                    self._on_failure(f"{self._message_prefix}{message}")
+                    self.on_failure(f"{self.message_prefix}{message}")
                 return
             self._report("Triton is ready again")
             self._report_missing_models()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -44,26 +45,24 @@ def is_always_visible(model: str) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class Repository:
     """Model management of the fleet. As a context manager it runs the reconciler."""
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        models: ModelService,
-        store: StateStore,
-        models_file: ModelsFile,
-        options: ManagementOptions,
-    ) -> None:
-        self._pool = pool
-        self._store = store
-        self._tasks = TaskSet()
-        self._models = models
-        self._state = SharedState(store, models_file, can_upload=options.can_upload)
-        self._loader = ModelLoader(pool, models, self._state, options)
+    _pool: ReplicaPool
+    _models: ModelService
+    _store: StateStore
+    _models_file: ModelsFile
+    _options: ManagementOptions
+
+    def __post_init__(self) -> None:
+        pool, options = self._pool, self._options
+        self._state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
+        self._loader = ModelLoader(pool, self._models, self._state, options)
         self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum)
         self._reconciler = Reconciler(pool, self._state, self._loader, self._readiness)
-        self._operations = OperationRunner(store, self._tasks)
+        self._tasks = TaskSet()
+        self._operations = OperationRunner(self._store, self._tasks)
 
     async def __aenter__(self) -> Repository:
         await self._state.refresh()

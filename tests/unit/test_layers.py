@@ -40,6 +40,7 @@ PURE = (
     "gateway.settings",
 )
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+CONSTRUCTORS = ("__init__", "__post_init__")
 COMPAT_MODULES = {uvicorn: "gateway.uvicorn_compat", prometheus_client: "gateway.prometheus_compat"}
 
 
@@ -112,7 +113,7 @@ def private_attributes(library: ModuleType) -> set[str]:
 
 def own_attributes(tree: ast.AST) -> set[str]:
     """Return the fields of a module's classes, and all that constructors mention, as `self.x`."""
-    nodes = (node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
+    nodes = (node for node in ast.walk(tree) if getattr(node, "name", "") in CONSTRUCTORS)
     mentioned = {ast.unparse(part) for node in nodes for part in ast.walk(node)}
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     fields = (part for node in classes for part in node.body if isinstance(part, ast.AnnAssign))
