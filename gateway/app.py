@@ -199,6 +199,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         )
         await stack.enter_async_context(repository)
         metrics.collector_registry.register(FleetCollector(pool, repository))
+        # By their label in `gateway_file_valid`.
         files = {"keys": components.keys_file, "models": components.models_file.file}
         metrics.collector_registry.register(StateCollector(components.store, files))
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)

@@ -26,7 +26,7 @@ def format_dropped_notice(count: int) -> str:
     return f"{count} log lines were dropped here because standard error was not read in time"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LineWriter:
     """A bounded queue of lines, and the thread that writes them.
 

@@ -73,7 +73,7 @@ class LocalRateWindows:
         return 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RateLimiter:
     """Counts requests by the name of the key in sliding windows.
 

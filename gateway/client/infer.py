@@ -145,7 +145,7 @@ def open_output(flags: InferFlags) -> int:
         raise ClientError(f"{flags.output} cannot be written: {exc.strerror}") from None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class InferRun:
     """A run of the command, inside an event loop."""
 

@@ -149,7 +149,7 @@ def secret_environment(options: TritonOptions) -> dict[str, str]:
     return {reaper.ARGUMENTS_VARIABLE: "\n".join(options.restricted_api.server_arguments())}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EmbeddedTriton:
     """A Triton that is ready inside its `with` block.
 
@@ -230,8 +230,8 @@ class EmbeddedTriton:
             if self._stop_requested.is_set():
                 return
             now = time.monotonic()
-            has_restarted = len(exit_times) == MAX_RESTARTS
-            is_limit_reached = has_restarted and now - exit_times[0] < RESTART_WINDOW_S
+            is_repeated = len(exit_times) == MAX_RESTARTS
+            is_limit_reached = is_repeated and now - exit_times[0] < RESTART_WINDOW_S
             exit_times.append(now)
             try:
                 if is_limit_reached:

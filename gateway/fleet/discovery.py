@@ -23,7 +23,7 @@ async def resolve_host(name: str) -> list[str]:
     return sorted({str(entry[4][0]) for entry in entries})
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ReplicaDiscovery:
     """The current addresses of the replicas. `on_change` is called after each successful lookup."""
 

@@ -43,7 +43,7 @@ class ManagementOptions:
     ready_quorum: int = 1  # replicas on which a declared model must be ready
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ModelLoader:
     """Runs actions on replicas, and keeps their errors."""
 
@@ -51,9 +51,8 @@ class ModelLoader:
     _models: ModelService
     _state: SharedState
     _options: ManagementOptions
-    load_errors: dict[str, str] = field(
-        default_factory=dict
-    )  # model → where and why its load failed
+    # Model → where and why its last load failed.
+    load_errors: dict[str, str] = field(default_factory=dict)
     # Replicas whose model control mode allows neither loads nor unloads.
     uncontrollable_replicas: set[str] = field(default_factory=set)
 

@@ -31,7 +31,7 @@ PROBE_STATUS_REASONS: Final = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HealthMonitor:
     """The health of the replicas. `on_change` is called when a replica's state or models change."""
 

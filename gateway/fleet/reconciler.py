@@ -35,7 +35,7 @@ class ModelLock:
     waiters: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reconciler:
     """Starts the actions that replicas need, while this gateway holds the lease."""
 

@@ -45,7 +45,7 @@ def is_always_visible(model: str) -> bool:
     return True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Repository:
     """Model management of the fleet. As a context manager it runs the reconciler."""
 

@@ -34,7 +34,7 @@ class NamedReplica(Protocol):
 ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SequenceRouter:
     """The running sequences and their replicas. The sequence that was idle longest is dropped first."""
 
