@@ -180,13 +180,9 @@ def warn_if_exposed(settings: Settings, host: str) -> None:
 def create_tritons(
     fleet: Sequence[TritonOptions], on_failure: MessageWriter, on_message: MessageWriter
 ) -> list[EmbeddedTriton]:
-    # The messages of several Tritons begin with their addresses.
-    return [
-        EmbeddedTriton(
-            options,
-            on_message=on_message,
-            on_failure=on_failure,
-            message_prefix=f"{options.address}: " if len(fleet) > 1 else "",
-        )
-        for options in fleet
-    ]
+    def create_triton(options: TritonOptions) -> EmbeddedTriton:
+        # The messages of several Tritons begin with their addresses.
+        prefix = f"{options.address}: " if len(fleet) > 1 else ""
+        return EmbeddedTriton(options, on_message, on_failure, prefix)
+
+    return list(map(create_triton, fleet))

@@ -67,7 +67,7 @@ class MemoryBudget:
         self.used_bytes -= held_bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MemoryCharge:
     """The share of one request in the memory budget, until its response is sent."""
 

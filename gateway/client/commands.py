@@ -168,10 +168,8 @@ def manage_models(
     if json:
         tables.print_json(reports)
     elif reports:
-        tables.print_table(
-            tables.REPORT_COLUMNS,
-            [row for report in reports for row in tables.format_report_rows(report)],
-        )
+        rows = [row for report in reports for row in tables.format_report_rows(report)]
+        tables.print_table(tables.REPORT_COLUMNS, rows)
     if failures:
         raise type(failures[0])("; ".join(map(str, failures)))
 

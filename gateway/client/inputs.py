@@ -169,9 +169,8 @@ def expand_argument(argument: str) -> list[str]:
     if Path(argument).exists():
         return [argument]
     matching = glob.glob(argument, recursive=True)  # noqa: PTH207 - it may be absolute
-    files = sorted(
-        path for path in matching if not Path(path).is_dir() and not is_special_file(path)
-    )
+    paths = (path for path in matching if not Path(path).is_dir())
+    files = sorted(path for path in paths if not is_special_file(path))
     if not files:
         raise UsageError(
             f"no such file or folder, and no file matches the pattern: {format_path(argument)}"

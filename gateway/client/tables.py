@@ -99,10 +99,8 @@ REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "REASON")
 
 
 def format_report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (report["model"], address, replica["state"], replica.get("reason", ""))
-        for address, replica in report["replicas"].items()
-    ]
+    model, replicas = report["model"], report["replicas"].items()
+    return [(model, at, replica["state"], replica.get("reason", "")) for at, replica in replicas]
 
 
 def format_state_counts(states: Iterable[str]) -> str:

@@ -217,9 +217,8 @@ class ModelService:
             self.invalidate(request.target.model)
 
     def _is_cancellable(self, model: Signature) -> bool:
-        return model.is_cancellable or any(
-            fnmatchcase(model.model, glob) for glob in self._cancellable
-        )
+        globs = self._cancellable
+        return model.is_cancellable or any(fnmatchcase(model.model, glob) for glob in globs)
 
 
 async def iterate_results(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import SplitResult, unquote
@@ -119,9 +120,8 @@ class FileStateStore:
         return await self._run_action(READ_ACTION, lambda: self._read_state().models)
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        return await self._run_action(
-            WRITE_ACTION, lambda: self._write_desired_model(model, desired)
-        )
+        change = partial(self._write_desired_model, model, desired)
+        return await self._run_action(WRITE_ACTION, change)
 
     async def renew_leadership(self) -> bool:
         try:

@@ -79,16 +79,14 @@ def decode_image(image: EncodedImage, spec: ImageSpec, input_name: str) -> np.nd
         raise BadImage(
             f"the image for input {quote_text(input_name)} is truncated or damaged"
         ) from None
-    size = (
-        converted.width if spec.width < 0 else spec.width,
-        converted.height if spec.height < 0 else spec.height,
-    )
-    if size != converted.size:
-        converted = converted.resize(size, Image.Resampling.BILINEAR)
+    width = converted.width if spec.width < 0 else spec.width
+    height = converted.height if spec.height < 0 else spec.height
+    if (width, height) != converted.size:
+        converted = converted.resize((width, height), Image.Resampling.BILINEAR)
     array = np.asarray(converted)
     if spec.layout is ChannelLayout.GREY:
         return array
-    array = array.reshape(size[1], size[0], -1)
+    array = array.reshape(height, width, -1)
     return array.transpose(2, 0, 1) if spec.layout is ChannelLayout.CHANNELS_FIRST else array
 
 
