@@ -35,10 +35,8 @@ LISTED_MODEL_SCHEMA = build_object_schema(
             "items": STRING_SCHEMA,
             "description": "Replicas without the last load (only with the right to see the fleet).",
         },
-        "last_error": {
-            "type": "string",
-            "description": "Reason and replica of the last failed load.",
-        },
+        "last_error": STRING_SCHEMA
+        | {"description": "Reason and replica of the last failed load."},
     },
     optional=("declared", "wished", "replicas", "behind", "last_error"),
 )
