@@ -29,8 +29,9 @@ from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
 from gateway.messages import CommandError
 from gateway.metrics import record_replaced_worker
 from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S
+from gateway.protocol.clients import ClientRegistry
 from gateway.protocol.connection import HttpProtocol
-from gateway.protocol.limits import ClientRegistry, ProtocolLimits
+from gateway.protocol.limits import ProtocolLimits
 from gateway.settings import Settings
 from gateway.settings.server import describe_os_error, load_certificate
 from gateway.uvicorn_compat import forget_captured_signal

@@ -2,7 +2,5 @@
 
 It replaces uvicorn's own, which spends as much time on a small request as the rest of the gateway. The head
 of a response is held until its first body message, as ASGI requires, and sent with it in one write.
-
-httptools has no limits and accepts ambiguous request lengths, so this package checks both while it receives
-data. Rejected requests get the same error body as all others.
+Rejected requests get the same error body as all others.
 """

@@ -108,11 +108,13 @@ class RequestCycle:
         self._unread_bytes += len(body)
         if self._unread_bytes > REQUEST_HIGH_WATER_BYTES:
             self._connection.pause_reading()
-        self._wake_receiver()
+        if self._receive_waiter is not None:
+            self._wake_receiver()
 
     def end_body(self) -> None:
         self._is_request_complete = True
-        self._wake_receiver()
+        if self._receive_waiter is not None:
+            self._wake_receiver()
 
     def mute(self) -> None:
         """Discard what the application sends from now on."""
@@ -122,22 +124,10 @@ class RequestCycle:
         self._is_disconnected = self._is_muted = True
         self._wake_receiver()
 
-    def remaining_length(self) -> int:
-        """Return how much of the Content-Length is missing, before the application reads; 0 without one."""
-        length = self._content_length
-        return length and length - self._unread_bytes
-
-    def is_gathering(self, max_bytes: int) -> bool:
+    def is_gathering(self) -> bool:
         """Return whether to wait for more of the body before the application starts."""
         is_small = self._unread_bytes <= REQUEST_HIGH_WATER_BYTES and not self._is_request_complete
-        return is_small and not self._expects_continue and self._content_length <= max_bytes
-
-    @property
-    def _content_length(self) -> int:
-        for name, value in self._scope["headers"]:
-            if name == b"content-length":
-                return int(value)
-        return 0
+        return is_small and not self._expects_continue
 
     def is_awaiting_continue(self) -> bool:
         """Return whether the client waits for 100 Continue, which the application triggers by reading."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.protocol.limits import CHECKS_PER_PASS, ClientRegistry, RateCredit
+from gateway.protocol.clients import CHECKS_PER_PASS, ClientRegistry
 from tests.support.http_server import (
     ENOUGH,
     FAST,
@@ -215,14 +215,6 @@ def test_a_body_that_stops_in_an_answer_that_began_cuts_it(hasty: Stage) -> None
         assert client.rest() == b""
 
 
-def test_pace_is_an_average_with_a_grace() -> None:
-    pace = RateCredit(10.0, 0.0)
-    assert pace.advance(10.0, 0, 1024, 10.0).remaining_s == 0
-    assert pace.advance(10.0, 10 * 1024, 1024, 10.0).remaining_s == 10
-    assert pace.advance(5.0, 1 << 30, 1024, 10.0).remaining_s == 10  # haste is not saved up
-    assert pace.advance(8.0, 4 * 1024, 1024, 10.0).remaining_s == 6
-
-
 def test_hundreds_that_are_overdue_together_hold_nobody_up() -> None:
     seen: list[str] = []
 
@@ -307,6 +299,15 @@ def test_a_client_that_never_reads_its_last_answer_is_cut_off(hasty: Stage) -> N
     with hasty.client_with(GET, SO_RCVBUF=64 * KIB) as client:
         client.head()
         wait_until(lambda: not hasty.server.server_state.connections)
+
+
+def test_a_client_that_never_reads_is_cut_off_after_an_idle_connection_is_closed() -> None:
+    body = bytes(16 * MIB)
+    with Stage(keep_alive_s=1, write_timeout_s=1.25) as stage:
+        stage.app = answers(body)
+        with takes_at_least(2.25), stage.client_with(GET, SO_RCVBUF=64 * KIB) as client:
+            client.head()
+            wait_until(lambda: not stage.server.server_state.connections)
 
 
 def test_a_client_that_reads_slowly_is_waited_for(hasty: Stage) -> None:

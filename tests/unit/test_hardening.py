@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway.protocol import connection as protocol
-from gateway.protocol.limits import client_network
+from gateway.protocol.clients import client_network
+from gateway.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
+from gateway.protocol.parser import SMALL_READ_BYTES
 from tests.support.framing import AMBIGUOUS, CL2, HOST_LINE, UNAMBIGUOUS, request
 from tests.support.http_server import (
     FAST,
@@ -284,7 +285,7 @@ def test_far_too_many_connections_are_refused_at_once(setting: str) -> None:
         crowd(stage, 2) as clients,
         ExitStack() as stack,
     ):
-        for _ in range(protocol.RESERVED_CONNECTIONS):
+        for _ in range(RESERVED_CONNECTIONS):
             stack.enter_context(stage.client())
         stage.settle()
         for _ in range(20):
@@ -322,7 +323,7 @@ def test_no_more_requests_wait_on_a_connection_than_may(stage: Stage, apart: boo
         assert begins(work)
         stage.settle()
         (connection,) = stage.server.server_state.connections
-        assert isinstance(connection, protocol.HttpProtocol)
+        assert isinstance(connection, HttpProtocol)
         assert 16 <= len(connection._pipelined_cycles) <= 18
         stage.let(work.may_end)
         for _ in range(count):
@@ -332,7 +333,7 @@ def test_no_more_requests_wait_on_a_connection_than_may(stage: Stage, apart: boo
 
 def test_a_small_read_of_requests_is_bounded_too(stage: Stage) -> None:
     work = stage.app = Work()
-    count = protocol.SMALL_READ_BYTES // len(GET)
+    count = SMALL_READ_BYTES // len(GET)
     with stage.client() as client:
         client.say(GET * count)
         assert begins(work)

@@ -27,7 +27,7 @@ from gateway.passthrough import body as request_body
 from gateway.passthrough import headers as request_headers
 from gateway.passthrough.body import find_sequence_step
 from gateway.passthrough.rules import match_route
-from gateway.protocol.connection import VALID_HOST
+from gateway.protocol.parser import VALID_HOST
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.sse import EventStreamScrubber
 from gateway.triton import error_mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.protocol.backoff import RefusedClients
+from gateway.protocol.clients import RefusedClients
 
 STEPS = 3
 CLIENTS = 20

@@ -1,0 +1,259 @@
+"""The request parser and the deadlines of a connection, without sockets, clocks or an event loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from starlette.types import Scope
+
+from gateway.errors import GatewayError, TooManyConnections
+from gateway.protocol.deadlines import Deadlines, Due
+from gateway.protocol.limits import ProtocolLimits
+from gateway.protocol.parser import RequestParser
+from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
+
+LIMITS = ProtocolLimits(
+    header_timeout_s=10, body_stall_s=10, write_timeout_s=30, min_bytes_per_s=1024, max_pipelined=4
+)
+KEEP_ALIVE_S = 75
+OPENED_AT = 1000.0
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+REQUESTS = {
+    "pipelined": GET * 3,
+    "a length": b"POST /a%20b?c HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello" + GET,
+    "chunks and trailers": b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"2;a=b\r\nhe\r\n3\r\nllo\r\n0\r\nX-Sum: 1\r\n\r\n" + GET,
+    "an offer of HTTP/2": b"POST / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
+    b"Content-Length: 5\r\n\r\nhello" + GET,
+    "Expect": b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nok",
+    "HTTP/1.0": b"\r\nGET / HTTP/1.0\r\n\r\n",
+}
+
+
+class Recorder:
+    """The events of a parser; the pieces of a body are joined."""
+
+    def __init__(self, limits: ProtocolLimits = LIMITS, allowed: int = 1000) -> None:
+        self.events: list[Any] = []
+        self.body = b""
+        self.allowed = allowed
+        self.parser = RequestParser(self, limits, {"scheme": "http"})
+
+    def begin_request(self, scope: Scope, keep_alive: bool, expects_continue: bool) -> Recorder:
+        if len(self.events) >= self.allowed:
+            raise TooManyConnections
+        self.events.append((scope, keep_alive, expects_continue))
+        return self
+
+    def feed_body(self, body: bytes) -> None:
+        self.body += body
+
+    def end_request(self) -> None:
+        self.events.append(self.body)
+        self.body = b""
+
+    def feed(self, *pieces: bytes) -> str:
+        """Return the code of the error that ends the parsing, if any."""
+        try:
+            for piece in pieces:
+                self.parser.feed(piece)
+        except GatewayError as error:
+            return error.code
+        return ""
+
+
+def cut_everywhere(wire: bytes) -> list[list[bytes]]:
+    cuts = [(), *((cut,) for cut in range(1, len(wire))), tuple(range(1, len(wire)))]
+    return [[wire[a:b] for a, b in pairwise((0, *cut, len(wire)))] for cut in cuts]
+
+
+@pytest.mark.parametrize("wire", [*REQUESTS.values(), *UNAMBIGUOUS.values()])
+def test_the_events_are_the_same_wherever_the_bytes_are_cut(wire: bytes) -> None:
+    whole = Recorder()
+    assert whole.feed(wire) == ""
+    assert len(whole.events) >= 2
+    for pieces in cut_everywhere(wire):
+        recorder = Recorder()
+        assert recorder.feed(*pieces) == ""
+        assert recorder.events == whole.events, pieces
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_an_ambiguous_request_is_rejected_wherever_it_is_cut(name: str) -> None:
+    for pieces in cut_everywhere(AMBIGUOUS[name]):
+        recorder = Recorder()
+        assert recorder.feed(*pieces, GET) == "MALFORMED_REQUEST", pieces
+        assert not any(isinstance(event, bytes) for event in recorder.events)
+
+
+def test_the_scope_says_what_the_header_says() -> None:
+    recorder = Recorder()
+    assert recorder.feed(REQUESTS["a length"]) == ""
+    (scope, keep_alive, expects_continue), body, *_ = recorder.events
+    assert scope == {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/a b",
+        "raw_path": b"/a%20b",
+        "query_string": b"c",
+        "root_path": "",
+        "headers": [(b"host", b"x"), (b"content-length", b"5")],
+        "scheme": "http",
+    }
+    assert (keep_alive, expects_continue, body) == (True, False, b"hello")
+
+
+def test_the_parser_tells_whether_a_request_is_incomplete() -> None:
+    parser = Recorder().parser
+    data = (b"\r\n", b"POST / HT", b"TP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbo", b"d", b"y")
+    assert [parser.feed(piece) for piece in data] == [False, True, True, True, False]
+    assert parser.content_length == 4
+
+
+def test_pipelined_requests_are_parsed_while_few_of_them_wait() -> None:
+    recorder = Recorder()
+    parser = recorder.parser
+    parser.pending = LIMITS.max_pipelined
+    assert recorder.feed(GET, GET * 200) == ""
+    assert recorder.events == []
+    parser.pending = LIMITS.max_pipelined - 1
+    assert recorder.feed(GET) == ""
+    assert len(recorder.events) == 2 * 202
+    assert parser.unparsed == b""
+
+
+@pytest.mark.parametrize(
+    ("limits", "wire", "code"),
+    [
+        ({"max_url_bytes": 256}, b"GET /" + b"a" * 256, "URL_TOO_LONG"),
+        ({"max_header_bytes": 1024}, GET[:-2] + b"X: " + b"a" * 4096, "HEADER_TOO_LARGE"),
+        ({"max_header_fields": 16}, GET[:-2] + b"X: y\r\n" * 17, "HEADER_TOO_LARGE"),
+    ],
+)
+def test_a_header_without_an_end_is_rejected(
+    limits: dict[str, int], wire: bytes, code: str
+) -> None:
+    for size in (7, len(wire)):
+        pieces = [wire[at : at + size] for at in range(0, len(wire), size)]
+        recorder = Recorder(replace(LIMITS, **limits))
+        assert recorder.feed(*pieces, b"a") == code
+        assert recorder.events == []
+
+
+def test_an_error_of_the_receiver_rejects_the_request() -> None:
+    recorder = Recorder(allowed=2)
+    assert recorder.feed(GET + GET) == "TOO_MANY_CONNECTIONS"
+    assert len(recorder.events) == 2
+
+
+def test_a_closed_parser_ignores_all_data() -> None:
+    recorder = Recorder()
+    assert recorder.feed(GET[:9]) == ""
+    recorder.parser.close()
+    assert recorder.feed(GET[9:], b"\0") == ""
+    assert recorder.events == []
+
+
+# Deadlines.
+
+
+def opened(**options: bool) -> Deadlines:
+    return Deadlines(LIMITS, KEEP_ALIVE_S, OPENED_AT, **options)
+
+
+def used() -> Deadlines:
+    """The deadlines of a connection on which a request was answered at once."""
+    deadlines = opened()
+    deadlines.end_receiving()
+    return deadlines
+
+
+def first_due(deadlines: Deadlines, until_s: float = 200, **state: Any) -> tuple[Due | None, float]:
+    """Return what is due first and the seconds until then, if each check is made when it was asked for."""
+    now = OPENED_AT
+    while now <= OPENED_AT + until_s:
+        due, next_check_at = deadlines.check(now, **state)
+        if due is not None:
+            return due, now - OPENED_AT
+        assert now < next_check_at <= now + KEEP_ALIVE_S
+        now = next_check_at
+    return None, 0
+
+
+def test_a_new_connection_has_less_time_than_one_that_was_used() -> None:
+    assert first_due(opened(), is_idle=True) == (Due.IDLE, 10)
+    assert first_due(opened(is_reserved=True), is_idle=True) == (Due.IDLE, 1)
+    assert first_due(used(), is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
+    assert first_due(used()) == (None, 0)  # it answers a request
+
+
+def test_a_header_has_to_be_complete_in_time() -> None:
+    first, later = opened(), used()
+    for deadlines, due_s in ((first, 10), (later, 16)):  # the first one since the start
+        for second in (6, 7, 8):
+            end = deadlines.receive_header(OPENED_AT + second)
+            assert end == OPENED_AT + due_s
+        assert first_due(deadlines, is_idle=True) == (Due.HEADER, due_s)
+    later.end_receiving()
+    assert first_due(later, is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
+
+
+def test_a_header_is_not_due_while_the_client_cannot_send() -> None:
+    deadlines = used()
+    deadlines.receive_header(OPENED_AT)
+    assert first_due(deadlines, is_paused=True) == (None, 0)
+    assert first_due(deadlines, 300)[0] is Due.HEADER
+
+
+def test_a_body_keeps_an_average_rate_with_a_grace() -> None:
+    deadlines = opened()
+    for second, size, remaining_s in (
+        (0, 1 << 30, 10),  # the first part does not count
+        (8, 4 * 1024, 6),
+        (9, 1 << 30, 10),  # haste is not saved up
+        (19, 1024, 1),
+        (19.5, 0, 0.5),
+        (20, 0, 0),
+    ):
+        now = OPENED_AT + second
+        deadlines.receive_body(now, size, is_paused=False)
+        due, next_check_at = deadlines.check(now)
+        assert due is (None if remaining_s else Due.BODY)
+        assert next_check_at == now + max(remaining_s, 0.25)
+
+
+def test_a_body_is_not_due_while_the_client_waits() -> None:
+    deadlines = opened()
+    deadlines.receive_body(OPENED_AT, 0, is_paused=True)
+    for second in range(0, 100, 5):
+        assert deadlines.check(OPENED_AT + second, is_paused=True)[0] is None
+    # It may have begun to send just now.
+    assert deadlines.check(OPENED_AT + 100) == (None, OPENED_AT + 110)
+    assert deadlines.check(OPENED_AT + 110)[0] is Due.BODY
+
+
+def test_a_response_is_read_at_an_average_rate_with_a_grace() -> None:
+    deadlines = used()
+    deadlines.start_sending(OPENED_AT, 100 * 1024)
+    assert deadlines.check(OPENED_AT + 20, unwritten_bytes=95 * 1024)[1] == OPENED_AT + 35
+    assert deadlines.check(OPENED_AT + 35, unwritten_bytes=95 * 1024)[0] is Due.RESPONSE
+    deadlines.end_sending()
+    assert first_due(deadlines) == (None, 0)
+
+
+def test_a_closing_connection_waits_only_for_its_response_to_be_read() -> None:
+    deadlines = opened()
+    assert first_due(deadlines, is_idle=True, is_closing=True) == (Due.RESPONSE, 30)
+
+
+def test_a_rejected_client_has_time_to_read_why() -> None:
+    deadlines = opened()
+    deadlines.receive_header(OPENED_AT)
+    deadlines.end_receiving()
+    deadlines.start_linger(OPENED_AT)
+    assert first_due(deadlines, is_idle=True) == (Due.LINGER, 1)
