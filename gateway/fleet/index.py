@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
+from gateway.triton.error_mapping import sanitize_message
+
 READY: Final = "READY"
 LOADING: Final = "LOADING"
 UNLOADING: Final = "UNLOADING"
@@ -104,7 +106,7 @@ def parse_index(document: Any) -> Index:
         versions = models.setdefault(entry["name"], {})
         if "version" in entry:
             versions[str(entry["version"])] = VersionState(
-                str(entry.get("state", UNAVAILABLE)), str(entry.get("reason", ""))
+                str(entry.get("state", UNAVAILABLE)), sanitize_message(str(entry.get("reason", "")))
             )
     return Index(models)
 

@@ -337,6 +337,12 @@ SAID = [
 ]
 
 
+def test_the_reason_of_a_failed_load_names_no_files() -> None:
+    reason = "Internal: ValueError: no weights\n\nAt:\n  /srv/m/1/model.py(3): initialize\n"
+    index = parse_index([{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": reason}])
+    assert index.models["m"]["1"].reason == "no weights"
+
+
 def test_an_index_says_what_can_be_asked() -> None:
     index = parse_index(SAID)
     assert index.is_ready("well")
