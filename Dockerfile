@@ -82,7 +82,9 @@ RUN TRITON_GATEWAY_CACHE=/tmp/cache tools/bin/python -m models.sentences \
 FROM tools AS server
 ENV TRITON_GATEWAY_CACHE=/opt/triton-gateway/cache
 COPY requirements/models.txt requirements/tritonserver.txt requirements/
-COPY gateway/embedded/installation.py gateway/embedded/
+COPY gateway/__init__.py gateway/messages.py gateway/
+COPY gateway/embedded/__init__.py gateway/embedded/installation.py gateway/embedded/python_stub.py gateway/embedded/
+COPY gateway/embedded/backends gateway/embedded/backends
 RUN python3 -c 'from gateway.embedded.installation import install_triton; install_triton(print)' \
  && rm -rf /opt/triton-gateway/cache/models-*/lib/python3*/site-packages/pip* \
            /opt/triton-gateway/cache/models-*/lib/python3*/site-packages/setuptools* \

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.embedded import backends
 from gateway.embedded.python_stub import find_unsafe_characters
 from gateway.messages import CommandError, join_names, quote_text
 
@@ -53,6 +54,7 @@ class Installation:
             "PATH": f"{self.models_bin}:{os.environ.get('PATH', os.defpath)}",
             "VIRTUAL_ENV": str(self.models_bin.parent),
             "PYTHONUNBUFFERED": "1",
+            "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime reports its use to its vendor otherwise
         }
 
 
@@ -181,7 +183,7 @@ def find_lock_file(name: str) -> Path:
 
 def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -> Path:
     lock = find_lock_file("models.txt")
-    with build_once(cache / f"models-py{PYTHON_VERSION}-{hash_lock_file(lock)}") as (
+    with build_once(cache / f"models-py{PYTHON_VERSION}-{hash_files([lock])}") as (
         folder,
         needed,
     ):
@@ -200,7 +202,7 @@ def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -
 
 def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -> Path:
     lock = find_lock_file("tritonserver.txt")
-    with build_once(cache / f"tritonserver-{hash_lock_file(lock)}") as (folder, needed):
+    with build_once(cache / f"tritonserver-{hash_files([lock])}") as (folder, needed):
         if needed:
             on_message("downloading tritonserver, 55 MB (first start only)")
             pip_install(models, lock, "--target", str(folder))
@@ -208,23 +210,32 @@ def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -
 
 
 def assemble_backends(files: Path, triton: Path) -> Path:
+    """Build Triton's backend folder: its Python backend, and the Python-based ones of this package."""
+    sources = sorted(backends.FOLDER.glob("*.py"))
+    version = hash_files([find_lock_file("tritonserver.txt"), *sources])
     # The backend needs the stub of the running Python version.
-    parts = {
-        "libtriton_python.so": triton / "backends/python/libtriton_python.so",
+    links = {
         "triton_python_backend_utils.py": triton / "backends/python/triton_python_backend_utils.py",
         "triton_python_backend_stub": triton
         / f"python_backend_stubs/{PYTHON_VERSION}/triton_python_backend_stub",
     }
-    with build_once(
-        files.with_name(f"backends-py{PYTHON_VERSION}-{files.name.rpartition('-')[2]}")
-    ) as (
-        folder,
-        needed,
-    ):
+    with build_once(files.with_name(f"backends-py{PYTHON_VERSION}-{version}")) as (folder, needed):
         if needed:
-            (folder / "python").mkdir(parents=True)
-            for name, source in parts.items():
-                (folder / "python" / name).symlink_to(os.path.relpath(source, folder / "python"))
+            python = folder / "python"
+            python.mkdir(parents=True)
+            for name, source in links.items():
+                (python / name).symlink_to(os.path.relpath(source, python))
+            # A copy: Triton runs no Python-based backend with a library outside of its folder.
+            shutil.copy(triton / "backends/python/libtriton_python.so", python)
+            package = (
+                python / backends.PACKAGE_COPY
+            )  # this folder is in the import path of every stub
+            package.mkdir()
+            for source in sources:
+                shutil.copy(source, package)
+            for name, backend in backends.PYTHON_BASED_BACKENDS.items():
+                (folder / name).mkdir()
+                (folder / name / "model.py").write_text(backend.model_source)
     return folder
 
 
@@ -290,5 +301,5 @@ def build_once(folder: Path) -> Iterator[tuple[Path, bool]]:
             raise
 
 
-def hash_lock_file(lock: Path) -> str:
-    return hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
+def hash_files(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]

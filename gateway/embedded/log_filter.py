@@ -29,6 +29,12 @@ PROGRESS_MESSAGE = re.compile(r"successfully (un)?loaded '[^']+'|Started (HTTP|G
 LOAD_FAILURE = re.compile(
     r"failed to (?:load|poll model) '(?P<model>[^']+)'(?: version \d+)?: (?P<reason>.*)", re.S
 )
+# What to do about failures that Triton explains only to those who know it.
+FAILURE_ADVICE = {
+    "has kind KIND_GPU but no GPUs are available": "without the kind, Triton uses a GPU only if there is one",
+    "Could not determine backend for model": "its version folder must contain model.onnx or model.py, or its "
+    "config must name the backend",
+}
 # Triton prints errors in its command line before it sets up its log.
 COMMAND_LINE_ERROR = re.compile(r"^(?:error: |\S*tritonserver: |failed to | *what\(\): )")
 
@@ -65,7 +71,7 @@ class LogFilter:
         if any(noise in message for noise in IGNORED_MESSAGES):
             return None
         if failure := LOAD_FAILURE.match(message):
-            reason = sanitize_message(failure["reason"])
+            reason = add_advice(sanitize_message(failure["reason"]))
             self.failures[failure["model"]] = reason
             return self._report_once(f"failed to load '{failure['model']}': {reason}")
         message = " ".join(message.split())
@@ -90,6 +96,11 @@ class LogFilter:
         # Failures before the server was ready do not explain a later exit.
         self.failures.clear()
         self.error = ""
+
+
+def add_advice(reason: str) -> str:
+    advice = (text for pattern, text in FAILURE_ADVICE.items() if pattern in reason)
+    return "; ".join([reason, *advice])
 
 
 def unquote_message(message: str) -> str:

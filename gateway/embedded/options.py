@@ -24,6 +24,10 @@ URL_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 OBJECT_STORE_SCHEMES: Final = ("s3://", "gs://", "as://")
 # The reaper finds leftover shared memory by this setting.
 SHM_PREFIX_SETTING: Final = re.compile(r"python,\s*shm-region-prefix-name\s*=")
+# Settings of the ONNX Runtime backend, or of all backends, and the variable in which it finds them:
+# Triton does not pass them to Python-based backends.
+ONNXRUNTIME_SETTING: Final = re.compile(r"(?:onnxruntime,)?\s*(?P<setting>[^,=\s]+=[^\n]*)")
+ONNXRUNTIME_VARIABLE: Final = "TRITON_GATEWAY_ONNXRUNTIME_SETTINGS"
 
 # Flags of Triton that `--triton-arg` rejects, because the gateway has a flag for them, …
 GATEWAY_FLAGS: Final = {
@@ -158,10 +162,19 @@ class TritonOptions:
                 continue  # Triton copies it to a local path
             if (folder := find_unsupported_path(Path(format_repository(place)), names)) is not None:
                 raise CannotStart(
-                    f"Triton cannot run a Python model at {quote_text(str(folder), 200)}: its Python backend "
+                    f"Triton cannot run a model at {quote_text(str(folder), 200)}: its Python backend "
                     f"does not support paths with {join_names(find_unsafe_characters(folder))}; "
                     "rename it, or use a symbolic link with a plain name"
                 )
+
+    def build_environment(self) -> dict[str, str]:
+        """Return the environment variables of the server for its backends."""
+        settings = [
+            match["setting"]
+            for value in self.backend_configs
+            if (match := ONNXRUNTIME_SETTING.fullmatch(value))
+        ]
+        return {ONNXRUNTIME_VARIABLE: "\n".join(settings)} if settings else {}
 
     def build_command(self, installation: Installation, shared_memory_prefix: str) -> list[str]:
         interval_s = self.poll_interval_s

@@ -55,7 +55,11 @@ class ServerRun:
         command = [sys.executable, "-I", "-S", reaper.__file__, str(EXIT_GRACE_S), prefix]
         self.process = subprocess.Popen(
             [*command, *options.build_command(installation, prefix)],
-            env={**installation.environment(), **secret_environment(options)},
+            env={
+                **installation.environment(),
+                **options.build_environment(),
+                **secret_environment(options),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ SIZE, CLASSES, FIELDS = 224, 1000, 7
 OPSET, IR_VERSION = 18, 10
 
 Floats = NDArray[np.float32]
-Tensor = tuple[str, int, list[Any]]  # name, type and shape, of numbers and names
+Tensor = tuple[str, int, list[Any] | None]  # name, type and shape, of numbers and names
 
 
 def weights() -> Floats:
@@ -41,7 +42,7 @@ def classifier() -> bytes:
     ]
     given = ("INPUT__0", TensorProto.FLOAT, ["batch", 3, SIZE, SIZE])
     made = ("OUTPUT__0", TensorProto.FLOAT, ["batch", CLASSES])
-    return _file(nodes, [given], [made], [numpy_helper.from_array(weights(), "weights")])
+    return build_network(nodes, [given], [made], [numpy_helper.from_array(weights(), "weights")])
 
 
 def texts() -> bytes:
@@ -51,27 +52,31 @@ def texts() -> bytes:
         helper.make_node("Identity", ["numbers"], ["same numbers"]),
     ]
     words, numbers = (TensorProto.STRING, ["count"]), (TensorProto.INT64, [2, "width"])
-    return _file(
+    return build_network(
         nodes,
         [("words", *words), ("numbers", *numbers)],
         [("same words", *words), ("same numbers", *numbers)],
     )
 
 
-def _file(
-    nodes: list[onnx.NodeProto],
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-    constants: list[TensorProto] | None = None,
+def build_network(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    constants: Sequence[TensorProto] = (),
+    *,
+    opsets: Mapping[str, int] | None = None,
+    ir_version: int = IR_VERSION,
 ) -> bytes:
+    """Return the ONNX file of a graph, of these opsets by domain."""
     given, made = (
         [helper.make_tensor_value_info(*tensor) for tensor in tensors]
         for tensors in (inputs, outputs)
     )
     model = helper.make_model(
         helper.make_graph(nodes, "network", given, made, constants),
-        ir_version=IR_VERSION,
-        opset_imports=[helper.make_opsetid("", OPSET)],
+        ir_version=ir_version,
+        opset_imports=[helper.make_opsetid(*opset) for opset in (opsets or {"": OPSET}).items()],
     )
     onnx.checker.check_model(model, full_check=True)
     return bytes(model.SerializeToString())

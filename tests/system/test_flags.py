@@ -222,6 +222,24 @@ def test_a_model_that_fails_again_at_every_poll_is_told_of_once() -> None:
     assert chatter.filter_line(FAILS[1]) == "Triton: failed to load 'bad': no weights"
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        (
+            "instance group a_0 of model a has kind KIND_GPU but no GPUs are available",
+            "without the kind, Triton uses a GPU only if there is one",
+        ),
+        (
+            "Invalid model name: Could not determine backend for model 'a' with no backend",
+            "its version folder must contain model.onnx or model.py, or its config must name the backend",
+        ),
+    ],
+)
+def test_a_failure_comes_with_advice(reason: str, advice: str) -> None:
+    line = f"E1121 15:25:33.839000 23132 model_lifecycle.cc:642] \"failed to load 'a' version 1: {reason}\""
+    assert LogFilter().filter_line(line) == f"Triton: failed to load 'a': {reason}; {advice}"
+
+
 @pytest.mark.parametrize("command", ["up", "triton"])
 def test_the_help_has_tritons_flags(command: str) -> None:
     told = CliRunner().invoke(root_cli, [command, "--help"], env={"COLUMNS": "200"}).output
@@ -234,5 +252,6 @@ def test_every_flag_is_documented_and_no_other() -> None:
     rows = re.findall(r"^\| `(--.*?)` \|", (ROOT / "docs/embedded.md").read_text(), re.MULTILINE)
     documented = {flag.strip("`") for row in rows for flag in re.split(r"`?, `?", row)}
     up = typer.main.get_command(root_cli).commands["up"]  # type: ignore[attr-defined]
-    flags = {flag for param in up.params for flag in (*param.opts, *param.secondary_opts)}
+    options = [param for param in up.params if param.param_type_name == "option"]
+    flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
     assert documented == flags - {"--help", "-h"}
