@@ -21,6 +21,7 @@ from pydantic import SecretStr
 
 from gateway import logs
 from gateway.auth import is_loopback
+from gateway.embedded.model_paths import resolve_model_paths
 from gateway.embedded.options import (
     TritonOptions,
     check_distinct_ports,
@@ -76,8 +77,10 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
             print_line(f"{reason}; the gateway continues with the other replicas")
 
     with prompt_exit():
-        with run_embedded_tritons(create_tritons(fleet, on_failure, print_line), print_line):
-            gateway.run()
+        with resolve_model_paths(options.model_repositories) as repositories:
+            fleet = [replace(each, model_repositories=repositories) for each in fleet]
+            with run_embedded_tritons(create_tritons(fleet, on_failure, print_line), print_line):
+                gateway.run()
         if len(reasons) == replicas:
             raise CommandError(reasons[-1])
 
@@ -95,7 +98,11 @@ def run_triton(options: TritonOptions, host: str) -> None:
         signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
     options = replace(options, host=host, restricted_api=restricted)
-    with prompt_exit(), EmbeddedTriton(options, on_message=print_line, on_failure=on_failure):
+    with ExitStack() as stack:
+        stack.enter_context(prompt_exit())
+        repositories = stack.enter_context(resolve_model_paths(options.model_repositories))
+        options = replace(options, model_repositories=repositories)
+        stack.enter_context(EmbeddedTriton(options, on_message=print_line, on_failure=on_failure))
         print_line(f"Triton is ready: {options.url}  (press Ctrl-C to stop)")
         try:
             signal.pause()

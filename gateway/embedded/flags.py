@@ -17,6 +17,15 @@ DEFAULT_MODELS: Final = ("ensemble", "text_ensemble")
 class TritonFlags:
     """The values of the flags; each field defines a flag of the same name."""
 
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="ONNX files, model folders or model repositories to serve, instead of "
+            f"{DEFAULT_REPOSITORY}. A file is served under its name.",
+            show_default=False,
+        ),
+    ] = None
     triton_http_port: Annotated[int, typer.Option(help="Triton's HTTP port.")] = 8000
     triton_grpc_port: Annotated[int, typer.Option(help="Triton's gRPC port.")] = 8001
     triton_metrics_port: Annotated[int, typer.Option(help="Triton's metrics port.")] = 8002
@@ -72,7 +81,7 @@ class TritonFlags:
 
     def to_options(self) -> TritonOptions:
         return TritonOptions(
-            tuple(self.model_repository or [DEFAULT_REPOSITORY]),
+            tuple(self._paths or [DEFAULT_REPOSITORY]),
             tuple(self.load or self._default_models()),
             self.model_control,
             self.poll_secs,
@@ -86,7 +95,11 @@ class TritonFlags:
             start_timeout_s=self.start_timeout,
         )
 
+    @property
+    def _paths(self) -> list[str]:
+        return [*(self.model_repository or ()), *(self.models or ())]
+
     def _default_models(self) -> tuple[str, ...]:
         if self.model_control is not ModelControl.explicit:
             return ()
-        return (LOAD_ALL,) if self.model_repository else DEFAULT_MODELS
+        return (LOAD_ALL,) if self._paths else DEFAULT_MODELS

@@ -50,12 +50,12 @@ def write_model(repository: Path, initialize: str = "pass") -> None:
 
 
 class Up(Command):
-    """`up` with a repository, on ports of its own; the configs of its models leave nothing out, or
-    `auto_complete` is set."""
+    """`up` with a repository, or with the models among its arguments, on ports of its own; the configs of
+    its models leave nothing out, or `auto_complete` is set."""
 
     def __init__(
         self,
-        repository: Path | str,
+        repository: Path | str | None,
         *arguments: str,
         command: str = "up",
         guarded: bool = True,
@@ -66,7 +66,9 @@ class Up(Command):
         further = [REPLICA_PORT_STEP * number for number in range(1, replicas)]
         gateway, http, grpc, metrics = free_ports(4, *further)
         flags = ["--triton-http-port", http, "--triton-grpc-port", grpc]
-        flags += ["--triton-metrics-port", metrics, "--model-repository", repository]
+        flags += ["--triton-metrics-port", metrics]
+        if repository is not None:
+            flags += ["--model-repository", repository]
         if command == "up":
             flags += ["--port", gateway]
         if not auto_complete:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from tests.support import network
 from tests.support.servers import Command, free_ports
 from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -148,7 +149,7 @@ def test_no_model_repository_is_said(tmp_path: Path) -> None:
 def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, name: str) -> None:
     odd, plain = tmp_path / name, tmp_path / "plain"
     write_model(odd)
-    with pytest.raises(CannotStart, match="cannot run a Python model at") as refused:
+    with pytest.raises(CannotStart, match="cannot run a model at") as refused:
         TritonOptions((odd,)).validate()
     assert f"'{odd}'" in str(refused.value)
     write_model(plain)
@@ -179,19 +180,68 @@ def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> 
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
 
 
-def test_a_path_of_no_python_model_may_be_any(tmp_path: Path) -> None:
+def test_a_path_of_a_model_without_a_stub_may_be_any(tmp_path: Path) -> None:
     odd = tmp_path / "my models"
     write_model(odd)
     config = odd / "echo" / "config.pbtxt"
-    config.write_text(CONFIG.replace("python", "onnxruntime"))
-    TritonOptions((odd,), load_models=("*",)).validate()
+    for text in ('backend: "mine"', '# backend: "python"\nplatform: "ensemble"'):
+        config.write_text(text)
+        TritonOptions((odd,), load_models=("*",)).validate()
+    for text in ('name: "a" backend: "onnxruntime"', 'platform: "onnxruntime_onnx"', "# nothing"):
+        config.write_text(text)
+        with pytest.raises(CannotStart):
+            TritonOptions((odd,), load_models=("*",)).validate()
+    config.write_text('backend: "mine"')
     (odd / "echo" / "configs").mkdir()
-    (odd / "echo" / "configs" / "embedded.pbtxt").write_text(CONFIG)  # which Triton then reads
-    with pytest.raises(CannotStart):
-        TritonOptions((odd,), load_models=("*",)).validate()
-    (odd / "echo" / "configs" / "embedded.pbtxt").write_text("# without a backend")
-    with pytest.raises(CannotStart):
-        TritonOptions((odd,), load_models=("*",)).validate()
+    for text in (CONFIG, "# without a backend"):
+        (odd / "echo" / "configs" / "embedded.pbtxt").write_text(text)  # which Triton then reads
+        with pytest.raises(CannotStart):
+            TritonOptions((odd,), load_models=("*",)).validate()
+
+
+def test_a_file_name_that_the_stub_cannot_take_is_named(tmp_path: Path) -> None:
+    (tmp_path / "net" / "1").mkdir(parents=True)
+    config = tmp_path / "net" / "config.pbtxt"
+    config.write_text('default_model_filename: "my net.onnx" backend: "onnxruntime"')
+    with pytest.raises(CannotStart, match=r"net/my net\.onnx'.*a space"):
+        TritonOptions((tmp_path,), load_models=("*",)).validate()
+
+
+def test_files_folders_and_repositories_are_served_at_once(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("given")
+    file = folder / "my classifier.onnx"
+    file.write_bytes(network.classifier())
+    texts = folder / "texts"
+    (texts / "1").mkdir(parents=True)
+    (texts / "1" / "model.onnx").write_bytes(network.texts())
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    paths = [str(path) for path in (file, texts, repository)]
+    environment = {"TMPDIR": str(temporary)}
+    with Up(None, *paths, auto_complete=True, environment=environment) as up:
+        print(up.wait_for("ready after"))
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        body = {"inputs": {"words": ["a"], "numbers": [[1], [2]]}}
+        answer = httpx.post(f"{up.url}/v1/models/texts/infer", json=body, timeout=TIMEOUT_S)
+        assert answer.json()["outputs"] == {"same words": ["a"], "same numbers": [[1], [2]]}
+        described = up.get("/v1/models/my_classifier").json()
+        assert described["outputs"] == [{"name": "OUTPUT__0", "datatype": "FP32", "shape": [1000]}]
+        assert list(temporary.iterdir())
+        with nothing_left(up, brief=True):
+            os.kill(up.pid, signal.SIGTERM)
+        assert up.end() == 0
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("command", ["up", "triton"])
+def test_a_file_that_is_not_a_model_is_named(tmp_path: Path, command: str) -> None:
+    (tmp_path / "net.onnx").write_text("a letter")
+    with Up(None, str(tmp_path / "net.onnx"), command=command, auto_complete=True) as up:
+        assert up.end() == 1
+    sentence = "Triton could not load net: net.onnx is not an ONNX file, or it is incomplete"
+    assert up.lines[-1] == f"triton-gateway: {sentence}"
 
 
 def test_triton_alone(repository: Path) -> None:

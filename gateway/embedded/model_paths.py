@@ -1,0 +1,81 @@
+"""Models that are given as files or folders, in a temporary repository of links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from gateway.embedded.options import CannotStart, is_remote_repository
+from gateway.embedded.python_stub import CONFIG_NAMES
+from gateway.messages import quote_text
+
+MODEL_FILE_SUFFIX: Final = ".onnx"
+FIRST_VERSION: Final = Path("1", "model.onnx")
+DEFAULT_NAME: Final = "model"
+UNSUITABLE_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@contextmanager
+def resolve_model_paths(paths: Sequence[Path | str]) -> Iterator[tuple[Path | str, ...]]:
+    """Yield the repositories among the paths, and a temporary one with the models among them.
+
+    Raises `CannotStart` for a file that is not an ONNX file, and for two models with the same name.
+    """
+    models: dict[str, Path] = {}
+    repositories: list[Path | str] = []
+    for place in paths:
+        path = Path(place)
+        if is_remote_repository(place) or not is_model(path):
+            repositories.append(place)
+            continue
+        name = make_model_name(path)
+        if name in models:
+            raise CannotStart(
+                f"{models[name]} and {path} would both be served as {name}; rename one of them"
+            )
+        models[name] = path
+    if not models:
+        yield tuple(repositories)
+        return
+    with TemporaryDirectory(prefix="triton-gateway-models-") as folder:
+        for name, path in models.items():
+            link_model(path, Path(folder, name))
+        yield (*repositories, Path(folder))
+
+
+def is_model(path: Path) -> bool:
+    """Return whether the path is a model and not a repository. Raises `CannotStart` for other files."""
+    if path.suffix.lower() == MODEL_FILE_SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise CannotStart(f"model file not found: {path}")
+        return True
+    if path.is_file():
+        raise CannotStart(
+            f"cannot serve {quote_text(str(path), 200)}: the embedded Triton runs {MODEL_FILE_SUFFIX} "
+            "files, model folders and repositories; export the model to ONNX (PyTorch: "
+            "torch.onnx.export, TensorFlow: tf2onnx), or serve it with the official Triton image"
+        )
+    versions = (file.parent.name for file in path.glob("*/model.*"))
+    return any((path / name).is_file() for name in CONFIG_NAMES) or any(
+        map(str.isdecimal, versions)
+    )
+
+
+def make_model_name(path: Path) -> str:
+    """Return the name of the file or folder, with underscores for characters that Triton cannot use."""
+    name = path.stem if path.is_file() else path.resolve().name
+    return UNSUITABLE_CHARACTERS.sub("_", name).strip(".") or DEFAULT_NAME
+
+
+def link_model(path: Path, folder: Path) -> None:
+    target = path.absolute()
+    if path.is_dir():
+        folder.symlink_to(target)
+        return
+    link = folder / FIRST_VERSION
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target)
