@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "triton_repo"
-CONFIGS = ("config.pbtxt", "configs/embedded.pbtxt")
+CONFIG = "config.pbtxt"
 # These files belong to the network of triton_repo or are Python caches.
 NOT_COPIED = shutil.ignore_patterns("model.onnx", "labels.txt", "__pycache__")
 
@@ -46,9 +46,8 @@ def write(folder: Path, graph: bytes, labels: Sequence[str], recipe: Recipe) -> 
     for model, values in changes(recipe, len(labels)):
         # Links are followed, so that the new repository does not depend on this one.
         shutil.copytree(SOURCE / model, folder / model, ignore=NOT_COPIED, dirs_exist_ok=True)
-        for name in CONFIGS:
-            config = folder / model / name
-            config.write_text(changed(config.read_text(), values, f"{model}/{name}"))
+        config = folder / model / CONFIG
+        config.write_text(changed(config.read_text(), values, f"{model}/{CONFIG}"))
     (folder / "core/1/model.onnx").write_bytes(graph)
     (folder / "postprocessing/labels.txt").write_text("\n".join(labels) + "\n", "utf-8")
 

@@ -15,13 +15,13 @@ from google.protobuf import text_format
 from PIL import Image
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from models.classifier import CONFIGS, ConfigError, Recipe, changed, write
+from gateway.embedded.model_paths import link_model
+from models.classifier import CONFIG, ConfigError, Recipe, changed, write
 from tests.support import network
 from tests.support.documents import OWN_SERVER, assert_prints, examples
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 DOCUMENT = ROOT / "docs" / OWN_SERVER
-QUICK_START = ROOT / "docs" / "quick-start.md"
 REPOSITORY = ROOT / "triton_repo"
 LABELS = [f"thing {number}" for number in range(network.CLASSES)]
 RECIPE = Recipe(232, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -29,14 +29,13 @@ PNG = {"Content-Type": "image/png"}
 NPY = {**PNG, "Accept": "application/x-npy"}
 
 
-def blocks(language: str, document: Path = DOCUMENT) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the document's `sh` blocks make, its pipeline, what the quick start makes, and another network
-    with a line of config."""
+    """What the document's `sh` blocks make, its single file, its pipeline, and networks without a config."""
     place = tmp_path_factory.mktemp("brought")
     (place / "triton_repo").symlink_to(REPOSITORY)
     (place / "model.onnx").write_bytes(network.classifier())
@@ -45,15 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=60)
     models = place / "my_models"
     write(models, network.classifier(), LABELS, RECIPE)
-    (place / "my.onnx").write_bytes(network.classifier())
-    (steps,) = (block for block in blocks("sh", QUICK_START) if "my.onnx" in block)
-    subprocess.run(["sh", "-e", "-c", steps], cwd=place, check=True, timeout=60)
-    (place / "repository" / "mine").rename(models / "mine")
+    (place / "mine.onnx").write_bytes(network.classifier())
+    for name in ("model", "mine"):
+        link_model(place / f"{name}.onnx", models / name)
     version = models / "texts" / "1"
     version.mkdir(parents=True)
     (version / "model.onnx").write_bytes(network.texts())
-    (version / "model.py").symlink_to(REPOSITORY / "core/1/model.py")
-    (version.parent / "config.pbtxt").write_text('backend: "python"')
     return models
 
 
@@ -89,7 +85,7 @@ def test_an_example_prints_what_the_document_says(
 
 
 def test_the_document_has_steps_and_examples() -> None:
-    assert len(blocks("sh")) >= 3
+    assert len(blocks("sh")) >= 2
     assert len(list(examples([DOCUMENT]))) >= 5
 
 
@@ -114,7 +110,7 @@ def test_the_pipeline_serves_another_network_by_its_config_values_alone(
     assert [entry["probability"] for entry in answer] == pytest.approx(shares[best], abs=1e-3)
 
 
-def test_a_line_of_config_is_enough_for_shapes_and_batches(brought: httpx.Client) -> None:
+def test_no_config_is_needed_for_shapes_and_batches(brought: httpx.Client) -> None:
     described = brought.get("/v1/models/mine").json()
     assert described["max_batch_size"] == 4
     assert [tensor["shape"] for tensor in described["inputs"]] == [[3, 224, 224]]
@@ -159,12 +155,11 @@ def parsed(config: Path) -> ModelConfig:
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("model", ["preprocessing", "core", "postprocessing", "ensemble"])
 def test_nothing_but_shapes_and_parameters_differs_from_the_digits(
-    folder: Path, model: str, name: str
+    folder: Path, model: str
 ) -> None:
-    ours, theirs = parsed(REPOSITORY / model / name), parsed(folder / model / name)
+    ours, theirs = parsed(REPOSITORY / model / CONFIG), parsed(folder / model / CONFIG)
     for config in (ours, theirs):
         config.ClearField("parameters")
         for tensor in [*config.input, *config.output]:
@@ -173,7 +168,7 @@ def test_nothing_but_shapes_and_parameters_differs_from_the_digits(
 
 
 def test_the_code_of_the_pipeline_is_the_same(folder: Path) -> None:
-    for model in ("preprocessing", "core", "postprocessing"):
+    for model in ("preprocessing", "postprocessing"):
         code = sorted((REPOSITORY / model / "1").glob("*.py"))
         assert code
         assert all(

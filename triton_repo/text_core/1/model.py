@@ -1,1 +1,0 @@
-../../core/1/model.py
