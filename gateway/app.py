@@ -36,7 +36,7 @@ from gateway.fleet.replica import ReplicaConnectionOptions, ReplicaSource, parse
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
-from gateway.memory import MemoryBudget, default_budget_bytes
+from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
 from gateway.metrics import Metrics
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
@@ -72,6 +72,7 @@ def tune_interpreter() -> None:
     gc.set_threshold(10_000, 20, 50)
     # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
+    limit_heap_growth()
 
 
 async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: MemoryBudget) -> None:

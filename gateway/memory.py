@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ MIN_BUDGET_BYTES: Final = 64 << 20
 # Large requests together leave a quarter of the budget to small ones.
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
+# Parameters of mallopt(3).
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+MAX_HEAPS: Final = 2
+MIN_MAPPED_BYTES: Final = 1 << 20  # of a buffer with pages of its own
 
 
 def memory_limit_bytes() -> int:
@@ -34,6 +39,17 @@ def memory_limit_bytes() -> int:
 def default_budget_bytes() -> int:
     # The rest of the memory is for everything but request and response bodies.
     return max(memory_limit_bytes() // 4, MIN_BUDGET_BYTES)
+
+
+def limit_heap_growth() -> None:
+    """Let freed buffers of requests return to the system instead of staying in many heaps (mallopt(3)).
+
+    By default, glibc has a heap for each thread, and keeps ever larger buffers in them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # not in other C libraries
+        libc.mallopt(M_ARENA_MAX, MAX_HEAPS)
+        libc.mallopt(M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
 
 
 class MemoryBudgetExceeded(Overloaded):

@@ -24,6 +24,8 @@ from gateway.errors import GatewayError, TooLarge
 T = TypeVar("T")
 
 MAX_FRAMES: Final = 4096
+# A process is replaced after this many calls, because the memory of a process never shrinks to what it was.
+MAX_CALLS: Final = 1000
 
 
 class WorkerLost(Exception):
@@ -36,6 +38,7 @@ class DecodeProcess:
     def __init__(self, process: Process, connection: socket.socket) -> None:
         self._process = process
         self._connection = connection
+        self.call_count = 0
 
     @classmethod
     async def start(cls, max_memory_bytes: int) -> DecodeProcess:
@@ -58,6 +61,7 @@ class DecodeProcess:
     ) -> T:
         """Return the function's result or raise its exception. Raises `WorkerLost` if the worker fails."""
         loop = asyncio.get_running_loop()
+        self.call_count += 1
         try:
             for frame in pack_message((function, arguments, timeout_s)):
                 await loop.sock_sendall(self._connection, frame)
@@ -129,15 +133,21 @@ class DecodePool:
                     "decoding the body requires more memory than one request may use; send smaller requests"
                 ) from None
             except (GatewayError, WorkerCallError):
-                self._idle.append(worker)
+                self._release(worker)
                 raise
             except BaseException:
                 self._kill_in_background(worker)
                 raise
             finally:
                 self._busy.discard(worker)
-            self._idle.append(worker)
+            self._release(worker)
             return result
+
+    def _release(self, worker: DecodeProcess) -> None:
+        if worker.call_count < MAX_CALLS:
+            self._idle.append(worker)
+        else:
+            self._kill_in_background(worker)
 
     def _kill_in_background(self, worker: DecodeProcess) -> None:
         task = asyncio.create_task(worker.kill())

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from gateway.decoding.pool import DecodePool
+from gateway.decoding.pool import MAX_CALLS, DecodePool
 from gateway.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, TooLarge
 from gateway.tensors.images import ImageLimits, inspect_image
@@ -62,6 +62,16 @@ def test_one_process_serves_many_calls() -> None:
     async def scenario(pool: DecodePool) -> None:
         assert len({await pool.run(os.getpid, (), LONG_S) for _ in range(20)}) == 1
         assert len(children()) == 1
+
+    run(scenario)
+
+
+def test_a_process_is_replaced_before_its_memory_grows() -> None:
+    async def scenario(pool: DecodePool) -> None:
+        numbers = [await pool.run(os.getpid, (), LONG_S) for _ in range(MAX_CALLS + 1)]
+        assert len(set(numbers[:-1])) == 1
+        assert numbers[-1] != numbers[0]
+        await wait_until_async(lambda: len(children()) == 1)
 
     run(scenario)
 
@@ -131,8 +141,10 @@ def test_a_process_that_dies_costs_only_its_call() -> None:
         with pytest.raises(TooLarge):
             await pool.run(signal.raise_signal, (signal.SIGKILL,), LONG_S)
         pid = await pool.run(os.getpid, (), LONG_S)
-        psutil.Process(pid).kill()  # while it has nothing to do
-        await wait_until_async(lambda: pid not in [child.pid for child in children()])
+        process = psutil.Process(pid)
+        process.kill()  # while it has nothing to do
+        # Its command line disappears before its socket is closed.
+        await wait_until_async(lambda: not process.is_running() or process.status() == "zombie")
         assert await pool.run(os.getpid, (), LONG_S) != pid
 
     run(scenario, size=1)
