@@ -259,6 +259,8 @@ def measure_upstream_time() -> Iterator[None]:
 
 def check_output_names(model: Signature, requested: Sequence[str]) -> tuple[str, ...]:
     """Return the requested outputs; empty means all. Raises `InputMismatch` for an unknown output."""
+    if not requested:
+        return ()
     unknown = [name for name in requested if name not in model.outputs]
     if unknown:
         raise InputMismatch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
@@ -33,27 +33,19 @@ class LargeBody:
 class RequestBody:
     """The body of a request and the headers that describe it, by their names in lower case."""
 
-    __slots__ = ("_info", "_receive", "headers")
+    __slots__ = ("_info", "_receive", "content_length", "content_type", "headers")
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.headers: dict[bytes, bytes] = dict(
-            reversed(scope["headers"])
-        )  # the first of each name
+        self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # each name's first
+        self.content_type = self.headers.get(b"content-type", b"").decode("latin-1")
+        declared = self.headers.get(b"content-length", b"")
+        self.content_length = int(declared) if declared.isdigit() else None
         self._info: RequestInfo = scope["request_info"]
         self._receive = receive
 
     def get_header(self, name: bytes) -> str | None:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
-
-    @property
-    def content_type(self) -> str:
-        return self.get_header(b"content-type") or ""
-
-    @property
-    def content_length(self) -> int | None:
-        declared = self.headers.get(b"content-length", b"")
-        return int(declared) if declared.isdigit() else None
 
     async def read(self, max_bytes: int, charge: MemoryCharge) -> bytes:
         """Return the decompressed body. Raises `BodyTooLarge`, `TooLarge` or `MemoryBudgetExceeded`."""
@@ -80,7 +72,9 @@ class RequestBody:
     def _check_headers(self, max_bytes: int) -> str:
         """Return the compression of the body, or "". Raises `BodyTooLarge` or `UnsupportedEncoding`."""
         check_length(self.content_length or 0, max_bytes)
-        encoding = (self.get_header(b"content-encoding") or "").strip().lower()
+        if b"content-encoding" not in self.headers:
+            return ""
+        encoding = self.headers[b"content-encoding"].decode("latin-1").strip().lower()
         if encoding in ("identity", ""):
             return ""
         if encoding not in ZLIB_WBITS:
@@ -141,6 +135,7 @@ async def receive_form(
     return await decoders.run_in_thread(0, form.build_payload)
 
 
+@lru_cache(256)
 def find_memory_factor(content_type: str) -> int:
     media_type = content_type.partition(";")[0].strip().lower()
     return (find_codec(media_type) or DEFAULT_CODEC).memory_factor

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, Final, TypeVar
 
@@ -30,12 +30,16 @@ from gateway.tensors.outputs import EncodedBody, InferResult
 from gateway.tensors.payload import Payload
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
-from gateway.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
+from gateway.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.inference import InferRequest
 from gateway.triton.json_guard import MAX_KEY_BYTES
 
 T = TypeVar("T")
+OPTION_HEADERS: Final = frozenset(
+    (b"x-request-timeout", b"x-sequence-id", b"x-sequence", *TRACE_CONTEXT_HEADERS)
+)
+NO_HEADERS: Final[Headers] = []
 # A body of this Content-Length is complete before the application is called (`gateway.protocol`).
 MAX_COMPLETE_BODY_BYTES: Final = 64 << 10
 # Bytes of memory per byte of the result's tensors, which are encoded as JSON.
@@ -62,6 +66,7 @@ class InferExchange:
     services: Services
     body: RequestBody
     info: RequestInfo
+    charge: MemoryCharge
     signature: Signature
     timeout_s: float
     deadline: float
@@ -84,10 +89,6 @@ class InferExchange:
         """Return the function that releases the slot, which the end of the context does not do then."""
         self.has_slot = False
         return partial(self.services.admission.release, self.signature.model)
-
-    @property
-    def charge(self) -> MemoryCharge:
-        return self.services.get_charge(self.info)
 
     @property
     def remaining_s(self) -> float:
@@ -173,21 +174,10 @@ class InferExchange:
     # From the tensors to the response.
 
     def build_request(self, payload: Payload, inputs: InferInputs) -> InferRequest:
-        # Triton takes minutes for many parameters, and for long names.
-        if len(payload.parameters) > MAX_PARAMETERS:
-            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
-        if max(map(len, payload.parameters), default=0) > MAX_KEY_BYTES:
-            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
-        step = sequence.parse_sequence_parameters(payload.parameters)
-        if step is not None and self.step is not None:
-            raise MalformedRequest(
-                "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
-            )
+        step = self._read_parameters(payload.parameters) if payload.parameters else self.step
         signature = self.signature
         return InferRequest(
-            RequestTarget(
-                signature.model, signature.version, self.timeout_s, sequence_step=step or self.step
-            ),
+            RequestTarget(signature.model, signature.version, self.timeout_s, sequence_step=step),
             signature,
             inputs,
             check_output_names(signature, payload.outputs),
@@ -196,6 +186,20 @@ class InferExchange:
             self.deadline,
             self.trace_headers,
         )
+
+    def _read_parameters(self, parameters: Mapping[str, Any]) -> SequenceStep | None:
+        """Check the parameters, and return the request's step of a sequence. Raises `MalformedRequest`."""
+        # Triton takes minutes for many parameters, and for long names.
+        if len(parameters) > MAX_PARAMETERS:
+            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
+        if max(map(len, parameters)) > MAX_KEY_BYTES:
+            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
+        step = sequence.parse_sequence_parameters(parameters)
+        if step is not None and self.step is not None:
+            raise MalformedRequest(
+                "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
+            )
+        return step or self.step
 
     async def run_inference(self, request: InferRequest) -> InferResult:
         result = await self.services.models.infer(request)
@@ -220,7 +224,15 @@ async def open_exchange(
 ) -> InferExchange:
     """Raises `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`."""
     body = RequestBody(request.scope, request.receive)
-    timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
+    timeout_s, step, trace_headers = services.default_timeout_s, None, NO_HEADERS
+    if not OPTION_HEADERS.isdisjoint(body.headers):
+        timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
+        step = sequence.parse_sequence_headers(
+            body.get_header(b"x-sequence-id"), body.get_header(b"x-sequence")
+        )
+        trace_headers = [
+            pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
+        ]
     deadline = asyncio.get_running_loop().time() + timeout_s
     signature = services.models.find_signature(model, version)
     if signature is None:
@@ -228,15 +240,10 @@ async def open_exchange(
         signature = await limit_time(read, deadline, timeout_s)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
-    trace_headers: Headers = []
-    if TRACEPARENT in body.headers:  # `tracestate` may be repeated
-        trace_headers = [
-            pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
-        ]
-    step = sequence.parse_sequence_headers(
-        body.get_header(b"x-sequence-id"), body.get_header(b"x-sequence")
+    charge = services.get_charge(info)
+    return InferExchange(
+        services, body, info, charge, signature, timeout_s, deadline, trace_headers, step
     )
-    return InferExchange(services, body, info, signature, timeout_s, deadline, trace_headers, step)
 
 
 async def limit_time(work: Awaitable[T], deadline: float, timeout_s: float) -> T:
@@ -248,6 +255,7 @@ async def limit_time(work: Awaitable[T], deadline: float, timeout_s: float) -> T
         raise DeadlinePassed(timeout_s) from exc
 
 
+@lru_cache(256)
 def is_active_content(content_type: str) -> bool:
     content_type = content_type.lower()
     return any(word in content_type for word in ACTIVE_CONTENT_WORDS)

@@ -141,6 +141,7 @@ JSON_CODEC: Final = CODECS_BY_TYPE[JSON]
 DEFAULT_CODEC: Final = CODECS_BY_TYPE[OCTET_STREAM]
 
 
+@lru_cache(256)
 def find_codec(media_type: str) -> Codec | None:
     codec = CODECS_BY_TYPE.get(media_type)
     if codec is None and media_type.startswith("image/"):

@@ -88,15 +88,20 @@ class InferRequest(NamedTuple):
 
     async def encode(self, build: Callable[[InferRequest, float], T]) -> T:
         """Return what `build` makes of the request and its remaining time, in a thread if it is large."""
-        arrays = self.inputs.arrays.values()
-        elements = sum(array.size for array in arrays if array.dtype.kind == "O")
-        size_bytes = sum(array.nbytes for array in arrays)
+        elements = size_bytes = 0
+        for array in self.inputs.arrays.values():
+            size_bytes += array.nbytes
+            if array.dtype.kind == "O":
+                elements += array.size
         if elements > MAX_INLINE_REQUEST_ELEMENTS or size_bytes > MAX_INLINE_REQUEST_BYTES:
             return await asyncio.to_thread(build, self, self.remaining_s)
         return build(self, self.remaining_s)
 
     def build_options(self, remaining_s: float) -> RequestOptions:
         """Raises `InputMismatch` for parameters that Triton would reject or misread."""
+        default_timeout_us = max(int(remaining_s * 1e6), 1)
+        if not self.parameters:
+            return RequestOptions(dict.fromkeys(self.outputs, 0), default_timeout_us, 0, {})
         custom = {
             key: value
             for key, value in self.parameters.items()
@@ -107,7 +112,7 @@ class InferRequest(NamedTuple):
         )
         timeout_us = parse_integer_parameter(
             "timeout",
-            custom.pop("timeout", max(int(remaining_s * 1e6), 1)),
+            custom.pop("timeout", default_timeout_us),
             "a positive number of microseconds",
             minimum=1,
         )
