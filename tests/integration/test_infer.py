@@ -9,6 +9,7 @@ import re
 import socket
 from typing import Any
 
+import httpx
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+from gateway.routes.infer import find_inference_route
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo
@@ -751,3 +753,58 @@ def test_a_name_that_is_none_is_404(zoo: Zoo, name: str) -> None:
 
 
 # What a model says of itself.
+
+
+# A request with a query is served by the framework, any other by the same handler without it.
+
+VERBS = ("/infer", "/versions/1/infer", ":predict", "/versions/1:predict")
+JSON_REQUESTS: dict[str, dict[str, Any]] = {
+    "rows or inputs": {"json": {"inputs": [[[1.0, 2.0]]]}},
+    "no JSON": {"content": b"{", "headers": {"Content-Type": "application/json"}},
+    "wrong values": {"json": {"inputs": "text"}},
+    "another type": {"content": b"x", "headers": {"Content-Type": "x/y"}},
+    "a wrong header": {"json": {"inputs": [[1.0]]}, "headers": {"X-Request-Timeout": "-1"}},
+    "a wrong method": {"method": "GET"},
+}
+
+
+def comparable(response: httpx.Response) -> tuple[int, Any, dict[str, str]]:
+    """Status, document and headers, without those that differ between two requests."""
+    document = response.json()
+    for key in ("id", "request_id"):
+        document.pop(key, None)
+    headers = {name: value for name, value in response.headers.items() if name != "x-request-id"}
+    return response.status_code, document, headers
+
+
+@pytest.mark.parametrize("request_name", JSON_REQUESTS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_both_ways_to_a_handler_answer_alike(zoo: Zoo, verb: str, request_name: str) -> None:
+    options = {"method": "POST", **JSON_REQUESTS[request_name]}
+    path = zoo.path("batched_FP32", verb)
+    answers = [
+        comparable(zoo.client.request(url=url, **options)) for url in (path, f"{path}?unknown=1")
+    ]
+    assert answers[0] == answers[1]
+    assert answers[0][0] in (200, 400, 404, 405, 415, 422)
+
+
+def test_both_ways_know_the_same_models(zoo: Zoo) -> None:
+    for verb in VERBS:
+        path = f"/v1/models/nothing-like-it{verb}"
+        answers = [comparable(zoo.client.post(url)) for url in (path, f"{path}?unknown=1")]
+        assert answers[0] == answers[1]
+        assert answers[0][0] == 404
+
+
+def test_every_inference_in_the_description_is_served_without_the_framework(zoo: Zoo) -> None:
+    paths = zoo.client.get("/openapi.json").json()["paths"]
+    described = {
+        path for path, item in paths.items() if "inference" in str(item.get("post", {}).get("tags"))
+    }
+    assert described == {
+        route.template
+        for path in described
+        if (route := find_inference_route(path.format(model="m", version="1"))) is not None
+    }
+    assert len(described) == len(VERBS)
