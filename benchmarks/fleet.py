@@ -15,7 +15,7 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import plan_actions
-from gateway.fleet.replica import ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
+from gateway.fleet.replica import ReplicaAddress, ReplicaConnectionOptions
 from gateway.state.desired import DesiredModel
 from tests.support.simulated_replicas import SimulatedTriton
 
@@ -67,9 +67,8 @@ def cpu_us(work: Callable[[], object]) -> float:
 
 async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, float]:
     """Return the microseconds of each choice, probe and plan."""
-    sources = [ReplicaSource(address) for address in addresses]
     async with ReplicaPool(
-        sources, ReplicaConnectionOptions(10.0), probe_interval_s=NEVER_S
+        addresses, ReplicaConnectionOptions(10.0), probe_interval_s=NEVER_S
     ) as pool:
         await pool.monitor.probe_all()
         chosen = cpu_us(

@@ -28,11 +28,12 @@ from gateway.auth import PUBLIC_PATHS, Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.fleet.collector import FleetCollector, StateCollector
+from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import ReplicaConnectionOptions, ReplicaSource, parse_replica_url
+from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
@@ -100,7 +101,7 @@ def app_from_environment() -> ASGIApp:
 def create_tls_context(
     settings: Settings, sources: Sequence[ReplicaSource]
 ) -> ssl.SSLContext | None:
-    if not any(source.address.tls for source in sources):
+    if not any(source.tls for source in sources):
         return None
     context = ssl.create_default_context(cafile=settings.triton_ca_file)
     if settings.triton_cert_file is not None:
@@ -152,7 +153,7 @@ class AppComponents(NamedTuple):
 
 def build_components(settings: Settings) -> AppComponents:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
-    sources = [parse_replica_url(url) for url in settings.triton_urls]
+    sources = [parse_replica_source(url) for url in settings.triton_urls]
     tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
     secret = settings.triton_restricted_api
     connection_options = ReplicaConnectionOptions(

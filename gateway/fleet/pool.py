@@ -10,11 +10,11 @@ from typing import Any, Final
 import anyio
 
 from gateway.errors import Unavailable
-from gateway.fleet.discovery import ReplicaDiscovery, Resolver, resolve_host
+from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.probe import HealthMonitor
-from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
+from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ class ReplicaPool:
         metrics: Metrics | None = None,
         probe_interval_s: float = 0.5,
         dns_interval_s: float = 5.0,
-        resolver: Resolver = resolve_host,
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         self.changes = asyncio.Event()  # set when a replica's state or models change
@@ -48,7 +47,7 @@ class ReplicaPool:
         self.monitor = HealthMonitor(
             self.replicas, self._notify_change, probe_interval_s, self.metrics
         )
-        self._discovery = ReplicaDiscovery(sources, self._update_replicas, dns_interval_s, resolver)
+        self._discovery = ReplicaDiscovery(sources, self._update_replicas, dns_interval_s)
         self._connection_options = connection_options
         self._loop = asyncio.get_running_loop()
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
@@ -71,7 +70,7 @@ class ReplicaPool:
     def _update_replicas(self) -> None:
         current = self._discovery.addresses
         for address in self.replicas.keys() - current:
-            log.warning("replica %s is removed: its DNS name no longer has this address", address)
+            log.warning("replica %s is removed: GATEWAY_TRITON_URLS no longer leads to it", address)
             self._probe_tasks.pop(address).cancel()
             removed = self.replicas.pop(address)
             removed.close()

@@ -21,8 +21,7 @@ from gateway.triton.restricted_api import RestrictedApi
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 PORT = re.compile("[0-9]{1,5}")
-SCHEMES = {"http": (False, False), "https": (True, False)}
-SCHEMES |= {f"dns+{scheme}": (tls, True) for scheme, (tls, _) in SCHEMES.items()}
+TLS_BY_SCHEME = {"http": False, "https": True}
 
 
 class BadAddress(CommandError):
@@ -48,30 +47,21 @@ class ReplicaAddress:
         return join_host_port(self.host, self.grpc_port)
 
 
-@dataclass(frozen=True)
-class ReplicaSource:
-    """An entry of `GATEWAY_TRITON_URLS`: one address, or a DNS name that can have several."""
-
-    address: ReplicaAddress
-    is_dns_name: bool = False
-
-
 def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parse_replica_url(url: str) -> ReplicaSource:
-    """Parse an entry of `GATEWAY_TRITON_URLS`. Raises `BadAddress`."""
+def parse_replica_url(url: str) -> ReplicaAddress:
+    """Raises `BadAddress`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = HTTP_PORT if parts.port is None else parts.port
     except ValueError as exc:
         raise BadAddress(f"{url!r} is not a valid Triton address: {exc}") from None
-    if not port or parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/"):
+    if not port or parts.scheme not in TLS_BY_SCHEME or not parts.hostname or parts.path.strip("/"):
         raise BadAddress(
             f"{url!r} is not a valid Triton address; write http://HOST:8000 or dns+http://NAME:8000"
         )
-    tls, by_dns = SCHEMES[parts.scheme]
     ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in ports or not PORT.fullmatch(value) or not 0 < int(value) < 65536:
@@ -79,8 +69,8 @@ def parse_replica_url(url: str) -> ReplicaSource:
                 f"{url!r} has invalid parameters; only grpc=PORT and metrics=PORT are allowed"
             )
         ports[name] = int(value)
-    address = ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls)
-    return ReplicaSource(address, by_dns)
+    tls = TLS_BY_SCHEME[parts.scheme]
+    return ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from gateway.errors import (
     UnknownModel,
 )
 from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
@@ -44,7 +45,7 @@ from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.fleet.reconciler import RECONCILE_INTERVAL_S
-from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions, ReplicaSource
+from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
@@ -127,7 +128,7 @@ def watching(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> ReplicaPool:
     return ReplicaPool(
-        [ReplicaSource(address) for address in addresses],
+        list(addresses),
         ReplicaConnectionOptions(connect_timeout_s),
         probe_interval_s=poll_s,
     )
@@ -366,13 +367,12 @@ class Names:
         return self.hosts
 
     def pool(self, fake: SimulatedTriton, poll_s: float = POLL_S) -> ReplicaPool:
-        named = ReplicaSource(ReplicaAddress(NAME, fake.port, fake.grpc_port), is_dns_name=True)
+        named = DnsName(ReplicaAddress(NAME, fake.port, fake.grpc_port), resolver=self)
         return ReplicaPool(
             [named],
             ReplicaConnectionOptions(CONNECT_TIMEOUT_S),
             probe_interval_s=poll_s,
             dns_interval_s=0.1,
-            resolver=self,
         )
 
 

@@ -23,6 +23,7 @@ from gateway.fleet.balancer import (
     RelativeLatency,
     choose_less_loaded,
 )
+from gateway.fleet.discovery import DnsName, ReplicaSource, parse_replica_source
 from gateway.fleet.health import Health, HealthState, RetryBudget, can_eject
 from gateway.fleet.index import (
     LOADING,
@@ -50,7 +51,7 @@ from gateway.fleet.reconcile_plan import (
     merge_declared_models,
     plan_actions,
 )
-from gateway.fleet.replica import BadAddress, ReplicaAddress, ReplicaSource, parse_replica_url
+from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
 from gateway.state.desired import DesiredModel
 from gateway.state.loads import is_in_progress, new_load_token
 
@@ -963,41 +964,41 @@ def test_what_is_not_ready_says_why_and_what_is_ready_has_it_all(
 @pytest.mark.parametrize(
     ("url", "found", "shown"),
     [
-        ("http://triton", ReplicaSource(ReplicaAddress("triton", 8000)), "triton:8000"),
-        ("http://triton:9000/", ReplicaSource(ReplicaAddress("triton", 9000)), "triton:9000"),
-        ("triton", ReplicaSource(ReplicaAddress("triton", 8000)), "triton:8000"),
-        ("triton:9000", ReplicaSource(ReplicaAddress("triton", 9000)), "triton:9000"),
-        ("10.0.0.1:9000", ReplicaSource(ReplicaAddress("10.0.0.1", 9000)), "10.0.0.1:9000"),
-        ("http://h:1?grpc=2&metrics=3", ReplicaSource(ReplicaAddress("h", 1, 2, 3)), "h:1"),
-        ("http://h?metrics=65535", ReplicaSource(ReplicaAddress("h", 8000, 8001, 65535)), "h:8000"),
-        ("https://h", ReplicaSource(ReplicaAddress("h", 8000, tls=True)), "h:8000"),
-        ("http://[::1]", ReplicaSource(ReplicaAddress("::1", 8000)), "[::1]:8000"),
+        ("http://triton", ReplicaAddress("triton", 8000), "triton:8000"),
+        ("http://triton:9000/", ReplicaAddress("triton", 9000), "triton:9000"),
+        ("triton", ReplicaAddress("triton", 8000), "triton:8000"),
+        ("triton:9000", ReplicaAddress("triton", 9000), "triton:9000"),
+        ("10.0.0.1:9000", ReplicaAddress("10.0.0.1", 9000), "10.0.0.1:9000"),
+        ("http://h:1?grpc=2&metrics=3", ReplicaAddress("h", 1, 2, 3), "h:1"),
+        ("http://h?metrics=65535", ReplicaAddress("h", 8000, 8001, 65535), "h:8000"),
+        ("https://h", ReplicaAddress("h", 8000, tls=True), "h:8000"),
+        ("http://[::1]", ReplicaAddress("::1", 8000), "[::1]:8000"),
         (
             "https://[2001:db8::7]:9",
-            ReplicaSource(ReplicaAddress("2001:db8::7", 9, tls=True)),
+            ReplicaAddress("2001:db8::7", 9, tls=True),
             "[2001:db8::7]:9",
         ),
         (
             "dns+http://triton:9000",
-            ReplicaSource(ReplicaAddress("triton", 9000), is_dns_name=True),
-            "triton:9000",
+            DnsName(ReplicaAddress("triton", 9000)),
+            "triton",
         ),
         (
             "dns+https://triton.ml.svc?grpc=7",
-            ReplicaSource(ReplicaAddress("triton.ml.svc", 8000, 7, tls=True), is_dns_name=True),
-            "triton.ml.svc:8000",
+            DnsName(ReplicaAddress("triton.ml.svc", 8000, 7, tls=True)),
+            "triton.ml.svc",
         ),
-        ("HTTP://TRITON", ReplicaSource(ReplicaAddress("triton", 8000)), "triton:8000"),
+        ("HTTP://TRITON", ReplicaAddress("triton", 8000), "triton:8000"),
     ],
 )
 def test_an_address_is_read(url: str, found: ReplicaSource, shown: str) -> None:
-    assert parse_replica_url(url) == found
-    assert str(found.address) == shown
+    assert parse_replica_source(url) == found
+    assert str(found) == shown
 
 
 def test_grpc_is_on_the_same_host() -> None:
-    assert parse_replica_url("http://[::1]:9?grpc=10").address.grpc_target == "[::1]:10"
-    assert parse_replica_url("http://h").address.grpc_target == "h:8001"
+    assert parse_replica_url("http://[::1]:9?grpc=10").grpc_target == "[::1]:10"
+    assert parse_replica_url("http://h").grpc_target == "h:8001"
 
 
 @pytest.mark.parametrize(
@@ -1030,15 +1031,17 @@ def test_grpc_is_on_the_same_host() -> None:
 )
 def test_what_is_no_address_is_told_of(url: str) -> None:
     with pytest.raises(BadAddress):
-        parse_replica_url(url)
+        parse_replica_source(url)
 
 
 @given(st.text() | st.text("dnshttp+:/[]?=&grpc.0189%"))
 def test_no_text_makes_an_address_fail_in_another_way(text: str) -> None:
     for url in (text, f"http://{text}", f"http://h?{text}", f"dns+https://h:{text}"):
         try:
-            address = parse_replica_url(url).address
+            source = parse_replica_source(url)
         except BadAddress:
             continue
+        address = source.address if isinstance(source, DnsName) else source
+        assert isinstance(address, ReplicaAddress)
         assert address.host
         assert all(0 < port < 65536 for port in (address.port, address.grpc_port))

@@ -57,9 +57,8 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
-    entry = parse_replica_url(f"https://127.0.0.1:{port}")
-    replica = entry.address
-    wire = ReplicaConnectionOptions(TIMEOUT_S, create_tls_context(settings, [entry]))
+    replica = parse_replica_url(f"https://127.0.0.1:{port}")
+    wire = ReplicaConnectionOptions(TIMEOUT_S, create_tls_context(settings, [replica]))
     upstream = HttpClient(replica.host, replica.port, tls=wire.tls, connect_timeout_s=TIMEOUT_S)
     try:
         return await upstream.request(b"GET", b"/", timeout_s=TIMEOUT_S)
