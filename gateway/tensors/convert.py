@@ -62,7 +62,7 @@ def convert_image(image: images.EncodedImage, tensor: TensorSpec, spec: ImageSpe
             f"an image, but the model's config has the unknown gateway.scale {quote_text(tensor.scale)}",
         )
     if tensor.scale in ("", "none") and not tensor.mean and not tensor.std:
-        if tensor.datatype.name == "INT8":
+        if not np.can_cast(np.uint8, tensor.datatype.numpy_dtype):
             raise build_input_mismatch(
                 tensor,
                 "an image, whose values 0..255 do not fit; set gateway.scale in the model's config",

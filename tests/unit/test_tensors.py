@@ -18,6 +18,7 @@ from gateway.media_types import JSON, OCTET_STREAM
 from gateway.openapi.model_document import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.decode import read_payload
+from gateway.tensors.dtypes import DATATYPES, Datatype, DatatypeKind
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
@@ -30,6 +31,7 @@ from gateway.tensors.outputs import (
 )
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, build_signature
+from tests.support.images import encoded
 
 
 def model(
@@ -377,3 +379,20 @@ def test_a_boundary_that_is_too_long_is_malformed() -> None:
     for length, told in ((300, "boundary is too long"), (70, "ends before its closing boundary")):
         with pytest.raises(MalformedRequest, match=told):
             read_payload(b"", f"multipart/form-data; boundary={'b' * length}", PayloadLimits())
+
+
+NUMBERS = (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
+NUMERIC = [each for each in DATATYPES.values() if each.kind in NUMBERS]
+
+
+@pytest.mark.parametrize("datatype", NUMERIC, ids=lambda datatype: datatype.name)
+def test_an_image_keeps_its_values_in_any_datatype_or_is_refused(datatype: Datatype) -> None:
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    signature = model({"X": (datatype.name, [16, 16])}, {})
+    payload = Payload({"": [Part(encoded(levels), "image/png")]})
+    try:
+        array = to_inputs(payload, signature, ImageLimits()).arrays["X"]
+    except InputMismatch:
+        assert np.array(255).astype(datatype.numpy_dtype) != 255
+    else:
+        assert array.astype(np.int64).tolist() == levels.tolist()
