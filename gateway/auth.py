@@ -25,6 +25,9 @@ from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
 from gateway.request_info import ManagementCall
 
 KEYS_FILE_POLL_S: Final = 0.5
+AUTHORIZATION: Final = b"authorization"
+# Headers with keys, which are not forwarded to Triton.
+KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 # Probes and browsers that load pages have no key.
@@ -114,16 +117,15 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     key: bytes | None = None
     basic: list[bytes] = []
     for name, value in headers:
-        if name == b"authorization":
+        if name not in KEY_HEADERS:
+            continue
+        credentials = value
+        if name == AUTHORIZATION:
             scheme, _, credentials = value.partition(b" ")
             if scheme.lower() == BASIC:
                 basic.append(credentials)
             if scheme.lower() != BEARER:
                 continue  # credentials for a proxy or another scheme
-        elif name == b"x-api-key":
-            credentials = value
-        else:
-            continue
         credentials = credentials.strip()
         if key is not None and credentials != key:
             raise Unauthenticated("the request contains two different keys")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
+from gateway.auth import KEY_HEADERS
 from gateway.errors import MalformedRequest, UnsupportedEncoding
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS
@@ -17,8 +18,8 @@ HOP_BY_HOP: Final = frozenset(
     b"upgrade".split()
 )
 # Headers for the gateway itself.
-GATEWAY_HEADERS: Final = frozenset(
-    b"host expect authorization x-api-key x-request-timeout x-sequence-id x-sequence".split()
+GATEWAY_HEADERS: Final = KEY_HEADERS | frozenset(
+    b"host expect x-request-timeout x-sequence-id x-sequence".split()
 )
 # Names of Triton's own parameters. If Triton converts headers to parameters (--http-header-forward-pattern),
 # versions up to 2.68 interpret these headers, and later ones reject the request. Browsers send "priority".
