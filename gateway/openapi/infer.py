@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from gateway.media_types import JSON, NPY, NPZ
-from gateway.openapi.responses import build_responses
+from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     STREAM_CONTENT,
@@ -16,7 +14,6 @@ from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.schema import build_object_schema
 from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
 
-INFER_ERRORS: Final = (404, 406, 409, 415, 502, 504)
 INFER_RESPONSE_SCHEMA = build_object_schema(
     {
         "id": STRING_SCHEMA,
@@ -49,7 +46,7 @@ PREDICT_RESPONSE_SCHEMA = {
     ]
 }
 INFER_RESPONSES = build_responses(
-    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs.", *INFER_ERRORS
+    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs.", *ERROR_DESCRIPTIONS
 )
 INFER_RESPONSES[200]["content"] |= {
     NPY: BINARY_CONTENT,
@@ -59,7 +56,9 @@ INFER_RESPONSES[200]["content"] |= {
     "*/*": BINARY_CONTENT,
 }
 PREDICT_RESPONSES = build_responses(
-    PREDICT_RESPONSE_SCHEMA, "One prediction per row, or the outputs as columns.", *INFER_ERRORS
+    PREDICT_RESPONSE_SCHEMA,
+    "One prediction per row, or the outputs as columns.",
+    *ERROR_DESCRIPTIONS,
 )
 INFER_HEADER_PARAMETERS = [
     build_header_parameter(

@@ -34,6 +34,7 @@ class ManagementError(Error):
 
 
 ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/Error"}
+# An inference can end with any of these; other routes with some.
 ERROR_DESCRIPTIONS: Final = {
     400: "The request is malformed.",
     401: "The API key is missing or unknown.",
