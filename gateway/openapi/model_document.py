@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
+from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, Error
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     SECURITY,
     SECURITY_SCHEMES,
     STREAM_CONTENT,
-    STRING_CONTENT,
 )
-from gateway.tensors.codecs import BINARY_SCHEMA
+from gateway.tensors.codecs import BINARY_SCHEMA, CODECS
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.examples import build_example_inputs, build_infer_path
 from gateway.tensors.schema import Schema, build_request_schema, build_response_schema
@@ -56,16 +55,12 @@ def build_body_content(signature: Signature) -> Schema:
     form = {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY_SCHEMA)}
     content: Schema = {
         JSON: {"schema": body_schema, "example": {"inputs": example}},
-        NPZ: BINARY_CONTENT,
         MULTIPART: {"schema": form},
     }
-    if len(signature.required_inputs) == 1:
-        (tensor,) = signature.required_inputs
-        content[NPY] = BINARY_CONTENT
-        if tensor.datatype.kind is DatatypeKind.BYTES or tensor.image_spec is not None:
-            content |= {ANY_IMAGE: BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT}
-        if tensor.datatype.kind is DatatypeKind.BYTES:
-            content[TEXT] = STRING_CONTENT
+    required = signature.required_inputs
+    for codec in CODECS:
+        if codec.read_payload or (len(required) == 1 and codec.is_accepted(required[0])):
+            content.setdefault(codec.media_type, {"schema": codec.schema})
     return content
 
 

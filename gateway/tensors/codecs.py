@@ -14,10 +14,12 @@ from typing import Any, Final
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
 from gateway.messages import quote_text
+from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.json_body import decode_b64_objects, parse_json_body, read_json_payload
 from gateway.tensors.npy import read_npy
 from gateway.tensors.npz import read_npz
 from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.signature import TensorSpec
 
 # The encodings of the WHATWG Encoding Standard by their Python names, and ASCII, UTF-16 and UTF-32. Python's
 # other codecs include binary transforms, produce invalid Unicode, or cache every unknown name.
@@ -54,6 +56,19 @@ class Codec:
     memory_factor: int = 3  # bytes of memory per byte: the body, its tensors, the request to Triton
     max_inline_bytes: float = 16 << 10
     max_thread_bytes: float = math.inf
+    is_accepted: Callable[[TensorSpec], bool] = lambda _: True  # by an input that is the whole body
+
+
+def accepts_text(tensor: TensorSpec) -> bool:
+    return tensor.datatype.kind is DatatypeKind.BYTES
+
+
+def accepts_file(tensor: TensorSpec) -> bool:
+    return accepts_text(tensor) or tensor.image_spec is not None
+
+
+def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
+    return body
 
 
 def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
@@ -125,9 +140,13 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
 }
 # The JSON parser holds the GIL, numbers can be shorter in JSON than as tensors, and archives are compressed.
 CODECS: Final = (
-    Codec(ANY_IMAGE, BINARY_SCHEMA, lambda body, _: body, max_inline_bytes=math.inf),
-    Codec(OCTET_STREAM, BINARY_SCHEMA, lambda body, _: body, max_inline_bytes=math.inf),
-    Codec(TEXT, STRING_SCHEMA, decode_text),
+    Codec(
+        ANY_IMAGE, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
+    ),
+    Codec(
+        OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
+    ),
+    Codec(TEXT, STRING_SCHEMA, decode_text, is_accepted=accepts_text),
     Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.form`
     Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
     # A view of the body.
