@@ -42,7 +42,8 @@ MAX_CANCEL_GRACE_S: Final = 0.6
 GRPC_UNAVAILABLE_S: Final = 30.0
 # Prefixes of gRPC's own messages, because a model's messages may contain the same words.
 NOT_SENT_MESSAGE: Final = re.compile(
-    r"failed to connect|connections to all backends|dns resolution|name resolution|empty address",
+    r"failed to connect|connections to all backends|errors resolving |dns resolution|"
+    r"name resolution|empty address",
     re.I,
 )
 TOO_LARGE_MESSAGE: Final = re.compile(

@@ -36,8 +36,8 @@ HTTP_STATUS_BY_GRPC_CODE: Final = {
     "UNIMPLEMENTED": 501,
 }
 UNREACHABLE_MESSAGE: Final = re.compile(
-    r"failed to connect|connection (?:refused|reset|closed|attempt timed out)|socket closed|"
-    r"recvmsg|endpoint read failed|name resolution|dns resolution|tls handshake|handshak",
+    r"failed to connect|errors resolving |connection (?:refused|reset|closed|attempt timed out)|"
+    r"socket closed|recvmsg|endpoint read failed|name resolution|dns resolution|tls handshake|handshak",
     re.I,
 )
 FILE_PARAMETER_PREFIX: Final = "file:"
