@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from gateway.client.errors import COMMAND_HINTS
 from tests.support.source import package_trees
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -76,3 +77,15 @@ def test_messages_use_the_usual_words() -> None:
         if re.search(phrase, text)
     ]
     assert not riddles
+
+
+def test_the_commands_translate_advice_that_the_gateway_gives() -> None:
+    texts = [
+        node.value
+        for module, tree in package_trees().items()
+        if not module.startswith("gateway.client.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for hint in COMMAND_HINTS:
+        assert any(hint in text for text in texts), hint
