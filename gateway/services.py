@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -47,6 +48,11 @@ class Services:
         if charge is None:
             charge = info.charge = MemoryCharge(self.memory)
         return charge
+
+    @cached_property
+    def large_body_turn(self) -> asyncio.Lock:
+        """Held while a piece of a large body is checked on the event loop."""
+        return asyncio.Lock()
 
     @cached_property
     def payload_limits(self) -> PayloadLimits:

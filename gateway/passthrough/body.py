@@ -190,6 +190,7 @@ async def guard_body(
     length: int,
     json_bytes: int | None,
     load_signature: Callable[[], Awaitable[Signature]],
+    turn: asyncio.Lock,
 ) -> PassthroughBody:
     """Return the body, of which every byte is validated before Triton receives it.
 
@@ -204,8 +205,8 @@ async def guard_body(
     else:
         guard = JsonGuard(length, json_bytes, has_tensors=has_tensors, key_limits=limits)
         if not isinstance(body, bytes):
-            return guard_chunks(body, guard, load_signature)
-        await guard_chunk(body, guard)
+            return guard_chunks(body, guard, load_signature, turn)
+        await guard_chunk(body, guard, turn)
         guard.finish()
         has_classification = guard.has_classification
     if has_classification:
@@ -217,10 +218,11 @@ async def guard_chunks(
     body: AsyncIterator[bytes],
     guard: JsonGuard,
     load_signature: Callable[[], Awaitable[Signature]],
+    turn: asyncio.Lock,
 ) -> AsyncIterator[bytes]:
     checked = False
     async for data in body:
-        await guard_chunk(data, guard)
+        await guard_chunk(data, guard, turn)
         if guard.has_classification and not checked:
             checked = True
             # The output names may follow later in the stream, so that all outputs are checked.
@@ -229,16 +231,15 @@ async def guard_chunks(
     guard.finish()
 
 
-async def guard_chunk(data: bytes, guard: JsonGuard) -> None:
-    if len(data) <= GUARD_CHUNK_BYTES:
-        guard.feed(data)
-        return
+async def guard_chunk(data: bytes, guard: JsonGuard, turn: asyncio.Lock) -> None:
+    """Check a chunk in pieces. Large bodies share a turn, so that others run between any two pieces."""
     for start in range(0, len(data), GUARD_CHUNK_BYTES):
         if guard.is_past_json:
             guard.skip(len(data) - start)
             return
-        guard.feed(data[start : start + GUARD_CHUNK_BYTES])
-        await asyncio.sleep(0)  # other requests run between the pieces
+        async with turn:
+            guard.feed(data[start : start + GUARD_CHUNK_BYTES])
+            await asyncio.sleep(0)
 
 
 def check_class_outputs(signature: Signature, output_names: list[str] | None) -> None:

@@ -163,7 +163,9 @@ async def prepare_body(
         step = find_sequence_step(first, json_bytes)
     if "POST" in route.rule.methods:
         signature = partial(services.models.get_signature, route.model, route.version)
-        body = await guard_body(body, action, length, json_bytes, signature)
+        body = await guard_body(
+            body, action, length, json_bytes, signature, services.large_body_turn
+        )
     return body, step
 
 
