@@ -40,8 +40,10 @@ OPTION_HEADERS: Final = frozenset(
     (b"x-request-timeout", b"x-sequence-id", b"x-sequence", *TRACE_CONTEXT_HEADERS)
 )
 NO_HEADERS: Final[Headers] = []
-# A body of this Content-Length is complete before the application is called (`gateway.protocol`).
-MAX_COMPLETE_BODY_BYTES: Final = 64 << 10
+# A body of this Content-Length is complete before the application is called (`gateway.protocol`), and decoded
+# on the event loop.
+MAX_QUICK_BODY_BYTES: Final = 16 << 10
+SLOW_BODY_HEADERS: Final = frozenset((b"expect", b"content-encoding"))
 # Bytes of memory per byte of the result's tensors, which are encoded as JSON.
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
@@ -61,7 +63,7 @@ IMAGE_HEADER_COST_BYTES: Final = LARGE_ARRAY_BYTES // 4
 
 @dataclass
 class InferExchange:
-    """One request to a model, with the resources that it holds until `close`."""
+    """One request to a model, with the slot that it holds until the end of its context."""
 
     services: Services
     body: RequestBody
@@ -139,9 +141,10 @@ class InferExchange:
 
     async def _receive(self, body: Awaitable[T]) -> T:
         length = self.body.content_length
-        if length is None or length > MAX_COMPLETE_BODY_BYTES or b"expect" in self.body.headers:
-            return await self._limit_time(body)
-        return await body
+        is_quick = length is not None and length <= MAX_QUICK_BODY_BYTES
+        if is_quick and SLOW_BODY_HEADERS.isdisjoint(self.body.headers):
+            return await body
+        return await self._limit_time(body)
 
     async def _acquire_slot(self) -> None:
         # Called after the body is received, so that a slow client does not hold a slot.
