@@ -33,19 +33,22 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
 from gateway.metrics import Metrics
+from gateway.model_files.store import ModelFileStore
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
-from gateway.routes import health, infer, models, repository, ui
+from gateway.routes import health, infer, models, repository, ui, uploads
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
 from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
 from gateway.state.desired import BadState, StateStore
 from gateway.state.store import open_state_store
 from gateway.tracing import Tracer
@@ -61,7 +64,7 @@ PREFLIGHT_MAX_AGE_S = 600
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
 LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
-ROUTE_MODULES = (infer, models, repository, health, metrics_page)
+ROUTE_MODULES = (infer, models, repository, uploads, health, metrics_page)
 ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
@@ -170,13 +173,32 @@ def build_components(settings: Settings) -> AppComponents:
         sources,
         connection_options,
         ManagementOptions(
-            settings.load_timeout_s, tls, settings.allow_model_upload, settings.ready_quorum
+            settings.load_timeout_s,
+            tls,
+            settings.accepted_uploads is ModelUploads.code,
+            settings.ready_quorum,
         ),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
         tracer,
     )
+
+
+async def open_publisher(
+    settings: Settings, repository: Repository, stack: AsyncExitStack
+) -> ModelPublisher | None:
+    """Return the publisher of uploaded models; None without GATEWAY_REPOSITORY."""
+    folder = settings.repository_folder
+    if folder is None:
+        return None
+    can_write = settings.accepted_uploads is not ModelUploads.off
+    files = ModelFileStore(folder, can_write=can_write, max_bytes=settings.max_repository_bytes)
+    publisher = ModelPublisher(files, repository)
+    await files.run(files.open)
+    stack.callback(files.close)
+    stack.push_async_callback(publisher.close)
+    return publisher
 
 
 @asynccontextmanager
@@ -237,6 +259,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             authenticator,
             rates,
             components.tracer,
+            await open_publisher(settings, repository, stack),
             [] if restricted is None else restricted.headers,
         )
 

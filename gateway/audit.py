@@ -1,7 +1,8 @@
 """The audit log: one line for every administrative call, regardless of `GATEWAY_LOG_LEVEL`.
 
-An administrative call requires the right to manage and may change something: a load, an unload, or a change
-of Triton's log and trace settings. Calls that are denied to a known caller are logged as well.
+An administrative call requires the right to manage and may change something: a load, an unload, an upload or
+removal of model files, or a change of Triton's log and trace settings. Calls that are denied to a known
+caller are logged as well.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def log_call(info: RequestInfo, method: str, path: str, client: str, status: int
             "model": call.model,
             "parameters": call.parameters,
             "operation": call.operation,
+            "version": call.version,
+            "sha256": call.sha256,
             "key": info.key,
             "client": client,
             "status": status,
@@ -44,7 +47,7 @@ def log_call(info: RequestInfo, method: str, path: str, client: str, status: int
 
 
 def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str = "") -> None:
-    """Log the result of a load or an unload that its caller did not wait for; `task` is done."""
+    """Log the result of an action on a model that its caller did not wait for; `task` is done."""
     info = current_request_info.get()
     error = None if task.cancelled() else task.exception()
     outcome = "cancelled" if task.cancelled() else "succeeded" if error is None else "failed"

@@ -186,6 +186,15 @@ class UnsupportedEncoding(GatewayError):
         )
 
 
+class UnsupportedUploadEncoding(GatewayError):
+    """The body of an upload is compressed, so that its checksum would be ambiguous."""
+
+    status, code = UnsupportedBody.status, UnsupportedBody.code
+    message = (
+        "an upload must not have a Content-Encoding; send the file unchanged, or in an archive"
+    )
+
+
 class InputMismatch(GatewayError):
     """The request is well-formed, but does not match the model's metadata."""
 
@@ -194,6 +203,19 @@ class InputMismatch(GatewayError):
 
 class BadImage(InputMismatch):
     code = "BAD_IMAGE"
+
+
+class InvalidModelFile(GatewayError):
+    """An uploaded file is not a model, or its config does not match it."""
+
+    status, code = 422, "INVALID_MODEL_FILE"
+
+
+class DigestMismatch(GatewayError):
+    """The received body does not have the announced checksum."""
+
+    status, code = 400, "DIGEST_MISMATCH"
+    message = "the received body does not have the SHA-256 digest of its header; send it again"
 
 
 class RefusedByModel(GatewayError):
@@ -217,6 +239,14 @@ class HeaderTooLarge(GatewayError):
 
 class ModelFault(GatewayError):
     status, code = 500, "MODEL_FAULT"
+
+
+class RepositoryNotConfigured(GatewayError):
+    status, code = 501, "NO_REPOSITORY"
+    message = (
+        "this gateway stores no model files; to upload models, set GATEWAY_REPOSITORY=file:///FOLDER to the "
+        "folder that the Tritons read, and GATEWAY_MODEL_UPLOADS"
+    )
 
 
 class BadUpstream(GatewayError):
@@ -268,6 +298,19 @@ class StateUnavailable(GatewayError):
 
     def __init__(self, action: str, reason: str) -> None:
         super().__init__(f"the desired state cannot be {action}: {reason}")
+
+
+class RepositoryUnavailable(GatewayError):
+    """The folder of the models cannot be read or written."""
+
+    status, code, retry_after_s = 503, "REPOSITORY_UNAVAILABLE", 1
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the model repository cannot be used: {reason}")
+
+
+class RepositoryFull(GatewayError):
+    status, code = 507, "REPOSITORY_FULL"
 
 
 class DeadlinePassed(GatewayError):

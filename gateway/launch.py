@@ -161,6 +161,8 @@ def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
     writer = logs.configure(settings)
     for warning in describe_unknown_settings(os.environ):
         log.warning("%s", warning)
+    if settings.allow_model_upload:
+        log.warning("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated; set GATEWAY_MODEL_UPLOADS=code")
     return settings, writer.write_message
 
 

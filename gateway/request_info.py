@@ -17,6 +17,8 @@ class ManagementCall:
     model: str = ""
     parameters: tuple[str, ...] = ()  # the names of the parameters in the body
     operation: str = ""  # continues after the response
+    version: str = ""  # of an upload or removal
+    sha256: str = ""  # of the uploaded file
 
 
 class RequestInfo:

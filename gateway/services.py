@@ -12,6 +12,7 @@ from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import ModelService
 from gateway.http_client.connection import Headers
@@ -41,6 +42,7 @@ class Services:
     access: Authenticator
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
+    publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
 
     def get_charge(self, info: RequestInfo) -> MemoryCharge:

@@ -124,6 +124,21 @@ class Repository:
         work = self._unload(report, unload_dependents, is_visible)
         return await self._operations.run(report, work)
 
+    async def forget(self, model: str) -> None:
+        """Delete the desired state of a model whose files were removed."""
+        async with self._reconciler.lock_model(model):
+            if model in self.desired_models:
+                await self._set_desired_model(model, None)
+            self._loader.load_errors.pop(model, None)
+
+    def is_wanted(self, model: str) -> bool:
+        """Return whether a replica has the model ready, or should have it."""
+        desired = self._state.merge_model(model)
+        replicas = self._pool.replicas.values()
+        return (desired is not None and desired.is_loaded) or any(
+            replica.index.is_ready(model) for replica in replicas
+        )
+
     async def start_operation(
         self,
         model: str,

@@ -26,7 +26,7 @@ def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) ->
         if not can_upload:
             raise Forbidden(
                 f"load parameter {quote_text(name)} is not allowed, because Triton runs it as code; uploads "
-                "require GATEWAY_ALLOW_MODEL_UPLOAD=true and a key that may manage all models"
+                "require GATEWAY_MODEL_UPLOADS=code and a key that may manage all models"
             )
         if name != CONFIG_PARAMETER and not FILE_PARAMETER.fullmatch(name):
             raise MalformedRequest(

@@ -32,6 +32,7 @@ from gateway.routes.dependencies import (
     get_caller,
 )
 from gateway.services import Services
+from gateway.settings.access import ModelUploads
 
 router = APIRouter(tags=["management"])
 MAX_MANAGEMENT_BODY_BYTES = 1 << 20
@@ -114,7 +115,8 @@ async def get_operation(
 async def change_model(request: Request, services: Services, model: str, *, load: bool) -> Response:
     caller = get_caller(request)
     # Uploaded configs and files can contain code, which can access every model.
-    uploads = load and services.settings.allow_model_upload and caller.can_see_all
+    accepts_code = services.settings.accepted_uploads is ModelUploads.code
+    uploads = load and accepts_code and caller.can_see_all
     limit = services.settings.max_body_bytes if uploads else MAX_MANAGEMENT_BODY_BYTES
     document = await read_management_body(request, services, limit)
     parameters: dict[str, Any] = document.get("parameters", {})

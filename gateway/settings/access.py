@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,14 @@ ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
 
 
+class ModelUploads(str, Enum):
+    """The models that administrators may upload."""
+
+    off = "off"
+    artifacts = "artifacts"
+    code = "code"
+
+
 class AccessSettings(SettingsGroup):
     keys_file: Path | None = None
     """YAML file of the API keys; triton-gateway key create writes it. Without it, inference is open to
@@ -21,8 +30,12 @@ class AccessSettings(SettingsGroup):
     local_admin: bool = True
     """Allow local administration without a keys file: by programs of the gateway's own user on the same
     machine. false: administration always requires a key."""
+    model_uploads: ModelUploads = ModelUploads.off
+    """Which models administrators may upload: off; artifacts, files that are data for their backend (ONNX,
+    TensorRT, OpenVINO), with a config that runs no code; or code, any model, and also a config and files in a
+    load request. The default of up is artifacts."""
     allow_model_upload: bool = False
-    """Whether an administrator's load request may include a config and files, which Triton executes."""
+    """Deprecated: true means GATEWAY_MODEL_UPLOADS=code."""
     cors_origins: CommaSeparated = ()
     """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
     allows every origin. Empty: none."""
@@ -30,6 +43,10 @@ class AccessSettings(SettingsGroup):
     """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
     allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
     otherwise any host."""
+
+    @property
+    def accepted_uploads(self) -> ModelUploads:
+        return ModelUploads.code if self.allow_model_upload else self.model_uploads
 
     @field_validator("cors_origins")
     @classmethod

@@ -41,6 +41,13 @@ class FleetSettings(SettingsGroup):
     loaded, and /readyz waits for them."""
     ready_quorum: int = Field(1, gt=0)
     """Number of replicas on which each declared model must be ready for /readyz to succeed."""
+    repository: str = ""
+    """Folder of the models, file:///models, which the Tritons read and to which models are uploaded. Empty:
+    no uploads; up uses the folder of its models."""
+    max_model_bytes: int = Field(8 << 30, gt=0)
+    """Maximum size of an uploaded model, as received and after decompression."""
+    max_repository_bytes: int = Field(0, ge=0)
+    """Maximum size of all files in GATEWAY_REPOSITORY after an upload; 0 means no limit."""
     state: str = ""
     """Where the gateway stores which models were loaded and unloaded through the API:
     file:///path/state.json; redis://host:6379/0 if several gateways share the state; memory:; or none: for
@@ -64,6 +71,18 @@ class FleetSettings(SettingsGroup):
                 "Triton does not accept a user and password; remove the part that ends with @"
             )
         return value
+
+    @field_validator("repository")
+    @classmethod
+    def check_repository_url(cls, value: str) -> str:
+        if value and (not value.startswith("file:///") or "%" in value or "?" in value):
+            raise ValueError("expected file:///FOLDER, without % and ?")
+        return value
+
+    @property
+    def repository_folder(self) -> Path | None:
+        """Return the folder of GATEWAY_REPOSITORY."""
+        return Path(self.repository.removeprefix("file://")) if self.repository else None
 
     @field_validator("triton_restricted_api", mode="before")
     @classmethod

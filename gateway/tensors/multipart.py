@@ -76,6 +76,21 @@ class MultipartParser:
                 del content[delimiter.start :]
                 yield RawPart(headers, content)
 
+    @property
+    def part_headers(self) -> Mapping[str, str] | None:
+        """The headers of the part that has begun; None between parts."""
+        return None if self._is_preamble else self._headers
+
+    def take_content(self) -> bytes:
+        """Remove and return the content of the begun part before a possible delimiter.
+
+        A caller that takes contents keeps large parts out of memory; `feed` yields the rest.
+        """
+        content = bytes(self._buffer[: self._search_start])
+        del self._buffer[: self._search_start]
+        self._search_start = 0
+        return content
+
     def _find_delimiter(self) -> Delimiter | None:
         start = self._buffer.find(self._delimiter_prefix, self._search_start)
         if start >= 0:

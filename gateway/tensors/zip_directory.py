@@ -41,6 +41,7 @@ class ArchiveEntry:
     crc: int
     compressed_size: int
     size: int
+    attributes: int  # external; the upper half is a Unix mode
     offset: int
 
     @property
@@ -60,10 +61,8 @@ def read_archive_directory(data: memoryview, max_entries: int) -> list[ArchiveEn
     position = start
     for _ in range(count):
         fields = DIRECTORY_ENTRY.unpack_from(data, position)
-        signature, _, _, flags, method, _, _, crc, compressed, size, *lengths, _, _, _, offset = (
-            fields
-        )
-        name_length, extra_length, comment_length = lengths
+        signature, _, _, flags, method, _, _, crc, compressed, size, *rest = fields
+        name_length, extra_length, comment_length, _, _, attributes, offset = rest
         position += DIRECTORY_ENTRY.size
         name = bytes(data[position : position + name_length])
         position += name_length + extra_length + comment_length
@@ -73,7 +72,8 @@ def read_archive_directory(data: memoryview, max_entries: int) -> list[ArchiveEn
             raise DamagedArchive(
                 f"an entry name is empty or longer than {MAX_ENTRY_NAME_BYTES} bytes"
             )
-        entries.append(ArchiveEntry(name, flags, method, crc, compressed, size, offset))
+        entry = ArchiveEntry(name, flags, method, crc, compressed, size, attributes, offset)
+        entries.append(entry)
     if position != end:
         raise DamagedArchive("its central directory is damaged")
     return check_entry_overlap(data, sorted(entries, key=lambda entry: entry.offset), start)

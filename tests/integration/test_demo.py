@@ -273,7 +273,7 @@ def test_a_load_may_not_bring_code(demo: httpx.Client) -> None:
         response = demo.post("/v2/repository/models/ensemble/load", json=body)
         assert response.status_code == 403
         assert response.json()["code"] == "FORBIDDEN"
-        assert "GATEWAY_ALLOW_MODEL_UPLOAD" in response.json()["error"]
+        assert "GATEWAY_MODEL_UPLOADS=code" in response.json()["error"]
 
 
 def test_two_equal_keys_do_not_get_code_past_the_guard(demo: httpx.Client) -> None:

@@ -80,7 +80,7 @@ def test_code_in_the_state_is_not_run_and_the_model_is_named(
     state = file_state(tmp_path) if where == "a file" else redis_state(redis)
     with gateway(triton.options.url, state=state) as (client, command):
         told = command.wait_for("desired state of model late is ignored")
-        assert "GATEWAY_ALLOW_MODEL_UPLOAD" in told
+        assert "GATEWAY_MODEL_UPLOADS=code" in told
         wait_until(lambda: ready(client, "other"))
         assert "loading model other" in command.output
         assert "loading model late" not in command.output

@@ -221,7 +221,7 @@ def whole(service: Service) -> schemathesis.BaseSchema:
 
 
 LABELS = [
-    f"{method} {route.path}"
+    f"{method} {route.path_format}"
     for router in ROUTERS
     for route in router.routes
     if isinstance(route, APIRoute) and route.include_in_schema

@@ -37,7 +37,7 @@ def test_code_is_ignored_by_name_unless_uploading_is_allowed(parameters: dict[st
     found, ignored = filter_uploads(wishes, can_upload=False)
     assert found == PLAIN
     assert list(ignored) == ["evil"]
-    assert "GATEWAY_ALLOW_MODEL_UPLOAD" in ignored["evil"]
+    assert "GATEWAY_MODEL_UPLOADS=code" in ignored["evil"]
     assert filter_uploads(wishes, can_upload=True) == (wishes, {})
 
 

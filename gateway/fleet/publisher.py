@@ -1,0 +1,119 @@
+"""Uploads and removals of models: changes of the repository's files, together with loads and unloads.
+
+A change continues when its client disconnects: files and replicas must not disagree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from gateway import audit
+from gateway.errors import Conflict, GatewayError, UnknownModel
+from gateway.fleet.operations import TaskSet
+from gateway.fleet.pool import cancel_tasks
+from gateway.fleet.report import PartialFailure
+from gateway.fleet.repository import Repository, VisibilityCheck
+from gateway.messages import quote_text
+from gateway.model_files.folder_change import FolderChange
+from gateway.model_files.model_upload import ModelUpload
+from gateway.model_files.store import ModelFileStore
+
+T = TypeVar("T")
+UploadBuild = Callable[[bytes | None], ModelUpload]
+
+
+@dataclass(eq=False, repr=False)
+class ModelPublisher:
+    """Publishes uploaded versions and removes models, one change of a model at a time."""
+
+    files: ModelFileStore
+    _repository: Repository
+    _tasks: TaskSet = field(default_factory=TaskSet)
+
+    async def close(self) -> None:
+        await cancel_tasks(list(self._tasks))
+
+    async def publish(
+        self, model: str, version: int | None, build: UploadBuild, *, load: bool
+    ) -> tuple[int, ModelUpload]:
+        """Install the upload as this or the next version, and load the model; return both.
+
+        `build` gets the existing config. If the load fails, the files are as before. Raises the error of
+        the load, or of the file system.
+        """
+        work = self._publish(model, version, build, load=load)
+        return await self._run("upload", model, work)
+
+    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        """Unload a model from every replica, and remove its files. Raises `UnknownModel`."""
+        await self._run("removal", model, self._remove_model(model, is_visible))
+
+    async def remove_version(self, model: str, version: int) -> None:
+        """Remove a version, and reload the model. Raises `UnknownModel`, or `Conflict` for the last one."""
+        await self._run("removal", model, self._remove_version(model, version))
+
+    async def _run(self, action: str, model: str, work: Coroutine[Any, Any, T]) -> T:
+        task = self._tasks.start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(audit.log_result, action, model))
+            raise
+
+    async def _publish(
+        self, model: str, version: int | None, build: UploadBuild, *, load: bool
+    ) -> tuple[int, ModelUpload]:
+        files = self.files
+        async with files.lock_model(model):
+            existing_config = await files.run(files.read_config, model)
+            upload = await files.run(build, existing_config)
+            await files.run(files.check_quota)
+            number = version or max(await files.run(files.list_versions, model), default=0) + 1
+            change = await files.run(files.install, model, number, upload)
+            await self._apply(model, change, load=load)
+            return number, upload
+
+    async def _apply(self, model: str, change: FolderChange, *, load: bool) -> None:
+        """Load the model with changed files; revert the change if no replica could load it."""
+        try:
+            if load:
+                await self._repository.load(model, {})
+        except PartialFailure:  # the gateway keeps retrying
+            await self.files.run(change.commit)
+            raise
+        except BaseException:
+            change.revert()  # in place: a cancelled task cannot wait
+            raise
+        await self.files.run(change.commit)
+
+    async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        files = self.files
+        async with files.lock_model(model):
+            await files.run(files.check_folder, model)
+            if not await files.run(files.has_model, model):
+                raise UnknownModel(model)
+            with suppress(UnknownModel):  # the Tritons do not know it
+                await self._repository.unload(model, False, is_visible)
+            await files.run(files.remove_model, model)
+            await self._repository.forget(model)
+            with suppress(GatewayError):
+                await self._repository.read_indexes()  # without the model
+
+    async def _remove_version(self, model: str, version: int) -> None:
+        files = self.files
+        async with files.lock_model(model):
+            await files.run(files.check_folder, model)
+            versions = await files.run(files.list_versions, model)
+            if version not in versions:
+                raise UnknownModel(model, str(version))
+            if len(versions) == 1:
+                raise Conflict(
+                    f"version {version} is the only one of model {quote_text(model)}; remove the model"
+                )
+            change = await files.run(files.remove_version, model, version)
+            await self._apply(model, change, load=self._repository.is_wanted(model))

@@ -1,0 +1,125 @@
+"""Names of models and of the files in their folders, which clients choose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from gateway.errors import InvalidModelFile, MalformedRequest
+from gateway.messages import quote_text
+from gateway.names import normalize_version
+
+STORABLE_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
+MAX_PATH_BYTES: Final = 1024
+MAX_SEGMENT_BYTES: Final = 200
+MAX_DEPTH: Final = 16
+# The names of temporary files and of files that were moved aside begin with this.
+TEMPORARY_PREFIX: Final = ".triton-gateway-"
+CONFIG_FILE: Final = "config.pbtxt"
+CONFIGS_FOLDER: Final = "configs"
+LABELS_SUFFIX: Final = ".txt"
+# What archive programs add by themselves.
+IGNORED_FOLDER: Final = "__MACOSX"
+IGNORED_FILES: Final = (".DS_Store", "Thumbs.db")
+MAX_VERSION: Final = (1 << 63) - 1
+
+
+def check_storable_name(model: str) -> None:
+    """Raise `MalformedRequest` for a name that a folder should not have."""
+    if not STORABLE_MODEL_NAME.fullmatch(model):
+        raise MalformedRequest(
+            "the name of an uploaded model consists of up to 128 letters, digits and the characters _ . + -, "
+            "and begins with a letter, a digit or _"
+        )
+
+
+def parse_version_number(version: str) -> int:
+    """Return the number of a version. Raises `MalformedRequest`."""
+    number = int(normalize_version(version) or "0")
+    if not 0 < number <= MAX_VERSION:
+        raise MalformedRequest("a version must be a number from 1")
+    return number
+
+
+def is_version_name(name: str) -> bool:
+    """Return whether Triton reads a folder of this name as a version."""
+    return normalize_version(name) == name != "0"
+
+
+def clean_entry_name(name: str) -> str:
+    """Return the path of an archive's entry; empty for an entry to ignore. Raises `InvalidModelFile`."""
+    name = name.removeprefix("./").removesuffix("/")
+    segments = name.split("/")
+    if name in ("", ".") or segments[0] == IGNORED_FOLDER or segments[-1] in IGNORED_FILES:
+        return ""
+    if len(segments) > MAX_DEPTH or len(name.encode(errors="replace")) > MAX_PATH_BYTES:
+        raise InvalidModelFile("the archive contains a path that is too long")
+    if not all(map(is_safe_segment, segments)):
+        raise InvalidModelFile(
+            f"the archive contains {quote_text(name)}; paths must be relative, without .., \\ and "
+            "unprintable characters"
+        )
+    return name
+
+
+def is_safe_segment(segment: str) -> bool:
+    return (
+        segment not in ("", ".", "..")
+        and segment.isprintable()
+        and "\\" not in segment
+        and not segment.startswith(TEMPORARY_PREFIX)
+        and len(segment.encode(errors="replace")) <= MAX_SEGMENT_BYTES
+    )
+
+
+class FolderEntry(NamedTuple):
+    """The place of an entry in a model's folder: in the folder itself, or in that of its version."""
+
+    is_in_version: bool
+    path: str
+
+
+def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
+    """Return the place of each file of an archive. Names that end with / are folders.
+
+    A folder around everything is left out. Without a version folder, the files but for configs and labels
+    are those of the version. Raises `InvalidModelFile` for several versions.
+    """
+    paths = list(names)
+    top_level = {path.partition("/")[0] for path in paths}
+    (only,) = top_level if len(top_level) == 1 else ("",)
+    is_around_all = bool(only) and all("/" in path for path in paths)
+    if is_around_all and not is_version_name(only) and only != CONFIGS_FOLDER:
+        prefix = f"{only}/"
+        inner = arrange_entries(path.removeprefix(prefix) for path in paths if path != prefix)
+        return {f"{prefix}{path}": entry for path, entry in inner.items()}
+    folders = {path.partition("/")[0] for path in paths if "/" in path}
+    versions = [folder for folder in folders if is_version_name(folder)]
+    if len(versions) > 1:
+        raise InvalidModelFile(
+            "the archive contains several versions; send each version in an archive of its own"
+        )
+    return {path: place_entry(path, "".join(versions)) for path in paths if not path.endswith("/")}
+
+
+def check_distinct_paths(paths: Iterable[str]) -> None:
+    """Raise `InvalidModelFile` for a path that is there twice, or is a file and a folder."""
+    seen: set[str] = set()
+    folders: set[str] = set()
+    for path in paths:
+        if path in seen:
+            raise InvalidModelFile(f"the archive contains {quote_text(path)} twice")
+        seen.add(path)
+        while path := path.rpartition("/")[0]:
+            folders.add(path)
+    if both := seen & folders:
+        raise InvalidModelFile(f"the archive contains {quote_text(min(both))} as file and folder")
+
+
+def place_entry(path: str, version: str) -> FolderEntry:
+    if version:
+        inside = path.startswith(f"{version}/")
+        return FolderEntry(inside, path.removeprefix(f"{version}/") if inside else path)
+    is_shared = path == CONFIG_FILE or path.startswith(f"{CONFIGS_FOLDER}/")
+    return FolderEntry(not (is_shared or path.endswith(LABELS_SUFFIX)), path)

@@ -1,0 +1,146 @@
+"""The configs of uploaded models: parsing, generation, and the check that a config runs no code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from google.protobuf import json_format, text_format
+from google.protobuf.message import Message
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from gateway.errors import InvalidModelFile, TooLarge
+from gateway.messages import join_names, quote_text
+from gateway.model_files.kinds import DATA_BACKENDS, FileKind
+
+MAX_CONFIG_BYTES: Final = 256 << 10
+MAX_REASON_CHARS: Final = 200
+# The backends of Triton's older field `platform`.
+PLATFORM_BACKENDS: Final = {
+    "onnxruntime_onnx": "onnxruntime",
+    "tensorrt_plan": "tensorrt",
+    "pytorch_libtorch": "pytorch",
+    "tensorflow_savedmodel": "tensorflow",
+    "tensorflow_graphdef": "tensorflow",
+    "ensemble": "ensemble",
+}
+# Fields by which a config runs code or reads files outside of the model's folder.
+CODE_FIELDS: Final = frozenset(
+    ("runtime", "op_library_filename", "model_repository_agents", "ensemble_scheduling")
+)
+FILE_NAME_FIELDS: Final = frozenset(
+    ("default_model_filename", "label_filename", "input_data_file", "data_file")
+)
+FILE_NAME_MAPS: Final = frozenset(("cc_model_filenames",))
+# Parameters of the model, of its accelerators and of its agents.
+PARAMETER_MAPS: Final = frozenset(("parameters",))
+PATH_PARAMETER: Final = re.compile(r"path|librar|extension|plugin", re.IGNORECASE)
+GATEWAY_PARAMETERS: Final = "gateway."  # read by the gateway only
+PATH_CHARACTERS: Final = frozenset("/\\$~")
+
+
+def parse_model_config(text: bytes, *, allow_unknown_fields: bool) -> Message:
+    """Return the config of a text in Triton's format or in JSON. Raises `InvalidModelFile` or `TooLarge`."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise TooLarge(f"the config exceeds the limit of {MAX_CONFIG_BYTES} bytes")
+    config: Message = ModelConfig()
+    try:
+        decoded = text.decode()
+        if is_json_config(text):
+            json_format.Parse(decoded, config, ignore_unknown_fields=allow_unknown_fields)
+        else:
+            text_format.Parse(decoded, config, allow_unknown_field=allow_unknown_fields)
+    except (text_format.ParseError, json_format.ParseError, ValueError, RecursionError) as exc:
+        reason = " ".join(str(exc).split())[:MAX_REASON_CHARS]
+        raise InvalidModelFile(f"the config is not a valid model configuration: {reason}") from None
+    return config
+
+
+def is_json_config(text: bytes) -> bool:
+    return text.lstrip()[:1] == b"{"
+
+
+def read_backend(config: Any) -> str:
+    """Return the declared backend; empty if Triton derives it from the files."""
+    platform: str = config.platform
+    return config.backend or PLATFORM_BACKENDS.get(platform, platform)
+
+
+def encode_model_config(text: bytes, config: Any, backend: str) -> bytes:
+    """Return the content of config.pbtxt, with the backend, which other files must not decide."""
+    if is_json_config(text):
+        text = text_format.MessageToString(config).encode()
+    if backend and not read_backend(config):
+        return b'backend: "%b"\n' % backend.encode() + text
+    return text
+
+
+def generate_model_config(kind: FileKind) -> bytes:
+    """Return a config with the backend; Triton derives the rest from the file."""
+    return b'backend: "%b"\n' % kind.backend.encode()
+
+
+def check_config_name(config: Any, model: str) -> None:
+    if config.name not in ("", model):
+        raise InvalidModelFile(
+            f"the config is that of model {quote_text(config.name)}; leave the name out, or set it to "
+            f"{quote_text(model)}"
+        )
+
+
+def check_data_config(config: Any) -> None:
+    """Raise `InvalidModelFile` for a config that runs code, or reads files outside of the model's folder."""
+    backend = read_backend(config)
+    if backend and backend not in DATA_BACKENDS:
+        raise InvalidModelFile(
+            f"the config has the backend {quote_text(backend)}; GATEWAY_MODEL_UPLOADS=artifacts accepts "
+            f"{join_names(sorted(DATA_BACKENDS))}, whose models are data"
+        )
+    for name, value in walk_fields(config):
+        if name in CODE_FIELDS and value:
+            raise InvalidModelFile(
+                f"the config contains {name}, which GATEWAY_MODEL_UPLOADS=artifacts does not accept"
+            )
+        if name in FILE_NAME_FIELDS and not is_plain_file_name(value):
+            raise InvalidModelFile(f"{name} in the config must be a file name without a folder")
+        if name in FILE_NAME_MAPS and not all(map(is_plain_file_name, value.values())):
+            raise InvalidModelFile(f"{name} in the config must contain file names without a folder")
+        if name in PARAMETER_MAPS:
+            check_parameters(value)
+
+
+def walk_fields(message: Message) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each set field, of nested messages too."""
+    for field, value in message.ListFields():
+        yield field.name, value
+        if field.message_type is None:
+            nested = []
+        elif isinstance(value, Message):
+            nested = [value]
+        else:
+            values = value.values() if isinstance(value, Mapping) else value
+            nested = [each for each in values if isinstance(each, Message)]
+        for each in nested:
+            yield from walk_fields(each)
+
+
+def check_parameters(parameters: Any) -> None:
+    for key, value in parameters.items():
+        text = value if isinstance(value, str) else getattr(value, "string_value", "")
+        if key.startswith(GATEWAY_PARAMETERS):
+            continue
+        if PATH_PARAMETER.search(key) or ".." in text or PATH_CHARACTERS & set(text):
+            raise InvalidModelFile(
+                f"the parameter {quote_text(key)} in the config names a path, which "
+                "GATEWAY_MODEL_UPLOADS=artifacts does not accept"
+            )
+
+
+def is_plain_file_name(name: str) -> bool:
+    return name not in (".", "..") and not PATH_CHARACTERS & set(name)
+
+
+def list_label_files(config: Any) -> list[str]:
+    names = dict.fromkeys(output.label_filename for output in config.output)
+    return [name for name in names if name]

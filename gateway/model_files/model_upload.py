@@ -1,0 +1,312 @@
+"""The files of a model's folder, made from received files: kinds, names, config, and their validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gateway.errors import InvalidModelFile, MalformedRequest
+from gateway.messages import join_names, quote_text
+from gateway.model_files.archives import ArchiveLimits, read_archive
+from gateway.model_files.entry_names import (
+    CONFIG_FILE,
+    CONFIGS_FOLDER,
+    LABELS_SUFFIX,
+    arrange_entries,
+    check_distinct_paths,
+)
+from gateway.model_files.kinds import (
+    ARCHIVE_SUFFIXES,
+    DATA_BACKENDS,
+    FILE_KINDS,
+    FileKind,
+    find_suffix,
+    identify_content,
+    identify_file,
+)
+from gateway.model_files.model_config import (
+    MAX_CONFIG_BYTES,
+    check_config_name,
+    check_data_config,
+    encode_model_config,
+    generate_model_config,
+    is_plain_file_name,
+    list_label_files,
+    parse_model_config,
+    read_backend,
+)
+from gateway.model_files.received_body import (
+    CONFIG_FIELD,
+    LABELS_FIELD,
+    MODEL_FIELD,
+    ReceivedFile,
+)
+from gateway.model_files.staging import StagedFile, Staging
+
+# Files that are or may contain code, by suffix and by their first bytes.
+CODE_SUFFIXES: Final = (
+    ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".pt", ".pt2", ".pth", ".pkl", ".pickle",
+    ".joblib", ".jar", ".whl",
+)  # fmt: skip
+LIBRARY_MARK: Final = ".so."
+CODE_MAGICS: Final = (b"\x7fELF", b"MZ", b"#!", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
+DEFAULT_LABELS_FILE: Final = "labels.txt"
+ARTIFACTS_ONLY: Final = "GATEWAY_MODEL_UPLOADS=artifacts accepts data only"
+
+Files = dict[str, StagedFile]
+
+
+@dataclass(frozen=True)
+class UploadRules:
+    """The limits of an upload to a model."""
+
+    model: str
+    accepts_code: bool
+    max_bytes: int  # of all files together, after decompression
+
+
+@dataclass(frozen=True)
+class ModelUpload:
+    """The files of one version of a model, by their paths in the folder of the model and of the version."""
+
+    shared_files: Files = field(default_factory=dict)
+    version_files: Files = field(default_factory=dict)
+    sha256: str = ""  # of the model file or archive that the client sent
+    size: int = 0
+
+
+def build_upload(
+    received: Sequence[ReceivedFile],
+    staging: Staging,
+    rules: UploadRules,
+    existing_config: bytes | None,
+) -> ModelUpload:
+    """Return the validated upload. `existing_config` is that of the model, if it exists already.
+
+    Raises `InvalidModelFile`, `MalformedRequest` or `TooLarge`.
+    """
+    models = [each for each in received if each.field == MODEL_FIELD]
+    if not models:
+        raise MalformedRequest(f"the form has no field {MODEL_FIELD!r} with the model file")
+    configs = [each for each in received if each.field == CONFIG_FIELD]
+    if len(configs) > 1:
+        raise MalformedRequest(f"the form has several fields {CONFIG_FIELD!r}")
+    config = read_staged_config(configs[0].content) if configs else None
+    suffix = identify_archive(models)
+    shared: Files = {}
+    version: Files = {}
+    if suffix:
+        shared, version = extract_files(models[0].content, suffix, staging, rules)
+        if config is None and CONFIG_FILE in shared:
+            config = read_staged_config(shared[CONFIG_FILE])
+    builder = UploadBuilder(staging, rules, shared, version, config, existing_config)
+    if not suffix:
+        builder.add_files(models)
+    builder.check_files()
+    builder.write_config()
+    builder.add_labels([each for each in received if each.field == LABELS_FIELD])
+    total = sum(each.size for each in version.values())
+    # Of several files, the first is the model; the others are its weights.
+    content = models[0].content
+    return ModelUpload(shared, version, content.sha256, content.size if suffix else total)
+
+
+def read_staged_config(file: StagedFile) -> bytes:
+    with file.path.open("rb") as stream:
+        return stream.read(MAX_CONFIG_BYTES + 1)  # the parser rejects what is longer
+
+
+def identify_archive(models: Sequence[ReceivedFile]) -> str:
+    """Return the suffix of the archive that is the only file; empty if there is no archive."""
+    for model in models:
+        with model.content.path.open("rb") as stream:
+            suffix = identify_content(stream, model.content.size)
+            if suffix in ARCHIVE_SUFFIXES:
+                identify_file(stream, model.content.size, model.name)
+                if len(models) > 1:
+                    raise InvalidModelFile("an archive must be the only model file of an upload")
+                return suffix
+    return ""
+
+
+def extract_files(
+    archive: StagedFile, suffix: str, staging: Staging, rules: UploadRules
+) -> tuple[Files, Files]:
+    """Return the files of the model's folder and of the version's."""
+    files: Files = {}
+    names: list[str] = []
+    with archive.path.open("rb") as stream:
+        for name, pieces in read_archive(stream, suffix, ArchiveLimits(rules.max_bytes)):
+            names.append(name)
+            if name.endswith("/"):
+                continue
+            if name in files:
+                raise InvalidModelFile(f"the archive contains {quote_text(name)} twice")
+            writer = staging.create_file()
+            for piece in pieces:
+                writer.write(piece)
+            files[name] = writer.finish()
+    archive.path.unlink()  # its content needs the space
+    check_distinct_paths(files)
+    shared: Files = {}
+    version: Files = {}
+    for name, place in arrange_entries(names).items():
+        (version if place.is_in_version else shared)[place.path] = files[name]
+    if not files:
+        raise InvalidModelFile("the archive contains no files")
+    return shared, version
+
+
+class UploadBuilder:
+    """Names and validates the files of an upload, and writes its config."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        rules: UploadRules,
+        shared: Files,
+        version: Files,
+        config_text: bytes | None,
+        existing_config: bytes | None,
+    ) -> None:
+        self._staging = staging
+        self._rules = rules
+        self._shared = shared
+        self._version = version
+        self._config_text = config_text
+        self._is_existing = config_text is None and existing_config is not None
+        text = existing_config if config_text is None else config_text
+        self._config: Any = None if text is None else self._parse_config(text)
+        self._kind: FileKind | None = None
+
+    def _parse_config(self, text: bytes) -> Any:
+        accepts_code = self._rules.accepts_code
+        config = parse_model_config(text, allow_unknown_fields=accepts_code)
+        check_config_name(config, self._rules.model)
+        if not accepts_code:
+            check_data_config(config)
+        return config
+
+    @property
+    def _backend(self) -> str:
+        return "" if self._config is None else read_backend(self._config)
+
+    @property
+    def _declared_file_name(self) -> str:
+        name = "" if self._config is None else self._config.default_model_filename
+        if name and not is_plain_file_name(name):
+            raise InvalidModelFile("default_model_filename in the config must be a file name")
+        return str(name)
+
+    def add_files(self, models: Sequence[ReceivedFile]) -> None:
+        """Name the files of a version that were sent without a folder."""
+        for model in models:
+            name = model.name
+            is_companion = len(models) > 1 and find_suffix(name) not in FILE_KINDS
+            if not is_companion:
+                with model.content.path.open("rb") as stream:
+                    suffix = identify_file(stream, model.content.size, name, self._backend)
+                if suffix in ARCHIVE_SUFFIXES:
+                    raise InvalidModelFile("an archive must be the only model file of an upload")
+                if self._kind is not None:
+                    raise InvalidModelFile("the form contains two model files")
+                self._kind = FILE_KINDS[suffix]
+                name = self._declared_file_name or self._kind.file_name
+            elif name.lower().endswith(".bin") and self._is_openvino(models):
+                name = "model.bin"
+            if not name or name in self._version:
+                raise InvalidModelFile("each model file of a form needs a file name of its own")
+            self._version[name] = model.content
+        if self._kind is None:
+            raise InvalidModelFile(f"the form contains no model file: {join_names(FILE_KINDS)}")
+
+    @staticmethod
+    def _is_openvino(models: Sequence[ReceivedFile]) -> bool:
+        return any(find_suffix(model.name) == ".xml" for model in models)
+
+    def check_files(self) -> None:
+        """Find the model file, and compare it with the config. Raises `InvalidModelFile`."""
+        if self._kind is None:
+            self._kind = self._find_model_file()
+        kind, accepts_code = self._kind, self._rules.accepts_code
+        if not accepts_code:
+            self._check_data_files(kind)
+        if kind is not None and self._backend not in ("", kind.backend):
+            place = "the existing config of the model" if self._is_existing else "the config"
+            raise InvalidModelFile(
+                f"{place} has the backend {quote_text(self._backend)}, but the file is a model for "
+                f"{quote_text(kind.backend)}"
+            )
+        if self._config is None and (kind is None or kind.needs_config):
+            raise InvalidModelFile(
+                f"a config is required, because Triton derives none from these files; add {CONFIG_FILE}, or "
+                f"send it in the field {CONFIG_FIELD!r} of a form"
+            )
+
+    def _find_model_file(self) -> FileKind | None:
+        """Return the kind of the model file in an extracted folder; None if it is unknown."""
+        kinds = {kind.file_name: (suffix, kind) for suffix, kind in FILE_KINDS.items()}
+        names = [self._declared_file_name] if self._declared_file_name else list(kinds)
+        found = next((name for name in names if name in self._version), "")
+        if not found:
+            candidates = [name for name in self._version if find_suffix(name) in FILE_KINDS]
+            if len(candidates) != 1 or "/" in candidates[0]:
+                return None
+            found = FILE_KINDS[find_suffix(candidates[0])].file_name
+            self._version[found] = self._version.pop(candidates[0])
+        file = self._version[found]
+        with file.path.open("rb") as stream:
+            known = found if find_suffix(found) in FILE_KINDS else ""
+            return FILE_KINDS.get(identify_file(stream, file.size, known, self._backend))
+
+    def _check_data_files(self, kind: FileKind | None) -> None:
+        if kind is None or not kind.is_data:
+            backends = join_names(sorted(DATA_BACKENDS))
+            problem = "no model file" if kind is None else f"a model for {kind.backend}"
+            raise InvalidModelFile(
+                f"the upload contains {problem}; {ARTIFACTS_ONLY}: models for {backends}"
+            )
+        for path, file in (*self._shared.items(), *self._version.items()):
+            check_data_file(path, file)
+        for path, file in self._shared.items():
+            is_config = path.startswith(f"{CONFIGS_FOLDER}/") or path.endswith(".pbtxt")
+            if path != CONFIG_FILE and is_config:
+                config = self._parse_config(read_staged_config(file))
+                if read_backend(config) not in ("", kind.backend):
+                    raise InvalidModelFile(f"{path} has another backend than the model file")
+
+    def write_config(self) -> None:
+        """Write the config with its backend, or generate one."""
+        backend = "" if self._kind is None else self._kind.backend
+        if self._config_text is not None:
+            content = encode_model_config(self._config_text, self._config, backend)
+        elif self._config is None and self._kind is not None:
+            content = generate_model_config(self._kind)
+        else:
+            return
+        self._shared[CONFIG_FILE] = self._staging.write_file(content)
+
+    def add_labels(self, labels: Sequence[ReceivedFile]) -> None:
+        names = [] if self._config is None else list_label_files(self._config)
+        for label in labels:
+            name = names[0] if len(names) == 1 else label.name or DEFAULT_LABELS_FILE
+            if name not in names or not is_plain_file_name(name):
+                raise InvalidModelFile(
+                    f"no output in the config has the label_filename {quote_text(name)}; send a config with "
+                    f'output [ {{ … label_filename: "{DEFAULT_LABELS_FILE}" }} ]'
+                )
+            if not (self._rules.accepts_code or name.endswith(LABELS_SUFFIX)):
+                raise InvalidModelFile(f"the name of a labels file must end with {LABELS_SUFFIX}")
+            self._shared[name] = label.content
+
+
+def check_data_file(path: str, file: StagedFile) -> None:
+    """Raise `InvalidModelFile` for a file that is code."""
+    name = path.lower()
+    with file.path.open("rb") as stream:
+        head = stream.read(8)
+    if name.endswith(CODE_SUFFIXES) or LIBRARY_MARK in name or head.startswith(CODE_MAGICS):
+        raise InvalidModelFile(
+            f"the upload contains {quote_text(path)}, which is code; {ARTIFACTS_ONLY}"
+        )

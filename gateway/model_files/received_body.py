@@ -1,0 +1,130 @@
+"""The body of an upload: a file, or a form with files, written to temporary files as it arrives."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
+
+from gateway.errors import MalformedRequest
+from gateway.messages import join_names, quote_text
+from gateway.model_files.entry_names import is_safe_segment
+from gateway.model_files.staging import StagedFile, StagedWriter, Staging
+from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+from gateway.tensors.multipart import MultipartParser
+
+MODEL_FIELD: Final = "model"
+CONFIG_FIELD: Final = "config"
+LABELS_FIELD: Final = "labels"
+FORM_FIELDS: Final = (MODEL_FIELD, CONFIG_FIELD, LABELS_FIELD)
+MAX_FORM_PARTS: Final = 128
+
+
+class ReceivedFile(NamedTuple):
+    """A file of an upload, and the field of the form that contains it."""
+
+    field: str
+    name: str  # empty if the client sent none
+    content: StagedFile
+
+
+class ReceivedBody(Protocol):
+    """Takes the body in pieces; `sha256` is the digest of all of it."""
+
+    def feed(self, data: bytes) -> None: ...
+
+    def finish(self) -> list[ReceivedFile]: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+
+class FileBody:
+    """A body that is one file."""
+
+    def __init__(self, staging: Staging, file_name: str) -> None:
+        self._writer = staging.create_file()
+        self._file_name = clean_file_name(file_name)
+        self._digest = b""
+
+    def feed(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    def finish(self) -> list[ReceivedFile]:
+        content = self._writer.finish()
+        self._digest = bytes.fromhex(content.sha256)
+        return [ReceivedFile(MODEL_FIELD, self._file_name, content)]
+
+    @property
+    def digest(self) -> bytes:
+        return self._digest
+
+
+class FormBody:
+    """A body of the type multipart/form-data."""
+
+    def __init__(self, staging: Staging, content_type: str) -> None:
+        boundary = parse_content_type(content_type)[1].get("boundary", "")
+        if not boundary:
+            raise MalformedRequest("the Content-Type of the multipart body has no boundary")
+        self._staging = staging
+        self._parser = MultipartParser(boundary, MAX_FORM_PARTS)
+        self._hash = hashlib.sha256()
+        self._part: tuple[str, str, StagedWriter] | None = None
+        self._files: list[ReceivedFile] = []
+
+    def feed(self, data: bytes) -> None:
+        """Raises `MalformedRequest` or `TooLarge`."""
+        self._hash.update(data)
+        for part in self._parser.feed(data):
+            self._write(part.headers, part.content)
+            self._end_part()
+        if (headers := self._parser.part_headers) is not None:
+            self._write(headers, self._parser.take_content())
+
+    def _write(self, headers: Mapping[str, str], content: bytes | bytearray) -> None:
+        if self._part is None:
+            self._part = (*parse_form_part(headers), self._staging.create_file())
+        self._part[2].write(content)
+
+    def _end_part(self) -> None:
+        if self._part is not None:
+            field, file_name, writer = self._part
+            self._files.append(ReceivedFile(field, file_name, writer.finish()))
+            self._part = None
+
+    def finish(self) -> list[ReceivedFile]:
+        if not self._parser.is_complete:
+            raise MalformedRequest("the multipart body ends before its closing boundary")
+        return self._files
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def parse_form_part(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return the names of the field and of the file. Raises `MalformedRequest`."""
+    disposition, options = parse_header_parameters(headers.get("content-disposition", ""))
+    name = options.get("name", "")
+    if disposition != "form-data" or name not in FORM_FIELDS:
+        raise MalformedRequest(
+            f"the form has a field {quote_text(name)}; the fields of an upload are {join_names(FORM_FIELDS)}"
+        )
+    return name, clean_file_name(decode_header_text(options.get("filename", "")))
+
+
+def decode_header_text(text: str) -> str:
+    """Return the text of a header value that is UTF-8, as browsers send it."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError:
+        return text
+
+
+def clean_file_name(name: str) -> str:
+    """Return the name without its folders. Raises `MalformedRequest` for an unusual one."""
+    name = name.replace("\\", "/").rpartition("/")[2]
+    if name and not is_safe_segment(name):
+        raise MalformedRequest(f"{quote_text(name)} is not a valid file name")
+    return name

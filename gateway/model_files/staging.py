@@ -1,0 +1,116 @@
+"""The temporary files of an upload, beside the models: hidden files, which no Triton reads.
+
+They are files and not a folder, because Triton takes each folder of a repository for a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gateway.errors import RepositoryFull, RepositoryUnavailable
+
+FILE_MODE: Final = 0o644  # Triton may run as another user
+FOLDER_MODE: Final = 0o755
+FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def translate_os_errors() -> Iterator[None]:
+    """Raise `RepositoryFull` or `RepositoryUnavailable` for errors of the file system."""
+    try:
+        yield
+    except OSError as exc:
+        reason = os.strerror(exc.errno).lower() if exc.errno else "input/output error"
+        if exc.errno in FULL_ERRNOS:
+            raise RepositoryFull(f"the model does not fit into the repository: {reason}") from None
+        raise RepositoryUnavailable(reason) from None
+
+
+class StagedFile(NamedTuple):
+    """A complete temporary file."""
+
+    path: Path
+    size: int
+    sha256: str
+
+
+class UploadAborted(Exception):
+    """The upload was aborted while a thread worked on it."""
+
+
+class StagedWriter:
+    """Writes a temporary file and computes its checksum."""
+
+    def __init__(self, staging: Staging, path: Path) -> None:
+        self._staging = staging
+        self._path = path
+        self._size = 0
+        self._hash = hashlib.sha256()
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        self._file = open(os.open(path, flags, FILE_MODE), "wb", buffering=0)  # noqa: PTH123, SIM115
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Raises `UploadAborted` or `OSError`."""
+        self._staging.check_open()
+        view = memoryview(data)
+        self._hash.update(view)
+        self._size += len(view)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def finish(self) -> StagedFile:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return StagedFile(self._path, self._size, self._hash.hexdigest())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Staging:
+    """The temporary files of one upload. `discard` removes those that were not installed.
+
+    A thread may still write when the upload is discarded: its next write raises `UploadAborted`.
+    """
+
+    def __init__(self, name_temporary: Callable[[], Path]) -> None:
+        self._name_temporary = name_temporary
+        self._lock = threading.Lock()
+        self._writers: list[StagedWriter] = []
+        self._paths: list[Path] = []
+        self._is_open = True
+
+    def check_open(self) -> None:
+        if not self._is_open:
+            raise UploadAborted
+
+    def create_file(self) -> StagedWriter:
+        with self._lock:
+            self.check_open()
+            path = self._name_temporary()
+            writer = StagedWriter(self, path)
+            self._paths.append(path)
+            self._writers.append(writer)
+            return writer
+
+    def write_file(self, content: bytes) -> StagedFile:
+        writer = self.create_file()
+        writer.write(content)
+        return writer.finish()
+
+    def discard(self) -> None:
+        with self._lock:
+            self._is_open = False
+            for writer in self._writers:
+                writer.close()
+            for path in self._paths:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            self._paths.clear()

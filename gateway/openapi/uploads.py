@@ -1,0 +1,97 @@
+"""The routes of uploaded models."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.media_types import MULTIPART, OCTET_STREAM
+from gateway.openapi.responses import (
+    REQUEST_ID_HEADER,
+    ManagementError,
+    OpenApiResponses,
+    build_error_responses,
+    build_success_response,
+)
+from gateway.openapi.schemas import BINARY_CONTENT, build_header_parameter
+from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
+
+REPOSITORY_ERRORS: Final = (404, 501)
+CHECKSUM_SCHEMA: Final = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+SIZE_SCHEMA: Final = {"type": "integer", "minimum": 0}
+UPLOAD_SCHEMA: Final = build_object_schema(
+    {
+        "model": STRING_SCHEMA,
+        "version": STRING_SCHEMA,
+        "sha256": CHECKSUM_SCHEMA | {"description": "Checksum of the model file or archive."},
+        "bytes": SIZE_SCHEMA,
+    }
+)
+REMOVAL_SCHEMA: Final = build_object_schema(
+    {"model": STRING_SCHEMA, "version": STRING_SCHEMA}, optional=("version",)
+)
+FILE_SCHEMA: Final = build_object_schema(
+    {
+        "path": {"type": "string", "description": "Path in the folder of the model."},
+        "bytes": SIZE_SCHEMA,
+        "sha256": CHECKSUM_SCHEMA,
+    }
+)
+FILE_LIST_SCHEMA: Final = build_object_schema(
+    {"model": STRING_SCHEMA, "files": {"type": "array", "items": FILE_SCHEMA}}
+)
+UPLOAD_ERRORS: Final = build_error_responses(
+    *(*REPOSITORY_ERRORS, 409, 415, 502, 504, 507),
+    model=ManagementError,
+    descriptions={
+        400: "The request is malformed, or the body does not have the announced digest.",
+        404: "No Triton has the model in its repository, or the caller cannot see it.",
+        409: "The request conflicts with how the models are managed.",
+        413: "The upload exceeds the size limit.",
+        415: "The body has a Content-Encoding.",
+        422: "The file is not a model, its config does not match, or Triton cannot load it.",
+        502: "The model was loaded on some replicas only. The gateway retries on the others.",
+    },
+)
+UPLOAD_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_response(
+    UPLOAD_SCHEMA,
+    "The version was stored, and is loaded on every replica unless `load` is false.",
+    status=201,
+    headers={"Location": {"required": True, "schema": STRING_SCHEMA}},
+)
+REMOVAL_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_response(
+    REMOVAL_SCHEMA, "The files were removed."
+)
+FILE_LIST_RESPONSES: Final[OpenApiResponses] = build_error_responses(
+    *REPOSITORY_ERRORS
+) | build_success_response(FILE_LIST_SCHEMA, "The files, with their checksums.")
+FILE_RESPONSES: Final[OpenApiResponses] = build_error_responses(*REPOSITORY_ERRORS) | {
+    200: {
+        "description": "The content of the file.",
+        "headers": REQUEST_ID_HEADER | {"Repr-Digest": {"required": True, "schema": STRING_SCHEMA}},
+        "content": {OCTET_STREAM: BINARY_CONTENT},
+    }
+}
+FORM_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "model": BINARY_SCHEMA | {"description": "The model file, or an archive of a folder."},
+        "config": {"type": "string", "description": "The content of config.pbtxt, or JSON."},
+        "labels": BINARY_SCHEMA | {"description": "A file with one label per line."},
+    },
+    "required": ["model"],
+}
+UPLOAD_OPENAPI: Final = {
+    "requestBody": {
+        "required": True,
+        "description": "A model file, a .zip or .tar.gz file of a model folder, or a form.",
+        "content": {OCTET_STREAM: BINARY_CONTENT, MULTIPART: {"schema": FORM_SCHEMA}},
+    },
+    "parameters": [
+        build_header_parameter(
+            "Repr-Digest",
+            "Checksum of the body, which is verified: `sha-256=:BASE64:` (RFC 9530).",
+            STRING_SCHEMA,
+        )
+    ],
+}

@@ -1,0 +1,518 @@
+"""Uploaded files without a server: kinds, archives, places in the folder, configs and checksums."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import GatewayError, InvalidModelFile, MalformedRequest, TooLarge
+from gateway.model_files.archives import ArchiveLimits, read_archive
+from gateway.model_files.digests import parse_sha256_digest
+from gateway.model_files.entry_names import arrange_entries, check_storable_name
+from gateway.model_files.folder_change import FolderChange, recover_folder
+from gateway.model_files.kinds import identify_content, identify_file
+from gateway.model_files.model_config import check_data_config, parse_model_config
+from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
+from gateway.model_files.onnx_file import is_onnx_file
+from gateway.model_files.received_body import FormBody, ReceivedFile
+from gateway.model_files.staging import Staging
+from gateway.model_files.store import ModelFileStore
+from tests.support import network
+
+ONNX = network.texts()
+LABELED = b'output [ { name: "Y" data_type: TYPE_FP32 dims: [ 2 ] label_filename: "classes.txt" } ]'
+CACHE_PATH = (
+    'optimization { execution_accelerators { gpu_execution_accelerator { name: "x" '
+    'parameters { key: "trt_engine_cache_path" value: "x" } } } }'
+)
+MIB = 1 << 20
+
+
+def zipped(entries: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+def tarred(entries: dict[str, bytes], mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode, format=form) as archive:  # type: ignore[call-overload]
+        for name, content in entries.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return file.getvalue()
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    folder, numbers = tmp_path / "staging", count()
+    folder.mkdir()
+    staging = Staging(lambda: folder / f"{next(numbers)}")
+    yield staging
+    staging.discard()
+    assert not list(folder.iterdir())
+
+
+def received(
+    staging: Staging, content: bytes, name: str = "", field: str = "model"
+) -> ReceivedFile:
+    return ReceivedFile(field, name, staging.write_file(content))
+
+
+def upload(
+    staging: Staging,
+    *files: ReceivedFile,
+    code: bool = False,
+    existing: bytes | None = None,
+    max_bytes: int = MIB,
+) -> ModelUpload:
+    return build_upload(files, staging, UploadRules("mine", code, max_bytes), existing)
+
+
+def config_of(found: ModelUpload) -> str:
+    return found.shared_files["config.pbtxt"].path.read_text()
+
+
+# Kinds.
+
+
+CONTENTS = {
+    "network": (ONNX, ".onnx"),
+    "larger network": (network.classifier(), ".onnx"),
+    "plan": (b"ftrt" + b"\0" * 60, ".plan"),
+    "graph": (b'<?xml version="1.0"?>\n<net name="m" version="11">', ".xml"),
+    "script": (zipped({"archive/data.pkl": b"x", "archive/version": b"3"}), ".pt"),
+    "export": (zipped({"mine/archive_format": b"pt2"}), ".pt2"),
+    "zip": (zipped({"1/model.onnx": ONNX}), ".zip"),
+    "tar.gz": (tarred({"1/model.onnx": ONNX}), ".tar.gz"),
+    "tar": (tarred({"1/model.onnx": ONNX}, "w"), ".tar"),
+    "truncated network": (ONNX[:-1], ""),
+    "longer network": (ONNX + b"\0", ""),
+    "nothing": (b"", ""),
+    "page": (b"<html></html>", ""),
+    "picture": (b"\x89PNG\r\n\x1a\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_kind_is_recognized_by_its_content(name: str) -> None:
+    content, suffix = CONTENTS[name]
+    assert identify_content(io.BytesIO(content), len(content)) == suffix
+
+
+@given(st.binary(max_size=64))
+def test_random_bytes_are_not_a_network(content: bytes) -> None:
+    assert not is_onnx_file(io.BytesIO(content), len(content))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "words"),
+    [
+        pytest.param(ONNX, "model.plan", "its content is that of a .onnx file", id="plan"),
+        (b"nothing", "model.onnx", "not a .onnx file, or it is incomplete"),
+        (b"nothing", "model.bin", "not a model of a known kind"),
+        (b"nothing", "", "not a model of a known kind"),
+    ],
+)
+def test_a_name_that_contradicts_the_content_is_refused(
+    content: bytes, name: str, words: str
+) -> None:
+    with pytest.raises(InvalidModelFile, match=words):
+        identify_file(io.BytesIO(content), len(content), name)
+
+
+# Folders.
+
+
+@pytest.mark.parametrize(
+    ("names", "shared", "version"),
+    [
+        (["model.onnx"], [], ["model.onnx"]),
+        (["1/model.onnx", "config.pbtxt"], ["config.pbtxt"], ["model.onnx"]),
+        (["mine/7/model.onnx", "mine/labels.txt"], ["labels.txt"], ["model.onnx"]),
+        (["mine/", "mine/1/", "mine/1/a/b"], [], ["a/b"]),
+        (["model.onnx", "model.onnx.data", "a.txt"], ["a.txt"], ["model.onnx", "model.onnx.data"]),
+        (["configs/a.pbtxt", "model.onnx"], ["configs/a.pbtxt"], ["model.onnx"]),
+    ],
+)
+def test_each_file_gets_its_place(names: list[str], shared: list[str], version: list[str]) -> None:
+    found = arrange_entries(names).values()
+    assert sorted(place.path for place in found if not place.is_in_version) == sorted(shared)
+    assert sorted(place.path for place in found if place.is_in_version) == sorted(version)
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a b", "ü", "", "x" * 129, "a\n", "-a"])
+def test_a_name_that_a_folder_should_not_have_is_refused(name: str) -> None:
+    with pytest.raises(MalformedRequest):
+        check_storable_name(name)
+
+
+# Archives.
+
+
+def contents(data: bytes, suffix: str, **limits: int) -> dict[str, bytes]:
+    file = io.BytesIO(data)
+    if suffix == ".zip":
+        raise AssertionError("a ZIP file is read from the file system")
+    bounds = ArchiveLimits(**{"max_bytes": MIB, **limits})
+    return {
+        name: b"".join(map(bytes, pieces)) for name, pieces in read_archive(file, suffix, bounds)
+    }
+
+
+def stored(folder: Path, data: bytes, suffix: str, **limits: int) -> dict[str, bytes]:
+    path = folder / f"archive{suffix}"
+    path.write_bytes(data)
+    bounds = ArchiveLimits(**{"max_bytes": MIB, **limits})
+    with path.open("rb") as file:
+        return {
+            name: b"".join(map(bytes, pieces))
+            for name, pieces in read_archive(file, suffix, bounds)
+        }
+
+
+FOLDER = {"a/1/model.onnx": ONNX, "a/config.pbtxt": b"", "a/" + "long" * 30 + "/é.txt": b"x" * 3000}
+ARCHIVES: dict[str, tuple[Callable[[dict[str, bytes]], bytes], str]] = {
+    "zip": (zipped, ".zip"),
+    "zip, stored": (lambda files: zipped(files, zipfile.ZIP_STORED), ".zip"),
+    "tar.gz": (tarred, ".tar.gz"),
+    "tar": (lambda files: tarred(files, "w"), ".tar"),
+    "tar, GNU": (lambda files: tarred(files, "w:gz", tarfile.GNU_FORMAT), ".tar.gz"),
+    "tar, ustar": (lambda files: tarred(files, "w:gz", tarfile.USTAR_FORMAT), ".tar.gz"),
+}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_an_archive_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+    write, suffix = ARCHIVES[kind]
+    ignored = {"__MACOSX/._a": b"junk", "a/.DS_Store": b"junk"}
+    assert stored(tmp_path, write({**FOLDER, **ignored}), suffix) == FOLDER
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz", "tar"])
+@pytest.mark.parametrize(
+    "name",
+    ["../evil", "/etc/evil", "a/../../evil", "a//b", "a\\..\\b", "a/./b", "a\x1bb", "b/" * 20 + "c",
+     "x" * 250, ".triton-gateway-0-1"],
+)  # fmt: skip
+def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    write, suffix = ARCHIVES[kind]
+    with pytest.raises(InvalidModelFile, match="path"):
+        stored(tmp_path, write({name: b"x"}), suffix)
+
+
+@pytest.mark.parametrize("kind", [b"1", b"2", b"3", b"4", b"6", b"S"])
+def test_links_and_devices_of_a_tar_file_are_refused(tmp_path: Path, kind: bytes) -> None:
+    entry = tarfile.TarInfo("a/link")
+    entry.type, entry.linkname = kind, "/etc/passwd"
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(entry)
+    with pytest.raises(InvalidModelFile, match="neither a file nor a folder"):
+        stored(tmp_path, file.getvalue(), ".tar")
+
+
+@pytest.mark.parametrize("mode", [0o120777, 0o020666, 0o010666])
+def test_links_and_devices_of_a_zip_file_are_refused(tmp_path: Path, mode: int) -> None:
+    entry = zipfile.ZipInfo("a/link")
+    entry.external_attr = mode << 16
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(entry, "/etc/passwd")
+    with pytest.raises(InvalidModelFile, match="neither a file nor a folder"):
+        stored(tmp_path, file.getvalue(), ".zip")
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz", "tar"])
+def test_a_bomb_is_stopped_at_the_limit(tmp_path: Path, kind: str) -> None:
+    write, suffix = ARCHIVES[kind]
+    with pytest.raises(TooLarge, match="inflates to more than"):
+        stored(tmp_path, write({"a": b"\0" * (2 * MIB)}), suffix)
+    with pytest.raises(TooLarge, match="more than 50 entries"):
+        stored(tmp_path, write({f"{n}": b"" for n in range(51)}), suffix, max_entries=50)
+
+
+def test_a_header_of_a_tar_file_is_bounded() -> None:
+    bomb = tarfile.TarInfo("x" * MIB).tobuf(tarfile.PAX_FORMAT)
+    with pytest.raises(InvalidModelFile, match="extended header is too long"):
+        contents(bomb, ".tar")
+    many = zlib.compressobj(wbits=31)
+    empty = tarfile.TarInfo("a").tobuf(tarfile.USTAR_FORMAT)
+    data = many.compress(empty * 20_001) + many.flush()
+    with pytest.raises(TooLarge, match="entries"):
+        contents(data, ".tar.gz", max_entries=20_000)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz", "tar"])
+@given(place=st.integers(0, 1 << 30), value=st.integers(0, 255), cut=st.booleans())
+def test_a_damaged_archive_is_read_or_refused_with_a_sentence(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, place: int, value: int, cut: bool
+) -> None:
+    write, suffix = ARCHIVES[kind]
+    data = bytearray(write(FOLDER))
+    place %= len(data)
+    data[place] = value
+    refusal: GatewayError | None = None
+    try:
+        stored(tmp_path_factory.getbasetemp(), bytes(data[: place if cut else None]) + b"P", suffix)
+    except GatewayError as exc:
+        refusal = exc
+    assert refusal is None or refusal.status in (413, 422)
+
+
+REFUSED_FOLDERS: list[tuple[dict[str, bytes], str]] = [
+    ({"1/model.onnx": ONNX, "2/model.onnx": ONNX}, "several versions"),
+    ({"1/model.onnx/x": ONNX, "1/model.onnx": ONNX}, "as file and folder"),
+    ({"1/": b""}, "no files"),
+    ({"1/model.onnx": b"nothing"}, "not a .onnx file"),
+    ({"1/model.onnx": ONNX, "1/model.py": b"import os"}, "which is code"),
+    ({"1/model.onnx": ONNX, "1/libx.so.1": b""}, "which is code"),
+    ({"1/model.onnx": ONNX, "1/weights": b"\x7fELF\x02\x01\x01\0"}, "which is code"),
+    ({"1/model.py": b"import os", "config.pbtxt": b'backend: "python"'}, "backend 'python'"),
+    ({"1/weights": b"1234"}, "no model file"),
+    ({"1/model.onnx": ONNX, "configs/a.pbtxt": b'backend: "python"'}, "backend 'python'"),
+    ({"1/model.onnx": ONNX, "configs/a.pbtxt": b'backend: "tensorrt"'}, "another backend"),
+    ({"1/model.onnx": ONNX, "config.pbtxt": b'name: "other"'}, "that of model 'other'"),
+    ({"1/model.onnx": ONNX, "config.pbtxt": b"nonsense {"}, "not a valid model configuration"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED_FOLDERS)))
+def test_an_archive_that_is_no_model_of_data_is_refused(staging: Staging, number: int) -> None:
+    files, words = REFUSED_FOLDERS[number]
+    with pytest.raises(InvalidModelFile, match=words):
+        upload(staging, received(staging, zipped(files)))
+
+
+def test_two_entries_of_one_name_are_refused(staging: Staging) -> None:
+    entry = tarred({"1/model.onnx": ONNX}, "w").rstrip(b"\0")
+    padded = entry + b"\0" * (-len(entry) % 512)
+    twice = padded + tarred({"1/model.onnx": ONNX}, "w")
+    with pytest.raises(InvalidModelFile, match="twice"):
+        upload(staging, received(staging, twice))
+
+
+def test_code_is_accepted_where_it_is_allowed(staging: Staging) -> None:
+    config = (
+        b'backend: "python"\nparameters { key: "EXECUTION_ENV_PATH" value { string_value: "/x" } }'
+    )
+    files = {"m/config.pbtxt": config, "m/1/model.py": b"import os", "m/1/lib.so": b"\x7fELF"}
+    found = upload(staging, received(staging, tarred(files)), code=True)
+    assert set(found.version_files) == {"model.py", "lib.so"}
+    assert config_of(found) == config.decode()
+
+
+# Single files and forms.
+
+
+def test_a_single_file_gets_its_name_and_a_config(staging: Staging) -> None:
+    found = upload(staging, received(staging, ONNX))
+    assert set(found.version_files) == {"model.onnx"}
+    assert config_of(found) == 'backend: "onnxruntime"\n'
+    assert found.sha256 == hashlib.sha256(ONNX).hexdigest()
+    assert found.size == len(ONNX)
+
+
+def test_an_existing_config_is_kept_and_compared(staging: Staging) -> None:
+    existing = b'backend: "onnxruntime" default_model_filename: "net.onnx"'
+    found = upload(staging, received(staging, ONNX), existing=existing)
+    assert set(found.version_files) == {"net.onnx"}
+    assert not found.shared_files
+    for other in (b'backend: "python"', b'platform: "tensorrt_plan"'):
+        with pytest.raises(InvalidModelFile, match="backend"):
+            upload(staging, received(staging, ONNX), existing=other)
+
+
+def test_a_form_carries_config_and_labels(staging: Staging) -> None:
+    for config in (LABELED, b'{"output": [{"name": "Y", "label_filename": "classes.txt"}]}'):
+        found = upload(
+            staging,
+            received(staging, ONNX, "whatever.onnx"),
+            received(staging, config, field="config"),
+            received(staging, b"a\nb", "any.txt", field="labels"),
+        )
+        assert set(found.shared_files) == {"config.pbtxt", "classes.txt"}
+        assert config_of(found).startswith('backend: "onnxruntime"')
+        parsed = parse_model_config(config_of(found).encode(), allow_unknown_fields=False)
+        assert parsed.output[0].label_filename == "classes.txt"
+    with pytest.raises(InvalidModelFile, match="label_filename"):
+        upload(staging, received(staging, ONNX), received(staging, b"", field="labels"))
+
+
+def test_weights_beside_a_model_keep_their_names(staging: Staging) -> None:
+    weights = received(staging, b"1234", "net.onnx.data")
+    found = upload(staging, received(staging, ONNX, "net.onnx"), weights)
+    assert set(found.version_files) == {"model.onnx", "net.onnx.data"}
+    graph = received(staging, b'<?xml version="1.0"?><net name="m">', "net.xml")
+    found = upload(staging, graph, received(staging, b"1234", "net.bin"))
+    assert set(found.version_files) == {"model.xml", "model.bin"}
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.py"])
+def test_a_kind_that_needs_a_config_says_so(staging: Staging, name: str) -> None:
+    with pytest.raises(InvalidModelFile, match="accepts data only"):
+        upload(staging, received(staging, b"x", name))
+    with pytest.raises(InvalidModelFile, match="a config is required"):
+        upload(staging, received(staging, b"x", name), code=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('backend: "python"', "backend 'python'"),
+        ('platform: "ensemble"', "backend 'ensemble'"),
+        ('runtime: "libcustom.so"', "contains runtime"),
+        ('model_operations { op_library_filename: "a.so" }', "op_library_filename"),
+        ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
+        ('default_model_filename: "../../other/1/model.onnx"', "default_model_filename"),
+        ('output { label_filename: "/etc/passwd" }', "label_filename"),
+        ('cc_model_filenames { key: "7.5" value: "/x/y" }', "cc_model_filenames"),
+        ('parameters { key: "x" value { string_value: "/etc" } }', "names a path"),
+        ('parameters { key: "EXECUTION_ENV_PATH" value { string_value: "env" } }', "names a path"),
+        ('parameters { key: "x" value { string_value: "$$TRITON" } }', "names a path"),
+        (CACHE_PATH, "names a path"),
+        (
+            'model_warmup { name: "a" inputs { key: "X" value { input_data_file: "../x" } } }',
+            "input_data_file",
+        ),
+    ],
+)
+def test_a_config_that_runs_code_or_reads_files_is_refused(config: str, words: str) -> None:
+    parsed = parse_model_config(config.encode(), allow_unknown_fields=False)
+    with pytest.raises(InvalidModelFile, match=words):
+        check_data_config(parsed)
+
+
+def test_a_usual_config_is_accepted() -> None:
+    config = b"""
+    backend: "onnxruntime" max_batch_size: 8 dynamic_batching { }
+    input { name: "/layer/X" data_type: TYPE_FP32 dims: [ -1 ] }
+    output { name: "/layer/Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }
+    parameters { key: "gateway.content_type.Y" value { string_value: "application/json" } }
+    parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+    version_policy { latest { num_versions: 2 } }
+    """
+    check_data_config(parse_model_config(config, allow_unknown_fields=False))
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_a_form_is_read_in_pieces_of_any_size(staging: Staging, size: int) -> None:
+    model = b"\r\n--other\r\n--" * 1000
+    parts = {"config": LABELED, 'model"; filename="folder/ä.onnx': model}
+    body = b"".join(
+        b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), content)
+        for name, content in parts.items()
+    )
+    body += b"--b--\r\n"
+    form = FormBody(staging, "multipart/form-data; boundary=b")
+    for start in range(0, len(body), size):
+        form.feed(body[start : start + size])
+    config, file = form.finish()
+    assert (config.field, config.content.path.read_bytes()) == ("config", LABELED)
+    assert (file.field, file.name) == ("model", "ä.onnx")
+    assert file.content.path.read_bytes() == model
+    assert form.digest == hashlib.sha256(body).digest()
+
+
+def test_a_form_with_another_field_or_without_an_end_is_refused(staging: Staging) -> None:
+    form = FormBody(staging, "multipart/form-data; boundary=b")
+    with pytest.raises(MalformedRequest, match="fields of an upload"):
+        form.feed(b'--b\r\nContent-Disposition: form-data; name="other"\r\n\r\nx\r\n--b--\r\n')
+    form = FormBody(staging, "multipart/form-data; boundary=b")
+    form.feed(b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nx')
+    with pytest.raises(MalformedRequest, match="before its closing boundary"):
+        form.finish()
+
+
+def test_a_digest_is_read_or_refused() -> None:
+    digest = hashlib.sha256(b"x").digest()
+    encoded = base64.b64encode(digest).decode()
+    assert parse_sha256_digest(f"sha-512=:AAAA:, sha-256=:{encoded}:") == digest
+    for header in ("", "sha-512=:AAAA:", "sha-256=:AAAA:", f"sha-256={encoded}", "sha-256=:A=A:"):
+        with pytest.raises(MalformedRequest):
+            parse_sha256_digest(header)
+
+
+# The folder.
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
+    folder, numbers = tmp_path / "mine", count()
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.onnx").write_text("old")
+    (folder / "config.pbtxt").write_text("old")
+    before = tree(tmp_path)
+    for is_kept in (False, True):
+        new = tmp_path / "new"
+        new.mkdir()
+        (new / "model.onnx").write_text("new")
+        file = tmp_path / "file"
+        file.write_text("new")
+        change = FolderChange(folder, lambda place: place / f".triton-gateway-x-{next(numbers)}")
+        change.put(new, "1")
+        change.put(file, "config.pbtxt")
+        other = tmp_path / "other"
+        other.write_text("new")
+        change.put(other, "configs/a.pbtxt")
+        (change.commit if is_kept else change.revert)()
+        if not is_kept:
+            assert tree(tmp_path) == before
+    assert tree(folder) == {
+        "1/model.onnx": "new",
+        "config.pbtxt": "new",
+        "configs/a.pbtxt": "new",
+    }
+
+
+def test_what_a_killed_process_moved_aside_is_put_back(tmp_path: Path) -> None:
+    prefix = ".triton-gateway-dead-"
+    for name, content in {
+        f"{prefix}1-aside-2": "old",
+        f"{prefix}2-aside-config.pbtxt": "old",
+        f"{prefix}3": "half",
+        "config.pbtxt": "new",
+        ".triton-gateway-alive-1": "another",
+    }.items():
+        (tmp_path / name).write_text(content)
+    recover_folder(tmp_path, prefix)
+    assert tree(tmp_path) == {
+        "2": "old",
+        "config.pbtxt": "new",
+        ".triton-gateway-alive-1": "another",
+    }
+
+
+def test_the_next_start_removes_leftovers_of_dead_processes_only(tmp_path: Path) -> None:
+    dead, alive = (ModelFileStore(tmp_path, can_write=True) for _ in range(2))
+    dead.open()
+    alive.open()
+    orphan = dead.create_staging().write_file(b"half").path
+    kept = alive.create_staging().write_file(b"half").path
+    # As the end of a process does.
+    os.close(dead._owner_lock)
+    ModelFileStore(tmp_path, can_write=True).open()
+    assert not orphan.exists()
+    assert kept.exists()
