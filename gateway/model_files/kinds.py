@@ -43,6 +43,9 @@ FILE_KINDS: Final[Mapping[str, FileKind]] = {
 }
 SUFFIX_ALIASES: Final = {".engine": ".plan", ".trt": ".plan", ".tgz": ".tar.gz"}
 ARCHIVE_SUFFIXES: Final = (".zip", ".tar.gz", ".tar")
+MODEL_SUFFIXES: Final = tuple(
+    suffix for suffix, kind in FILE_KINDS.items() if kind.backend != "python"
+)
 DATA_BACKENDS: Final = tuple(kind.backend for kind in FILE_KINDS.values() if kind.is_data)
 # Kinds with a content that can be verified.
 VERIFIABLE_SUFFIXES: Final = (".onnx", ".xml", *ARCHIVE_SUFFIXES)
@@ -101,6 +104,6 @@ def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") 
     if suffix and suffix not in VERIFIABLE_SUFFIXES:
         return suffix
     raise InvalidModelFile(
-        f"the file is not a model of a known kind, or it is incomplete; send {join_names(FILE_KINDS)}, or a "
-        ".zip or .tar.gz file of a model folder"
+        "the file is not a model of a known kind, or it is incomplete; send "
+        f"{join_names(MODEL_SUFFIXES)}, or a .zip or .tar.gz file of a model folder"
     )

@@ -1,0 +1,425 @@
+"""Uploads of models to a folder that two real Tritons read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from onnx import TensorProto, helper
+
+from tests.support import network
+from tests.support.errors import assert_error
+from tests.support.fleet import Load
+from tests.support.keys import ADMIN, bearer, entry, written
+from tests.support.servers import Command, Triton, gateway, gateway_before
+from tests.support.wait import wait_until
+
+MIB = 1 << 20
+HIDDEN = ".triton-gateway-"
+
+
+def adding(number: float) -> bytes:
+    """A network that answers `X` plus a number as `Y`, FP32 [2]."""
+    constant = helper.make_tensor("number", TensorProto.FLOAT, [1], [number])
+    return network.build_network(
+        [helper.make_node("Add", ["X", "number"], ["Y"])],
+        [("X", TensorProto.FLOAT, [2])],
+        [("Y", TensorProto.FLOAT, [2])],
+        [constant],
+    )
+
+
+FIRST, SECOND = adding(1), adding(2)
+# A complete network for ONNX's grammar, which no runtime can run.
+UNKNOWN_OPERATOR = FIRST.replace(b"\x03Add", b"\x03Odd")
+
+
+def padded(size: int) -> Iterator[bytes]:
+    """A network with a comment of this size, in pieces."""
+    yield FIRST
+    length, varint = size, b""
+    while length >= 0x80:
+        varint, length = varint + bytes([length & 0x7F | 0x80]), length >> 7
+    yield b"\x32" + varint + bytes([length])
+    for start in range(0, size, MIB):
+        yield b"x" * min(MIB, size - start)
+
+
+def hidden(repository: Path) -> list[str]:
+    """The temporary files, without those by which processes lock."""
+    names = [str(path.relative_to(repository)) for path in repository.rglob(f"{HIDDEN}*")]
+    return [name for name in names if not name.endswith("lock")]
+
+
+@dataclass
+class Place:
+    """A repository, two Tritons that read it, and a gateway before them that remembers its state."""
+
+    repository: Path
+    tritons: list[Triton]
+    client: httpx.Client
+    command: Command
+    settings: dict[str, str]
+
+    @contextmanager
+    def another_gateway(self, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
+        urls = [triton.options.url for triton in self.tritons]
+        with gateway(*urls, **{**self.settings, **settings}) as found:
+            yield found
+
+    def infer(self, model: str, client: httpx.Client | None = None) -> list[float]:
+        body = {"inputs": {"X": [1, 2]}}
+        answer = (client or self.client).post(f"/v1/models/{model}/infer", json=body)
+        assert answer.status_code == 200, answer.text
+        values: list[float] = answer.json()["outputs"]["Y"]
+        return values
+
+    def versions(self, model: str) -> list[str]:
+        found = (self.repository / model).iterdir()
+        return sorted(path.name for path in found if path.is_dir())
+
+
+def triton_of(repository: Path) -> Triton:
+    triton = Triton(repository)
+    triton.options = replace(triton.options, extra_arguments=())  # it completes configs
+    return triton
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("uploads")
+    repository = folder / "models"
+    repository.mkdir()
+    settings = {
+        "repository": f"file://{repository}",
+        "model_uploads": "artifacts",
+        "state": f"file://{folder}/state.json",
+        "poll_interval_s": "0.1",
+        "connect_timeout_s": "10",
+    }
+    with ExitStack() as stack:
+        tritons = [stack.enter_context(triton_of(repository)) for _ in range(2)]
+        for triton in tritons:
+            triton.wait()
+        urls = [triton.options.url for triton in tritons]
+        client, command = stack.enter_context(gateway(*urls, **settings))
+        yield Place(repository, tritons, client, command, settings)
+
+
+def test_one_curl_serves_a_model_and_the_next_its_next_version(
+    place: Place, tmp_path: Path
+) -> None:
+    """Under load: no inference fails while the version changes."""
+    for number, content in enumerate((FIRST, SECOND), 1):
+        file = tmp_path / "whatever"  # no suffix says what it is
+        file.write_bytes(content)
+        with ExitStack() as stack:
+            load = None
+            if number > 1:
+                load = stack.enter_context(Load(str(place.client.base_url), model="mine"))
+                load.wait_for_more()
+            url = f"{place.client.base_url}/v1/models/mine"
+            ran = subprocess.run(["curl", "-sS", "-T", file, url], capture_output=True, text=True)
+            if load is not None:
+                load.wait_for_more()
+        assert load is None or set(load.statuses) == {200}
+        digest = hashlib.sha256(content).hexdigest()
+        expected = {
+            "model": "mine",
+            "version": str(number),
+            "sha256": digest,
+            "bytes": len(content),
+        }
+        assert httpx.Response(200, text=ran.stdout).json() == expected, ran
+        assert place.infer("mine") == [1 + number, 2 + number]
+        audited = place.command.wait_for(f"version={number} sha256={digest}")
+        assert "PUT /v1/models/mine: succeeded" in audited
+    listed = {model["name"]: model for model in place.client.get("/v1/models").json()["models"]}
+    assert set(listed["mine"]["replicas"].values()) == {"READY"}
+    assert listed["mine"]["wished"] == "loaded"
+    files = place.client.get("/v1/models/mine/files").json()["files"]
+    assert [file["path"] for file in files] == ["1/model.onnx", "2/model.onnx", "config.pbtxt"]
+    of_version = place.client.get("/v1/models/mine/versions/2/files").json()["files"]
+    assert of_version == [file for file in files if file["path"].startswith("2/")]
+    assert of_version[0] == {
+        "path": "2/model.onnx",
+        "bytes": len(SECOND),
+        "sha256": hashlib.sha256(SECOND).hexdigest(),
+    }
+    download = place.client.get("/v1/models/mine/files/1/model.onnx")
+    assert download.content == FIRST
+    assert download.headers["repr-digest"] == digest_header(FIRST)
+    assert hidden(place.repository) == []
+
+
+def digest_header(content: bytes) -> str:
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
+
+
+def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: Place) -> None:
+    put = place.client.put("/v1/models/steady", content=FIRST)
+    assert put.status_code == 201
+    assert put.headers["location"] == "/v1/models/steady/versions/1"
+    config = b'backend: "onnxruntime" max_batch_size: 0'
+    form = {"model": ("any.onnx", UNKNOWN_OPERATOR), "config": ("config.pbtxt", config)}
+    for path in ("steady", "steady/versions/1"):
+        refused = place.client.put(f"/v1/models/{path}", files=form)
+        assert refused.status_code == 422
+        assert refused.json()["code"] == "LOAD_FAILED"
+        assert "Odd" in refused.json()["error"]
+        assert place.infer("steady") == [2, 3]
+        assert place.versions("steady") == ["1"]
+        written_config = (place.repository / "steady" / "config.pbtxt").read_bytes()
+        assert written_config == b'backend: "onnxruntime"\n'
+        assert (place.repository / "steady" / "1" / "model.onnx").read_bytes() == FIRST
+    unknown = place.client.put("/v1/models/fresh", content=UNKNOWN_OPERATOR)
+    assert unknown.json()["code"] == "LOAD_FAILED"
+    assert not (place.repository / "fresh").exists()
+    assert hidden(place.repository) == []
+
+
+def test_versions_and_models_are_removed(place: Place) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("gone/7/net.onnx", FIRST)
+        zipped.writestr("gone/config.pbtxt", 'name: "gone"')
+    put = place.client.put("/v1/models/gone", content=file.getvalue())
+    assert put.status_code == 201, put.text
+    assert put.json()["version"] == "1"
+    config = (place.repository / "gone" / "config.pbtxt").read_text()
+    assert config == 'backend: "onnxruntime"\nname: "gone"'
+    only = place.client.delete("/v1/models/gone/versions/1")
+    assert_error(only, 409, "CONFLICT", "the only one of model 'gone'")
+    assert place.client.put("/v1/models/gone", content=SECOND).json()["version"] == "2"
+    assert place.infer("gone") == [3, 4]
+    assert place.client.delete("/v1/models/gone/versions/2").json() == {
+        "model": "gone",
+        "version": "2",
+    }
+    assert place.infer("gone") == [2, 3]
+    assert place.client.delete("/v1/models/gone").json() == {"model": "gone"}
+    assert not (place.repository / "gone").exists()
+    assert all(model["name"] != "gone" for model in place.client.get("/v1/models").json()["models"])
+    again = place.client.delete("/v1/models/gone")
+    assert_error(again, 404, "MODEL_NOT_FOUND", "'gone' is not found")
+    assert hidden(place.repository) == []
+
+
+def test_uploads_of_one_model_take_turns(place: Place) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        puts = pool.map(
+            lambda number: place.client.put("/v1/models/turns?load=false", content=adding(number)),
+            range(8),
+        )
+        versions = {put.json()["version"]: put.json()["sha256"] for put in puts}
+    assert sorted(versions) == [str(number) for number in range(1, 9)]
+    for version, digest in versions.items():
+        content = (place.repository / "turns" / version / "model.onnx").read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest
+    assert "turns" not in place.command.wait_for("replica")
+    assert place.client.get("/v2/models/turns/ready").status_code != 200
+
+
+REFUSALS: dict[str, tuple[str, dict[str, str], bytes, int, str, str]] = {
+    "a name with a space": ("a%20b", {}, FIRST, 400, "MALFORMED_REQUEST", "the name of an"),
+    "a hidden name": (".a", {}, FIRST, 400, "MALFORMED_REQUEST", "the name of an"),
+    "a name above": ("..%2fa", {}, FIRST, 404, "NOT_FOUND", "path not found"),
+    "version 0": ("bad/versions/0", {}, FIRST, 400, "MALFORMED_REQUEST", "a number from 1"),
+    "version x": ("bad/versions/x", {}, FIRST, 404, "MODEL_NOT_FOUND", "not found"),
+    "nothing": ("bad", {}, b"", 422, "INVALID_MODEL_FILE", "not a model of a known kind"),
+    "a page": ("bad", {}, b"<html>", 422, "INVALID_MODEL_FILE", "not a model of a known kind"),
+    "a half": ("bad", {}, FIRST[:-1], 422, "INVALID_MODEL_FILE", "or it is incomplete"),
+    "a named half": (
+        "bad?filename=a.onnx", {}, FIRST[:-1], 422, "INVALID_MODEL_FILE", "'a.onnx' is not a .onnx file",
+    ),
+    "code": ("bad?filename=model.py", {}, b"import os", 422, "INVALID_MODEL_FILE", "data only"),
+    "another digest": (
+        "bad", {"Repr-Digest": digest_header(SECOND)}, FIRST, 400, "DIGEST_MISMATCH", "SHA-256",
+    ),
+    "half a digest": (
+        "bad", {"Repr-Digest": "sha-256=:AAAA:"}, FIRST, 400, "MALFORMED_REQUEST", "Repr-Digest",
+    ),
+    "compressed": ("bad", {"Content-Encoding": "gzip"}, FIRST, 415, "UNSUPPORTED_BODY", "unchanged"),
+    "too large": ("bad", {}, b"x" * (4 * MIB + 1), 413, "TOO_LARGE", "exceeds the limit of"),
+    "an evil form": (
+        "bad",
+        {"Content-Type": "multipart/form-data; boundary=b"},
+        b'--b\r\nContent-Disposition: form-data; name="path"\r\n\r\n..\r\n--b--\r\n',
+        400, "MALFORMED_REQUEST", "the fields of an upload are",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def limited(place: Place) -> Iterator[httpx.Client]:
+    """A gateway with small limits, of which one key has one model only."""
+    keys = [entry(ADMIN, "admin"), entry("tgw_some-secret", "admin", models=["some-*"])]
+    keys.append(entry("tgw_infer-secret", "infer"))
+    file = written(place.repository.parent / "keys.yaml", keys)
+    limits = {"max_model_bytes": str(4 * MIB), "max_repository_bytes": str(16 * MIB)}
+    with place.another_gateway(keys_file=str(file), state="memory:", **limits) as (client, _):
+        client.headers.update(bearer(ADMIN))
+        yield client
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_bad_upload_is_refused_and_nothing_is_written(
+    limited: httpx.Client, place: Place, case: str
+) -> None:
+    path, headers, content, status, code, words = REFUSALS[case]
+    chunked = len(content) > MIB
+    body = iter([content[:MIB], content[MIB:]]) if chunked else content
+    refused = limited.put(f"/v1/models/{path}", headers=headers, content=body)
+    assert_error(refused, status, code, words)
+    assert not (place.repository / "bad").exists()
+    assert hidden(place.repository) == []
+
+
+def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: Place) -> None:
+    filler = place.repository / "filler"
+    filler.write_bytes(b"x" * (14 * MIB))
+    try:
+        for announced in (True, False):
+            content = b"".join(padded(3 * MIB))
+            body = content if announced else iter([content])
+            refused = limited.put("/v1/models/bad", content=body)
+            assert_error(refused, 507, "REPOSITORY_FULL", "does not fit into the repository")
+    finally:
+        filler.unlink()
+    assert hidden(place.repository) == []
+
+
+def test_rights_are_those_of_the_key(limited: httpx.Client, place: Place) -> None:
+    some, infer = bearer("tgw_some-secret"), bearer("tgw_infer-secret")
+    put = limited.put("/v1/models/some-a?load=false", headers=some, content=FIRST)
+    assert put.status_code == 201, put.text
+    assert limited.put("/v1/models/shown?load=false", content=FIRST).status_code == 201
+    other = limited.put("/v1/models/other", headers=some, content=FIRST)
+    assert_error(other, 404, "MODEL_NOT_FOUND", "'other' is not found")
+    assert_error(
+        limited.get("/v1/models/shown/files", headers=some), 404, "MODEL_NOT_FOUND", "not found"
+    )
+    for method, path in (
+        ("PUT", "some-a"),
+        ("DELETE", "some-a"),
+        ("GET", "some-a/files"),
+        ("GET", "some-a/files/1/model.onnx"),
+    ):
+        denied = limited.request(method, f"/v1/models/{path}", headers=infer)
+        assert_error(denied, 403, "FORBIDDEN", "lacks the role 'admin'")
+    for path in ("some-a/files/../../keys.yaml", "some-a/files/%2e%2e%2f%2e%2e%2fkeys.yaml"):
+        outside = limited.get(f"/v1/models/{path}", headers=some)
+        assert outside.status_code == 404
+    assert limited.delete("/v1/models/some-a", headers=some).status_code == 200
+    with place.another_gateway(model_uploads="off", state="memory:") as (client, _):
+        refused = client.put("/v1/models/bad", content=FIRST)
+        assert_error(refused, 403, "FORBIDDEN", "GATEWAY_MODEL_UPLOADS")
+        assert client.get("/v1/models/shown/files").status_code == 200
+    with gateway_before(place.tritons[0].options.url) as client:
+        for method, path in (("PUT", "bad"), ("DELETE", "bad"), ("GET", "bad/files")):
+            refused = client.request(method, f"/v1/models/{path}")
+            assert_error(refused, 501, "NO_REPOSITORY", "GATEWAY_REPOSITORY")
+
+
+def test_a_large_upload_takes_little_memory(place: Place) -> None:
+    process = psutil.Process(place.command.pid)
+    assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
+    before = process.memory_info().rss
+    peak = before
+
+    def body() -> Iterator[bytes]:
+        nonlocal peak
+        for piece in padded(192 * MIB):
+            peak = max(peak, process.memory_info().rss)
+            yield piece
+
+    put = place.client.put("/v1/models/large?load=false", content=body())
+    assert put.status_code == 201, put.text
+    assert peak - before < 16 * MIB
+    assert place.client.delete("/v1/models/large").status_code == 200
+
+
+def begin_upload(client: httpx.Client, model: str) -> socket.socket:
+    """Send one half of an upload."""
+    url = client.base_url
+    connection = socket.create_connection((url.host, url.port or 80))
+    head = (
+        f"PUT /v1/models/{model} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {4 * MIB}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + b"\x08\x0a" + b"x" * (2 * MIB))
+    return connection
+
+
+def test_an_interrupted_upload_leaves_nothing_behind(place: Place) -> None:
+    connection = begin_upload(place.client, "broken")
+    wait_until(lambda: hidden(place.repository))
+    connection.close()
+    wait_until(lambda: not hidden(place.repository))
+    assert not (place.repository / "broken").exists()
+
+
+def test_what_a_killed_gateway_leaves_is_removed_by_the_next(place: Place) -> None:
+    with place.another_gateway(state="memory:") as (client, command):
+        running = begin_upload(place.client, "running")
+        wait_until(lambda: len(hidden(place.repository)) == 1)
+        kept = hidden(place.repository)
+        connection = begin_upload(client, "killed")
+        wait_until(lambda: len(hidden(place.repository)) == 2)
+        os.kill(command.pid, signal.SIGKILL)
+        command.end()
+        connection.close()
+    assert len(hidden(place.repository)) == 2
+    with place.another_gateway(state="memory:"):
+        assert hidden(place.repository) == kept  # of a gateway that runs
+    running.close()
+    wait_until(lambda: not hidden(place.repository))
+
+
+def test_a_full_disk_changes_nothing(place: Place, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        settings = {"repository": f"file://{small}", "state": "memory:"}
+        with place.another_gateway(**settings) as (client, _):
+            path = "/v1/models/mine?load=false"
+            assert client.put(path, content=FIRST).status_code == 201
+            refused = client.put(path, content=b"".join(padded(2 * MIB)))
+            assert_error(refused, 507, "REPOSITORY_FULL", "no space left on device")
+            assert hidden(small) == []
+            files = client.get("/v1/models/mine/files").json()["files"]
+            assert [file["path"] for file in files] == ["1/model.onnx", "config.pbtxt"]
+            assert client.put(path, content=SECOND).json()["version"] == "2"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_model_is_served_again_after_a_restart_of_everything(place: Place) -> None:
+    """The last test: it ends the servers that the others use."""
+    assert place.client.put("/v1/models/lasting", content=SECOND).status_code == 201
+    os.kill(place.command.pid, signal.SIGKILL)
+    place.command.end()
+    for triton in place.tritons:
+        triton.kill()
+        triton.start()
+    for triton in place.tritons:
+        triton.wait()
+    with place.another_gateway() as (client, _):
+        wait_until(lambda: client.get("/v2/models/lasting/ready").status_code == 200)
+        assert place.infer("lasting", client) == [3, 4]
