@@ -25,9 +25,13 @@ IGNORED_FILES: Final = (".DS_Store", "Thumbs.db")
 MAX_VERSION: Final = (1 << 63) - 1
 
 
+def is_storable_name(model: str) -> bool:
+    return STORABLE_MODEL_NAME.fullmatch(model) is not None
+
+
 def check_storable_name(model: str) -> None:
     """Raise `MalformedRequest` for a name that a folder should not have."""
-    if not STORABLE_MODEL_NAME.fullmatch(model):
+    if not is_storable_name(model):
         raise MalformedRequest(
             "the name of an uploaded model consists of up to 128 letters, digits and the characters _ . + -, "
             "and begins with a letter, a digit or _"

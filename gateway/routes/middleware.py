@@ -9,6 +9,7 @@ from time import perf_counter
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
@@ -32,6 +33,7 @@ log = logging.getLogger("gateway.access")
 MODEL_PATH_PREFIX = "/v1/"
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
 HTML_MEDIA_TYPE = b"text/html"
+METHOD_NOT_ALLOWED = 405
 # FastAPI's documentation pages load their scripts and styles from this host.
 DOCS_CDN = "https://cdn.jsdelivr.net"
 DOCS_SECURITY_POLICY = "; ".join(
@@ -117,6 +119,10 @@ class GatewayMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), header, NOSNIFF_HEADER]
+                if status == METHOD_NOT_ALLOWED:
+                    allowed = list_allowed_methods(self._framework, scope)
+                    headers = [pair for pair in headers if pair[0] != b"allow"]
+                    headers.append((b"allow", ", ".join(allowed).encode()))
                 if is_model_path:
                     headers.append(SANDBOX_HEADER)
                 elif any(
@@ -136,6 +142,14 @@ class GatewayMiddleware:
             # The label is the route's template: a client's path would be unbounded.
             info.route = getattr(framework_scope.get("route"), "path", "")
         return status
+
+
+def list_allowed_methods(framework: FastAPI, scope: Scope) -> list[str]:
+    """Return the methods of all routes of the path; the framework names those of the first one."""
+    matching = (route for route in framework.routes if route.matches(scope)[0] is not Match.NONE)
+    return sorted(
+        {method for route in matching for method in getattr(route, "methods", None) or ()}
+    )
 
 
 def choose_inference_route(scope: Scope) -> InferenceRoute | None:

@@ -18,7 +18,9 @@ from starlette.requests import ClientDisconnect
 from gateway.errors import (
     DigestMismatch,
     Forbidden,
+    MalformedRequest,
     RepositoryNotConfigured,
+    UnknownModel,
     UnsupportedUploadEncoding,
 )
 from gateway.fleet.publisher import ModelPublisher
@@ -26,7 +28,11 @@ from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.model_files.digests import parse_sha256_digest
-from gateway.model_files.entry_names import check_storable_name, parse_version_number
+from gateway.model_files.entry_names import (
+    check_storable_name,
+    is_storable_name,
+    parse_version_number,
+)
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
 from gateway.model_files.received_body import (
     FileBody,
@@ -118,7 +124,7 @@ async def upload_model(
 async def remove_model(request: Request, services: ServicesForManagement, model: str) -> Response:
     """Unload a model from every replica, and remove its files."""
     publisher = get_publisher(services)
-    check_storable_name(model)
+    check_stored_name(model)
     await publisher.remove_model(model, get_caller(request).can_see)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
@@ -134,8 +140,7 @@ async def remove_model_version(
 ) -> Response:
     """Remove the files of a version, and reload the model if it is loaded."""
     publisher = get_publisher(services)
-    check_storable_name(model)
-    number = parse_version_number(version)
+    number = find_stored_version(model, version)
     record_version(request, str(number))
     await publisher.remove_version(model, number)
     return Response(orjson.dumps({"model": model, "version": str(number)}), media_type=JSON)
@@ -158,8 +163,8 @@ async def list_model_files(
 ) -> dict[str, Any]:
     """Return the names, sizes and checksums of the files in the gateway's repository."""
     files = get_files(services)
-    check_storable_name(model)
-    folder = str(parse_version_number(version)) if version else ""
+    folder = str(find_stored_version(model, version)) if version else ""
+    check_stored_name(model)
     entries = await files.run(files.list_files, model, folder)
     return {
         "model": model,
@@ -181,7 +186,7 @@ async def download_model_file(
 ) -> FileResponse:
     """Return the content of a file in the gateway's repository."""
     files = get_files(services)
-    check_storable_name(model)
+    check_stored_name(model)
     found = await files.run(files.find_file, model, path)
     digest = bytes.fromhex(await files.run(files.hash_file, found))
     headers = {"Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:"}
@@ -202,6 +207,21 @@ def get_publisher(services: Services) -> ModelPublisher:
     if services.settings.accepted_uploads is ModelUploads.off:
         raise Forbidden("uploads are disabled; set GATEWAY_MODEL_UPLOADS to artifacts or code")
     return services.publisher
+
+
+def check_stored_name(model: str) -> None:
+    """Raise `UnknownModel` for a name that no uploaded model has."""
+    if not is_storable_name(model):
+        raise UnknownModel(model)
+
+
+def find_stored_version(model: str, version: str) -> int:
+    """Return the number of a version. Raises `UnknownModel` for what cannot be one."""
+    check_stored_name(model)
+    try:
+        return parse_version_number(version)
+    except MalformedRequest:
+        raise UnknownModel(model, version) from None
 
 
 def record_version(request: Request, version: str, upload: ModelUpload | None = None) -> None:
