@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
@@ -21,17 +22,21 @@ from pydantic import SecretStr
 
 from gateway import logs
 from gateway.auth import is_loopback
-from gateway.embedded.model_paths import resolve_model_paths
+from gateway.embedded.model_paths import is_model, resolve_model_paths
 from gateway.embedded.options import (
+    ModelControl,
     TritonOptions,
     check_distinct_ports,
     check_port_free,
     collect_ports,
+    is_remote_repository,
 )
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
 from gateway.messages import CommandError
 from gateway.process_exit import prompt_exit
-from gateway.settings import Settings, describe_unknown_settings, read_settings
+from gateway.settings import ENV_PREFIX, Settings, describe_unknown_settings, read_settings
+from gateway.settings.access import ModelUploads
+from gateway.settings.fleet import REPOSITORY_URL_EXCLUSIONS
 from gateway.triton.restricted_api import (
     RestrictedApi,
     generate_restricted_api,
@@ -53,7 +58,9 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
     # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
     urls = tuple(options.url for options in fleet)
-    settings, print_line = configure_process(triton_urls=urls, drain_s=0)
+    settings, print_line = configure_process(
+        triton_urls=urls, drain_s=0, **choose_upload_settings(options)
+    )
     restricted = read_restricted_api(settings) or generate_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
@@ -83,6 +90,28 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
                 gateway.run()
         if len(reasons) == replicas:
             raise CommandError(reasons[-1])
+
+
+def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
+    """Return the settings with which models can be uploaded to the first folder of models.
+
+    Without keys, only local programs of the same user may upload, and only data.
+    """
+    folders = [place for place in options.model_repositories if is_repository_folder(place)]
+    if not folders or options.model_control is not ModelControl.explicit:
+        return {}
+    url = f"file://{Path(folders[0]).absolute()}"
+    defaults = {"GATEWAY_REPOSITORY": url, "GATEWAY_MODEL_UPLOADS": ModelUploads.artifacts}
+    is_usable = not REPOSITORY_URL_EXCLUSIONS & set(url)
+    return {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in defaults.items()
+        if is_usable and name not in os.environ
+    }
+
+
+def is_repository_folder(place: Path | str) -> bool:
+    return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
 
 
 def run_triton(options: TritonOptions, host: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -45,10 +47,25 @@ class ApiClient:
         model: dict[str, Any] = self.get(model_api_path(name, version))
         return model
 
-    def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """Return the response of any status. Raises `GatewayUnreachable`, or `ClientError` on timeout."""
+    def request(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """Return the response of any status. `options` are those of httpx, such as `files`.
+
+        Raises `GatewayUnreachable`, or `ClientError` on timeout.
+        """
+        with self._translate_errors():
+            return self._client.request(method, path, json=body, **options)
+
+    def stream(self, path: str) -> Iterator[bytes]:
+        """Yield the body of a successful response as it arrives. Raises the same errors."""
+        with self._translate_errors(), self._client.stream("GET", path) as response:
+            if not response.is_success:
+                response.read()
+            yield from check_status(response).iter_bytes()
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
         try:
-            return self._client.request(method, path, json=body)
+            yield
         except httpx.TimeoutException as exc:
             if isinstance(exc, httpx.ConnectTimeout):
                 raise self._unreachable_error("connection timed out") from None

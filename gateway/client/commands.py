@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -172,6 +173,69 @@ def manage_models(
         tables.print_table(tables.REPORT_COLUMNS, rows)
     if failures:
         raise type(failures[0])("; ".join(map(str, failures)))
+
+
+@cli.command()
+@add_flags(Target)
+def push(
+    target: Target,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Model file, archive or model folder.")
+    ],
+    name: Annotated[
+        str, typer.Option(help="Name of the model. Default: that of the file.", show_default=False)
+    ] = "",
+    version: Annotated[
+        str, typer.Option(help="Version. Default: the next number.", show_default=False)
+    ] = "",
+    config: Annotated[Path | None, typer.Option(help="config.pbtxt, or a config in JSON.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="File with one label per line.")] = None,
+    load: Annotated[bool, typer.Option(help="Load the model on every replica.")] = True,
+    json: JsonOption = False,
+) -> None:
+    """Upload a model, and load it on every replica."""
+    from gateway.client import tables
+    from gateway.client.model_transfer import PushedModel, push_model
+
+    pushed = PushedModel(file, name, version, config, labels, load)
+    published = push_model(target, pushed)
+    if json:
+        tables.print_json(published)
+    else:
+        words = "{model} version {version}: {bytes} bytes, sha256 {sha256}"
+        typer.echo(escape_unprintable(words.format_map(published)))
+
+
+@cli.command()
+@add_flags(Target)
+def pull(
+    target: Target,
+    model: ModelArgument,
+    version: Annotated[str, typer.Option(help="Version. Default: all.", show_default=False)] = "",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder in which the model's folder is created.")
+    ] = Path(),
+) -> None:
+    """Download the files of a model, with its config."""
+    from gateway.client.model_transfer import pull_model
+
+    for path in pull_model(target, model, version, output):
+        typer.echo(escape_unprintable(path))
+
+
+@cli.command("rm")
+@add_flags(Target)
+def remove(
+    target: Target,
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAMES", help="Models, or versions of models as NAME/VERSION."),
+    ],
+) -> None:
+    """Unload models and remove their files."""
+    from gateway.client.model_transfer import remove_models
+
+    remove_models(target, names)
 
 
 @cli.command()

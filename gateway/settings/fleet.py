@@ -12,6 +12,8 @@ from gateway.settings.values import CommaSeparated, PositiveSeconds, SettingsGro
 
 # The key becomes part of a gRPC metadata name, which must be in lower case.
 RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
+# Characters that another reader of the URL would decode.
+REPOSITORY_URL_EXCLUSIONS: Final = frozenset("%?#")
 
 
 class FleetSettings(SettingsGroup):
@@ -75,8 +77,8 @@ class FleetSettings(SettingsGroup):
     @field_validator("repository")
     @classmethod
     def check_repository_url(cls, value: str) -> str:
-        if value and (not value.startswith("file:///") or "%" in value or "?" in value):
-            raise ValueError("expected file:///FOLDER, without % and ?")
+        if value and (not value.startswith("file:///") or REPOSITORY_URL_EXCLUSIONS & set(value)):
+            raise ValueError("expected file:///FOLDER, without %, ? and #")
         return value
 
     @property

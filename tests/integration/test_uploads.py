@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from tests.support import network
 from tests.support.errors import assert_error
 from tests.support.fleet import Load
 from tests.support.keys import ADMIN, bearer, entry, written
-from tests.support.servers import Command, Triton, gateway, gateway_before
+from tests.support.servers import ROOT, Command, Triton, gateway, gateway_before
 from tests.support.wait import wait_until
 
 MIB = 1 << 20
@@ -351,6 +352,44 @@ def test_a_large_upload_takes_little_memory(place: Place) -> None:
     assert put.status_code == 201, put.text
     assert peak - before < 16 * MIB
     assert place.client.delete("/v1/models/large").status_code == 200
+
+
+def run_command(place: Place, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gateway", *map(str, words)]
+    command += ["--url", str(place.client.base_url)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_commands_push_pull_and_remove(place: Place, tmp_path: Path) -> None:
+    file, config = tmp_path / "pushed.onnx", tmp_path / "any.json"
+    file.write_bytes(FIRST)
+    config.write_text('{"name": "pushed"}')
+    ran = run_command(place, "push", file, "--no-load")
+    digest = hashlib.sha256(FIRST).hexdigest()
+    assert ran.stdout == f"pushed version 1: {len(FIRST)} bytes, sha256 {digest}\n", ran.stderr
+    assert ran.stderr == ""
+    ran = run_command(place, "push", file, "--config", config, "--no-load", "--json")
+    assert '"version": "2"' in ran.stdout, ran.stderr
+    ran = run_command(place, "pull", "pushed", "--version", "2", "--output", tmp_path / "pulled")
+    assert len(ran.stdout.splitlines()) == 2, ran.stderr
+    pulled = tmp_path / "pulled" / "pushed"
+    assert (pulled / "2" / "model.onnx").read_bytes() == FIRST
+    assert 'name: "pushed"' in (pulled / "config.pbtxt").read_text()
+    ran = run_command(place, "push", pulled, "--name", "again", "--no-load")
+    assert ran.returncode == 1
+    assert "that of model 'pushed'" in ran.stderr
+    (pulled / "config.pbtxt").unlink()
+    assert run_command(place, "push", pulled, "--name", "again", "--no-load").returncode == 0
+    assert place.versions("again") == ["1"]
+    assert run_command(place, "rm", "pushed/1", "again").returncode == 0
+    assert place.versions("pushed") == ["2"]
+    assert not (place.repository / "again").exists()
+    missing = run_command(place, "rm", "again")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "triton-gateway models lists the models" in missing.stderr
+    absent = run_command(place, "push", tmp_path / "absent.onnx")
+    assert absent.returncode == 1
+    assert "no such file or directory" in absent.stderr.lower()
 
 
 def begin_upload(client: httpx.Client, model: str) -> socket.socket:

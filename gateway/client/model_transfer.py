@@ -1,0 +1,226 @@
+"""Transfers of model files: `push`, `pull` and `rm`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Final
+
+from rich import progress
+from rich.console import Console
+
+from gateway.client.api import ApiClient, decode_json_response, model_api_path
+from gateway.client.errors import ClientError, UsageError
+from gateway.client.target import Target
+
+TRANSFER_TIMEOUT_S: Final = 600.0  # of one step; the load of a model is one
+TRANSFER_PIECE_BYTES: Final = 256 << 10
+ARCHIVE_NAME: Final = "model.tar.gz"
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class PushedModel:
+    """A model file or folder to upload, and the files that belong to it."""
+
+    source: Path
+    name: str = ""
+    version: str = ""
+    config: Path | None = None
+    labels: Path | None = None
+    load: bool = True
+
+    @property
+    def model(self) -> str:
+        """Return the name to serve the model under: that of the file or folder unless another is set."""
+        name = self.name or self.source.resolve().name.partition(".")[0]
+        if not name:
+            raise UsageError(f"{self.source} has no name for a model; choose one with --name")
+        return name
+
+
+def push_model(target: Target, pushed: PushedModel) -> dict[str, Any]:
+    """Upload a model; return the gateway's response. Raises `ClientError`."""
+    path = model_api_path(pushed.model, pushed.version) + ("" if pushed.load else "?load=false")
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiClient(target, TRANSFER_TIMEOUT_S))
+        file = stack.enter_context(open_source(pushed.source))
+        size = file.seek(0, 2)
+        file_name = ARCHIVE_NAME if pushed.source.is_dir() else pushed.source.name
+        fields = {"config": pushed.config, "labels": pushed.labels}
+        attached = {
+            field: (place.name, stack.enter_context(open_file(place)))
+            for field, place in fields.items()
+            if place is not None
+        }
+        digest = hash_stream(file)
+        advance = stack.enter_context(show_progress(pushed.model, size))
+        if attached:
+            counted = CountedFile(file, advance)
+            options: dict[str, Any] = {"files": {"model": (file_name, counted), **attached}}
+        else:
+            file.seek(0)
+            options = {
+                "content": read_pieces(file, advance),
+                "headers": {
+                    "Content-Length": str(size),
+                    "Content-Type": "application/octet-stream",
+                    "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+                },
+            }
+        response = api.request("PUT", path, **options)
+        published: dict[str, Any] = decode_json_response(response)
+    return published
+
+
+def pull_model(target: Target, name: str, version: str, output: Path) -> list[str]:
+    """Download the files of a model into a folder of its name; return their paths.
+
+    Raises `ClientError`, and leaves nothing behind then.
+    """
+    with ApiClient(target, TRANSFER_TIMEOUT_S) as api:
+        listed = api.get(f"{model_api_path(name)}/files")["files"]
+        entries = [entry for entry in listed if not version or belongs_to(entry["path"], version)]
+        if version and not any(entry["path"].startswith(f"{version}/") for entry in entries):
+            raise ClientError(f"model {name!r} has no version {version!r}")
+        folder = output / name
+        if folder.exists():
+            raise UsageError(f"{folder} exists already; choose another folder with --output")
+        with report_file_errors():
+            output.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=output))
+        try:
+            total = sum(entry["bytes"] for entry in entries)
+            with show_progress(name, total) as advance, report_file_errors():
+                for entry in entries:
+                    download_file(api, name, entry, partial, advance)
+                partial.chmod(0o755)
+                partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return [str(folder / entry["path"]) for entry in entries]
+
+
+def belongs_to(path: str, version: str) -> bool:
+    """Return whether a file is one of the version, or of all versions."""
+    first, slash, _ = path.partition("/")
+    return first == version or not (slash and first.isdigit())
+
+
+def download_file(
+    api: ApiClient, name: str, entry: dict[str, Any], folder: Path, advance: Advance
+) -> None:
+    path = PurePosixPath(entry["path"])
+    if path.is_absolute() or ".." in path.parts:
+        raise ClientError(f"the gateway listed an unsafe path: {entry['path']!r}")
+    place = folder / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with place.open("wb") as file:
+        for piece in api.stream(f"{model_api_path(name)}/files/{path}"):
+            file.write(piece)
+            digest.update(piece)
+            advance(len(piece))
+    if digest.hexdigest() != entry["sha256"]:
+        raise ClientError(f"the received {entry['path']} has a wrong checksum; try again")
+
+
+def remove_models(target: Target, names: list[str]) -> None:
+    """Remove models, or versions as NAME/VERSION. Raises `ClientError` for the first that fails."""
+    with ApiClient(target, TRANSFER_TIMEOUT_S) as api:
+        for name in names:
+            model, _, version = name.partition("/")
+            decode_json_response(api.request("DELETE", model_api_path(model, version)))
+
+
+@contextmanager
+def open_source(source: Path) -> Iterator[BinaryIO]:
+    """Open a file, or an archive of a folder."""
+    if not source.is_dir():
+        with open_file(source) as file:
+            yield file
+        return
+    with tempfile.TemporaryFile() as archive:
+        with report_file_errors(), tarfile.open(fileobj=archive, mode="w:gz") as packed:
+            packed.add(source, source.resolve().name)
+        yield archive
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    with report_file_errors():
+        file = path.open("rb")
+    with file:
+        yield file
+
+
+@contextmanager
+def report_file_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise ClientError(f"{exc.filename or 'the file'}: {exc.strerror}") from None
+
+
+def hash_stream(file: BinaryIO) -> bytes:
+    file.seek(0)
+    digest = hashlib.sha256()
+    while piece := file.read(TRANSFER_PIECE_BYTES):
+        digest.update(piece)
+    file.seek(0)
+    return digest.digest()
+
+
+def read_pieces(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
+    while piece := file.read(TRANSFER_PIECE_BYTES):
+        yield piece
+        advance(len(piece))
+
+
+class CountedFile:
+    """A file of a form that reports how much of it was read."""
+
+    def __init__(self, file: BinaryIO, advance: Advance) -> None:
+        self._file = file
+        self._advance = advance
+
+    def read(self, size: int = -1) -> bytes:
+        piece = self._file.read(size)
+        self._advance(len(piece))
+        return piece
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+@contextmanager
+def show_progress(name: str, total: int) -> Iterator[Advance]:
+    """Show a bar on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(task, count)
