@@ -57,7 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def brought(folder: Path) -> Iterator[httpx.Client]:
     with (
         triton_on_free_ports(folder, auto_complete=True) as triton,
-        gateway_before(triton.options.url) as client,
+        gateway_before(
+            triton.options.url, repository=f"file://{folder}", model_uploads="artifacts"
+        ) as client,
     ):
         yield client
 
