@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -47,7 +48,9 @@ T = TypeVar("T")
 STORE_THREADS: Final = 4
 LOCK_SUFFIX: Final = "lock"
 MODEL_LOCKS_FILE: Final = f"{TEMPORARY_PREFIX}models.{LOCK_SUFFIX}"
+OWNER_LOCK: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-{LOCK_SUFFIX}")
 MODEL_LOCK_POLL_S: Final = 0.05
+BYTECODE_FOLDER: Final = "__pycache__"
 HASH_PIECE_BYTES: Final = 1 << 20
 MAX_CACHED_CHECKSUMS: Final = 10_000
 
@@ -82,12 +85,11 @@ class ModelFileStore:
     # Life cycle.
 
     def open(self) -> None:
-        """Remove the leftovers of processes that have exited; log a folder that cannot be written."""
+        """Remove the leftovers of processes that have exited; log a folder that cannot be used."""
         if not self.can_write:
             return
         try:
             with translate_os_errors():
-                self._ensure_owner_lock()
                 self._recover()
         except (RepositoryFull, RepositoryUnavailable) as exc:
             log.warning("models cannot be uploaded to %s: %s", self.root, exc.detail)
@@ -130,7 +132,8 @@ class ModelFileStore:
                 os.close(descriptor)
 
     def _recover(self) -> None:
-        for path in list(self.root.glob(f"{TEMPORARY_PREFIX}*-{LOCK_SUFFIX}")):
+        names = [entry.name for entry in os.scandir(self.root)]
+        for path in map(self.root.joinpath, filter(OWNER_LOCK.fullmatch, names)):
             prefix = path.name.removesuffix(LOCK_SUFFIX)
             if prefix == self._prefix:
                 continue
@@ -162,7 +165,7 @@ class ModelFileStore:
         """Wait until no other process and no other task changes this model."""
         lock = self._locks.setdefault(model, asyncio.Lock())
         async with lock:
-            await self.run(self._open_model_locks)
+            await self.run(self._open_locks)
             # A byte of one file for each model; two models with the same byte only wait for each other.
             position = crc32(model.encode())
             while not self._try_lock(position):  # noqa: ASYNC110 - another process has the lock
@@ -172,7 +175,8 @@ class ModelFileStore:
             finally:
                 fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
 
-    def _open_model_locks(self) -> None:
+    def _open_locks(self) -> None:
+        self._ensure_owner_lock()
         if self._model_locks < 0:
             path = self.root / MODEL_LOCKS_FILE
             self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
@@ -317,10 +321,12 @@ def list_folders(folder: Path) -> list[Path]:
 
 
 def walk_model_files(folder: Path, *, with_temporary: bool = False) -> Iterator[Path]:
-    """Yield the regular files below a folder, without links."""
+    """Yield the regular files below a folder, without links and Python's caches."""
     for place, folders, names in os.walk(folder):
         if not with_temporary:
-            folders[:] = [name for name in folders if not is_temporary(name)]
+            folders[:] = [
+                name for name in folders if not is_temporary(name) and name != BYTECODE_FOLDER
+            ]
         for name in names:
             if is_temporary(name) and not with_temporary:
                 continue

@@ -507,8 +507,6 @@ def test_what_a_killed_process_moved_aside_is_put_back(tmp_path: Path) -> None:
 
 def test_the_next_start_removes_leftovers_of_dead_processes_only(tmp_path: Path) -> None:
     dead, alive = (ModelFileStore(tmp_path, can_write=True) for _ in range(2))
-    dead.open()
-    alive.open()
     orphan = dead.create_staging().write_file(b"half").path
     kept = alive.create_staging().write_file(b"half").path
     # As the end of a process does.
