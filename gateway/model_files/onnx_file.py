@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import BinaryIO, Final
 
-MAX_TOP_LEVEL_FIELDS: Final = 20_000
+MAX_TOP_LEVEL_FIELDS: Final = 5_000
 MAX_FIELD_HEADER_BYTES: Final = 20  # two varints
 VARINT, LENGTH_DELIMITED = 0, 2  # wire types
 # The fields of ModelProto (onnx.proto) by number, with their wire types.

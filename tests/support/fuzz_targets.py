@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
+from io import BytesIO
+from tempfile import TemporaryFile
 from typing import Any
 
 from gateway.errors import GatewayError
 from gateway.exposition.families import InvalidExposition
 from gateway.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.model_files.archives import PIECE_BYTES, ArchiveLimits, read_archive
+from gateway.model_files.digests import parse_sha256_digest
+from gateway.model_files.model_config import check_data_config, parse_model_config
+from gateway.model_files.onnx_file import is_onnx_file
 from gateway.sse import EventStreamScrubber
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.decode import decode_body, decode_predict_body
@@ -101,7 +109,39 @@ def targets() -> list[Target]:
             (InvalidExposition,),
         ),
         *screening_targets(),
+        *upload_targets(),
     ]  # fmt: skip
+
+
+def upload_targets() -> Iterator[Target]:
+    def extract_from(suffix: str) -> Callable[[bytes], None]:
+        return lambda data: extract(data or b"P", suffix)
+
+    def check_config(data: bytes) -> None:
+        # Parsed in a thread, at the speed of Python.
+        check_data_config(parse_model_config(data[: 8 << 10], allow_unknown_fields=True))
+
+    def extract(data: bytes, suffix: str) -> None:
+        with TemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            for _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
+                for piece in pieces:
+                    assert len(piece) <= PIECE_BYTES
+
+    plain, packed = BytesIO(), BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("model/" + "long" * 40))
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("model/1/model.onnx", b"x" * 1000)
+    tars, zips = [plain.getvalue()], [packed.getvalue()]
+    yield Target("tar archives", extract_from(".tar"), tars, REFUSALS)
+    yield Target("ZIP archives", extract_from(".zip"), zips, REFUSALS)
+    configs = [b'name: "m" input { name: "X" dims: [ 1 ] }', b'{"name": "m", "input": []}']
+    yield Target("model configs", check_config, configs, REFUSALS)
+    network = [b"\x08\x0a\x3a\x02\x0a\x00\x42\x02\x10\x12"]
+    yield Target("ONNX files", lambda data: is_onnx_file(BytesIO(data), len(data)), network, ())
+    yield Target("digests", latin_1(parse_sha256_digest), [b"sha-256=:AAAA:"], REFUSALS)
 
 
 def screening_targets() -> Iterator[Target]:
