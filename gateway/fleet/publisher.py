@@ -86,6 +86,9 @@ class ModelPublisher:
         except PartialFailure:  # the gateway keeps retrying
             await self.files.run(change.commit)
             raise
+        except GatewayError:
+            await self.files.run(change.revert)
+            raise
         except BaseException:
             change.revert()  # in place: a cancelled task cannot wait
             raise

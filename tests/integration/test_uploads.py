@@ -60,6 +60,12 @@ def padded(size: int) -> Iterator[bytes]:
         yield b"x" * min(MIB, size - start)
 
 
+def replica_states(client: httpx.Client, model: str) -> list[str]:
+    models = client.get("/v1/models").json()["models"]
+    (found,) = (each for each in models if each["name"] == model)
+    return list(found["replicas"].values())
+
+
 def hidden(repository: Path) -> list[str]:
     """The temporary files, without those by which processes lock."""
     names = [str(path.relative_to(repository)) for path in repository.rglob(f"{HIDDEN}*")]
@@ -149,9 +155,7 @@ def test_one_curl_serves_a_model_and_the_next_its_next_version(
         assert place.infer("mine") == [1 + number, 2 + number]
         audited = place.command.wait_for(f"version={number} sha256={digest}")
         assert "PUT /v1/models/mine: succeeded" in audited
-    listed = {model["name"]: model for model in place.client.get("/v1/models").json()["models"]}
-    assert set(listed["mine"]["replicas"].values()) == {"READY"}
-    assert listed["mine"]["wished"] == "loaded"
+    assert replica_states(place.client, "mine") == ["READY", "READY"]
     files = place.client.get("/v1/models/mine/files").json()["files"]
     assert [file["path"] for file in files] == ["1/model.onnx", "2/model.onnx", "config.pbtxt"]
     of_version = place.client.get("/v1/models/mine/versions/2/files").json()["files"]
@@ -198,7 +202,7 @@ def test_versions_and_models_are_removed(place: Place) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("gone/7/net.onnx", FIRST)
         zipped.writestr("gone/config.pbtxt", 'name: "gone"')
-    put = place.client.put("/v1/models/gone", content=file.getvalue())
+    put = place.client.put("/v1/models/gone?load=false", content=file.getvalue())
     assert put.status_code == 201, put.text
     assert put.json()["version"] == "1"
     config = (place.repository / "gone" / "config.pbtxt").read_text()
@@ -451,14 +455,18 @@ def test_a_full_disk_changes_nothing(place: Place, tmp_path: Path) -> None:
 
 def test_a_model_is_served_again_after_a_restart_of_everything(place: Place) -> None:
     """The last test: it ends the servers that the others use."""
-    assert place.client.put("/v1/models/lasting", content=SECOND).status_code == 201
+    assert place.client.put("/v1/models/lasting", content=FIRST).status_code == 201
+    place.tritons[1].kill()
+    put = place.client.put("/v1/models/lasting", content=SECOND)  # loaded where there is a Triton
+    assert (put.status_code, put.json()["code"]) == (502, "PARTLY_DONE")
+    assert place.infer("lasting") == [3, 4]
+    place.tritons[1].start()
     os.kill(place.command.pid, signal.SIGKILL)
     place.command.end()
-    for triton in place.tritons:
-        triton.kill()
-        triton.start()
+    place.tritons[0].kill()
+    place.tritons[0].start()
     for triton in place.tritons:
         triton.wait()
     with place.another_gateway() as (client, _):
-        wait_until(lambda: client.get("/v2/models/lasting/ready").status_code == 200)
+        wait_until(lambda: replica_states(client, "lasting") == ["READY", "READY"])
         assert place.infer("lasting", client) == [3, 4]
