@@ -89,7 +89,9 @@ def pull_model(target: Target, name: str, version: str, output: Path) -> list[st
     """
     with ApiClient(target, TRANSFER_TIMEOUT_S) as api:
         listed = api.get(f"{model_api_path(name)}/files")["files"]
-        entries = [entry for entry in listed if not version or belongs_to(entry["path"], version)]
+        entries = [
+            entry for entry in listed if not version or is_file_of_version(entry["path"], version)
+        ]
         if version and not any(entry["path"].startswith(f"{version}/") for entry in entries):
             raise ClientError(f"model {name!r} has no version {version!r}")
         folder = output / name
@@ -110,7 +112,7 @@ def pull_model(target: Target, name: str, version: str, output: Path) -> list[st
     return [str(folder / entry["path"]) for entry in entries]
 
 
-def belongs_to(path: str, version: str) -> bool:
+def is_file_of_version(path: str, version: str) -> bool:
     """Return whether a file is one of the version, or of all versions."""
     first, slash, _ = path.partition("/")
     return first == version or not (slash and first.isdigit())

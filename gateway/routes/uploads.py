@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from hmac import compare_digest
+from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import quote
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 
 from gateway.errors import (
     DigestMismatch,
@@ -58,6 +59,7 @@ from gateway.tensors.media_type import parse_content_type, parse_header_paramete
 
 router = APIRouter(tags=["uploads"])
 WRITE_BYTES: Final = 1 << 20
+READ_BYTES: Final = 256 << 10
 DIGEST_HEADERS: Final = (b"repr-digest", b"content-digest")
 
 
@@ -179,18 +181,28 @@ async def list_model_files(
     operation_id="download_model_file",
     summary="Download a file of a model",
     responses=FILE_RESPONSES,
-    response_class=FileResponse,
+    response_class=StreamingResponse,
 )
 async def download_model_file(
     services: ServicesForManagement, model: str, path: str
-) -> FileResponse:
+) -> StreamingResponse:
     """Return the content of a file in the gateway's repository."""
     files = get_files(services)
     check_stored_name(model)
     found = await files.run(files.find_file, model, path)
     digest = bytes.fromhex(await files.run(files.hash_file, found))
-    headers = {"Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:"}
-    return FileResponse(found, headers=headers, media_type=OCTET_STREAM)
+    status = await files.run(found.stat)
+    headers = {
+        "Content-Length": str(status.st_size),
+        "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+    }
+    return StreamingResponse(stream_file(files, found), headers=headers, media_type=OCTET_STREAM)
+
+
+async def stream_file(files: ModelFileStore, path: Path) -> AsyncIterator[bytes]:
+    with await files.run(path.open, "rb") as file:
+        while piece := await files.run(file.read, READ_BYTES):
+            yield piece
 
 
 def get_files(services: Services) -> ModelFileStore:

@@ -224,18 +224,20 @@ def test_versions_and_models_are_removed(place: Place) -> None:
     assert hidden(place.repository) == []
 
 
-def test_uploads_of_one_model_take_turns(place: Place) -> None:
+def test_uploads_of_one_model_take_turns(place: Place, limited: httpx.Client) -> None:
+    """Through two gateways that share the repository."""
+
+    def upload(number: int) -> httpx.Response:
+        client = (place.client, limited)[number % 2]
+        return client.put("/v1/models/turns?load=false", content=adding(number))
+
     with ThreadPoolExecutor(4) as pool:
-        puts = pool.map(
-            lambda number: place.client.put("/v1/models/turns?load=false", content=adding(number)),
-            range(8),
-        )
-        versions = {put.json()["version"]: put.json()["sha256"] for put in puts}
+        answers = [answer.json() for answer in pool.map(upload, range(8))]
+    versions = {answer["version"]: answer["sha256"] for answer in answers}
     assert sorted(versions) == [str(number) for number in range(1, 9)]
     for version, digest in versions.items():
         content = (place.repository / "turns" / version / "model.onnx").read_bytes()
         assert hashlib.sha256(content).hexdigest() == digest
-    assert "turns" not in place.command.wait_for("replica")
     assert place.client.get("/v2/models/turns/ready").status_code != 200
 
 
