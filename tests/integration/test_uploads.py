@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from onnx import TensorProto, helper
 
 from tests.support import network
 from tests.support.errors import assert_error
-from tests.support.fleet import Load
+from tests.support.fleet import Load, write_echo
 from tests.support.keys import ADMIN, bearer, entry, written
 from tests.support.servers import ROOT, Command, Triton, gateway, gateway_before
 from tests.support.wait import wait_until
@@ -340,6 +341,24 @@ def test_rights_are_those_of_the_key(limited: httpx.Client, place: Place) -> Non
         for method, path in (("PUT", "bad"), ("DELETE", "bad"), ("GET", "bad/files")):
             refused = client.request(method, f"/v1/models/{path}")
             assert_error(refused, 501, "NO_REPOSITORY", "GATEWAY_REPOSITORY")
+
+
+def test_code_is_accepted_where_it_is_allowed(place: Place, tmp_path: Path) -> None:
+    """Also with the setting's former name, which is warned of."""
+    write_echo(tmp_path, "code")
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as packed:
+        packed.add(tmp_path / "code", "code")
+    refused = place.client.put("/v1/models/code", content=file.getvalue())
+    assert refused.json()["code"] == "INVALID_MODEL_FILE"
+    settings = {"model_uploads": "off", "allow_model_upload": "true", "state": "memory:"}
+    with place.another_gateway(**settings) as (client, command):
+        command.wait_for("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated")
+        assert client.put("/v1/models/code", content=file.getvalue()).status_code == 201
+        assert place.infer("code", client) == [1, 2]
+        listed = client.get("/v1/models/code/files").json()["files"]
+        assert [each["path"] for each in listed] == ["1/model.py", "config.pbtxt"]
+        assert client.delete("/v1/models/code").status_code == 200
 
 
 def test_a_large_upload_takes_little_memory(place: Place) -> None:
