@@ -7,6 +7,7 @@ the archive declares are not trusted. Only files and folders are accepted.
 from __future__ import annotations
 
 import mmap
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ FILE_TYPE_MASK: Final = 0o170000
 ACCEPTED_FILE_TYPES: Final = (0, 0o040000, 0o100000)  # unknown, a folder, a regular file
 BLOCK_BYTES: Final = 512
 MAX_EXTENDED_HEADER_BYTES: Final = 64 << 10
+MAX_EXTENDED_HEADERS_BYTES: Final = 4 << 20  # of an archive
+PAX_RECORD_START: Final = re.compile(rb"([0-9]{1,7}) ([^=\n]{1,255})=")
+PAX_SIZE: Final = re.compile(rb"[0-9]{1,18}")
+LINE_FEED: Final = ord("\n")
 GZIP_WBITS: Final = 16 + zlib.MAX_WBITS
 REGULAR_FLAGS: Final = (b"0", b"\0", b"7")
 FOLDER_FLAG, LONG_NAME_FLAG, PAX_FLAG, GLOBAL_PAX_FLAG = b"5", b"L", b"x", b"g"
@@ -172,11 +177,15 @@ def read_tar(file: BinaryIO, suffix: str, limits: ArchiveLimits) -> Iterator[tup
     raw = iter(lambda: file.read(INPUT_BYTES), b"")
     reader = PieceReader(inflate_pieces(raw, GZIP_WBITS) if suffix == ".tar.gz" else raw)
     extended: dict[str, bytes] = {}
+    extended_bytes = 0
     while (header := reader.read(BLOCK_BYTES)).strip(b"\0"):
         limits.count_entry()
         check_tar_checksum(header)
         flag, size = header[156:157], parse_tar_number(header[124:136])
         if flag in (LONG_NAME_FLAG, PAX_FLAG, GLOBAL_PAX_FLAG):
+            extended_bytes += size
+            if extended_bytes > MAX_EXTENDED_HEADERS_BYTES:
+                raise DamagedArchive("its extended headers are too long")
             content = reader.read_padded(size, MAX_EXTENDED_HEADER_BYTES)
             if flag == LONG_NAME_FLAG:
                 extended["path"] = content.rstrip(b"\0")
@@ -253,20 +262,20 @@ def read_tar_name(header: bytes) -> bytes:
 def parse_pax_records(content: bytes) -> dict[str, bytes]:
     """Return the records `LENGTH KEY=VALUE` that describe a file. Raises `DamagedArchive`."""
     records = {}
-    while content:
-        digits, _, rest = content.partition(b" ")
-        length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
-        record = rest[: length - len(digits) - 1]
-        key, equals, value = record.partition(b"=")
-        if not equals or not value.endswith(b"\n") or length > len(content):
+    position = 0
+    while position < len(content):
+        match = PAX_RECORD_START.match(content, position)
+        end = position + int(match[1]) if match is not None else 0
+        if match is None or not match.end() < end <= len(content) or content[end - 1] != LINE_FEED:
             raise DamagedArchive("an extended header is malformed")
+        key, value = match[2], content[match.end() : end - 1]
         if key.startswith(b"GNU.sparse"):
             raise DamagedArchive("sparse files are not supported")
-        if key == b"size" and not value[:-1].isdigit():
+        if key == b"size" and not PAX_SIZE.fullmatch(value):
             raise DamagedArchive("an extended header is malformed")
         if key in (b"path", b"size"):
-            records[key.decode()] = value[:-1]
-        content = content[length:]
+            records[key.decode()] = value
+        position = end
     return records
 
 

@@ -247,10 +247,34 @@ def test_a_bomb_is_stopped_at_the_limit(tmp_path: Path, kind: str) -> None:
         stored(tmp_path, write({f"{n}": b"" for n in range(51)}), suffix, max_entries=50)
 
 
-def test_a_header_of_a_tar_file_is_bounded() -> None:
-    bomb = tarfile.TarInfo("x" * MIB).tobuf(tarfile.PAX_FORMAT)
-    with pytest.raises(InvalidModelFile, match="extended header is too long"):
-        contents(bomb, ".tar")
+def pax(content: bytes) -> bytes:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = b"x", len(content)
+    padding = b"\0" * (-len(content) % 512)
+    return header.tobuf(tarfile.USTAR_FORMAT) + content + padding
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"70000 path=" + b"x" * 69_988 + b"\n", "extended header is too long"),
+        (b"60 size=" + b"9" * 51 + b"\n", "extended header is malformed"),
+        (b"8 path=a\n", "extended header is malformed"),
+        (b"0 path=a\n", "extended header is malformed"),
+        (b"path=a\n", "extended header is malformed"),
+        (b"22 GNU.sparse.major=1\n", "sparse files"),
+    ],
+    ids=range(6),
+)
+def test_a_malformed_header_of_a_tar_file_is_refused(header: bytes, words: str) -> None:
+    with pytest.raises(InvalidModelFile, match=words):
+        contents(pax(header), ".tar")
+
+
+def test_the_headers_of_a_tar_file_are_bounded() -> None:
+    record = pax(b"6 a=b\n" * 10_000)
+    with pytest.raises(InvalidModelFile, match="extended headers are too long"):
+        contents(record * 80, ".tar")
     many = zlib.compressobj(wbits=31)
     empty = tarfile.TarInfo("a").tobuf(tarfile.USTAR_FORMAT)
     data = many.compress(empty * 20_001) + many.flush()
