@@ -50,11 +50,9 @@ ERROR_DESCRIPTIONS: Final = {
     429: "The gateway or Triton's queue is full, or the key exceeds its rate limit.",
     431: "The request header is too large.",
     500: "The model or the gateway failed.",
-    501: "The gateway has no model repository.",
     502: "The replica sent an invalid response.",
     503: "No replica can serve the model now.",
     504: "The response was not ready in time.",
-    507: "The model does not fit into the repository.",
 }
 # Any request can result in these errors.
 COMMON_ERROR_STATUSES: Final = (400, 401, 403, 408, 413, 414, 422, 429, 431, 500, 503)

@@ -16,7 +16,10 @@ from gateway.openapi.schemas import BINARY_CONTENT, build_header_parameter
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
-REPOSITORY_ERRORS: Final = (404, 501)
+REPOSITORY_ERRORS: Final = {
+    404: "No Triton has the model in its repository, or the caller cannot see it.",
+    501: "The gateway has no model repository.",
+}
 CHECKSUM_SCHEMA: Final = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 SIZE_SCHEMA: Final = {"type": "integer", "minimum": 0}
 UPLOAD_SCHEMA: Final = build_object_schema(
@@ -43,14 +46,15 @@ FILE_LIST_SCHEMA: Final = build_object_schema(
 UPLOAD_ERRORS: Final = build_error_responses(
     *(*REPOSITORY_ERRORS, 409, 415, 502, 504, 507),
     model=ManagementError,
-    descriptions={
+    descriptions=REPOSITORY_ERRORS
+    | {
         400: "The request is malformed, or the body does not have the announced digest.",
-        404: "No Triton has the model in its repository, or the caller cannot see it.",
         409: "The request conflicts with how the models are managed.",
         413: "The upload exceeds the size limit.",
         415: "The body has a Content-Encoding.",
         422: "The file is not a model, its config does not match, or Triton cannot load it.",
         502: "The model was loaded on some replicas only. The gateway retries on the others.",
+        507: "The model does not fit into the repository.",
     },
 )
 UPLOAD_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_response(
@@ -62,10 +66,11 @@ UPLOAD_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_respon
 REMOVAL_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_response(
     REMOVAL_SCHEMA, "The files were removed."
 )
-FILE_LIST_RESPONSES: Final[OpenApiResponses] = build_error_responses(
-    *REPOSITORY_ERRORS
-) | build_success_response(FILE_LIST_SCHEMA, "The files, with their checksums.")
-FILE_RESPONSES: Final[OpenApiResponses] = build_error_responses(*REPOSITORY_ERRORS) | {
+FILE_ERRORS: Final = build_error_responses(*REPOSITORY_ERRORS, descriptions=REPOSITORY_ERRORS)
+FILE_LIST_RESPONSES: Final[OpenApiResponses] = FILE_ERRORS | build_success_response(
+    FILE_LIST_SCHEMA, "The files, with their checksums."
+)
+FILE_RESPONSES: Final[OpenApiResponses] = FILE_ERRORS | {
     200: {
         "description": "The content of the file.",
         "headers": REQUEST_ID_HEADER | {"Repr-Digest": {"required": True, "schema": STRING_SCHEMA}},
