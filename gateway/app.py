@@ -94,13 +94,6 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
         metrics.flush()
 
 
-def app_from_environment() -> ASGIApp:
-    """Create the application of a worker process, which shares no memory with its parent."""
-    settings = Settings()
-    logs.configure(settings)
-    return create_app(settings)
-
-
 def create_tls_context(
     settings: Settings, sources: Sequence[ReplicaSource]
 ) -> ssl.SSLContext | None:

@@ -144,23 +144,24 @@ def run_triton(options: TritonOptions, host: str) -> None:
 def run_gateway(host: str, port: int, workers: int) -> None:
     check_port_free(host, port, "--port")
     settings, print_line = configure_process()
-    from gateway.app import create_app
-    from gateway.server import create_server, run_workers
-
     tritons = ", ".join(settings.triton_urls)
     message = f"serving {tritons} on http://{host}:{port}  (press Ctrl-C to stop)"
     on_ready = partial(print_line, message)
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
-    app = create_app(settings)  # reports invalid settings once, not in each worker
     with prompt_exit(), ExitStack() as stack:
         if workers > 1:
+            from gateway.workers import run_workers
+
             if settings.state == "memory:":  # the workers share a file that is deleted at the end
                 folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
                 os.environ["GATEWAY_STATE"] = f"file://{folder}/state.json"
             run_workers(settings, host, port, workers, on_ready)
         else:
-            create_server(app, settings, host, port, on_ready).run()
+            from gateway.app import create_app
+            from gateway.server import create_server
+
+            create_server(create_app(settings), settings, host, port, on_ready).run()
 
 
 def read_restricted_api(settings: Settings) -> RestrictedApi | None:

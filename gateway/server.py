@@ -1,4 +1,4 @@
-"""uvicorn's server and worker supervisor, configured for the gateway."""
+"""uvicorn's server, configured for the gateway."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import resource
 import signal
 import socket
 import ssl
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -22,13 +20,9 @@ from typing import Any, Final, cast
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
-from uvicorn.supervisors import Multiprocess
 
 from gateway.config_files import WatchedFile
-from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
 from gateway.messages import CommandError
-from gateway.metrics import record_replaced_worker
-from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S
 from gateway.protocol.clients import ClientRegistry
 from gateway.protocol.connection import HttpProtocol
 from gateway.protocol.limits import ProtocolLimits
@@ -130,50 +124,6 @@ def limit_unsent_bytes(descriptor: int) -> None:
             duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
-class WorkerSupervisor(Multiprocess):
-    """A uvicorn supervisor that closes the listening sockets when it stops, so that clients are refused.
-
-    Workers that are still running after `stop_timeout_s` are killed.
-    """
-
-    stop_timeout_s: float = math.inf
-    metrics_folder: Path | None = None
-    on_ready: Callable[[], None] | None = None  # called once, when the first worker serves
-
-    def keep_subprocess_alive(self) -> None:
-        """Replace workers that ended or hang, and log and count them; called twice a second."""
-        previous = list(self.processes)
-        super().keep_subprocess_alive()
-        for old, new in zip(previous, self.processes, strict=True):
-            if new is not old:
-                status = describe_process_exit(old.exitcode)
-                message = "worker %s exited unexpectedly (%s); worker %s replaces it"
-                log.error(message, old.pid, status, new.pid)
-                if self.metrics_folder is not None:
-                    record_replaced_worker(self.metrics_folder)
-        if self.on_ready is not None and any(process.is_ready() for process in self.processes):
-            self.on_ready()
-            self.on_ready = None
-
-    def terminate_all(self) -> None:
-        super().terminate_all()
-        for listener in self.sockets:
-            listener.close()
-
-    def join_all(self) -> None:
-        deadline = time.monotonic() + self.stop_timeout_s
-        for process in self.processes:
-            process.process.join(max(deadline - time.monotonic(), 0))
-            if process.process.is_alive():
-                log.error("worker %d did not exit in time and is killed", process.pid)
-                process.kill()
-            process.join()
-
-
-def describe_process_exit(exitcode: int | None) -> str:
-    return f"signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"status {exitcode}"
-
-
 def create_protocol_limits(settings: Settings) -> ProtocolLimits:
     """Return the limits, each of which is the setting of the same name."""
     limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
@@ -237,29 +187,3 @@ def create_server(
     app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
 ) -> GatewayServer:
     return GatewayServer(create_uvicorn_config(app, settings, host, port), on_ready)
-
-
-def run_workers(
-    settings: Settings, host: str, port: int, workers: int, on_ready: Callable[[], None]
-) -> None:
-    """Run several processes on one socket, each with its own app, created from the environment.
-
-    Each worker writes its metrics to files in one directory, and every worker reads all of them.
-    """
-    with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        if not settings.max_bytes_in_flight:  # the workers share the memory
-            share = default_budget_bytes() // workers
-            os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
-        app = "gateway.app:app_from_environment"
-        config = create_uvicorn_config(app, settings, host, port, workers)
-        listener = config.bind_socket()
-        # Clients that connect before the first worker is up wait instead of being refused.
-        listener.listen(config.backlog)
-        supervisor = WorkerSupervisor(config, sockets=[listener])
-        supervisor.metrics_folder = Path(folder)
-        supervisor.on_ready = on_ready
-        supervisor.stop_timeout_s = (
-            settings.drain_s + settings.shutdown_s + CLOSE_TIMEOUT_S + 2 * KERNEL_KILL_GRACE_S
-        )
-        supervisor.run()

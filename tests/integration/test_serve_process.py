@@ -52,6 +52,15 @@ def test_a_pair_that_does_not_fit_keeps_the_gateway_from_starting(
     assert "Traceback" not in serve.output
 
 
+def test_an_invalid_setting_is_reported_once_and_not_by_each_worker(tmp_path: Path) -> None:
+    environment = {**NO_TRITON, "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml")}
+    arguments = ("serve", "--port", str(free_ports(1)[0]), "--workers", "2")
+    with Command(*arguments, environment=environment) as serve:
+        assert serve.end() == 1
+    assert serve.output.count("none.yaml") == 1
+    assert "Traceback" not in serve.output
+
+
 def test_workers_speak_https(tmp_path: Path, authority: trustme.CA) -> None:
     write_pair(authority, tmp_path)
     (port,) = free_ports(1)

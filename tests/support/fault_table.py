@@ -247,6 +247,16 @@ OURSELVES = (
         },
     ),
     Row(
+        "the supervisor of the workers is killed, or the process that they are forked from",
+        "the workers finish their requests and exit; in the second case others replace them",
+        {
+            "system/test_workers": [
+                "the_workers_stop_when_their_supervisor_is_killed",
+                "workers_are_replaced_after_the_process_they_are_forked_from_is_killed",
+            ],
+        },
+    ),
+    Row(
         "32 images of 25 megapixels at once",
         "all are answered; 99 of 100 `/livez` requests take less than 100 ms, and at most 100 "
         "megapixels are in memory",

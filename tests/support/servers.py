@@ -354,10 +354,16 @@ class Triton:
         self.end()
 
 
-def workers(command: Command) -> list[psutil.Process]:
-    """The living ones; the other child of the command keeps track of its shared resources."""
+def fork_server(command: Command) -> psutil.Process | None:
+    """The process that the workers are forked from; another child tracks shared resources."""
     children = psutil.Process(command.pid).children()
-    return [child for child in children if "spawn_main" in command_of(child)]
+    return next((child for child in children if "forkserver" in command_of(child)), None)
+
+
+def workers(command: Command) -> list[psutil.Process]:
+    """The running workers."""
+    server = fork_server(command)
+    return [] if server is None else [child for child in server.children() if command_of(child)]
 
 
 def command_of(process: psutil.Process) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -12,7 +14,7 @@ import pytest
 
 from tests.support.fleet import write_echo
 from tests.support.keys import ENTRIES, written
-from tests.support.servers import Command, Triton, free_ports, workers
+from tests.support.servers import Command, Triton, fork_server, free_ports, workers
 from tests.support.up import has_ended
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -112,6 +114,66 @@ def test_it_serves_when_a_worker_does_and_not_before(tmp_path: Path) -> None:
             pipe.write(keys.read_text())
         command.wait_for("serving")
         assert get(f"http://127.0.0.1:{port}/livez").status_code == 200
+
+
+def test_workers_share_the_memory_of_their_imports(pair: tuple[Command, str]) -> None:
+    command, _ = pair
+    server = fork_server(command)
+    assert server is not None
+    assert server.num_threads() == 1  # a fork of a process with threads can deadlock
+    for worker in workers(command):
+        sizes = worker.memory_full_info()
+        assert sizes.uss < sizes.rss / 2
+        print(f"{sizes.pss / 1e6:.0f} MB of {sizes.rss / 1e6:.0f} MB")
+
+
+def test_a_signal_to_every_process_stops_them_as_one_to_the_supervisor_does() -> None:
+    """A service manager sends SIGTERM to each, and Ctrl-C reaches the group of the terminal."""
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 0)):
+        with serving_pair() as (command, _):
+            started = processes(command)
+            for process in started:
+                process.send_signal(number)
+            assert command.end() == status
+            wait_until(lambda started=started: all(map(ended, started)))  # type: ignore[misc]
+        assert "exited unexpectedly" not in command.output
+        assert "Traceback" not in command.output
+
+
+def test_the_workers_stop_when_their_supervisor_is_killed() -> None:
+    with serving_pair() as (command, _):
+        started = processes(command)
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait_for("the supervisor of this worker exited unexpectedly")
+        wait_until(lambda: all(map(ended, started)))
+
+
+def test_workers_are_replaced_after_the_process_they_are_forked_from_is_killed() -> None:
+    with serving_pair() as (command, url):
+        killed = fork_server(command)
+        assert killed is not None
+        former = workers(command)
+        killed.kill()
+        wait_until(lambda: len(workers(command)) == 2 and all(map(ended, former)))
+        wait_until(lambda: get(f"{url}/livez").status_code == 200)
+
+
+@contextmanager
+def serving_pair() -> Iterator[tuple[Command, str]]:
+    """Two workers without a Triton."""
+    (port,) = free_ports(1)
+    environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9"}
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as command:
+        command.wait_for("serving")
+        wait_until(lambda: len(workers(command)) == 2)
+        yield command, f"http://127.0.0.1:{port}"
+
+
+def processes(command: Command) -> list[psutil.Process]:
+    """The command and all its descendants."""
+    process = psutil.Process(command.pid)
+    return [process, *process.children(recursive=True)]
 
 
 def ended(worker: psutil.Process) -> bool:
