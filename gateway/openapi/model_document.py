@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
-from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, Error
+from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, ERROR_SCHEMA
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     SECURITY,
@@ -37,7 +37,7 @@ def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> 
             },
         },
     }
-    components: dict[str, Any] = {"schemas": {"Error": Error.model_json_schema()}}
+    components: dict[str, Any] = {"schemas": {"Error": ERROR_SCHEMA}}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": signature.model, "version": signature.version or "latest"},

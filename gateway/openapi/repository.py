@@ -7,7 +7,7 @@ from typing import Any
 from gateway.fleet.uploads import CONFIG_PARAMETER, UNLOAD_DEPENDENTS
 from gateway.media_types import JSON
 from gateway.openapi.responses import (
-    ManagementError,
+    ERROR_PROPERTIES,
     build_error_responses,
     build_responses,
     build_success_response,
@@ -32,6 +32,11 @@ INDEX_ENTRY_SCHEMA = build_object_schema(
 NAMED_STATE = {"model": STRING_SCHEMA, "state": STRING_SCHEMA}
 REPORT_PROPERTIES = {**NAMED_STATE, "replicas": REPLICA_STATES_SCHEMA}
 REPORT_SCHEMA = build_object_schema(REPORT_PROPERTIES)
+MANAGEMENT_ERROR_SCHEMA = build_object_schema(
+    {**ERROR_PROPERTIES, **REPORT_PROPERTIES},
+    optional=REPORT_PROPERTIES,
+    description="The body of an error of a load or unload, with the result on each replica.",
+)
 ACCEPTED_SCHEMA = build_object_schema(
     {"id": STRING_SCHEMA, "model": STRING_SCHEMA, "operation": {"const": "running"}}
 )
@@ -53,7 +58,7 @@ OPERATION_RESPONSES = build_error_responses(
 MANAGEMENT_RESPONSES = (
     build_error_responses(
         *(404, 409, 502, 504),
-        model=ManagementError,
+        schema={"$ref": "#/components/schemas/ManagementError"},
         descriptions={
             422: "Triton cannot load the model.",
             502: "The action succeeded on some replicas only. The gateway retries on the others.",

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pydantic import BaseModel, Field
-
 from gateway.media_types import JSON
-from gateway.tensors.schema import Schema
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import Schema, build_object_schema
 
-
-class Error(BaseModel):
-    """The body of every error."""
-
-    error: str = Field(description="The error in one sentence.")
-    code: str = Field(description="Stable name of the error.")
-    request_id: str
-
-
-class ReplicaState(BaseModel):
-    """The state of a model on a replica."""
-
-    state: str
-    reason: str | None = None
-
-
-class ManagementError(Error):
-    """The body of an error of a load or unload, with the result on each replica."""
-
-    model: str | None = None
-    state: str | None = None
-    replicas: dict[str, ReplicaState] | None = None
-
-
+ERROR_PROPERTIES: Final[Schema] = {
+    "error": {"type": "string", "description": "The error in one sentence."},
+    "code": {"type": "string", "description": "Stable name of the error."},
+    "request_id": STRING_SCHEMA,
+}
+ERROR_SCHEMA: Final = build_object_schema(ERROR_PROPERTIES, description="The body of every error.")
 ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/Error"}
 # An inference can end with any of these; other routes with some.
 ERROR_DESCRIPTIONS: Final = {
@@ -81,14 +62,16 @@ OpenApiResponses = dict[int | str, dict[str, Any]]
 
 
 def build_error_responses(
-    *statuses: int, model: type[Error] = Error, descriptions: dict[int, str] | None = None
+    *statuses: int,
+    schema: Schema = ERROR_REFERENCE,
+    descriptions: dict[int, str] | None = None,
 ) -> OpenApiResponses:
     texts = ERROR_DESCRIPTIONS | (descriptions or {})
     return {
         status: {
-            "model": model,
             "description": texts[status],
             "headers": REQUEST_ID_HEADER | EXTRA_ERROR_HEADERS.get(status, {}),
+            "content": {JSON: {"schema": schema}},
         }
         for status in sorted({*COMMON_ERROR_STATUSES, *statuses})
     }

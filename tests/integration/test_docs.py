@@ -14,6 +14,7 @@ from gateway.app import create_app
 from gateway.settings import Settings
 from tests.support.documents import DOCUMENTS, OWN_SERVER, READMES, assert_prints, examples
 from tests.support.servers import ROOT
+from tests.support.source import setting_descriptions
 
 OF_THE_DEMO = [path for path in DOCUMENTS if path.name != OWN_SERVER]
 
@@ -53,7 +54,8 @@ def test_every_setting_is_documented_and_no_other() -> None:
         re.MULTILINE,
     )
     documented = {name.lower(): text for name, _, text in rows}
-    described = {name: field.description or "" for name, field in Settings.model_fields.items()}
+    described = setting_descriptions()
+    assert described.keys() == Settings.model_fields.keys()
     assert documented == {name: " ".join(text.split()) for name, text in described.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from tests.support.servers import ROOT
@@ -18,3 +19,18 @@ def package_trees() -> dict[str, ast.Module]:
     """Return the tree of each module by its name."""
     paths = sorted((ROOT / "gateway").rglob("*.py"))
     return {module_name(path): ast.parse(path.read_text()) for path in paths}
+
+
+def setting_descriptions() -> dict[str, str]:
+    """Return the string below each setting, by its name."""
+    trees = [tree for name, tree in package_trees().items() if name.startswith("gateway.settings.")]
+    bodies = [node.body for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        ast.unparse(field.target): text.value.value
+        for body in bodies
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
