@@ -22,7 +22,8 @@ IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 for number in IGNORED_SIGNALS:  # first, because the imports take a while
     previous = signal.signal(number, signal.SIG_IGN)
     os.register_at_fork(after_in_child=partial(signal.signal, number, previous))
+gc.disable()  # Imports create hardly any garbage.
 for name in SHARED_MODULES:
     import_module(name)
-gc.collect()
+gc.enable()
 gc.freeze()  # A collection in a worker would write to, and so copy, the pages of all these objects.
