@@ -1,9 +1,13 @@
-"""The time that servers and imports take to start, and the memory of the servers."""
+"""The time that servers and imports take to start, and the memory of the servers.
+
+On a busy machine, their CPU time says more than the wall-clock time.
+"""
 
 from __future__ import annotations
 
 import http.client
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -16,7 +20,7 @@ import numpy as np
 import psutil
 
 from benchmarks import peers, servers
-from benchmarks.load import measure, memory_mib
+from benchmarks.load import cpu_s, measure, memory_mib
 from benchmarks.requests import Request, encode_v2_infer
 from benchmarks.tables import describe_spread
 from benchmarks.workloads import build_workloads
@@ -26,6 +30,8 @@ from tests.support.servers import ROOT, free_ports
 POLL_S = 0.002
 REST_S = 1.0
 TIMEOUT_S = 60.0
+# Installed packages have bytecode, so the sources are not compiled at each start.
+WITH_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 IMPORTS = {
     "the interpreter": "pass",
     "the command line": "import gateway.cli",
@@ -54,13 +60,14 @@ class Memory(NamedTuple):
 
 class StartTimes(NamedTuple):
     live_s: float
+    live_cpu_s: float  # of all processes
     infer_s: float
 
 
 def list_starts(triton: EmbeddedTriton) -> Mapping[str, ServerStart]:
     text = build_workloads()[0]
     small = encode_v2_infer(np.ones((1, 256), np.float32), "FP32")
-    ports = free_ports(3)
+    ports = free_ports(4)
     variables = servers.triton_variables(triton)
     gateway_command = [sys.executable, "-m", "gateway", "serve", "--port", str(ports[0])]
     gateway_variables = {
@@ -72,11 +79,20 @@ def list_starts(triton: EmbeddedTriton) -> Mapping[str, ServerStart]:
     plain = servers.uvicorn_command("benchmarks.baselines.fastapi_app:app", ports[1])
     bare = servers.uvicorn_command("benchmarks.baselines.bare_proxy:app", ports[2])
     small_path = "/v2/models/small/infer"
+    worker_command = [*gateway_command[:-1], str(ports[3]), "--workers", "2"]
     return {
         "gateway": ServerStart(
             gateway_command,
             gateway_variables,
             ports[0],
+            "/livez",
+            f"/v1/models/{text.model}/infer",
+            text.request,
+        ),
+        "gateway, two workers": ServerStart(
+            worker_command,
+            gateway_variables,
+            ports[3],
             "/livez",
             f"/v1/models/{text.model}/infer",
             text.request,
@@ -105,8 +121,12 @@ def measure_start(start: ServerStart, seconds: float) -> tuple[StartTimes, Memor
     """Return the times from the command to the first 200, and the memory. Raises `TimeoutError`."""
     started_at = time.perf_counter()
     running = subprocess.Popen(
-        start.command, env={**os.environ, **start.environment}, cwd=ROOT, stdout=subprocess.DEVNULL
+        start.command,
+        env={**os.environ, **WITH_BYTECODE, **start.environment},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
     )
+    process = psutil.Process(running.pid)
 
     def wait_for(method: str, path: str, request: Request) -> float:
         while not is_ok(start.port, method, path, request):
@@ -118,9 +138,9 @@ def measure_start(start: ServerStart, seconds: float) -> tuple[StartTimes, Memor
     try:
         times = StartTimes(
             wait_for("GET", start.live_path, Request(b"", {})),
+            cpu_s(process),
             wait_for("POST", start.infer_path, start.request),
         )
-        process = psutil.Process(running.pid)
         time.sleep(REST_S)
         rest_mib = memory_mib(process)
         url = f"http://127.0.0.1:{start.port}{start.infer_path}"
@@ -148,10 +168,18 @@ def measure_peer_memory(
         return Memory(rest_mib, loaded.peak_mib)
 
 
-def measure_import_s(statement: str) -> float:
-    started_at = time.perf_counter()
-    subprocess.run([sys.executable, "-c", statement], cwd=ROOT, check=True)
-    return time.perf_counter() - started_at
+def measure_import(statement: str) -> tuple[float, float]:
+    """Return the wall-clock and the CPU time."""
+    started_at, used_s = time.perf_counter(), children_cpu_s()
+    environment = {**os.environ, **WITH_BYTECODE}
+    subprocess.run([sys.executable, "-c", statement], cwd=ROOT, check=True, env=environment)
+    return time.perf_counter() - started_at, children_cpu_s() - used_s
+
+
+def children_cpu_s() -> float:
+    """Return the CPU time of the child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def tabulate_starts(triton: EmbeddedTriton, seconds: float, count: int) -> Iterator[str]:
@@ -161,32 +189,34 @@ def tabulate_starts(triton: EmbeddedTriton, seconds: float, count: int) -> Itera
         for name, start in starts.items():
             measured[name].append(measure_start(start, seconds))
     yield "\n**Start-up, from the command to the first 200, and PSS of all processes**\n"
-    yield "| | first 200, s | first inference, s | MiB at rest | MiB under load |"
-    yield "|---|---|---|---|---|"
+    yield "| | first 200, s | CPU s until then | first inference, s | MiB at rest | MiB under load |"
+    yield "|---|---|---|---|---|---|"
     for name, pairs in measured.items():
         live = describe_spread([times.live_s for times, _ in pairs])
+        cpu = describe_spread([times.live_cpu_s for times, _ in pairs])
         infer = describe_spread([times.infer_s for times, _ in pairs])
         rest = statistics.median(memory.rest_mib for _, memory in pairs)
         load = statistics.median(memory.load_mib for _, memory in pairs)
-        yield f"| {name} | {live} | {infer} | {rest:.0f} | {load:.0f} |"
+        yield f"| {name} | {live} | {cpu} | {infer} | {rest:.0f} | {load:.0f} |"
     address = f"127.0.0.1:{triton.options.http_port}"
     others = {"nginx": lambda: servers.nginx(address), "Envoy": lambda: peers.envoy(address)}
     for name, server in others.items():
         memory = measure_peer_memory(name, server, seconds)
         if memory is not None:
-            yield f"| {name} | | | {memory.rest_mib:.0f} | {memory.load_mib:.0f} |"
+            yield f"| {name} | | | | {memory.rest_mib:.0f} | {memory.load_mib:.0f} |"
 
 
 def tabulate_imports(count: int) -> Iterator[str]:
-    measured: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in IMPORTS}
     for _ in range(count):
         for name, statement in IMPORTS.items():
-            measured[name].append(measure_import_s(statement))
+            measured[name].append(measure_import(statement))
     yield "\n**Imports, in a new process**\n"
-    yield "| | s |"
-    yield "|---|---|"
+    yield "| | s | CPU s |"
+    yield "|---|---|---|"
     for name, times in measured.items():
-        yield f"| {name} | {describe_spread(times)} |"
+        wall, cpu = (describe_spread(column) for column in zip(*times, strict=True))
+        yield f"| {name} | {wall} | {cpu} |"
 
 
 def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
