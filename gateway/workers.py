@@ -48,6 +48,8 @@ class WorkerSupervisor(Multiprocess):
                 log.error(message, old.pid, status, new.pid)
                 if self.metrics_folder is not None:
                     record_replaced_worker(self.metrics_folder)
+        if self.should_exit.is_set():  # a worker that has exited already would be waited for
+            return
         if self.on_ready is not None and any(process.is_ready() for process in self.processes):
             self.on_ready()
             self.on_ready = None
