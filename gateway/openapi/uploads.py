@@ -7,7 +7,6 @@ from typing import Any, Final
 from gateway.media_types import MULTIPART, OCTET_STREAM
 from gateway.openapi.responses import (
     REQUEST_ID_HEADER,
-    ManagementError,
     OpenApiResponses,
     build_error_responses,
     build_success_response,
@@ -45,7 +44,7 @@ FILE_LIST_SCHEMA: Final = build_object_schema(
 )
 UPLOAD_ERRORS: Final = build_error_responses(
     *(*REPOSITORY_ERRORS, 409, 415, 502, 504, 507),
-    model=ManagementError,
+    schema={"$ref": "#/components/schemas/ManagementError"},
     descriptions=REPOSITORY_ERRORS
     | {
         400: "The request is malformed, or the body does not have the announced digest.",
