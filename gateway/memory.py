@@ -22,9 +22,11 @@ MIN_BUDGET_BYTES: Final = 64 << 20
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
 # Parameters of mallopt(3).
-M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
 MAX_HEAPS: Final = 2
 MIN_MAPPED_BYTES: Final = 1 << 20  # of a buffer with pages of its own
+# Free memory that each heap keeps for the next request: new pages cost more than decoding a NumPy file.
+MAX_FREE_HEAP_BYTES: Final = 8 << 20
 
 
 def memory_limit_bytes() -> int:
@@ -50,6 +52,7 @@ def limit_heap_growth() -> None:
     if hasattr(libc, "mallopt"):  # not in other C libraries
         libc.mallopt(M_ARENA_MAX, MAX_HEAPS)
         libc.mallopt(M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP_BYTES)
 
 
 class MemoryBudgetExceeded(Overloaded):
