@@ -10,6 +10,7 @@ from random import random
 from time import perf_counter
 from typing import Any, Final
 
+import numpy as np
 import orjson
 from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.grpc.aio import InferenceServerClient
@@ -17,8 +18,9 @@ from tritonclient.grpc.aio import InferenceServerClient
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.http_client.connection import Headers
+from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.sequence import SEQUENCE_KEYS
-from gateway.triton.binary_tensors import check_output_entry
+from gateway.triton.binary_tensors import check_output_entry, decode_binary_data
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.management import (
     HTTP_STATUS_BY_GRPC_CODE,
@@ -137,11 +139,11 @@ def run_in_background(cleanup: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(BACKGROUND_TASKS.discard)
 
 
-async def decode_grpc_response(result: InferResult) -> InferResponse:
+async def decode_grpc_response(result: InferResult, size_bytes: int) -> InferResponse:
     """Return the response, decoded in a thread if it is large. Raises `BadUpstream`."""
-    if count_output_bytes(result) > MAX_INLINE_RESPONSE_BYTES:
-        return await asyncio.to_thread(parse_grpc_response, result)
-    return parse_grpc_response(result)
+    if size_bytes > MAX_INLINE_RESPONSE_BYTES:
+        return await asyncio.to_thread(parse_grpc_response, result, size_bytes)
+    return parse_grpc_response(result, size_bytes)
 
 
 def build_grpc_arguments(request: InferRequest, remaining_s: float) -> dict[str, Any]:
@@ -175,16 +177,22 @@ def build_grpc_arguments(request: InferRequest, remaining_s: float) -> dict[str,
     return arguments
 
 
-def parse_grpc_response(result: InferResult) -> InferResponse:
+def parse_grpc_response(result: InferResult, size_bytes: int) -> InferResponse:
     """Raises `BadUpstream`."""
     try:
         response = result.get_response()
-        for output in response.outputs:
-            check_output_entry(output.name, output.datatype)
-        arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
+        contents = zip(response.outputs, response.raw_output_contents, strict=True)
+        arrays = {output.name: decode_grpc_output(output, data) for output, data in contents}
     except DECODE_ERRORS as exc:
         raise BadUpstream("the replica's inference response is invalid") from exc
-    return InferResponse(arrays, str(response.model_version), count_output_bytes(result))
+    return InferResponse(arrays, str(response.model_version), size_bytes)
+
+
+def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
+    datatype = output.datatype
+    check_output_entry(output.name, datatype)
+    array = decode_binary_data(data, 0, len(data), DATATYPES[datatype].numpy_dtype)
+    return array.reshape(tuple(output.shape))
 
 
 def count_output_bytes(result: InferResult) -> int:

@@ -20,6 +20,7 @@ from gateway.triton.grpc.channel import (
     GrpcChannel,
     build_grpc_metadata,
     choose_grace_s,
+    count_output_bytes,
     decode_grpc_response,
     map_grpc_error,
     run_in_background,
@@ -70,7 +71,7 @@ async def infer_unary(
             channel.release(is_complete=not call_task.cancelled() and call_task.exception() is None)
         else:
             run_in_background(finish_or_cancel_call(call_task, channel))
-    return await decode_grpc_response(result)
+    return await decode_grpc_response(result, count_output_bytes(result))
 
 
 async def finish_or_cancel_call(call_task: asyncio.Task[Any], channel: GrpcChannel) -> None:
