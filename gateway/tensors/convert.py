@@ -61,14 +61,15 @@ def convert_image(image: images.EncodedImage, tensor: TensorSpec, spec: ImageSpe
             tensor,
             f"an image, but the model's config has the unknown gateway.scale {quote_text(tensor.scale)}",
         )
+    # The order of the elements becomes that of the tensor here, and not when the request is encoded.
     if tensor.scale in ("", "none") and not tensor.mean and not tensor.std:
         if not np.can_cast(np.uint8, tensor.datatype.numpy_dtype):
             raise build_input_mismatch(
                 tensor,
                 "an image, whose values 0..255 do not fit; set gateway.scale in the model's config",
             )
-        return values.astype(tensor.datatype.numpy_dtype)
-    scaled = IMAGE_SCALES[tensor.scale](values.astype(np.float32))
+        return values.astype(tensor.datatype.numpy_dtype, order="C")
+    scaled = IMAGE_SCALES[tensor.scale](values.astype(np.float32, order="C"))
     for hint, apply in ((tensor.mean, np.subtract), (tensor.std, np.divide)):
         if hint:
             scaled = apply(scaled, reshape_per_channel(hint, tensor, spec))
