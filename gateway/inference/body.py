@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Final
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
-from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
 from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.media_types import MULTIPART
@@ -21,6 +21,9 @@ from gateway.tensors.form import MultipartForm
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.payload import Payload, PayloadLimits
 
+# The files of a form are copied once.
+MAX_INLINE_FORM_BYTES: Final = 4 << 20
+
 
 @dataclass(frozen=True)
 class LargeBody:
@@ -30,10 +33,24 @@ class LargeBody:
     content_type: str
 
 
+class DeferredPayload(partial[Payload]):
+    """The decoding of a body that takes too long for the event loop, but not for a thread."""
+
+
 class RequestBody:
     """The body of a request and the headers that describe it, by their names in lower case."""
 
-    __slots__ = ("_info", "_receive", "content_length", "content_type", "headers")
+    __slots__ = (
+        "_encoding",
+        "_first_chunk",
+        "_has_more",
+        "_info",
+        "_is_started",
+        "_receive",
+        "content_length",
+        "content_type",
+        "headers",
+    )
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # each name's first
@@ -42,31 +59,46 @@ class RequestBody:
         self.content_length = int(declared) if declared.isdigit() else None
         self._info: RequestInfo = scope["request_info"]
         self._receive = receive
+        self._is_started = False
+        self._encoding = ""
+        self._first_chunk = b""
+        self._has_more = True
 
     def get_header(self, name: bytes) -> str | None:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
+    async def receive_start(self, max_bytes: int) -> bool:
+        """Receive what has arrived; return whether `read` and `stream` then take no time.
+
+        Raises `BodyTooLarge` or `UnsupportedEncoding`.
+        """
+        self._is_started = True
+        self._encoding = self._check_headers(max_bytes)
+        self._first_chunk, self._has_more = await self._receive_chunk()
+        return not self._has_more and not self._encoding
+
     async def read(self, max_bytes: int, charge: MemoryCharge) -> bytes:
         """Return the decompressed body. Raises `BodyTooLarge`, `TooLarge` or `MemoryBudgetExceeded`."""
         factor = find_memory_factor(self.content_type)
-        encoding = self._check_headers(max_bytes)
-        data, has_more = await self._receive_chunk()
-        if not has_more and not encoding:  # as nearly all bodies
+        if not self._is_started:
+            await self.receive_start(max_bytes)
+        if not self._has_more and not self._encoding:  # as nearly all bodies
+            data, self._first_chunk = self._first_chunk, b""
             check_length(len(data), max_bytes)
             charge.add(factor * len(data))
             return data
         chunks = []
-        received = self._receive_chunks(data, has_more=has_more)
-        async for chunk in limit_chunks(received, encoding, max_bytes):
+        async for chunk in self.stream(max_bytes):
             charge.add(factor * len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
 
     async def stream(self, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""
-        encoding = self._check_headers(max_bytes)
-        async for chunk in limit_chunks(self._receive_chunks(), encoding, max_bytes):
+        if not self._is_started:
+            await self.receive_start(max_bytes)
+        async for chunk in limit_chunks(self._receive_chunks(), self._encoding, max_bytes):
             yield chunk
 
     def _check_headers(self, max_bytes: int) -> str:
@@ -81,13 +113,12 @@ class RequestBody:
             raise UnsupportedEncoding(encoding)
         return encoding
 
-    async def _receive_chunks(
-        self, first: bytes = b"", *, has_more: bool = True
-    ) -> AsyncIterator[bytes]:
-        """Yield the body as it was sent, from a first chunk that was already received."""
-        yield first
-        while has_more:
-            data, has_more = await self._receive_chunk()
+    async def _receive_chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body as it was sent."""
+        data, self._first_chunk = self._first_chunk, b""
+        yield data
+        while self._has_more:
+            data, self._has_more = await self._receive_chunk()
             yield data
 
     async def _receive_chunk(self) -> tuple[bytes, bool]:
@@ -101,9 +132,9 @@ class RequestBody:
 
 
 async def receive_payload(
-    body: RequestBody, limits: PayloadLimits, decoders: DecodeExecutor, charge: MemoryCharge
-) -> Payload | MultipartForm | LargeBody:
-    """Return the body's parts, or the raw body if it must be decoded in a process.
+    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge
+) -> Payload | MultipartForm | LargeBody | DeferredPayload:
+    """Return the body's parts, or what a thread or a process must decode.
 
     A multipart body is split into parts as it arrives.
     """
@@ -111,28 +142,31 @@ async def receive_payload(
     media_type, _ = parse_content_type(content_type)
     codec = find_codec(media_type)
     if media_type == MULTIPART:
-        return await receive_form(body, limits, decoders, charge)
+        return await receive_form(body, limits, charge)
     data = await body.read(limits.max_bytes, charge)
     if codec is None or len(data) <= codec.max_inline_bytes:
         return read_payload(data, content_type, limits)  # or the error of an unsupported type
     if len(data) > codec.max_thread_bytes:
         return LargeBody(data, content_type)
-    return await decoders.run_in_thread(0, partial(read_payload, data, content_type, limits))
+    return DeferredPayload(read_payload, data, content_type, limits)
 
 
 async def receive_form(
-    body: RequestBody, limits: PayloadLimits, decoders: DecodeExecutor, charge: MemoryCharge
-) -> Payload | MultipartForm:
+    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge
+) -> Payload | MultipartForm | DeferredPayload:
     form = MultipartForm(body.content_type, limits)
     factor = find_memory_factor(body.content_type)
     async for chunk in body.stream(limits.max_bytes):
         charge.add(factor * len(chunk))
         form.feed(chunk)
-    if form.size_bytes <= JSON_CODEC.max_inline_bytes:
+    if (
+        form.decoded_size_bytes <= JSON_CODEC.max_inline_bytes
+        and form.size_bytes <= MAX_INLINE_FORM_BYTES
+    ):
         return form.build_payload()
     if form.json_size_bytes > JSON_CODEC.max_thread_bytes:
         return form
-    return await decoders.run_in_thread(0, form.build_payload)
+    return DeferredPayload(form.build_payload)
 
 
 @lru_cache(256)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from gateway.errors import DeadlinePassed, MalformedRequest
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
-from gateway.inference.body import LargeBody, RequestBody, receive_payload
+from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
 from gateway.memory import MemoryCharge
 from gateway.request_info import RequestInfo
 from gateway.services import Services
@@ -40,10 +40,6 @@ OPTION_HEADERS: Final = frozenset(
     (b"x-request-timeout", b"x-sequence-id", b"x-sequence", *TRACE_CONTEXT_HEADERS)
 )
 NO_HEADERS: Final[Headers] = []
-# A body of this Content-Length is complete before the application is called (`gateway.protocol`), and decoded
-# on the event loop.
-MAX_QUICK_BODY_BYTES: Final = 16 << 10
-SLOW_BODY_HEADERS: Final = frozenset((b"expect", b"content-encoding"))
 # Bytes of memory per byte of the result's tensors, which are encoded as JSON.
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
@@ -101,14 +97,15 @@ class InferExchange:
     async def receive_inputs(self) -> tuple[Payload, InferInputs]:
         """Receive the body, acquire a slot, and return the body's payload and its tensors."""
         decoders = self.services.decode_executor
-        body = await self._receive(
-            receive_payload(self.body, self.services.payload_limits, decoders, self.charge)
-        )
+        limits = self.services.payload_limits
+        body = await self._receive(partial(receive_payload, self.body, limits, self.charge))
+        if isinstance(body, DeferredPayload):
+            body = await self._limit_time(decoders.run_in_thread(0, body))
         await self._acquire_slot()
         if isinstance(body, Payload):
             return body, await self._convert_payload(body)
         run = partial(decoders.run_in_process, 0, self.remaining_s)
-        arguments = (self.signature, self.services.payload_limits, self.services.image_limits)
+        arguments = (self.signature, limits, self.services.image_limits)
         if isinstance(body, LargeBody):
             work = run(decode_body, body.data, body.content_type, *arguments)
         else:
@@ -117,9 +114,8 @@ class InferExchange:
 
     async def receive_predict_inputs(self) -> tuple[bool, list[InferInputs]]:
         """Receive the body, acquire a slot, and return whether the body has columns, and its tensors."""
-        body = await self._receive(
-            self.body.read(self.services.payload_limits.max_bytes, self.charge)
-        )
+        max_bytes = self.services.payload_limits.max_bytes
+        body = await self._receive(partial(self.body.read, max_bytes, self.charge))
         await self._acquire_slot()
         decoders = self.services.decode_executor
         if len(body) > JSON_CODEC.max_thread_bytes:
@@ -139,12 +135,14 @@ class InferExchange:
         )
         return is_columns, [await self._convert_payload(payload) for payload in payloads]
 
-    async def _receive(self, body: Awaitable[T]) -> T:
-        length = self.body.content_length
-        is_quick = length is not None and length <= MAX_QUICK_BODY_BYTES
-        if is_quick and SLOW_BODY_HEADERS.isdisjoint(self.body.headers):
-            return await body
-        return await self._limit_time(body)
+    async def _receive(self, read: Callable[[], Awaitable[T]]) -> T:
+        # Some of the body is there when the application starts (`gateway.protocol`), unless the client waits
+        # for 100 Continue.
+        max_bytes = self.services.payload_limits.max_bytes
+        is_waiting = b"expect" in self.body.headers
+        if is_waiting or not await self.body.receive_start(max_bytes):
+            return await self._limit_time(read())
+        return await read()
 
     async def _acquire_slot(self) -> None:
         # Called after the body is received, so that a slow client does not hold a slot.
@@ -156,7 +154,7 @@ class InferExchange:
     async def _convert_payload(self, payload: Payload) -> InferInputs:
         decoders = self.services.decode_executor
         inspect = partial(inspect_payload, payload, self.signature, self.services.image_limits)
-        is_large = estimate_payload_bytes(payload) > LARGE_ARRAY_BYTES
+        is_large = estimate_payload_bytes(payload, self.signature) > LARGE_ARRAY_BYTES
         inspected = (
             await self._limit_time(decoders.run_in_thread(0, inspect)) if is_large else inspect()
         )
@@ -264,11 +262,12 @@ def is_active_content(content_type: str) -> bool:
     return any(word in content_type for word in ACTIVE_CONTENT_WORDS)
 
 
-def estimate_payload_bytes(payload: Payload) -> int:
+def estimate_payload_bytes(payload: Payload, signature: Signature) -> int:
     """Return the approximate size, or any number above `LARGE_ARRAY_BYTES` for a large payload."""
-    return sum(
-        estimate_value_bytes(part.value) for parts in payload.parts.values() for part in parts
-    )
+    values = (part.value for parts in payload.parts.values() for part in parts)
+    if signature.accepts_only_bytes:  # a file is an element as it is
+        values = (value for value in values if not isinstance(value, bytes))
+    return sum(map(estimate_value_bytes, values))
 
 
 def estimate_value_bytes(value: Any) -> int:

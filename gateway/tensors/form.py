@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON, OCTET_STREAM, TEXT
-from gateway.tensors.codecs import find_codec, read_single_value
+from gateway.tensors.codecs import find_codec, read_bytes, read_single_value
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser, RawPart
@@ -26,6 +26,11 @@ class MultipartForm:
     @property
     def size_bytes(self) -> int:
         return sum(len(part.content) for part in self._parts)
+
+    @property
+    def decoded_size_bytes(self) -> int:
+        """The size of the parts that are decoded; the others are files that are used as they are."""
+        return sum(len(part.content) for part in self._parts if not is_raw_file(part))
 
     @property
     def json_size_bytes(self) -> int:
@@ -52,6 +57,11 @@ class MultipartForm:
             else:
                 parts.setdefault(name, []).append(part)
         return Payload(parts, parameters=parameters)
+
+
+def is_raw_file(raw_part: RawPart) -> bool:
+    codec = find_codec(parse_content_type(raw_part.headers.get("content-type", TEXT))[0])
+    return codec is not None and codec.read_value is read_bytes and not is_json_part(raw_part)
 
 
 def is_json_part(raw_part: RawPart) -> bool:

@@ -19,6 +19,8 @@ MAX_HEADER_FIELDS: Final = 16
 MAX_DELIMITER_PADDING_BYTES: Final = 64
 HEADER_FIELD: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):(.*)", re.DOTALL)
 CRLF: Final = b"\r\n"
+# A smaller part is copied out of the buffer; a larger one takes the buffer, and what follows it is copied.
+MAX_COPIED_PART_BYTES: Final = 1 << 20
 DELIMITER_TAIL: Final = re.compile(b"(?:(--)|[ \t]{0,%d}\r\n)" % MAX_DELIMITER_PADDING_BYTES)
 
 
@@ -27,7 +29,7 @@ class RawPart:
     """A part with its header values, by name in lower case, and its undecoded content."""
 
     headers: Mapping[str, str]
-    content: bytearray
+    content: bytes | bytearray
 
 
 class Delimiter(NamedTuple):
@@ -70,10 +72,9 @@ class MultipartParser:
             delimiter = self._find_delimiter()
             if delimiter is None:
                 return
-            headers, content = self._headers, self._buffer
-            self._begin_part(content[delimiter.end :], delimiter.is_last)
+            headers, content = self._headers, self._take_content(delimiter)
+            self._begin_part(delimiter.is_last)
             if headers is not None:
-                del content[delimiter.start :]
                 yield RawPart(headers, content)
 
     @property
@@ -109,8 +110,20 @@ class MultipartParser:
             self._search_start = 0
         return None
 
-    def _begin_part(self, buffer: bytearray, is_complete: bool) -> None:
-        self._buffer = bytearray() if is_complete else buffer
+    def _take_content(self, delimiter: Delimiter) -> bytes | bytearray:
+        """Return the content before the delimiter, and remove both from the buffer."""
+        buffer, (start, end, _) = self._buffer, delimiter
+        if start <= MAX_COPIED_PART_BYTES:
+            content = bytes(memoryview(buffer)[:start])
+            del buffer[:end]
+            return content
+        self._buffer = buffer[end:]
+        del buffer[start:]
+        return buffer
+
+    def _begin_part(self, is_complete: bool) -> None:
+        if is_complete:
+            self._buffer = bytearray()
         self._search_start, self._headers, self._is_preamble = 0, None, False
         self.is_complete = is_complete
         self._part_count += not is_complete

@@ -127,6 +127,10 @@ class Signature:
     def required_inputs(self) -> list[TensorSpec]:
         return [tensor for tensor in self.inputs.values() if not tensor.is_optional]
 
+    @property
+    def accepts_only_bytes(self) -> bool:
+        return all(tensor.datatype.kind is DatatypeKind.BYTES for tensor in self.inputs.values())
+
 
 def build_signature(metadata: JsonObject, config: JsonObject, version: str = "") -> Signature:
     """Combine `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""

@@ -478,6 +478,26 @@ def test_a_deadline_that_passes_is_504(zoo: Zoo) -> None:
     assert_error(response, 504, "DEADLINE_PASSED", "within 0.")  # what was left of 0.3 s
 
 
+@pytest.mark.parametrize("sent", ["half", "chunk", "nothing"])
+@pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data; boundary=b"])
+def test_a_deadline_that_passes_before_the_body_is_complete_is_504(
+    zoo: Zoo, content_type: str, sent: str
+) -> None:
+    framing, body = {
+        "half": ("Content-Length: 200000", b"x" * 100_000),
+        "chunk": ("Transfer-Encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n"),
+        "nothing": ("Content-Length: 100\r\nExpect: 100-continue", b""),
+    }[sent]
+    head = (
+        f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"X-Request-Timeout: 0.3\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n"
+    )
+    answer = raw_answer(zoo, head.encode() + body)
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 504 ")
+    assert b'"code":"DEADLINE_PASSED"' in answer
+
+
 @pytest.mark.parametrize("deadline", ["0", "-1", "abc", "nan", "inf"])
 def test_a_deadline_that_cannot_be_is_400(zoo: Zoo, deadline: str) -> None:
     headers = {"X-Request-Timeout": deadline}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gateway.errors import GatewayError, MalformedRequest, TooLarge
 from gateway.tensors.decode import read_payload
 from gateway.tensors.form import MultipartForm
-from gateway.tensors.multipart import MultipartParser, RawPart
+from gateway.tensors.multipart import MAX_COPIED_PART_BYTES, MultipartParser, RawPart
 from gateway.tensors.payload import PayloadLimits
 from tests.support.hostile_files import field, form
 
@@ -58,6 +58,16 @@ def test_the_pieces_make_no_difference(contents: list[bytes], cuts: list[int]) -
     if any(b"\r\n--b" in b"\r\n" + content for content in contents):
         return
     parts = parse(body, [cut for cut in cuts if cut <= len(body)])
+    assert [bytes(part.content) for part in parts] == contents
+
+
+@pytest.mark.parametrize("piece_bytes", [60_000, 1 << 22])
+def test_parts_of_any_size_may_follow_one_another(piece_bytes: int) -> None:
+    """A part may be copied out of the buffer, or take it."""
+    sizes = [10, MAX_COPIED_PART_BYTES, 0, MAX_COPIED_PART_BYTES + 1, 70_000, 2, 3_000_000]
+    contents = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    body = form(*map(field, contents))
+    parts = parse(body, list(range(piece_bytes, len(body), piece_bytes)))
     assert [bytes(part.content) for part in parts] == contents
 
 
