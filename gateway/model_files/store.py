@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -77,6 +78,7 @@ class ModelFileStore:
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="model-files")
         self._numbers = count(1)
         self._prefix = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-"
+        self._opening = threading.Lock()
         self._owner_lock = -1
         self._model_locks = -1
         self._locks: dict[str, asyncio.Lock] = {}
@@ -122,14 +124,15 @@ class ModelFileStore:
 
     def _ensure_owner_lock(self) -> None:
         path = self._owner_lock_path(self._prefix)
-        while self._owner_lock < 0:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Another process removes the file if it finds it before it is locked.
-            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
-                self._owner_lock = descriptor
-            else:
-                os.close(descriptor)
+        with self._opening:  # a second descriptor would wait for the first one for ever
+            while self._owner_lock < 0:
+                descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # Another process removes the file if it finds it before it is locked.
+                if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    self._owner_lock = descriptor
+                else:
+                    os.close(descriptor)
 
     def _recover(self) -> None:
         names = [entry.name for entry in os.scandir(self.root)]
@@ -177,9 +180,10 @@ class ModelFileStore:
 
     def _open_locks(self) -> None:
         self._ensure_owner_lock()
-        if self._model_locks < 0:
-            path = self.root / MODEL_LOCKS_FILE
-            self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        with self._opening:
+            if self._model_locks < 0:
+                path = self.root / MODEL_LOCKS_FILE
+                self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
 
     def _try_lock(self, position: int) -> bool:
         try:
