@@ -235,7 +235,8 @@ def remove(
     """Unload models and remove their files."""
     from gateway.client.model_transfer import remove_models
 
-    remove_models(target, names)
+    for name in remove_models(target, names):
+        typer.echo(f"removed {escape_unprintable(name)}")
 
 
 @cli.command()

@@ -136,12 +136,13 @@ def download_file(
         raise ClientError(f"the received {entry['path']} has a wrong checksum; try again")
 
 
-def remove_models(target: Target, names: list[str]) -> None:
-    """Remove models, or versions as NAME/VERSION. Raises `ClientError` for the first that fails."""
+def remove_models(target: Target, names: list[str]) -> Iterator[str]:
+    """Remove models, or versions as NAME/VERSION, and yield each. Raises `ClientError` for one that fails."""
     with ApiClient(target, TRANSFER_TIMEOUT_S) as api:
         for name in names:
             model, _, version = name.partition("/")
             decode_json_response(api.request("DELETE", model_api_path(model, version)))
+            yield name
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final
 
 from starlette.requests import ClientDisconnect
@@ -18,7 +18,7 @@ from gateway.request_info import RequestInfo
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
 from gateway.tensors.decode import read_payload
 from gateway.tensors.form import MultipartForm
-from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS, parse_content_type
 from gateway.tensors.payload import Payload, PayloadLimits
 
 # The files of a form are copied once.
@@ -169,9 +169,9 @@ async def receive_form(
     return DeferredPayload(form.build_payload)
 
 
-@lru_cache(256)
 def find_memory_factor(content_type: str) -> int:
-    media_type = content_type.partition(";")[0].strip().lower()
+    # Cut, because `find_codec` keeps its arguments.
+    media_type = content_type[:MAX_CONTENT_TYPE_CHARS].partition(";")[0].strip().lower()
     return (find_codec(media_type) or DEFAULT_CODEC).memory_factor
 
 

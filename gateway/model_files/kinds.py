@@ -104,6 +104,8 @@ def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") 
     if suffix and suffix not in VERIFIABLE_SUFFIXES:
         return suffix
     raise InvalidModelFile(
-        "the file is not a model of a known kind, or it is incomplete; send "
+        "the file is empty; send a model file, as curl -T FILE does"
+        if not size
+        else "the file is not a model of a known kind, or it is incomplete; send one of "
         f"{join_names(MODEL_SUFFIXES)}, or a .zip or .tar.gz file of a model folder"
     )

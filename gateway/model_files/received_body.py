@@ -80,7 +80,7 @@ class FormBody:
             self._write(part.headers, part.content)
             self._end_part()
         if (headers := self._parser.part_headers) is not None:
-            self._write(headers, self._parser.take_content())
+            self._write(headers, self._parser.take_partial_content())
 
     def _write(self, headers: Mapping[str, str], content: bytes | bytearray) -> None:
         if self._part is None:

@@ -72,7 +72,7 @@ class MultipartParser:
             delimiter = self._find_delimiter()
             if delimiter is None:
                 return
-            headers, content = self._headers, self._take_content(delimiter)
+            headers, content = self._headers, self._cut_content(delimiter)
             self._begin_part(delimiter.is_last)
             if headers is not None:
                 yield RawPart(headers, content)
@@ -82,7 +82,7 @@ class MultipartParser:
         """The headers of the part that has begun; None between parts."""
         return None if self._is_preamble else self._headers
 
-    def take_content(self) -> bytes:
+    def take_partial_content(self) -> bytes:
         """Remove and return the content of the begun part before a possible delimiter.
 
         A caller that takes contents keeps large parts out of memory; `feed` yields the rest.
@@ -110,7 +110,7 @@ class MultipartParser:
             self._search_start = 0
         return None
 
-    def _take_content(self, delimiter: Delimiter) -> bytes | bytearray:
+    def _cut_content(self, delimiter: Delimiter) -> bytes | bytearray:
         """Return the content before the delimiter, and remove both from the buffer."""
         buffer, (start, end, _) = self._buffer, delimiter
         if start <= MAX_COPIED_PART_BYTES:

@@ -248,7 +248,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str], bytes, int, str, str]] = {
     "a name above": ("..%2fa", {}, FIRST, 404, "NOT_FOUND", "path not found"),
     "version 0": ("bad/versions/0", {}, FIRST, 400, "MALFORMED_REQUEST", "a number from 1"),
     "version x": ("bad/versions/x", {}, FIRST, 404, "MODEL_NOT_FOUND", "not found"),
-    "nothing": ("bad", {}, b"", 422, "INVALID_MODEL_FILE", "not a model of a known kind"),
+    "nothing": ("bad", {}, b"", 422, "INVALID_MODEL_FILE", "the file is empty; send a model file"),
     "a page": ("bad", {}, b"<html>", 422, "INVALID_MODEL_FILE", "not a model of a known kind"),
     "a half": ("bad", {}, FIRST[:-1], 422, "INVALID_MODEL_FILE", "or it is incomplete"),
     "a named half": (
@@ -406,7 +406,9 @@ def test_the_commands_push_pull_and_remove(place: Place, tmp_path: Path) -> None
     (pulled / "config.pbtxt").unlink()
     assert run_command(place, "push", pulled, "--name", "again", "--no-load").returncode == 0
     assert place.versions("again") == ["1"]
-    assert run_command(place, "rm", "pushed/1", "again").returncode == 0
+    assert (
+        run_command(place, "rm", "pushed/1", "again").stdout == "removed pushed/1\nremoved again\n"
+    )
     assert place.versions("pushed") == ["2"]
     assert not (place.repository / "again").exists()
     missing = run_command(place, "rm", "again")
