@@ -10,10 +10,12 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
-# A slow machine is no fault of what is tested.
+# A slow machine is no fault of what is tested. The same examples every time: a change is not refused
+# for what it did not touch. `--hypothesis-profile=random` looks for new ones.
 settings.register_profile(
-    "tests", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "random", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("tests", settings.get_profile("random"), derandomize=True)
 settings.load_profile("tests")
 
 LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
