@@ -36,6 +36,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
+from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
@@ -254,6 +255,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             memory,
             metrics,
             authenticator,
+            ModelResolver(),
             rates,
             components.tracer,
             await open_publisher(settings, repository, stack),

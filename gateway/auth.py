@@ -17,10 +17,9 @@ from typing import Final
 
 from starlette.types import Scope
 
-from gateway.errors import Forbidden, Unauthenticated, UnknownModel
+from gateway.errors import Forbidden, Unauthenticated
 from gateway.keys import Caller, KeysFile, Right, Role
 from gateway.messages import quote_text
-from gateway.names import is_model_name, normalize_version
 from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
 from gateway.request_info import ManagementCall
 
@@ -150,17 +149,8 @@ def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(name in BROWSER_HEADERS for name, _ in headers)
 
 
-def authorize(
-    scope: Scope,
-    right: Right,
-    model: str = "",
-    version: str = "",
-    unknown_model_error: type[UnknownModel] = UnknownModel,
-) -> None:
-    """Raise `Forbidden` if the caller lacks the right, and `unknown_model_error` if it cannot see the model.
-
-    Invalid names and versions are unknown as well: a server on the way could read them as another path.
-    """
+def authorize(scope: Scope, right: Right, model: str = "") -> None:
+    """Raise `Forbidden` if the caller lacks the right. `ModelResolver` checks its access to the model."""
     info = scope["request_info"]
     caller: Caller = info.caller
     if right is Right.manage and scope["method"] not in READ_METHODS:
@@ -169,10 +159,6 @@ def authorize(
         reason = explain_remote_origin(scope) if caller is ANONYMOUS else ""
         if reason or caller is not ANONYMOUS:
             raise create_forbidden_error(caller, right, reason)
-    if model and not (is_model_name(model) and caller.can_see(model)):
-        raise unknown_model_error(model, version)
-    if version and normalize_version(version) is None:
-        raise unknown_model_error(model, version)
 
 
 def authorize_all_models(scope: Scope, right: Right) -> None:

@@ -14,6 +14,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.repository import Repository
+from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.signatures import ModelService
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -40,6 +41,7 @@ class Services:
     memory: MemoryBudget
     metrics: Metrics
     access: Authenticator
+    resolver: ModelResolver
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
     publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded

@@ -26,7 +26,6 @@ from gateway.fleet.transports import (
     triton_model_path,
 )
 from gateway.messages import join_names, quote_text
-from gateway.names import normalize_version
 from gateway.request_info import current_request_info
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature, build_signature
@@ -74,11 +73,8 @@ class ModelService:
                 cached.refresh_task.cancel()
 
     async def get_signature(self, model: str, version: str = "") -> Signature:
-        """Return the signature of a model. Raises `UnknownModel` or `ModelNotReady`."""
-        normalized = normalize_version(version) if version else ""
-        if normalized is None:
-            raise UnknownModel(model, version)
-        return self.find_signature(model, normalized) or await self._read_once((model, normalized))
+        """Return the signature of a model that was resolved. Raises `UnknownModel` or `ModelNotReady`."""
+        return self.find_signature(model, version) or await self._read_once((model, version))
 
     def find_signature(self, model: str, version: str) -> Signature | None:
         """Return the cached signature, unless it expired; an older one is refreshed in the background."""

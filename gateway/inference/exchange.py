@@ -18,6 +18,7 @@ from gateway.errors import DeadlinePassed, MalformedRequest
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
+from gateway.keys import Right
 from gateway.memory import MemoryCharge
 from gateway.request_info import RequestInfo
 from gateway.services import Services
@@ -223,7 +224,11 @@ class InferExchange:
 async def open_exchange(
     request: Request, services: Services, model: str, version: str
 ) -> InferExchange:
-    """Raises `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`."""
+    """Check the caller's rights and open the exchange with the model.
+
+    Raises `Forbidden`, `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`.
+    """
+    target = services.resolver.resolve(request.scope, Right.infer, model, version)
     body = RequestBody(request.scope, request.receive)
     timeout_s, step, trace_headers = services.default_timeout_s, None, NO_HEADERS
     if not OPTION_HEADERS.isdisjoint(body.headers):
@@ -235,9 +240,9 @@ async def open_exchange(
             pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
         ]
     deadline = asyncio.get_running_loop().time() + timeout_s
-    signature = services.models.find_signature(model, version)
+    signature = services.models.find_signature(*target)
     if signature is None:
-        read = services.models.get_signature(model, version)
+        read = services.models.get_signature(*target)
         signature = await limit_time(read, deadline, timeout_s)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version

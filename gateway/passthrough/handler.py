@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admission import AdmissionQueue
-from gateway.auth import authorize, authorize_all_models
+from gateway.auth import authorize_all_models
 from gateway.errors import BodyTooLarge, render_error
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
@@ -58,7 +58,10 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         if rule.for_all_models:
             authorize_all_models(scope, rule.right)
         else:
-            authorize(scope, rule.right, route.model, route.version, rule.not_found_error)
+            target = services.resolver.resolve(
+                scope, rule.right, route.model, route.version, rule.not_found_error
+            )
+            route = route.with_version(target.version)
         if isinstance(action, FixedResponse):
             fixed = Response(action.body, media_type=JSON)
             return await send_own_response(fixed, scope, receive, send)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
 from gateway.errors import Forbidden, GatewayError, NotFound, UnknownModel, UnknownModelToTrace
 from gateway.keys import Right
-from gateway.names import normalize_version
 from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, KeyLimits
 
 SHARED_MEMORY_PATTERN: Final = "/v2/(?:system|cuda)sharedmemory"
@@ -107,8 +106,17 @@ class MatchedRoute:
     action: Forwarding | FixedResponse
     template: str  # for metrics: the path with placeholders
     model: str
-    version: str  # normalized
-    path: bytes  # with the normalized version
+    version: str
+    path: bytes
+    version_start: int  # in the path; -1 without a version
+
+    def with_version(self, version: str) -> MatchedRoute:
+        """Return the route with another version in its path."""
+        if version == self.version:
+            return self
+        start, end = self.version_start, self.version_start + len(self.version)
+        path = b"%b%b%b" % (self.path[:start], version.encode(), self.path[end:])
+        return replace(self, version=version, path=path)
 
 
 class MethodNotAllowed(GatewayError):
@@ -151,16 +159,10 @@ def build_route(
     rule: RouteRule, action: Forwarding | FixedResponse, match: re.Match[str]
 ) -> MatchedRoute:
     names = match.groupdict("")
-    path, model, version = match.string, names.get("model", ""), names.get("version", "")
-    if version:
-        normalized = normalize_version(version)
-        if normalized is None:
-            raise UnknownModel(model, version)
-        start, end = match.span("version")
-        path, version = f"{path[:start]}{normalized}{path[end:]}", normalized
-    return MatchedRoute(
-        rule, action, format_template(match), model, version, path.encode("latin-1")
-    )
+    model, version = names.get("model", ""), names.get("version", "")
+    version_start = match.start("version") if version else -1
+    path = match.string.encode("latin-1")
+    return MatchedRoute(rule, action, format_template(match), model, version, path, version_start)
 
 
 def format_template(match: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 
-from gateway.auth import authorize, authorize_all_models
+from gateway.auth import authorize_all_models
 from gateway.errors import UnknownModel, UnknownModelToLoad
 from gateway.keys import Caller, Right
 from gateway.services import Services
@@ -28,18 +28,14 @@ def require_right(
     """
 
     async def check_right(request: Request) -> Services:
+        services = cast(Services, request.app.state.services)
         if for_all_models:
             authorize_all_models(request.scope, right)
         else:
-            path_params = request.path_params
-            authorize(
-                request.scope,
-                right,
-                path_params.get("model", ""),
-                path_params.get("version", ""),
-                not_found_error,
-            )
-        return cast(Services, request.app.state.services)
+            model = request.path_params.get("model", "")
+            version = request.path_params.get("version", "")
+            services.resolver.resolve(request.scope, right, model, version, not_found_error)
+        return services
 
     return Depends(check_right)
 

@@ -13,9 +13,7 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
-from gateway.auth import authorize
 from gateway.errors import Forbidden, GatewayError, Unauthenticated, render_error
-from gateway.keys import Right
 from gateway.logs import log_fields
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through
@@ -170,9 +168,7 @@ async def serve_inference(
     info.route = route.template
     request = Request(scope, receive)
     try:
-        model, version = route.parameters["model"], route.parameters.get("version", "")
-        authorize(scope, Right.infer, model, version)
-        response = await route.handler(request, services, model, version)
+        response = await route.handler(request, services, **route.parameters)
     except ClientDisconnect:
         return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response

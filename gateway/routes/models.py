@@ -140,7 +140,8 @@ async def describe_model(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
     """Return the model's inputs and outputs, with example requests."""
-    signature = await services.models.get_signature(model, version)
+    target = services.resolver.resolve(request.scope, Right.infer, model, version)
+    signature = await services.models.get_signature(*target)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
@@ -166,10 +167,11 @@ async def describe_model(
     responses=OPENAPI_RESPONSES,
 )
 async def get_model_openapi(
-    services: ServicesForInference, model: str, version: str = ""
+    request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
     """Return an OpenAPI document with the model's own inputs and outputs."""
-    signature = await services.models.get_signature(model, version)
+    target = services.resolver.resolve(request.scope, Right.infer, model, version)
+    signature = await services.models.get_signature(*target)
     return build_model_openapi(signature, requires_key=services.access.requires_key)
 
 
