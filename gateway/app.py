@@ -22,11 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from gateway import __version__, errors, logs
+from gateway import __version__, logs
 from gateway.admission import AdmissionQueue
 from gateway.auth import PUBLIC_PATHS, Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
+from gateway.error_responses import render_error
 from gateway.fleet.collector import FleetCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
@@ -42,11 +43,12 @@ from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
 from gateway.metrics import Metrics
 from gateway.model_files.store import ModelFileStore
+from gateway.openapi.openai import OPENAI_ERROR_SCHEMA
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
-from gateway.routes import health, infer, models, repository, ui, uploads
+from gateway.routes import health, infer, models, openai, repository, ui, uploads
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
@@ -68,8 +70,12 @@ EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-
 LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
 # FastAPI would build a validator for each error of each route.
-ERROR_SCHEMAS = {"Error": ERROR_SCHEMA, "ManagementError": MANAGEMENT_ERROR_SCHEMA}
-ROUTE_MODULES = (infer, models, repository, uploads, health, metrics_page)
+ERROR_SCHEMAS = {
+    "Error": ERROR_SCHEMA,
+    "ManagementError": MANAGEMENT_ERROR_SCHEMA,
+    "OpenAIError": OPENAI_ERROR_SCHEMA,
+}
+ROUTE_MODULES = (infer, models, openai, repository, uploads, health, metrics_page)
 ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
@@ -290,7 +296,7 @@ def create_app(settings: Settings) -> ASGIApp:
         if router is not ui.router or settings.page:
             app.include_router(router)
     for exception in HANDLED_EXCEPTIONS:
-        app.add_exception_handler(exception, errors.render_error)
+        app.add_exception_handler(exception, render_error)
     if not settings.cors_origins:
         return edge
     return CORSMiddleware(

@@ -1,4 +1,4 @@
-"""The error classes, each with a status and a stable code, and the handler that renders them.
+"""The error classes, each with a status and a stable code.
 
 The classes build their messages from facts, so that one error has one wording. They derive from Starlette's
 `HTTPException`, so that an error raised while a body is read keeps its status on its way through FastAPI.
@@ -6,19 +6,14 @@ The classes build their messages from facts, so that one error has one wording. 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 
 from gateway.messages import join_names, quote_text
 from gateway.names import normalize_version
-
-log = logging.getLogger(__name__)
 
 # The Content-Type that curl -d sends by default.
 CURL_DEFAULT_TYPE = "application/x-www-form-urlencoded"
@@ -322,15 +317,6 @@ class DeadlinePassed(GatewayError):
         )
 
 
-# Errors that the framework raises itself, by status; its own message is only the status phrase.
-FRAMEWORK_ERRORS = {
-    400: ("MALFORMED_REQUEST", "the request is malformed"),
-    404: ("NOT_FOUND", "path not found; GET /docs shows the API"),
-    405: ("METHOD_NOT_ALLOWED", "this path does not accept this method; see the Allow header"),
-    413: ("TOO_LARGE", "the request is too large"),
-}
-
-
 def describe_sequence(sequence_id: int | str | None) -> str:
     if sequence_id is None:
         return "this sequence"
@@ -345,45 +331,3 @@ def serialize_error(
     `error` is a string, as Triton's clients expect.
     """
     return orjson.dumps({"error": detail, "code": code, "request_id": request_id, **(report or {})})
-
-
-def release_frames(exc: BaseException) -> None:
-    """Drop the tracebacks of a handled error and of its context.
-
-    Their frames hold the request's body and refer back to the error, so that both would stay in memory until
-    the garbage collector scans old objects, thousands of requests later.
-    """
-    error: BaseException | None = exc
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__
-
-
-async def render_error(request: Request, exc: Exception) -> Response:
-    """Render any exception. An unexpected one is logged in full and reported without its cause."""
-    # Imported here, because programs without FastAPI use the error classes, too.
-    from fastapi.exceptions import RequestValidationError  # noqa: PLC0415
-
-    request_id = str(request.scope.get("request_id", ""))
-    if isinstance(exc, MemoryError):
-        log.warning("out of memory", extra={"request_id": request_id})
-        exc = NotEnoughMemory()
-    if isinstance(exc, GatewayError):
-        status, code, message = exc.status, exc.code, exc.detail
-        release_frames(exc)
-    elif isinstance(exc, HTTPException):
-        status = exc.status_code
-        code, message = FRAMEWORK_ERRORS.get(status, (f"HTTP_{status}", str(exc.detail)))
-    elif isinstance(exc, RequestValidationError):
-        status, code = MalformedRequest.status, MalformedRequest.code
-        location, reason = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
-        message = f"invalid {location[0]} parameter {quote_text(str(location[-1]))}: {reason}"
-    else:
-        log.error("unhandled exception", exc_info=exc, extra={"request_id": request_id})
-        status, code = 500, "INTERNAL"
-        message = "internal error; the gateway's log contains the cause under this request id"
-    headers = getattr(exc, "headers", None)
-    body = serialize_error(message, code, request_id, getattr(exc, "report", None))
-    if getattr(exc, "is_event", False):
-        return Response(b"data: %b\n\n" % body, status, headers, "text/event-stream")
-    return Response(body, status, headers, "application/json")

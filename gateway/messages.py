@@ -6,9 +6,12 @@ import select
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import ClassVar, Final, TextIO
 
 WRITE_TIMEOUT_MS: Final = 1000
+# Comparing longer names takes too long.
+MAX_SUGGESTION_CHARS: Final = 64
 
 
 class CommandError(Exception):
@@ -58,6 +61,12 @@ def escape_json_character(code: int) -> str:
         return f"\\u{code:04x}"
     high, low = divmod(code - 0x10000, 0x400)
     return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+
+
+def suggest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean NAME?` with the most similar name, or "" if none is similar."""
+    near = get_close_matches(name, known, 1, cutoff) if len(name) <= MAX_SUGGESTION_CHARS else []
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def quote_text(text: str, limit: int = 80) -> str:

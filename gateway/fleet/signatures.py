@@ -235,7 +235,9 @@ def build_result(request: InferRequest, response: InferResponse) -> InferResult:
         request.inputs.is_batched,
         request.request_id,
         response.version,
-        has_classifications=bool(request.parameters.get("classification")),
+        has_classifications=bool(
+            request.parameters.get("classification", request.signature.default_class_counts)
+        ),
         instance_count=request.inputs.instance_count,
         size_bytes=response.size_bytes,
     )

@@ -68,6 +68,11 @@ class RequestBody:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
+    @property
+    def has_content(self) -> bool:
+        """Return whether the request has a body, which may be empty if it is chunked."""
+        return bool(self.content_length) or b"transfer-encoding" in self.headers
+
     async def receive_start(self, max_bytes: int) -> bool:
         """Receive what has arrived; return whether `read` and `stream` then take no time.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice
@@ -14,12 +14,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import DeadlinePassed, MalformedRequest
+from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
 from gateway.keys import Right
+from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
+from gateway.messages import quote_text, suggest_name
 from gateway.request_info import RequestInfo
 from gateway.services import Services
 from gateway.tensors import sequence
@@ -47,6 +49,12 @@ RESPONSE_MEMORY_FACTOR: Final = 4
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
 MAX_PARAMETERS: Final = 1000
+# Of these, a misspelt one is reported.
+KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SEQUENCE_KEYS)
+MAX_SUGGESTED_PARAMETERS: Final = 16
+MISSPELT_SIMILARITY: Final = 0.85
+MAX_CONCURRENT_ROWS: Final = 16
+NO_PAYLOAD: Final = Payload({})
 # Larger values are converted in a thread, because they would block the event loop.
 LARGE_ARRAY_BYTES: Final = 1 << 20
 # Images with more pixels are decoded in a process, because it can be killed at the deadline.
@@ -99,6 +107,8 @@ class InferExchange:
         """Receive the body, acquire a slot, and return the body's payload and its tensors."""
         decoders = self.services.decode_executor
         limits = self.services.payload_limits
+        if not self.body.content_type and self.body.has_content and is_text_model(self.signature):
+            self.body.content_type = OCTET_STREAM  # a text, as Triton takes it
         body = await self._receive(partial(receive_payload, self.body, limits, self.charge))
         if isinstance(body, DeferredPayload):
             body = await self._limit_time(decoders.run_in_thread(0, body))
@@ -196,12 +206,39 @@ class InferExchange:
             raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
         if max(map(len, parameters)) > MAX_KEY_BYTES:
             raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
+        if len(parameters) <= MAX_SUGGESTED_PARAMETERS:
+            check_parameter_names(parameters)
         step = sequence.parse_sequence_parameters(parameters)
         if step is not None and self.step is not None:
             raise MalformedRequest(
                 "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
             )
         return step or self.step
+
+    async def run_payloads(self, payloads: Sequence[Payload]) -> list[InferResult]:
+        """Acquire a slot and return the results of the payloads, which have no order."""
+        await self._acquire_slot()
+        inputs = [await self._convert_payload(payload) for payload in payloads]
+        return await self.run_all(inputs, payloads[0]._replace(parts={}))
+
+    async def run_all(
+        self, inputs_list: Sequence[InferInputs], payload: Payload = NO_PAYLOAD
+    ) -> list[InferResult]:
+        """Return the results of inferences that differ in their tensors. Raises `InputMismatch`."""
+        if len(inputs_list) == 1:
+            return [await self.run_inference(self.build_request(payload, inputs_list[0]))]
+        # Concurrent inferences have no order, which a sequence requires.
+        if self.step is not None and inputs_list:
+            raise InputMismatch(
+                "the model has no batch dimension: a sequence step must have exactly one instance"
+            )
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
+
+        async def infer_one(inputs: InferInputs) -> InferResult:
+            async with semaphore:
+                return await self.run_inference(self.build_request(payload, inputs))
+
+        return list(await asyncio.gather(*map(infer_one, inputs_list)))
 
     async def run_inference(self, request: InferRequest) -> InferResult:
         result = await self.services.models.infer(request)
@@ -222,10 +259,15 @@ class InferExchange:
 
 
 async def open_exchange(
-    request: Request, services: Services, model: str, version: str
+    request: Request,
+    services: Services,
+    model: str,
+    version: str = "",
+    deadline: float | None = None,
 ) -> InferExchange:
     """Check the caller's rights and open the exchange with the model.
 
+    The deadline is that of a request whose body was received before.
     Raises `Forbidden`, `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`.
     """
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
@@ -239,7 +281,8 @@ async def open_exchange(
         trace_headers = [
             pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
         ]
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    if deadline is None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
     signature = services.models.find_signature(*target)
     if signature is None:
         read = services.models.get_signature(*target)
@@ -252,6 +295,18 @@ async def open_exchange(
     )
 
 
+def check_parameter_names(parameters: Iterable[str]) -> None:
+    """Raise `MalformedRequest` for a name that differs a little from one that the gateway reads.
+
+    Triton ignores a parameter that the model does not read.
+    """
+    for name in parameters:
+        if name not in KNOWN_PARAMETERS and (
+            hint := suggest_name(name, KNOWN_PARAMETERS, cutoff=MISSPELT_SIMILARITY)
+        ):
+            raise MalformedRequest(f"unknown parameter {quote_text(name)}{hint}")
+
+
 async def limit_time(work: Awaitable[T], deadline: float, timeout_s: float) -> T:
     """Await work until a time of the event loop's clock. Raises `DeadlinePassed`."""
     try:
@@ -259,6 +314,12 @@ async def limit_time(work: Awaitable[T], deadline: float, timeout_s: float) -> T
             return await work
     except TimeoutError as exc:
         raise DeadlinePassed(timeout_s) from exc
+
+
+def is_text_model(signature: Signature) -> bool:
+    """Return whether a body without a type can only be a text or a file."""
+    required = signature.required_inputs
+    return len(required) == 1 and signature.accepts_only_bytes
 
 
 @lru_cache(256)

@@ -60,7 +60,7 @@ PREDICT_RESPONSES = build_responses(
     "One prediction per row, or the outputs as columns.",
     *ERROR_DESCRIPTIONS,
 )
-INFER_HEADER_PARAMETERS = [
+REQUEST_HEADER_PARAMETERS = [
     build_header_parameter(
         "X-Request-Timeout",
         "Timeout of the request in seconds, up to the gateway's own maximum.",
@@ -69,6 +69,9 @@ INFER_HEADER_PARAMETERS = [
     build_header_parameter(
         "X-Request-ID", "ID of the request in the response and in the logs.", STRING_SCHEMA
     ),
+]
+INFER_HEADER_PARAMETERS = [
+    *REQUEST_HEADER_PARAMETERS,
     build_header_parameter(
         "X-Sequence-ID",
         "ID of the request's sequence: a number or a string.",

@@ -10,6 +10,7 @@ from gateway.openapi.schemas import build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.schema import build_object_schema
+from gateway.tensors.tf_serving import VERSION_STATES
 
 VERSION_SCHEMA = build_object_schema(
     {"version": STRING_SCHEMA, "state": STRING_SCHEMA, "reason": STRING_SCHEMA},
@@ -78,8 +79,32 @@ TENSOR_SCHEMA = build_object_schema(
     },
     optional=("optional", "content_type", "image", "labels"),
 )
-MODEL_SCHEMA = build_object_schema(
+OPENAI_MODEL_PROPERTIES: Final = {
+    "id": STRING_SCHEMA,
+    "object": {"const": "model"},
+    "created": {"const": 0},
+    "owned_by": STRING_SCHEMA,
+}
+VERSION_STATUS_SCHEMA = build_object_schema(
     {
+        "version": STRING_SCHEMA,
+        "state": {"enum": [*VERSION_STATES.values(), "UNKNOWN"]},
+        "status": build_object_schema(
+            {"error_code": STRING_SCHEMA, "error_message": STRING_SCHEMA}
+        ),
+    }
+)
+METADATA_SCHEMA = build_object_schema(
+    {"model_spec": {"type": "object"}, "metadata": {"type": "object"}}
+)
+MODEL_SCHEMA = build_object_schema(
+    OPENAI_MODEL_PROPERTIES
+    | {
+        "model_version_status": {
+            "type": "array",
+            "items": VERSION_STATUS_SCHEMA,
+            "description": "TensorFlow Serving's status of each version.",
+        },
         "name": STRING_SCHEMA,
         "ready": READY_SCHEMA,
         "versions": {"type": "array", "items": STRING_SCHEMA},
@@ -110,7 +135,21 @@ def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
 
 MODEL_ERRORS: Final = (404, 502, 504)
 MODEL_LIST_RESPONSES = build_responses(
-    build_list_schema("models", LISTED_MODEL_SCHEMA), "The models that the caller may access."
+    build_object_schema(
+        {
+            "models": {"type": "array", "items": LISTED_MODEL_SCHEMA},
+            "object": {"const": "list"},
+            "data": {
+                "type": "array",
+                "items": build_object_schema(OPENAI_MODEL_PROPERTIES),
+                "description": "The same models, in OpenAI's format.",
+            },
+        }
+    ),
+    "The models that the caller may access.",
+)
+METADATA_RESPONSES = build_responses(
+    METADATA_SCHEMA, "The signature, in TensorFlow Serving's format.", *MODEL_ERRORS
 )
 READY_MODELS_RESPONSES = build_responses(
     build_list_schema("models", STRING_SCHEMA), "The names of the ready models."

@@ -12,7 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admission import AdmissionQueue
 from gateway.auth import authorize_all_models
-from gateway.errors import BodyTooLarge, render_error
+from gateway.error_responses import render_error
+from gateway.errors import BodyTooLarge
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers

@@ -6,9 +6,10 @@ from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 
-from gateway.auth import authorize_all_models
-from gateway.errors import UnknownModel, UnknownModelToLoad
+from gateway.auth import READ_METHODS, authorize_all_models
+from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.keys import Caller, Right
+from gateway.messages import quote_text, suggest_name
 from gateway.services import Services
 
 
@@ -28,6 +29,8 @@ def require_right(
     """
 
     async def check_right(request: Request) -> Services:
+        if request.method not in READ_METHODS:
+            check_query(request)
         services = cast(Services, request.app.state.services)
         if for_all_models:
             authorize_all_models(request.scope, right)
@@ -38,6 +41,16 @@ def require_right(
         return services
 
     return Depends(check_right)
+
+
+def check_query(request: Request) -> None:
+    """Raise `MalformedRequest` for a query parameter that the route does not have."""
+    known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            raise MalformedRequest(
+                f"unknown query parameter {quote_text(name)}{suggest_name(name, known)}"
+            )
 
 
 ServicesForAnyCaller = Annotated[Services, Depends(get_services)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -11,7 +10,6 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
-from gateway.errors import InputMismatch
 from gateway.fleet.signatures import check_output_names
 from gateway.inference.dry_run import build_dry_run_description
 from gateway.inference.exchange import InferExchange, open_exchange
@@ -26,12 +24,12 @@ from gateway.openapi.infer import (
 from gateway.routes.dependencies import ServicesForInference
 from gateway.tensors import kserve_v1
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.outputs import InferResult, choose_result_encoder
+from gateway.tensors.outputs import choose_result_encoder
 from gateway.tensors.payload import Payload
 
 router = APIRouter(tags=["inference"])
+MAX_CLASSES = (1 << 31) - 1
 InferenceHandler = Callable[..., Awaitable[Response]]
-MAX_CONCURRENT_ROWS = 16
 
 
 @router.post(
@@ -56,12 +54,23 @@ async def handle_infer(
     dry_run: Annotated[
         bool, Query(description="Return the tensors without running the model.")
     ] = False,
+    classification: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=MAX_CLASSES,
+            description="Return this number of the highest scores with their labels, or 0 for all values.",
+        ),
+    ] = None,
 ) -> Response:
     """Run inference on an image, a text, numbers, a form, JSON or a NumPy file."""
     with await open_exchange(request, services, model, version) as exchange:
         accept = exchange.body.get_header(b"accept") or ""
         stream_type = choose_stream_type(accept)
         payload, inputs = await exchange.receive_inputs()
+        if classification is not None:
+            parameters = {**payload.parameters, "classification": classification}
+            payload = payload._replace(parameters=parameters)
         if stream_type and not dry_run:
             return await stream_inference(exchange, payload, inputs, stream_type)
         signature = exchange.signature
@@ -109,7 +118,7 @@ async def predict(
     """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
     with await open_exchange(request, services, model, version) as exchange:
         is_columns, pieces = await exchange.receive_predict_inputs()
-        results = await infer_all(pieces, exchange)
+        results = await exchange.run_all(pieces)
         if is_columns:
             return await exchange.build_response(
                 results, partial(kserve_v1.encode_output_columns, results[0])
@@ -117,23 +126,6 @@ async def predict(
         return await exchange.build_response(
             results, partial(kserve_v1.encode_predictions, results)
         )
-
-
-async def infer_all(inputs_list: list[InferInputs], exchange: InferExchange) -> list[InferResult]:
-    if len(inputs_list) == 1:
-        return [await exchange.run_inference(exchange.build_request(Payload({}), inputs_list[0]))]
-    # Concurrent inferences have no order, which a sequence requires.
-    if exchange.step is not None and inputs_list:
-        raise InputMismatch(
-            "the model has no batch dimension: a sequence step must have exactly one instance"
-        )
-    semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
-
-    async def infer_one(inputs: InferInputs) -> InferResult:
-        async with semaphore:
-            return await exchange.run_inference(exchange.build_request(Payload({}), inputs))
-
-    return list(await asyncio.gather(*map(infer_one, inputs_list)))
 
 
 class InferenceRoute(NamedTuple):

@@ -13,7 +13,8 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
-from gateway.errors import Forbidden, GatewayError, Unauthenticated, render_error
+from gateway.error_responses import render_error
+from gateway.errors import Forbidden, GatewayError, Unauthenticated
 from gateway.logs import log_fields
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through

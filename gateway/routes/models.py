@@ -14,6 +14,7 @@ from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
+    METADATA_RESPONSES,
     MODEL_LIST_RESPONSES,
     MODEL_RESPONSES,
     OPENAPI_RESPONSES,
@@ -24,6 +25,7 @@ from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
+from gateway.tensors.tf_serving import build_model_metadata, build_version_status
 
 router = APIRouter(tags=["models"])
 IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
@@ -54,7 +56,16 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
                 model["behind"] = behind
             if name in repository.load_errors:
                 model["last_error"] = repository.load_errors[name]
-    return {"models": list(models.values())}
+    return {
+        "models": list(models.values()),
+        "object": "list",
+        "data": list(map(build_openai_entry, models)),
+    }
+
+
+def build_openai_entry(name: str) -> dict[str, Any]:
+    # OpenAI's clients require a time; Triton does not know when a model was made.
+    return {"id": name, "object": "model", "created": 0, "owned_by": "triton"}
 
 
 def group_model_versions(
@@ -139,7 +150,10 @@ async def list_ready_models(
 async def describe_model(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
-    """Return the model's inputs and outputs, with example requests."""
+    """Return the model's inputs and outputs, with example requests.
+
+    KServe's clients read `name` and `ready`, TensorFlow Serving's `model_version_status`, OpenAI's `id`.
+    """
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
     signature = await services.models.get_signature(*target)
     info: RequestInfo = request.scope["request_info"]
@@ -149,9 +163,36 @@ async def describe_model(
         **build_model_description(
             signature, is_ready=services.pool.is_ready(signature.model, signature.version)
         ),
+        **build_openai_entry(signature.model),
+        "model_version_status": build_version_status(
+            entry
+            for entry in merge_indexes(services.pool.list_usable_indexes())
+            if entry["name"] == signature.model
+            and signature.version in ("", entry.get("version", ""))
+        ),
         "curl": examples.format_curl_example(signature, base_url),
         "python": examples.format_python_example(signature, base_url),
     }
+
+
+@router.get(
+    "/v1/models/{model}/metadata",
+    operation_id="model_metadata",
+    summary="Signature of a model, in TensorFlow Serving's format",
+    responses=METADATA_RESPONSES,
+)
+@router.get(
+    "/v1/models/{model}/versions/{version}/metadata",
+    operation_id="model_version_metadata",
+    summary="Signature of a version of a model, in TensorFlow Serving's format",
+    responses=METADATA_RESPONSES,
+)
+async def get_model_metadata(
+    request: Request, services: ServicesForInference, model: str, version: str = ""
+) -> dict[str, Any]:
+    """Return the inputs and outputs with TensorFlow's names of datatypes."""
+    target = services.resolver.resolve(request.scope, Right.infer, model, version)
+    return build_model_metadata(await services.models.get_signature(*target))
 
 
 @router.get(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gateway.messages import CommandError
+from gateway.messages import CommandError, suggest_name
 from gateway.settings.access import AccessSettings
 from gateway.settings.fleet import FleetSettings
 from gateway.settings.limits import LimitSettings
@@ -73,7 +72,6 @@ def describe_unknown_settings(names: Iterable[str]) -> list[str]:
     for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):
         setting = name.removeprefix(ENV_PREFIX)
         if setting not in known and not KUBERNETES_VARIABLE.fullmatch(name):
-            near = get_close_matches(setting, known, 1)
-            hint = f"; did you mean {ENV_PREFIX}{near[0]}?" if near else ""
+            hint = suggest_name(name, [f"{ENV_PREFIX}{each}" for each in known], cutoff=0.8)
             warnings.append(f"unknown setting {name}{hint}")
     return warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -106,6 +107,8 @@ class Signature:
     platform: str = ""
     is_decoupled: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
+    # The number of classes to return by output, for requests that do not ask for another number.
+    default_class_counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def supports_batching(self) -> bool:
@@ -152,17 +155,33 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
             for entry in metadata.get(f"{side}s", ())
         }
 
+    outputs = tensors("output")
     return Signature(
         model=metadata["name"],
         version=version,
         inputs=tensors("input"),
-        outputs=tensors("output"),
+        outputs=outputs,
         max_batch_size=max_batch_size,
         versions=tuple(metadata.get("versions", ())),
         platform=str(metadata.get("platform") or config.get("backend") or ""),
         is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
+        default_class_counts=parse_class_counts(outputs, parameters),
     )
+
+
+def parse_class_counts(
+    outputs: Mapping[str, TensorSpec], parameters: Mapping[str, str]
+) -> dict[str, int]:
+    """Parse `gateway.classification.<output>`. Raises `ModelFault` for an output without classes."""
+    counts: dict[str, int] = {}
+    for name, tensor in outputs.items():
+        key = f"gateway.classification.{name}"
+        if text := parameters.get(key, "").strip():
+            if not tensor.can_classify or not re.fullmatch("[1-9][0-9]{0,8}", text):
+                raise build_hint_error(text, key, "a number of classes of a numeric, fixed output")
+            counts[name] = int(text)
+    return counts
 
 
 def build_tensor_spec(

@@ -100,7 +100,8 @@ class InferRequest(NamedTuple):
     def build_options(self, remaining_s: float) -> RequestOptions:
         """Raises `InputMismatch` for parameters that Triton would reject or misread."""
         default_timeout_us = max(int(remaining_s * 1e6), 1)
-        if not self.parameters:
+        default_counts = self.signature.default_class_counts
+        if not self.parameters and not default_counts:
             return RequestOptions(dict.fromkeys(self.outputs, 0), default_timeout_us, 0, {})
         custom = {
             key: value
@@ -126,6 +127,10 @@ class InferRequest(NamedTuple):
                 raise InputMismatch(f"the parameter {quote_text(key)} is reserved by Triton")
             if isinstance(value, int) and value not in INT64_RANGE:
                 raise InputMismatch(f"the parameter {quote_text(key)} does not fit into 64 bits")
+        if default_counts and "classification" not in self.parameters:
+            names = self.outputs or self.signature.outputs
+            counts = {name: default_counts.get(name, 0) for name in names}
+            return RequestOptions(counts, timeout_us, priority, custom)
         if not class_count:
             return RequestOptions(dict.fromkeys(self.outputs, 0), timeout_us, priority, custom)
         excluded = find_outputs_without_classes(self.signature, self.outputs)

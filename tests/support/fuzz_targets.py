@@ -26,6 +26,7 @@ from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
 from gateway.tensors.signature import Signature, build_signature
+from gateway.tensors.text_vectors import parse_embeddings_request, parse_rerank_request
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
@@ -94,6 +95,10 @@ def targets() -> list[Target]:
             Target(f"text in {charset}", decode_as(f"text/plain; charset={charset}", "texts"),
                    ["a text, naïve".encode("utf-8" if charset != "utf-16" else "utf-16")], REFUSALS)
             for charset in CHARSETS
+        ),
+        Target("embeddings", parse_embeddings_request, [b'{"model": "m", "input": ["a", "b"]}'], REFUSALS),
+        Target(
+            "reranking", parse_rerank_request, [b'{"model": "m", "query": "a", "documents": ["b"]}'], REFUSALS
         ),
         *(Target(f":predict for {kind}", predict_as(kind), predict, REFUSALS) for kind in MODELS),
         Target("image headers", read_header, images, REFUSALS),

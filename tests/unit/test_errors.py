@@ -13,19 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.app import HANDLED_EXCEPTIONS
-from gateway.errors import MalformedRequest, render_error
+from gateway.error_responses import render_error
+from gateway.errors import MalformedRequest
 
 
 def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    request = Request({"type": "http", "request_id": "r"})
+    request = Request({"type": "http", "path": "/", "request_id": "r"})
     with caplog.at_level(logging.INFO):
         response = asyncio.run(render_error(request, MemoryError()))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     body = orjson.loads(response.body)
     assert (body["code"], body["request_id"]) == ("OUT_OF_MEMORY", "r")
-    levels = [record.levelname for record in caplog.records if record.name == "gateway.errors"]
+    levels = [
+        record.levelname for record in caplog.records if record.name == "gateway.error_responses"
+    ]
     assert levels == ["WARNING"]
     assert (
         MemoryError in HANDLED_EXCEPTIONS
@@ -49,7 +52,7 @@ def test_an_error_that_was_answered_holds_no_request() -> None:
             await fail(body)
         except MalformedRequest as exc:
             error: Exception = exc  # stays in this frame, as in those of the framework
-        return await render_error(Request({"type": "http", "request_id": "r"}), error)
+        return await render_error(Request({"type": "http", "path": "/", "request_id": "r"}), error)
 
     body = Body()
     held = weakref.ref(body)

@@ -89,6 +89,28 @@ def length(inputs: Sequence[Array]) -> Sequence[Array]:
     return [np.array([[len(value)] for (value,) in inputs[0]], np.int32)]
 
 
+def vectors(inputs: Sequence[Array]) -> Sequence[Array]:
+    """Two vectors of a text, of 4 numbers each: its length n gives n+1, n+2, …, and their negatives.
+
+    A text of 13 characters has no finite vector.
+    """
+    sizes = np.array([[len(value)] for value in inputs[0].ravel()], np.float32)
+    sizes[sizes == 13] = np.nan
+    found = sizes + np.arange(1, 5, dtype=np.float32)
+    found = found.reshape(*inputs[0].shape[:-1], 4)
+    return [found, -found]
+
+
+def token_vectors(inputs: Sequence[Array]) -> Sequence[Array]:
+    return [np.ones((len(inputs[0]), 2, 4), np.float32)]
+
+
+def common_letters(inputs: Sequence[Array]) -> Sequence[Array]:
+    """How many different letters the two texts of a row share."""
+    shared = [len({*first} & {*second}) for (first,), (second,) in zip(*inputs, strict=True)]
+    return [np.array(shared, np.float32).reshape(-1, 1)]
+
+
 def mean(inputs: Sequence[Array]) -> Sequence[Array]:
     return [inputs[0].mean(axis=(1, 2, 3), dtype=np.float32).reshape(-1, 1)]
 
@@ -97,7 +119,7 @@ BEHAVIOURS: dict[str, Any] = {
     function.__name__: function
     for function in (
         identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
-        length, mean, sum_and_difference,
+        length, mean, sum_and_difference, vectors, token_vectors, common_letters,
     )
 }  # fmt: skip
 

@@ -130,6 +130,10 @@ MODELS = (
     Model(
         "classes", "identity", (T("X", "FP32", (3,)),), (T("SCORES", "FP32", (3,), labels=LABELS),), 8,
     ),
+    Model(
+        "labelled", "identity", (T("X", "FP32", (3,)),), (T("SCORES", "FP32", (3,), labels=LABELS),), 8,
+        {"classification.SCORES": "1"},
+    ),
     Model("sleeping", "sleeping", (T("SECONDS", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 8),
     Model("failing", "failing", (T("X", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 8),
     Model("refusing", "refusing", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
@@ -165,8 +169,22 @@ MANAGED = identity("managed", "INT64", (-1, -1))
 
 SCORES = identity("scores", "FP32", (3,), 8)
 
+# Texts to vectors and to scores.
+TEXT, VECTOR, OTHER = T("TEXT", "BYTES", (1,)), T("VECTOR", "FP32", (4,)), T("OTHER", "FP32", (4,))
+PAIR_OF_TEXTS = (T("FIRST", "BYTES", (1,)), T("SECOND", "BYTES", (1,)))
+TEXT_MODELS = (
+    Model(
+        "vectors", "vectors", (TEXT,), (VECTOR, OTHER), 8,
+        {"embedding.OTHER": "", "embedding_dimensions": "2, 3"},
+    ),
+    Model("plain_vectors", "vectors", (TEXT,), (VECTOR, OTHER), 0, {"embedding.VECTOR": "yes"}),
+    Model("two_vectors", "vectors", (TEXT,), (VECTOR, OTHER), 8),
+    Model("token_vectors", "token_vectors", (TEXT,), (T("Y", "FP32", (-1, 4)),), 8),
+    Model("relevance", "common_letters", PAIR_OF_TEXTS, (T("SCORE", "FP32", (1,)),), 4),
+)  # fmt: skip
+
 # What the shared server of the tests has to load.
-SHARED = (*MODELS, TICKING, CANCELLABLE, PATIENT, MANAGED, SCORES)
+SHARED = (*MODELS, *TEXT_MODELS, TICKING, CANCELLABLE, PATIENT, MANAGED, SCORES)
 
 
 class Names:

@@ -1,0 +1,285 @@
+"""Codecs for texts to vectors (OpenAI's embeddings API) and to scores (reranking). Pure.
+
+Which tensors are the texts and the results follows from the model's signature; parameters of its config
+decide where there are several: `gateway.embedding.<output>`, `gateway.score.<output>`,
+`gateway.query.<input>`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import orjson
+
+from gateway.errors import InputMismatch, MalformedRequest, ModelFault, TooLarge
+from gateway.media_types import JSON, TEXT
+from gateway.messages import join_names, quote_text
+from gateway.tensors.dtypes import DatatypeKind
+from gateway.tensors.json_body import parse_json_body
+from gateway.tensors.outputs import EncodedBody, InferResult
+from gateway.tensors.payload import Part, Payload
+from gateway.tensors.signature import Signature, TensorSpec
+
+MAX_TEXTS: Final = 2048
+# A model without a batch dimension runs once for each text.
+MAX_UNBATCHED_TEXTS: Final = 1000
+ENCODING_FORMATS: Final = ("float", "base64")
+EMBEDDING_HINT: Final = "embedding"
+SCORE_HINT: Final = "score"
+QUERY_HINT: Final = "query"
+DIMENSIONS_PARAMETER: Final = "gateway.embedding_dimensions"
+# Triton does not report tokens.
+NO_USAGE: Final = b'{"prompt_tokens":0,"total_tokens":0}'
+
+
+class EmbeddingsRequest(NamedTuple):
+    """The body of `POST /v1/embeddings`."""
+
+    model: str
+    texts: list[str]
+    encoding_format: str
+    dimensions: int | None
+
+
+class RerankRequest(NamedTuple):
+    """The body of `POST /v1/rerank`."""
+
+    model: str
+    query: str
+    documents: list[str]
+    top_n: int
+    returns_documents: bool
+
+
+# Requests.
+
+
+def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
+    """Raises `MalformedRequest` or `TooLarge`. Unknown keys are ignored, as clients send their own."""
+    document = parse_object(body)
+    dimensions = document.get("dimensions")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise MalformedRequest('"dimensions" must be a positive integer')
+    encoding_format = document.get("encoding_format") or ENCODING_FORMATS[0]
+    if encoding_format not in ENCODING_FORMATS:
+        raise MalformedRequest(f'"encoding_format" must be {join_names(ENCODING_FORMATS)}')
+    value = document.get("input")
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and texts and any(type(item) in (int, list) for item in texts):
+        raise MalformedRequest(
+            '"input" has tokens, which the model\'s own tokenizer makes of texts; send texts '
+            "(langchain-openai: check_embedding_ctx_length=False)"
+        )
+    return EmbeddingsRequest(
+        read_string(document, "model"), check_texts(texts, "input"), encoding_format, dimensions
+    )
+
+
+def parse_rerank_request(body: bytes) -> RerankRequest:
+    """Raises `MalformedRequest` or `TooLarge`. A document is a string or an object with `text`."""
+    document = parse_object(body)
+    items = document.get("documents")
+    if isinstance(items, list):
+        items = [item.get("text") if isinstance(item, dict) else item for item in items]
+    documents = check_texts(items, "documents")
+    top_n = document.get("top_n")
+    if top_n is None:
+        top_n = len(documents)
+    if type(top_n) is not int or top_n < 1:
+        raise MalformedRequest('"top_n" must be a positive integer')
+    model, query = read_string(document, "model"), read_string(document, "query")
+    return RerankRequest(model, query, documents, top_n, document.get("return_documents") is True)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    document = parse_json_body(body)
+    if not isinstance(document, dict):
+        raise MalformedRequest("the body must be a JSON object")
+    return document
+
+
+def read_string(document: dict[str, Any], key: str) -> str:
+    value = document.get(key)
+    if not isinstance(value, str) or not value:
+        raise MalformedRequest(f'"{key}" must be a non-empty string')
+    return value
+
+
+def check_texts(texts: Any, key: str) -> list[str]:
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise MalformedRequest(f'"{key}" must be a non-empty list of strings')
+    if len(texts) > MAX_TEXTS:
+        raise TooLarge(f'"{key}" can have at most {MAX_TEXTS} texts; got {len(texts)}')
+    return texts
+
+
+# The tensors of a model.
+
+
+def build_embedding_payloads(signature: Signature, texts: Sequence[str]) -> list[Payload]:
+    """Return one payload, or one for each text if the model has no batch dimension.
+
+    Raises `InputMismatch` for a model that does not turn texts into vectors.
+    """
+    inputs = find_text_inputs(signature, 1, "embeddings")
+    output = find_float_output(signature, EMBEDDING_HINT)
+    return build_text_payloads(signature, output.name, {inputs[0].name: texts})
+
+
+def build_rerank_payloads(signature: Signature, request: RerankRequest) -> list[Payload]:
+    """Like `build_embedding_payloads`, for a model that turns a query and a document into a score."""
+    inputs = find_text_inputs(signature, 2, "reranking")
+    hinted = [tensor for tensor in inputs if has_hint(signature, QUERY_HINT, tensor)]
+    query = hinted[0] if hinted else inputs[0]
+    (document,) = (tensor for tensor in inputs if tensor is not query)
+    queries = [request.query] * len(request.documents)
+    columns = {query.name: queries, document.name: request.documents}
+    return build_text_payloads(signature, find_float_output(signature, SCORE_HINT).name, columns)
+
+
+def build_text_payloads(
+    signature: Signature, output: str, columns: Mapping[str, Sequence[str]]
+) -> list[Payload]:
+    parts = {name: [Part(text, TEXT) for text in texts] for name, texts in columns.items()}
+    if signature.has_batch_dimension:
+        return [Payload(parts, (output,), is_stacked=True)]
+    count = max(map(len, parts.values()))
+    if count > MAX_UNBATCHED_TEXTS:
+        raise TooLarge(
+            "the model has no batch dimension, so a request can have at most "
+            f"{MAX_UNBATCHED_TEXTS} texts; got {count}"
+        )
+    return [
+        Payload({name: [column[row]] for name, column in parts.items()}, (output,))
+        for row in range(count)
+    ]
+
+
+def find_text_inputs(signature: Signature, count: int, use: str) -> list[TensorSpec]:
+    required = signature.required_inputs
+    texts = [tensor for tensor in required if tensor.datatype.kind is DatatypeKind.BYTES]
+    if len(texts) != count or len(required) != count:
+        raise InputMismatch(
+            f"model {quote_text(signature.model)} does not support {use}: it must have "
+            f"{count} required input{'s' * (count > 1)}, of the datatype BYTES; its required inputs "
+            f"are {join_names(describe_datatype(tensor) for tensor in required)}"
+        )
+    return texts
+
+
+def find_float_output(signature: Signature, hint: str) -> TensorSpec:
+    outputs = signature.outputs.values()
+    floats = [tensor for tensor in outputs if tensor.datatype.kind is DatatypeKind.FLOAT]
+    chosen = [tensor for tensor in floats if has_hint(signature, hint, tensor)] or floats
+    if len(chosen) != 1:
+        raise InputMismatch(
+            f"model {quote_text(signature.model)} has {len(floats)} floating-point outputs; the "
+            f"parameter gateway.{hint}.OUTPUT of its config says which one to use"
+        )
+    return chosen[0]
+
+
+def has_hint(signature: Signature, hint: str, tensor: TensorSpec) -> bool:
+    return f"gateway.{hint}.{tensor.name}" in signature.parameters
+
+
+def describe_datatype(tensor: TensorSpec) -> str:
+    return f"{quote_text(tensor.name)} ({tensor.datatype.name})"
+
+
+def check_dimensions(signature: Signature, dimensions: int | None) -> None:
+    """Raise `InputMismatch` if the model's config does not allow shorter vectors of this length."""
+    if dimensions is None:
+        return
+    size = find_float_output(signature, EMBEDDING_HINT).shape[-1:]
+    allowed = signature.parameters.get(DIMENSIONS_PARAMETER, "").replace(",", " ").split()
+    if str(dimensions) not in allowed and size != (dimensions,):
+        values = join_names(allowed) if allowed else "only full vectors"
+        raise InputMismatch(
+            f"model {quote_text(signature.model)} does not support {dimensions} dimensions; its config "
+            f"allows {values} ({DIMENSIONS_PARAMETER})"
+        )
+
+
+# Responses.
+
+
+def encode_embeddings(results: Sequence[InferResult], request: EmbeddingsRequest) -> EncodedBody:
+    """Return the response in OpenAI's format. Raises `ModelFault` for anything but a vector per text."""
+    vectors = list_rows(results, len(request.texts))
+    items = [
+        orjson.dumps(
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": encode_vector(
+                    shorten_vector(vector, request.dimensions), request.encoding_format
+                ),
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+        for index, vector in enumerate(vectors)
+    ]
+    body = b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (
+        b",".join(items),
+        orjson.dumps(request.model),
+        NO_USAGE,
+    )
+    return EncodedBody(body, JSON)
+
+
+def encode_ranking(results: Sequence[InferResult], request: RerankRequest) -> EncodedBody:
+    """Return the documents with their scores, best first. Raises `ModelFault` for several scores each."""
+    scores = []
+    for row in list_rows(results, len(request.documents)):
+        if row.size != 1:
+            raise ModelFault(f"the model returned {row.size} scores for a document; expected one")
+        scores.append(float(row[0]))
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    ranked: list[dict[str, Any]] = []
+    for index in order[: request.top_n]:
+        entry: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if request.returns_documents:
+            entry["document"] = {"text": request.documents[index]}
+        ranked.append(entry)
+    return EncodedBody(orjson.dumps({"model": request.model, "results": ranked}), JSON)
+
+
+def list_rows(results: Sequence[InferResult], count: int) -> list[np.ndarray]:
+    """Return the output's values for each text as a vector of FP32 or FP64."""
+    rows = [row for result in results for row in iterate_rows(result)]
+    if len(rows) != count:
+        raise ModelFault(f"the model returned {len(rows)} vectors for {count} texts")
+    return rows
+
+
+def iterate_rows(result: InferResult) -> Iterator[np.ndarray]:
+    ((name, array),) = result.arrays.items()
+    if array.dtype != np.float64:
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ModelFault(f"the model returned NaN or infinity in output {quote_text(name)}")
+    for row in array if result.signature.has_batch_dimension else [array]:
+        if max(np.shape(row), default=1) != np.size(row):  # e.g. a vector for each token
+            raise ModelFault(
+                f"output {quote_text(name)} is not one vector for each text; its shape is "
+                f"{list(np.shape(row))}"
+            )
+        yield np.ravel(row)
+
+
+def shorten_vector(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """Return the first values with the length 1, as OpenAI's API does."""
+    if dimensions is None or dimensions >= len(vector):
+        return vector
+    norm = float(np.linalg.norm(vector[:dimensions]))
+    return vector[:dimensions] / norm if norm else vector[:dimensions]
+
+
+def encode_vector(vector: np.ndarray, encoding_format: str) -> Any:
+    if encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return np.ascontiguousarray(vector)
