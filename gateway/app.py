@@ -33,6 +33,7 @@ from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
@@ -205,6 +206,16 @@ async def open_publisher(
     return publisher
 
 
+def open_openai_servers(
+    settings: Settings, options: ReplicaConnectionOptions, stack: AsyncExitStack
+) -> OpenAIServers | None:
+    if not settings.openai_urls:
+        return None
+    servers = OpenAIServers(settings.openai_urls, options)
+    stack.callback(servers.close)
+    return servers
+
+
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
@@ -264,6 +275,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             ModelResolver(),
             rates,
             components.tracer,
+            open_openai_servers(settings, components.connection_options, stack),
             await open_publisher(settings, repository, stack),
             [] if restricted is None else restricted.headers,
         )

@@ -244,6 +244,14 @@ class RepositoryNotConfigured(GatewayError):
     )
 
 
+class NoOpenAIServer(GatewayError):
+    status, code = 501, "NO_OPENAI_SERVER"
+    message = (
+        "this gateway knows no server for completions; set GATEWAY_OPENAI_URLS to the addresses of vLLM or "
+        "Triton's OpenAI frontend"
+    )
+
+
 class BadUpstream(GatewayError):
     """A replica sent an invalid or incomplete response."""
 

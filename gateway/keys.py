@@ -90,12 +90,16 @@ class Caller:
             return True
         visible = self._visibility_cache.get(model)
         if visible is None:
-            visible = is_path_safe(model) and any(fnmatchcase(model, glob) for glob in self.models)
+            visible = is_path_safe(model) and self.matches(model)
             if len(model) <= MAX_CACHED_NAME_LENGTH:
                 if len(self._visibility_cache) >= MAX_CACHED_MODELS:
                     self._visibility_cache.clear()
                 self._visibility_cache[model] = visible
         return visible
+
+    def matches(self, name: str) -> bool:
+        """Return whether a pattern of the key matches a name that does not become part of a path."""
+        return any(fnmatchcase(name, glob) for glob in self.models)
 
 
 def is_path_safe(model: str) -> bool:

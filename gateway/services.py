@@ -11,6 +11,7 @@ from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.repository import Repository
@@ -44,6 +45,7 @@ class Services:
     resolver: ModelResolver
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
+    openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS
     publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
 

@@ -44,3 +44,13 @@ class ModelResolver:
         if number is None:
             raise not_found_error(model, version)
         return ModelTarget(model, number)
+
+    def check_served_name(self, scope: Scope, right: Right, name: str) -> None:
+        """Check the caller's rights to a model that another server names, e.g. `org/model`.
+
+        Raises `Forbidden` or `UnknownModel`.
+        """
+        authorize(scope, right, name)
+        caller: Caller = scope["request_info"].caller
+        if not caller.matches(name):
+            raise UnknownModel(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.media_types import JSON
+from gateway.media_types import EVENT_STREAM, JSON
 from gateway.openapi.infer import REQUEST_HEADER_PARAMETERS
 from gateway.openapi.responses import (
     ERROR_DESCRIPTIONS,
@@ -12,6 +12,7 @@ from gateway.openapi.responses import (
     build_responses,
     build_success_response,
 )
+from gateway.openapi.schemas import STREAM_CONTENT
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.text_vectors import ENCODING_FORMATS, MAX_TEXTS
@@ -129,3 +130,17 @@ RERANK_OPENAPI: Final = build_json_operation(RERANK_REQUEST_SCHEMA)
 RERANK_RESPONSES: Final = build_responses(
     RERANK_RESPONSE_SCHEMA, "The documents, best first.", *ERROR_DESCRIPTIONS
 )
+COMPLETION_REQUEST_SCHEMA: Final[Schema] = {
+    "type": "object",
+    "properties": {"model": NAME_SCHEMA},
+    "required": ["model"],
+    "description": "A request of OpenAI's API. The server reads everything but the model.",
+}
+COMPLETION_OPENAPI: Final = build_json_operation(COMPLETION_REQUEST_SCHEMA)
+COMPLETION_RESPONSES: Final = build_error_responses(
+    *ERROR_DESCRIPTIONS,
+    501,
+    schema=OPENAI_ERROR_REFERENCE,
+    descriptions={501: "GATEWAY_OPENAI_URLS is not set."},
+) | build_success_response({"type": "object"}, "The server's response.")
+COMPLETION_RESPONSES[200]["content"] |= {EVENT_STREAM: STREAM_CONTENT[EVENT_STREAM]}

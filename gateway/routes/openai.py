@@ -1,19 +1,31 @@
-"""Texts to vectors in OpenAI's format, and reranking."""
+"""OpenAI's API: embeddings, completions; and reranking."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
+from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
+from gateway.errors import NoOpenAIServer
+from gateway.inference.completions import (
+    RelayedResponse,
+    build_completion_headers,
+    parse_completion_request,
+)
 from gateway.inference.exchange import open_exchange
 from gateway.inference.json_request import receive_json
+from gateway.keys import Right
 from gateway.openapi.openai import (
+    COMPLETION_OPENAPI,
+    COMPLETION_RESPONSES,
     EMBEDDINGS_OPENAPI,
     EMBEDDINGS_RESPONSES,
     RERANK_OPENAPI,
     RERANK_RESPONSES,
 )
+from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForInference
 from gateway.tensors.text_vectors import (
     build_embedding_payloads,
@@ -43,6 +55,43 @@ async def create_embeddings(request: Request, services: ServicesForInference) ->
         payloads = build_embedding_payloads(exchange.signature, wanted.texts)
         results = await exchange.run_payloads(payloads)
         return await exchange.build_response(results, partial(encode_embeddings, results, wanted))
+
+
+@router.post(
+    "/v1/chat/completions",
+    operation_id="create_chat_completion",
+    summary="Chat completion by an OpenAI server",
+    responses=COMPLETION_RESPONSES,
+    openapi_extra=COMPLETION_OPENAPI,
+)
+@router.post(
+    "/v1/completions",
+    operation_id="create_completion",
+    summary="Completion by an OpenAI server",
+    responses=COMPLETION_RESPONSES,
+    openapi_extra=COMPLETION_OPENAPI,
+)
+async def create_completion(request: Request, services: ServicesForInference) -> Response:
+    """Forward the request to a server of `GATEWAY_OPENAI_URLS`, and relay its response or stream."""
+    if services.openai_servers is None:
+        raise NoOpenAIServer
+    wanted, deadline = await receive_json(request, services, parse_completion_request)
+    services.resolver.check_served_name(request.scope, Right.infer, wanted.model)
+    info: RequestInfo = request.scope["request_info"]
+    loop, admission = asyncio.get_running_loop(), services.admission
+    await admission.acquire(wanted.model, deadline - loop.time(), info.key)
+    release = partial(admission.release, wanted.model)
+    try:
+        remaining_s = deadline - loop.time()
+        headers = build_completion_headers(request.scope["headers"], len(wanted.body))
+        path = request.scope["path"].encode()
+        response = await services.openai_servers.send(path, headers, wanted.body, remaining_s)
+    except BaseException:
+        release()
+        raise
+    if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value
+        info.model = wanted.model
+    return RelayedResponse(response, remaining_s, release)
 
 
 @router.post(

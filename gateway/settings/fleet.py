@@ -21,6 +21,9 @@ class FleetSettings(SettingsGroup):
     """Comma-separated URLs of the Triton replicas. gRPC and metrics are expected on ports 8001 and 8002 of
     the same host unless the URL sets others: http://127.0.0.1:9000?grpc=9001&metrics=9002.
     dns+http://NAME:8000 stands for every address that NAME resolves to; the name is resolved periodically."""
+    openai_urls: CommaSeparated = ()
+    """Comma-separated URLs of servers of OpenAI's API, such as vLLM or Triton's OpenAI frontend, to which
+    /v1/chat/completions and /v1/completions are forwarded: http://HOST:8000. Empty: 501."""
     poll_interval_s: PositiveSeconds = Field(0.5, le=60)
     """Interval between health probes of each replica."""
     dns_interval_s: PositiveSeconds = 5.0

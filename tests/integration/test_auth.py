@@ -26,6 +26,7 @@ from tritonclient.utils import InferenceServerException
 from gateway.app import ROUTERS, create_app
 from gateway.auth import PUBLIC_PATH_PREFIX, PUBLIC_PATHS
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.error_responses import OPENAI_PATHS
 from gateway.keys import BadKeysFile, Caller, Role, add_key, parse_keys, read_keys_file, remove_key
 from gateway.passthrough.rules import ROUTE_RULES
 from gateway.settings import Settings
@@ -114,6 +115,12 @@ ROWS = (
         "POST", "/v1/models/{model}/versions/{version}:predict", INFERENCE,
         body=b'{"instances": ["a text"]}',
     ),
+    Row("GET", "/v1/models/{model}/metadata", INFERENCE),
+    Row("GET", "/v1/models/{model}/versions/{version}/metadata", INFERENCE),
+    Row("POST", "/v1/embeddings", INFERENCE, body=b'{"model": "text_ensemble", "input": "a text"}'),
+    Row("POST", "/v1/rerank", INFERENCE, 422, b'{"model": "core", "query": "a", "documents": ["b"]}'),
+    Row("POST", "/v1/completions", INFERENCE, 501),
+    Row("POST", "/v1/chat/completions", INFERENCE, 501),
     Row("PUT", "/v1/models/{model}", MANAGEMENT, 501),
     Row("PUT", "/v1/models/{model}/versions/{version}", MANAGEMENT, 501),
     Row("DELETE", "/v1/models/{model}", MANAGEMENT, 501),
@@ -210,9 +217,13 @@ def test_each_role_may_do_what_it_is_for(client: httpx.Client, row: Row, key: st
 def assert_refused(answer: httpx.Response, status: int, code: str) -> None:
     assert answer.status_code == status, answer.text
     body = answer.json()
-    assert body.keys() == {"error", "code", "request_id"}
-    assert body["code"] == code
-    assert body["request_id"] == answer.headers["x-request-id"] != ""
+    if answer.url.path in OPENAI_PATHS:
+        assert (body.keys(), body["error"]["code"]) == ({"error"}, code)
+        assert answer.headers["x-request-id"]
+    else:
+        assert body.keys() == {"error", "code", "request_id"}
+        assert body["code"] == code
+        assert body["request_id"] == answer.headers["x-request-id"] != ""
     assert not any(secret in answer.text for secret in SECRETS)
 
 
@@ -238,6 +249,22 @@ def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
     for path in ("/metrics%0a", "/v1/replicas%0a"):  # which the framework takes for the route
         headers = [("X-API-Key", TEXTS if "metrics" in path else INFER)]
         assert ask(port_of(client), "GET", path, headers).status in (403, 404), path
+
+
+def test_a_model_in_the_body_is_one_that_the_key_may_use(client: httpx.Client) -> None:
+    for path, document in (
+        ("/v1/embeddings", {"input": "a text"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        for key, model, status in (
+            (TEXTS, "text_ensemble", 200 if path == "/v1/embeddings" else 422),
+            (TEXTS, "ensemble", 404),
+            (TEXTS, "text_nothing", 404),
+            (ADMIN, "ensemble", 422),
+        ):
+            body = {"model": model, **document}
+            answer = client.post(path, json=body, headers=bearer(key))
+            assert answer.status_code == status, (path, key, model, answer.text)
 
 
 # Keys as they come.

@@ -1,0 +1,50 @@
+"""Servers of OpenAI's API (vLLM, Triton's OpenAI frontend), to which completions are forwarded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from operator import attrgetter
+
+from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
+from gateway.http_client.client import HttpClient, UpstreamResponse
+from gateway.http_client.connection import Headers, RequestNotSent
+
+log = logging.getLogger(__name__)
+
+
+class OpenAIServers:
+    """Sends each request to the server with the fewest outstanding ones."""
+
+    def __init__(self, urls: Sequence[str], options: ReplicaConnectionOptions) -> None:
+        """Raises `BadAddress`."""
+        addresses = list(map(parse_replica_url, urls))
+        self._clients = [
+            HttpClient(
+                address.host,
+                address.port,
+                tls=options.tls if address.tls else None,
+                connect_timeout_s=options.connect_timeout_s,
+                max_answer_bytes=options.max_response_bytes,
+            )
+            for address in addresses
+        ]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    async def send(
+        self, path: bytes, headers: Headers, body: bytes, timeout_s: float
+    ) -> UpstreamResponse:
+        """Return the response of the first server that accepts a connection.
+
+        Raises `RequestNotSent` if none does, `BadUpstream` or `DeadlinePassed`.
+        """
+        clients = sorted(self._clients, key=attrgetter("outstanding"))
+        for client in clients[:-1]:
+            try:
+                return await client.send(b"POST", path, headers, body, timeout_s=timeout_s)
+            except RequestNotSent as exc:
+                log.warning("trying another OpenAI server: %s", exc.detail)
+        return await clients[-1].send(b"POST", path, headers, body, timeout_s=timeout_s)

@@ -1,0 +1,191 @@
+"""Completions are relayed to servers of OpenAI's API; the client is OpenAI's own.
+
+The server stands for vLLM, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
+from tests.support.servers import free_ports, gateway_before
+from tests.support.wait import wait_until
+
+MODEL = "text_org/model-7b"  # a name as vLLM's models have
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+class CompletionServer:
+    """A server of OpenAI's chat API, which answers with the words that it got."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.ended_streams = 0
+        self.app = FastAPI()
+        self.app.post("/v1/chat/completions")(self.complete)
+        (self.port,) = free_ports(1)
+        config = uvicorn.Config(self.app, port=self.port, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def complete(self, request: Request) -> Response:
+        document = await request.json()
+        self.requests.append(document)
+        self.headers.append(dict(request.headers))
+        if document["model"] != MODEL:
+            error = {"message": "no such model", "type": "NotFoundError", "param": None}
+            return JSONResponse({"error": {**error, "code": 404}}, 404)
+        if document.get("stream"):
+            return StreamingResponse(self.stream(document), media_type="text/event-stream")
+        message = {"role": "assistant", "content": document["messages"][0]["content"].upper()}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse(
+            {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 1,
+                "model": MODEL,
+                "choices": [choice],
+            }
+        )
+
+    async def stream(self, document: dict[str, Any]) -> AsyncIterator[str]:
+        try:
+            for number in range(document.get("max_tokens", 3)):
+                choice = {"index": 0, "delta": {"content": f"{number} "}, "finish_reason": None}
+                chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
+                yield f"data: {json.dumps({**chunk, 'choices': [choice]})}\n\n"
+                await asyncio.sleep(0.05)
+            yield "data: [DONE]\n\n"
+        finally:
+            self.ended_streams += 1
+
+    def __enter__(self) -> CompletionServer:
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CompletionServer]:
+    with CompletionServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    server: CompletionServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    entries = [entry(ADMIN, "admin", "infer"), entry(TEXTS, "infer", models=["text_*"])]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    (nobody, gone) = free_ports(2)  # the second server is not there
+    urls = f"http://127.0.0.1:{gone},{server.url}"
+    with gateway_before(
+        f"http://127.0.0.1:{nobody}", openai_urls=urls, keys_file=str(keys)
+    ) as client:
+        yield client
+
+
+def connect(gateway: httpx.Client, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.base_url}/v1", api_key=key, max_retries=0)
+
+
+def test_a_completion_is_relayed_without_the_key(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    completion = connect(gateway, TEXTS).chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0.5
+    )
+    assert completion.choices[0].message.content == "HELLO"
+    assert server.requests[-1] == {"model": MODEL, "messages": MESSAGES, "temperature": 0.5}
+    assert "authorization" not in server.headers[-1]
+    assert TEXTS not in str(server.headers[-1])
+
+
+def test_a_stream_arrives_piece_by_piece(gateway: httpx.Client) -> None:
+    stream = connect(gateway, TEXTS).chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, max_tokens=4
+    )
+    arrived = [(time.monotonic(), chunk.choices[0].delta.content) for chunk in stream]
+    assert [text for _, text in arrived] == ["0 ", "1 ", "2 ", "3 "]
+    assert arrived[-1][0] - arrived[0][0] > 0.1
+
+
+def test_a_client_that_leaves_ends_the_stream_at_the_server(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    before = server.ended_streams
+    stream = connect(gateway, TEXTS).chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, max_tokens=100_000
+    )
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: server.ended_streams == before + 1)
+
+
+def test_the_servers_own_errors_are_relayed(gateway: httpx.Client) -> None:
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        connect(gateway, ADMIN).chat.completions.create(model="nothing", messages=MESSAGES)
+
+
+def test_a_key_for_other_models_is_refused_before_the_server(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    count = len(server.requests)
+    with pytest.raises(openai.NotFoundError, match="unknown model"):
+        connect(gateway, TEXTS).chat.completions.create(model="secret/model", messages=MESSAGES)
+    with pytest.raises(openai.AuthenticationError):
+        connect(gateway, "tgw_wrong").chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert len(server.requests) == count
+
+
+def test_completions_are_counted_by_model_and_unknown_names_are_not(
+    gateway: httpx.Client,
+) -> None:
+    client = connect(gateway, ADMIN)
+    client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="nothing", messages=MESSAGES)
+    page = gateway.get("/metrics", headers=bearer(ADMIN)).text
+    assert f'model="{MODEL}"' in page
+    assert 'model="nothing"' not in page
+
+
+def test_without_a_server_the_sentence_says_what_to_set(demo: httpx.Client) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        response = demo.post(path, json={"model": "m", "messages": MESSAGES})
+        assert response.status_code == 501
+        assert response.json()["error"]["code"] == "NO_OPENAI_SERVER"
+        assert "GATEWAY_OPENAI_URLS" in response.json()["error"]["message"]
+
+
+def test_servers_that_are_all_gone_are_503() -> None:
+    nobody, gone = free_ports(2)
+    with gateway_before(
+        f"http://127.0.0.1:{nobody}", openai_urls=f"http://127.0.0.1:{gone}"
+    ) as client:
+        response = client.post("/v1/chat/completions", json={"model": MODEL})
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "server_error"
+        assert response.headers["Retry-After"]
