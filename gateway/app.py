@@ -301,7 +301,13 @@ def create_app(settings: Settings) -> ASGIApp:
                 }
             edge.services = None
 
-    app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
+    app = GatewayFastAPI(
+        title="triton-gateway",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.requires_key = components.keys_file is not None
     edge = GatewayMiddleware(app)
     for router in ROUTERS:

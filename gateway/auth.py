@@ -30,10 +30,8 @@ KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 # Probes and browsers that load pages have no key.
-PUBLIC_PATHS: Final = frozenset(
-    ("/", "/livez", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
-)
-PUBLIC_PATH_PREFIX: Final = "/static/"
+PUBLIC_PATHS: Final = frozenset(("/", "/livez", "/readyz", "/docs", "/redoc", "/openapi.json"))
+PUBLIC_PATH_PREFIXES: Final = ("/static/", "/docs/")
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
 ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)
 # The anonymous caller if GATEWAY_LOCAL_ADMIN is false.
@@ -105,7 +103,7 @@ class Authenticator:
 
 
 def is_public_path(path: str) -> bool:
-    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIX)
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIXES)
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -31,29 +31,7 @@ log = logging.getLogger("gateway.access")
 # Browsers must not run a model's output as a page of the gateway's origin.
 MODEL_PATH_PREFIX = "/v1/"
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
-HTML_MEDIA_TYPE = b"text/html"
 METHOD_NOT_ALLOWED = 405
-# FastAPI's documentation pages load their scripts and styles from this host.
-DOCS_CDN = "https://cdn.jsdelivr.net"
-DOCS_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "connect-src 'self'",
-        f"script-src 'self' 'unsafe-inline' {DOCS_CDN}",
-        f"style-src 'self' 'unsafe-inline' {DOCS_CDN} https://fonts.googleapis.com",
-        "font-src https://fonts.gstatic.com",
-        "img-src 'self' data: https://fastapi.tiangolo.com https://cdn.redoc.ly",
-        "worker-src blob:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
-HTML_SECURITY_HEADERS = (
-    (b"content-security-policy", DOCS_SECURITY_POLICY.encode()),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-)
 
 
 class GatewayMiddleware:
@@ -124,12 +102,6 @@ class GatewayMiddleware:
                     headers.append((b"allow", ", ".join(allowed).encode()))
                 if is_model_path:
                     headers.append(SANDBOX_HEADER)
-                elif any(
-                    name == b"content-type" and HTML_MEDIA_TYPE in value for name, value in headers
-                ):
-                    # The web page sets a stricter policy of its own.
-                    present = {name for name, _ in headers}
-                    headers += [pair for pair in HTML_SECURITY_HEADERS if pair[0] not in present]
                 message["headers"] = headers
             elif framework_scope is scope:
                 info.bytes_out += len(message.get("body", b""))

@@ -1,4 +1,4 @@
-"""The web page at `/` and its files, and the liveness response for programs at the same path.
+"""The web page at `/`, the API description at `/docs`, and the liveness response for programs at `/`.
 
 The files of `gateway/static/` are public. The page gets its data from the API with the user's key.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
 
 from gateway.errors import NotFound
 from gateway.media_types import JSON
@@ -33,6 +34,12 @@ UI_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+# Swagger UI sets styles and builds markup itself, from a description that contains names of models only.
+DOCS_SECURITY_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
 )
 # The files have no version in their names, so that browsers revalidate each of them.
 CACHE_CONTROL: Final = "no-cache"
@@ -79,11 +86,34 @@ async def get_static_file(request: Request, name: str) -> Response:
     return build_asset_response(request, ASSETS[name])
 
 
-def build_asset_response(request: Request, asset: Asset) -> Response:
+@root_router.api_route("/docs", methods=["GET", "HEAD"])
+async def get_docs(request: Request) -> Response:
+    """Return the description of the API as a page, which needs no other server."""
+    return build_asset_response(request, ASSETS["docs/index.html"], DOCS_SECURITY_POLICY)
+
+
+@root_router.api_route("/docs/{name:path}", methods=["GET", "HEAD"])
+async def get_docs_file(request: Request, name: str) -> Response:
+    asset = ASSETS.get(f"docs/{name}")
+    if asset is None:
+        raise NotFound(f"the API description has no file {quote_text(name)}")
+    return build_asset_response(request, asset, DOCS_SECURITY_POLICY)
+
+
+@root_router.api_route("/redoc", methods=["GET", "HEAD"])
+async def redirect_to_docs() -> Response:
+    return RedirectResponse("/docs")
+
+
+def build_asset_response(
+    request: Request, asset: Asset, security_policy: str = UI_SECURITY_POLICY
+) -> Response:
     headers = {
         "ETag": asset.etag,
         "Cache-Control": CACHE_CONTROL,
-        "Content-Security-Policy": UI_SECURITY_POLICY,
+        "Content-Security-Policy": security_policy,
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
     }
     # RFC 9110, section 13.1.2.
     known_etags = request.headers.get("if-none-match", "").split(",")

@@ -24,7 +24,7 @@ from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
 from gateway.app import ROUTERS, create_app
-from gateway.auth import PUBLIC_PATH_PREFIX, PUBLIC_PATHS
+from gateway.auth import PUBLIC_PATH_PREFIXES, PUBLIC_PATHS
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.error_responses import OPENAI_PATHS
 from gateway.keys import BadKeysFile, Caller, Role, add_key, parse_keys, read_keys_file, remove_key
@@ -99,8 +99,8 @@ ROWS = (
     Row("GET", "/livez", FREE),
     Row("GET", "/readyz", FREE),
     Row("GET", "/docs", FREE),
-    Row("GET", "/docs/oauth2-redirect", FREE),
-    Row("GET", "/redoc", FREE),
+    Row("GET", "/docs/{name:path}", FREE),
+    Row("GET", "/redoc", FREE, 307),
     Row("GET", "/openapi.json", FREE),
     Row("GET", "/metrics", SCRAPING),
     Row("GET", "/v1/models", INFERENCE),
@@ -161,7 +161,11 @@ WITHOUT_ROLE = {"/nothing": 404, "/v2/nothing": 404}
 
 
 def filled(path: str, model: str) -> str:
-    path = path.replace("{name:path}", "main.js").replace("{operation}", "0" * 32)
+    path = (
+        path.replace("docs/{name:path}", "docs/docs.js")
+        .replace("{name:path}", "main.js")
+        .replace("{operation}", "0" * 32)
+    )
     return path.replace("{model}", model).replace("{version}", "1")
 
 
@@ -188,7 +192,7 @@ def test_every_rule_of_what_is_passed_has_its_row() -> None:
 
 def test_what_is_open_is_in_the_table() -> None:
     assert {row.path for row in ROWS if row.whose == FREE} == PUBLIC_PATHS | {
-        PUBLIC_PATH_PREFIX + "{name:path}"
+        f"{prefix}{{name:path}}" for prefix in PUBLIC_PATH_PREFIXES
     }
 
 
@@ -238,13 +242,17 @@ def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
         "/livez/",
         "/livez%0a",
         "/readyz%0a",
-        "/docs/../v1/models",
         "/livez%2f..%2fmetrics",
         "/static",
         "/static%00",
     ):
         assert ask(port_of(client), "GET", path).status == 401, path
-    for path in ("/static/../metrics", "/static/..%2fv1%2fmodels", "/static/"):
+    for path in (
+        "/static/../metrics",
+        "/static/..%2fv1%2fmodels",
+        "/static/",
+        "/docs/../v1/models",
+    ):
         assert ask(port_of(client), "GET", path).status == 404, path
     for path in ("/metrics%0a", "/v1/replicas%0a"):  # which the framework takes for the route
         headers = [("X-API-Key", TEXTS if "metrics" in path else INFER)]

@@ -99,7 +99,7 @@ def test_what_is_no_origin_keeps_the_gateway_from_starting(origin: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("path", ["/docs", "/redoc", "/docs/oauth2-redirect"])
+@pytest.mark.parametrize("path", ["/docs", "/docs?model=ensemble"])
 def test_a_page_says_what_it_may_load_and_is_shown_in_no_other(
     demo: httpx.Client, path: str
 ) -> None:

@@ -31,7 +31,11 @@ needs_browser = pytest.mark.skipif(not browser.is_installed(), reason=browser.MI
 STATIC = ROOT / "gateway" / "static"
 IMAGES = ROOT / "docs" / "images"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
-VENDORED = (*sorted(STATIC.glob("vendor/uPlot.*min.*")), AXE)
+VENDORED = (
+    *sorted(STATIC.glob("vendor/uPlot.*min.*")),
+    *(STATIC / "docs" / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
+    AXE,
+)
 # Drawn as a person would, from the middle of the sheet.
 SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
 KEPT = ("pair", "optional", "nchw", "picture", "single_BYTES")
@@ -135,10 +139,11 @@ def test_it_is_no_part_of_the_api(demo: httpx.Client) -> None:
 
 def test_what_others_wrote_is_as_they_published_it() -> None:
     documented = (ROOT / "docs" / "dependencies.md").read_text()
-    assert len(VENDORED) == 3
+    assert len(VENDORED) == 5
     for path in VENDORED:
         assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
     assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
+    assert "Apache License" in (STATIC / "docs" / "swagger-ui.LICENSE.txt").read_text()
     assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()
 
 
@@ -149,6 +154,12 @@ def test_no_word_of_a_model_becomes_markup() -> None:
     )
     for path in STATIC.glob("*.js"):
         assert not ways.search(path.read_text()), path.name
+
+
+@pytest.mark.parametrize("name", ["none.js", "../main.js", "%2e%2e/main.js", "", "vendor"])
+def test_only_the_api_descriptions_own_files_are_served(demo: httpx.Client, name: str) -> None:
+    assert demo.get(f"/docs/{name}").status_code == 404
+    assert demo.get("/docs/docs.js").headers["content-type"].startswith("text/javascript")
 
 
 # In a browser.
@@ -567,3 +578,25 @@ def faults(page: browser.Page, *rules: str) -> list[str]:
         if one["impact"] in ("serious", "critical")
         for node in one["nodes"]
     ]
+
+
+# The API description.
+
+
+@needs_browser
+def test_the_api_description_needs_no_other_server(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "docs")
+    page.see("#api", "/v1/models/{model}/infer")
+    assert "/v1/embeddings" in page.text("#api")
+
+
+@needs_browser
+def test_a_models_description_can_be_tried_with_the_pages_key(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, "docs?model=text_ensemble", key=INFER)
+    page.see("#api", "text_ensemble")
+    page.click(".try-out__btn")
+    page.click(".execute")
+    page.see(".live-responses-table .response .response-col_status", "200")
+    page.see(".live-responses-table", "EMBEDDING")

@@ -1,0 +1,24 @@
+// The API description in Swagger UI: of the gateway, or of one model with /docs?model=NAME.
+
+const model = new URLSearchParams(location.search).get("model");
+const url = model ? `/v1/models/${encodeURIComponent(model)}/openapi.json` : "/openapi.json";
+if (model) document.title = `API of ${model}`;
+
+/** Add the key of the page at `/` to requests without one. */
+function addKey(request) {
+  const key = sessionStorage.getItem("triton-gateway-key");
+  const isPresent = Object.keys(request.headers ?? {}).some((name) => /^(authorization|x-api-key)$/i.test(name));
+  if (key && !isPresent) request.headers = { ...request.headers, "X-API-Key": key };
+  return request;
+}
+
+window.SwaggerUIBundle({
+  url,
+  dom_id: "#api",
+  deepLinking: true,
+  docExpansion: model ? "full" : "list",
+  defaultModelsExpandDepth: -1,
+  displayRequestDuration: true,
+  requestInterceptor: addKey,
+  validatorUrl: null,
+});
