@@ -22,7 +22,7 @@ import psutil
 from tests.support.corpus import Request, hostile_requests, valid_requests
 from tests.support.fake_triton import port_of
 from tests.support.fuzzing import mutations
-from tests.support.load import LOG_WARNINGS, OpenLoop, Pool, infer_v2, p99_ms, post, statuses_of
+from tests.support.load import LOG_WARNINGS, OpenLoop, Pool, infer_v2, p99_ms, post
 from tests.support.model_zoo.zoo import Names, identity, image, write_repository
 from tests.support.servers import gateway, triton_on_free_ports
 
@@ -131,8 +131,10 @@ def main(minutes: float) -> int:
             with OpenLoop(Pool(port), good, GOOD_PER_S, (minutes + 5) * MINUTE_S) as loop:
                 asyncio.run(attack(port, command.pid, report, minutes))
                 samples = loop.stop()
-    failed = {status: count for status, count in statuses_of(samples).items() if status != 200}
-    print(f"{len(samples)} good requests, failed {failed}, p99 {p99_ms(samples):.0f} ms")
+    failed = [sample for sample in samples if sample.status != 200]
+    print(f"{len(samples)} good requests, {len(failed)} failed, p99 {p99_ms(samples):.0f} ms")
+    for refused in failed[:20]:
+        print(f"failed after {refused.took_s:.2f} s: {refused.status} {refused.refusal[:300]!r}")
     print(
         f"memory grew by {report.growth / MIB:.0f} MiB after the first minutes, and was at most "
         f"{report.most_memory / MIB:.0f} MiB"

@@ -75,7 +75,7 @@ TENSOR_SCHEMA = build_object_schema(
         "optional": {"const": True},
         "content_type": STRING_SCHEMA,
         "image": IMAGE_SCHEMA,
-        "labels": {"const": True, "description": "The output has class labels."},
+        "labels": {"const": True, "description": "`classification` returns labels of this output."},
     },
     optional=("optional", "content_type", "image", "labels"),
 )

@@ -240,6 +240,6 @@ def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
         "optional": tensor.is_optional,
         "content_type": tensor.content_type,
         "image": image and {name: getattr(image, name) for name in IMAGE_FIELDS},
-        "labels": tensor.has_labels,
+        "labels": tensor.has_class_labels,
     }
     return description | {name: value for name, value in optional.items() if value}

@@ -7,6 +7,7 @@ const KEY_VARIABLE = "$KEY";
 /** Quote a text for a POSIX shell. */
 const shellQuote = (text) => (/^[\w./:=@%+,-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 const header = (name, value) => `-H ${shellQuote(`${name}: ${value}`)}`;
+const CLASS_COUNT = 5; // of an output with labels
 const fileName = (file) => file.name || "file";
 
 /**
@@ -18,6 +19,7 @@ export function buildRequest(description, path, values, hasKey) {
   const isSingle = values.length === 1 && required.length === 1 && values[0][0] === required[0];
   const buildBody = isSingle && !("json" in values[0][1]) ? singleBody : values.some(([, value]) => value.file) ? formBody : jsonBody;
   const { body, type, curlArguments } = buildBody(values);
+  const query = description.outputs.some((tensor) => tensor.labels) ? `?classification=${CLASS_COUNT}` : "";
   const headers = { Accept: description.decoupled ? EVENTS : JSON_TYPE };
   if (type) headers["Content-Type"] = type;
   const command = [
@@ -26,10 +28,10 @@ export function buildRequest(description, path, values, hasKey) {
     type ? header("Content-Type", type) : null,
     description.decoupled ? header("Accept", EVENTS) : null,
     hasKey ? `-H "Authorization: Bearer ${KEY_VARIABLE}"` : null, // the key itself is never shown
-    shellQuote(`${location.origin}${path}/infer`),
+    shellQuote(`${location.origin}${path}/infer${query}`),
   ];
   return {
-    url: `${path}/infer`,
+    url: `${path}/infer${query}`,
     options: { method: "POST", headers, body },
     curl: command.filter(Boolean).join(" "),
   };

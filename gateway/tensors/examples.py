@@ -13,6 +13,7 @@ from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.signature import ChannelLayout, Signature, TensorSpec
 
 EXAMPLE_SIZE = 2
+EXAMPLE_CLASSES = 3
 # With more values than this, the curl example generates the body with a program.
 MAX_INLINE_VALUES = 64
 
@@ -62,13 +63,20 @@ def build_infer_path(signature: Signature) -> str:
     return f"/v1/models/{signature.model}{version}/infer"
 
 
+def build_infer_target(signature: Signature) -> str:
+    """Return the path, with a query for the best classes if an output has labels."""
+    has_labels = any(tensor.has_class_labels for tensor in signature.outputs.values())
+    query = f"?classification={EXAMPLE_CLASSES}" if has_labels else ""
+    return f"{build_infer_path(signature)}{query}"
+
+
 def count_values(value: Any) -> int:
     return sum(map(count_values, value)) if isinstance(value, list) else 1
 
 
 def format_curl_example(signature: Signature, base_url: str) -> str:
     example = build_example_body(signature)
-    url = shlex.quote(f"{base_url}{build_infer_path(signature)}")
+    url = shlex.quote(f"{base_url}{build_infer_target(signature)}")
     header = f"-H {shlex.quote(f'Content-Type: {example.content_type}')}"
     command = "curl -s"
     if signature.is_decoupled:
@@ -100,7 +108,7 @@ def format_python_example(signature: Signature, base_url: str) -> str:
         "import json, urllib.request\n"
         f"body = {body}\n"
         f"headers = {{{headers}}}\n"
-        f"request = urllib.request.Request({base_url + build_infer_path(signature)!r}, body, headers)\n"
+        f"request = urllib.request.Request({base_url + build_infer_target(signature)!r}, body, headers)\n"
         f"{statement}"
     )
 

@@ -65,6 +65,10 @@ class TensorSpec:
         return self.is_numeric and -1 not in self.shape
 
     @property
+    def has_class_labels(self) -> bool:
+        return self.has_labels and self.can_classify
+
+    @property
     def image_spec(self) -> ImageSpec | None:
         """The layout and size of an image for this input, or None if the shape is not an image shape.
 

@@ -158,13 +158,16 @@ class Sample:
     took_s: float
     status: int
     retry_after: str
+    refusal: bytes  # the body, if it is not 200
 
 
 async def sample(pool: Pool, wire: bytes, due: float) -> Sample:
     began = time.monotonic()
     answer = await pool.ask(wire)
     took_s = time.monotonic() - began
-    return Sample(began, began - due, took_s, answer.status, answer.fields.get("retry-after", ""))
+    retry_after = answer.fields.get("retry-after", "")
+    refusal = b"" if answer.status == 200 else answer.body
+    return Sample(began, began - due, took_s, answer.status, retry_after, refusal)
 
 
 async def open_loop(
