@@ -43,7 +43,9 @@ from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
 from gateway.metrics import Metrics
-from gateway.model_files.store import ModelFileStore
+from gateway.model_files.bucket_store import BucketStore
+from gateway.model_files.folder_store import FolderStore
+from gateway.model_files.store import ModelStore
 from gateway.openapi.openai import OPENAI_ERROR_SCHEMA
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
@@ -157,10 +159,11 @@ class AppComponents(NamedTuple):
     keys_file: KeysFile | None
     store: StateStore
     tracer: Tracer | None
+    model_store: ModelStore | None
 
 
 def build_components(settings: Settings) -> AppComponents:
-    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
+    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or `CannotUseBucket`."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
     tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
     secret = settings.triton_restricted_api
@@ -187,22 +190,32 @@ def build_components(settings: Settings) -> AppComponents:
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
         tracer,
+        create_model_store(settings),
     )
 
 
+def create_model_store(settings: Settings) -> ModelStore | None:
+    """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
+    can_write = settings.accepted_uploads is not ModelUploads.off
+    max_bytes = settings.max_repository_bytes
+    if (folder := settings.repository_folder) is not None:
+        return FolderStore(folder, can_write=can_write, max_bytes=max_bytes)
+    if (bucket := settings.repository_bucket) is not None:
+        return BucketStore(bucket, can_write=can_write, max_bytes=max_bytes)
+    return None
+
+
 async def open_publisher(
-    settings: Settings, repository: Repository, stack: AsyncExitStack
+    files: ModelStore | None, repository: Repository, stack: AsyncExitStack
 ) -> ModelPublisher | None:
     """Return the publisher of uploaded models; None without GATEWAY_REPOSITORY."""
-    folder = settings.repository_folder
-    if folder is None:
+    if files is None:
         return None
-    can_write = settings.accepted_uploads is not ModelUploads.off
-    files = ModelFileStore(folder, can_write=can_write, max_bytes=settings.max_repository_bytes)
     publisher = ModelPublisher(files, repository)
     await files.run(files.open)
     stack.callback(files.close)
     stack.push_async_callback(publisher.close)
+    publisher.start()
     return publisher
 
 
@@ -276,7 +289,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             rates,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),
-            await open_publisher(settings, repository, stack),
+            await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,
         )
 
@@ -284,7 +297,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
 def create_app(settings: Settings) -> ASGIApp:
     """Return the gateway's ASGI application for the replicas of `settings.triton_urls`.
 
-    Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing` for invalid settings.
+    Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or
+    `CannotUseBucket` for invalid settings.
     """
     components = build_components(settings)
 

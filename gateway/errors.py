@@ -239,8 +239,8 @@ class ModelFault(GatewayError):
 class RepositoryNotConfigured(GatewayError):
     status, code = 501, "NO_REPOSITORY"
     message = (
-        "this gateway stores no model files; to upload models, set GATEWAY_REPOSITORY=file:///FOLDER to the "
-        "folder that the Tritons read, and GATEWAY_MODEL_UPLOADS"
+        "this gateway stores no model files; to upload models, set GATEWAY_REPOSITORY to the folder or "
+        "bucket that the Tritons read, file:///FOLDER or s3://BUCKET, and GATEWAY_MODEL_UPLOADS"
     )
 
 
@@ -304,7 +304,7 @@ class StateUnavailable(GatewayError):
 
 
 class RepositoryUnavailable(GatewayError):
-    """The folder of the models cannot be read or written."""
+    """The folder or bucket of the models cannot be read or written."""
 
     status, code, retry_after_s = 503, "REPOSITORY_UNAVAILABLE", 1
 

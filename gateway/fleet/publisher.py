@@ -6,6 +6,7 @@ A change continues when its client disconnects: files and replicas must not disa
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from gateway.fleet.pool import cancel_tasks
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository, VisibilityCheck
 from gateway.messages import quote_text
-from gateway.model_files.folder_change import FolderChange
 from gateway.model_files.model_upload import ModelUpload
-from gateway.model_files.store import ModelFileStore
+from gateway.model_files.store import ModelChange, ModelStore
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 UploadBuild = Callable[[bytes | None], ModelUpload]
@@ -31,9 +33,12 @@ UploadBuild = Callable[[bytes | None], ModelUpload]
 class ModelPublisher:
     """Publishes uploaded versions and removes models, one change of a model at a time."""
 
-    files: ModelFileStore
+    files: ModelStore
     _repository: Repository
     _tasks: TaskSet = field(default_factory=TaskSet)
+
+    def start(self) -> None:
+        self._tasks.start(self._recover())
 
     async def close(self) -> None:
         await cancel_tasks(list(self._tasks))
@@ -57,6 +62,26 @@ class ModelPublisher:
         """Remove a version, and reload the model. Raises `UnknownModel`, or `Conflict` for the last one."""
         await self._run("removal", model, self._remove_version(model, version))
 
+    async def _recover(self) -> None:
+        """Load models again whose files were reverted, because a replica may have loaded the changed ones."""
+        try:
+            models = await self.files.recover()
+        except GatewayError as exc:
+            log.warning("interrupted uploads were not reverted: %s", exc.detail)
+            return
+        for model in models:
+            log.warning("reverted an interrupted upload of model %s", quote_text(model))
+            try:
+                await self._repository.read_indexes()
+                if not await self.files.run(self.files.has_model, model):
+                    with suppress(UnknownModel):
+                        await self._repository.unload(model, False)
+                    await self._repository.forget(model)
+                elif self._repository.is_wanted(model):
+                    await self._repository.load(model, {})
+            except GatewayError as exc:
+                log.warning("model %s was not loaded again: %s", quote_text(model), exc.detail)
+
     async def _run(self, action: str, model: str, work: Coroutine[Any, Any, T]) -> T:
         task = self._tasks.start(work)
         try:
@@ -72,13 +97,13 @@ class ModelPublisher:
         async with files.lock_model(model):
             existing_config = await files.run(files.read_config, model)
             upload = await files.run(build, existing_config)
-            await files.run(files.check_quota)
+            await files.run(files.check_upload, upload)
             number = version or max(await files.run(files.list_versions, model), default=0) + 1
             change = await files.run(files.install, model, number, upload)
             await self._apply(model, change, load=load)
             return number, upload
 
-    async def _apply(self, model: str, change: FolderChange, *, load: bool) -> None:
+    async def _apply(self, model: str, change: ModelChange, *, load: bool) -> None:
         """Load the model with changed files; revert the change if no replica could load it."""
         try:
             if load:

@@ -8,19 +8,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, unquote
+
+import orjson
 
 from gateway.model_files.entry_names import TEMPORARY_PREFIX
-from gateway.model_files.staging import FOLDER_MODE
+from gateway.model_files.staging import FILE_MODE, FOLDER_MODE
 
-ASIDE_MARK: Final = "-aside-"
+JOURNAL_SUFFIX: Final = "-journal"
 
 
 class FolderChange:
     """Puts and removes files and folders by renaming, so that each is there completely or not at all.
 
-    What is replaced or removed is moved aside within the same folder. After a crash,
-    `recover_folder` puts it back if nothing else has its place.
+    What is replaced or removed is moved aside within the same folder, and a journal in the folder records
+    each step before it. To delete the journal is to commit. After a crash, `recover_folder` reverts the
+    steps of a journal.
     """
 
     def __init__(self, folder: Path, name_temporary: Callable[[Path], Path]) -> None:
@@ -28,6 +30,7 @@ class FolderChange:
         self._name_temporary = name_temporary
         self._reversals: list[Callable[[], None]] = []
         self._asides: list[Path] = []
+        self._journal: Path | None = None
 
     def put(self, source: Path, path: str) -> None:
         """Move a file or folder to a path within the folder."""
@@ -40,6 +43,7 @@ class FolderChange:
             self._asides.append(aside)
             self._reversals.append(lambda: self._restore(aside, target))
         else:
+            self._record(path)
             self._reversals.append(lambda: self._delete(target))
         source.rename(target)
         sync_folder(target.parent)
@@ -53,6 +57,7 @@ class FolderChange:
 
     def put_folder(self, source: Path) -> None:
         """Make `source` the whole folder, which is empty or does not exist."""
+        self._record("", place=source)
         self._reversals.append(lambda: self._delete(self.folder))
         source.rename(self.folder)
         sync_folder(self.folder.parent)
@@ -66,24 +71,56 @@ class FolderChange:
         while self._reversals:
             self._reversals.pop()()
         self._asides.clear()
-        with suppress(OSError):
-            sync_folder(self.folder)
+        self._delete_journal()
 
     def commit(self) -> None:
         self._reversals.clear()
+        self._delete_journal()
         for aside in self._asides:
             delete_tree(aside)
         self._asides.clear()
 
     def _name_aside(self, path: str) -> Path:
-        temporary = self._name_temporary(self.folder)
-        return temporary.with_name(f"{temporary.name}{ASIDE_MARK}{quote(path, safe='')}")
+        aside = self._name_temporary(self.folder)
+        self._record(path, aside.name)
+        return aside
+
+    def _record(self, path: str, aside: str = "", place: Path | None = None) -> None:
+        """Append a step to the journal; the empty path is the whole folder."""
+        place = place or self.folder
+        if self._journal is None:
+            temporary = self._name_temporary(self.folder)
+            self._journal = temporary.with_name(f"{temporary.name}{JOURNAL_SUFFIX}")
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+        descriptor = os.open(place / self._journal.name, flags, FILE_MODE)
+        try:
+            os.write(descriptor, orjson.dumps([path, aside]) + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_folder(place)
+
+    def _delete_journal(self) -> None:
+        if self._journal is not None:
+            with suppress(OSError):
+                self._journal.unlink(missing_ok=True)
+                sync_folder(self.folder)
+            self._journal = None
 
     def _restore(self, aside: Path, target: Path) -> None:
+        if not os.path.lexists(aside):
+            return  # the step was not executed
         if aside.is_dir() and os.path.lexists(target):
             self._delete(target)
         aside.replace(target)
         aside.unlink(missing_ok=True)  # two links to one file are not replaced
+
+    def revert_step(self, path: str, aside: str) -> None:
+        """Revert a step of the journal of an exited process."""
+        if aside:
+            self._restore(self.folder / aside, self.folder / path)
+        else:
+            self._delete(self.folder / path)
 
     def _delete(self, target: Path) -> None:
         # Renamed first: a Triton that starts meanwhile reads all of it or nothing.
@@ -126,17 +163,25 @@ def delete_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def recover_folder(folder: Path, prefix: str) -> None:
-    """Remove the leftovers with this prefix, and put back what was moved aside and not replaced."""
-    for entry in list(os.scandir(folder)):
-        if not entry.name.startswith(prefix):
-            continue
-        path = Path(entry.path)
-        _, mark, quoted = entry.name.partition(ASIDE_MARK)
-        if mark and not os.path.lexists(folder / unquote(quoted)):
-            path.rename(folder / unquote(quoted))
-        else:
-            delete_tree(path)
+def recover_folder(folder: Path, prefix: str, name_temporary: Callable[[Path], Path]) -> bool:
+    """Revert the uncommitted change of an exited process, whose temporary files have this prefix.
+
+    Removes its other leftovers. Returns whether there was a change.
+    """
+    change = FolderChange(folder, name_temporary)
+    leftovers = [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(prefix)]
+    journals = [path for path in leftovers if path.name.endswith(JOURNAL_SUFFIX)]
+    for journal in journals:
+        for path, aside in reversed(read_journal(journal)):
+            change.revert_step(path, aside)
+    for leftover in (*journals, *leftovers):
+        delete_tree(leftover)
+    return bool(journals)
+
+
+def read_journal(journal: Path) -> list[tuple[str, str]]:
+    lines = journal.read_bytes().split(b"\n")[:-1]  # what follows the last line feed is incomplete
+    return [(path, aside) for path, aside in map(orjson.loads, lines)]
 
 
 def is_temporary(name: str) -> bool:

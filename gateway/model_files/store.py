@@ -1,59 +1,24 @@
-"""The folder of the models that the gateway writes and the Tritons read.
-
-All methods but those of the locks block: `ModelFileStore.run` runs them in a few threads of its own.
-"""
+"""The interface of a store of uploaded models, and what all stores share: threads, and a lock per model."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
-import hashlib
-import logging
-import os
-import re
-import secrets
-import stat
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from itertools import count
-from pathlib import Path
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
-from zlib import crc32
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from gateway.errors import Conflict, NotFound, RepositoryFull, RepositoryUnavailable
-from gateway.messages import quote_text
-from gateway.model_files.entry_names import (
-    CONFIG_FILE,
-    TEMPORARY_PREFIX,
-    is_safe_segment,
-    is_version_name,
-)
-from gateway.model_files.folder_change import (
-    FolderChange,
-    is_temporary,
-    make_folders,
-    recover_folder,
-    sync_folder,
-)
-from gateway.model_files.model_upload import Files, ModelUpload
-from gateway.model_files.staging import FOLDER_MODE, Staging, translate_os_errors
-
-log = logging.getLogger(__name__)
+from gateway.model_files.entry_names import is_safe_segment
+from gateway.model_files.model_upload import ModelUpload
+from gateway.model_files.staging import Staging, translate_os_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 STORE_THREADS: Final = 4
-LOCK_SUFFIX: Final = "lock"
-MODEL_LOCKS_FILE: Final = f"{TEMPORARY_PREFIX}models.{LOCK_SUFFIX}"
-OWNER_LOCK: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-{LOCK_SUFFIX}")
-MODEL_LOCK_POLL_S: Final = 0.05
-BYTECODE_FOLDER: Final = "__pycache__"
-HASH_PIECE_BYTES: Final = 1 << 20
-MAX_CACHED_CHECKSUMS: Final = 10_000
+NO_FILES: Final = "the repository of the gateway has no files of this model and version"
+NO_FILE: Final = "the model has no such file; GET /v1/models/NAME/files lists them"
 
 
 class FileEntry(NamedTuple):
@@ -64,47 +29,46 @@ class FileEntry(NamedTuple):
     sha256: str
 
 
-class ModelFileStore:
-    """The models' folder. Several processes may use the same folder, on a shared file system too.
+class FileContent(NamedTuple):
+    """A file that is open for reading; its pieces are read in the threads of its store."""
 
-    Each process has a file that it keeps locked; temporary files that contain the name of another process's
-    file are removed once nobody has that file locked.
+    size: int
+    sha256: str
+    pieces: Iterator[bytes]
+
+
+class ModelChange(Protocol):
+    """A change of a model's files, which Tritons see; it can be reverted until it is committed."""
+
+    def revert(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+
+class ModelStore(ABC):
+    """The models that the gateway writes and the Tritons read.
+
+    All methods but those of the locks block: `run` runs them in a few threads of the store.
     """
 
-    def __init__(self, root: Path, *, can_write: bool, max_bytes: int = 0) -> None:
-        self.root = root
+    def __init__(self, *, can_write: bool, max_bytes: int = 0) -> None:
         self.can_write = can_write
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="model-files")
-        self._numbers = count(1)
-        self._prefix = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-"
-        self._opening = threading.Lock()
-        self._owner_lock = -1
-        self._model_locks = -1
         self._locks: dict[str, asyncio.Lock] = {}
-        self._checksums: dict[tuple[int, ...], str] = {}
 
     # Life cycle.
 
+    @abstractmethod
     def open(self) -> None:
-        """Remove the leftovers of processes that have exited; log a folder that cannot be used."""
-        if not self.can_write:
-            return
-        try:
-            with translate_os_errors():
-                self._recover()
-        except (RepositoryFull, RepositoryUnavailable) as exc:
-            log.warning("models cannot be uploaded to %s: %s", self.root, exc.detail)
+        """Prepare the store; log a warning if it cannot be used."""
 
-    def close(self) -> None:
-        self._threads.shutdown()
-        if self._owner_lock >= 0:
-            with suppress(OSError):
-                self._remove_leftovers(self._prefix)
-                self._owner_lock_path(self._prefix).unlink(missing_ok=True)
-            os.close(self._owner_lock)
-        if self._model_locks >= 0:
-            os.close(self._model_locks)
+    @abstractmethod
+    async def recover(self) -> list[str]:
+        """Revert the changes that exited processes left uncommitted; return the models."""
+
+    @abstractmethod
+    def close(self) -> None: ...
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking call in one of the threads. Raises `RepositoryFull` or `RepositoryUnavailable`."""
@@ -115,235 +79,69 @@ class ModelFileStore:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run_translated)
 
-    def submit(self, call: Callable[[], Any]) -> None:
-        """Run a blocking call in one of the threads, later and without a result."""
-        self._threads.submit(call)
-
-    def _owner_lock_path(self, prefix: str) -> Path:
-        return self.root / f"{prefix}{LOCK_SUFFIX}"
-
-    def _ensure_owner_lock(self) -> None:
-        path = self._owner_lock_path(self._prefix)
-        with self._opening:  # a second descriptor would wait for the first one for ever
-            while self._owner_lock < 0:
-                descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # Another process removes the file if it finds it before it is locked.
-                if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
-                    self._owner_lock = descriptor
-                else:
-                    os.close(descriptor)
-
-    def _recover(self) -> None:
-        names = [entry.name for entry in os.scandir(self.root)]
-        for path in map(self.root.joinpath, filter(OWNER_LOCK.fullmatch, names)):
-            prefix = path.name.removesuffix(LOCK_SUFFIX)
-            if prefix == self._prefix:
-                continue
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    continue  # its process is running
-                log.warning("removing the leftovers of an interrupted upload in %s", self.root)
-                self._remove_leftovers(prefix)
-                path.unlink()
-
-    def _remove_leftovers(self, prefix: str) -> None:
-        for folder in list_folders(self.root):
-            if not is_temporary(folder.name):
-                recover_folder(folder, prefix)
-        for entry in list(os.scandir(self.root)):
-            if entry.name.startswith(prefix) and entry.name != f"{prefix}{LOCK_SUFFIX}":
-                path = Path(entry.path)
-                FolderChange(path, self._name_temporary).remove_folder()
-
-    def _name_temporary(self, folder: Path) -> Path:
-        return folder / f"{self._prefix}{next(self._numbers)}"
-
     # Locks.
 
     @asynccontextmanager
-    async def lock_model(self, model: str) -> AsyncIterator[None]:
-        """Wait until no other process and no other task changes this model."""
+    async def lock_model(self, model: str) -> AsyncIterator[bool]:
+        """Wait until no other process and no other task changes this model.
+
+        Yields whether the uncommitted change of an exited process was reverted.
+        """
         lock = self._locks.setdefault(model, asyncio.Lock())
-        async with lock:
-            await self.run(self._open_locks)
-            # A byte of one file for each model; two models with the same byte only wait for each other.
-            position = crc32(model.encode())
-            while not self._try_lock(position):  # noqa: ASYNC110 - another process has the lock
-                await asyncio.sleep(MODEL_LOCK_POLL_S)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
+        async with lock, self._lock_processes(model) as is_reverted:
+            yield is_reverted
 
-    def _open_locks(self) -> None:
-        self._ensure_owner_lock()
-        with self._opening:
-            if self._model_locks < 0:
-                path = self.root / MODEL_LOCKS_FILE
-                self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-
-    def _try_lock(self, position: int) -> bool:
-        try:
-            fcntl.lockf(self._model_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
-        except OSError as exc:
-            if exc.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            raise RepositoryUnavailable("it does not support locks") from None
-        return True
+    @abstractmethod
+    def _lock_processes(self, model: str) -> AbstractAsyncContextManager[bool]:
+        """Do what `lock_model` says, for other processes."""
 
     # Uploads.
 
-    def create_staging(self) -> Staging:
-        self._ensure_owner_lock()
-        return Staging(lambda: self._name_temporary(self.root))
+    @abstractmethod
+    def create_staging(self) -> Staging: ...
 
+    @abstractmethod
     def check_quota(self, needed_bytes: int = 0) -> None:
-        """Raise `RepositoryFull` if the repository, with its temporary files, would exceed its limit."""
-        if not self._max_bytes:
-            return
-        used = sum(
-            path.lstat().st_size for path in walk_model_files(self.root, with_temporary=True)
-        )
-        if used + needed_bytes > self._max_bytes:
-            raise RepositoryFull(
-                f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
-                "remove models or versions first"
-            )
+        """Raise `RepositoryFull` if the repository would exceed its limit."""
 
+    @abstractmethod
+    def check_upload(self, upload: ModelUpload) -> None:
+        """Raise `RepositoryFull` if the staged files do not fit."""
+
+    @abstractmethod
     def read_config(self, model: str) -> bytes | None:
         """Return the config.pbtxt of a model; None if there is none."""
-        self.check_folder(model)
-        try:
-            return (self.root / model / CONFIG_FILE).read_bytes()
-        except FileNotFoundError:
-            return None
 
+    @abstractmethod
     def check_folder(self, model: str) -> None:
-        """Raise `Conflict` for a model whose folder is a link, because its files are elsewhere."""
-        if (self.root / model).is_symlink():
-            raise Conflict(
-                f"the folder of model {quote_text(model)} is a symbolic link; the gateway changes only "
-                "folders of its repository"
-            )
+        """Raise `Conflict` for a model that the gateway must not change."""
 
-    def list_versions(self, model: str) -> list[int]:
-        folder = self.root / model
-        names = (each.name for each in list_folders(folder)) if folder.is_dir() else ()
-        return sorted(int(name) for name in names if is_version_name(name))
+    @abstractmethod
+    def list_versions(self, model: str) -> list[int]: ...
 
-    def has_model(self, model: str) -> bool:
-        return (self.root / model).is_dir()
+    @abstractmethod
+    def has_model(self, model: str) -> bool: ...
 
-    def install(self, model: str, version: int, upload: ModelUpload) -> FolderChange:
+    @abstractmethod
+    def install(self, model: str, version: int, upload: ModelUpload) -> ModelChange:
         """Move the files of an upload to their places, which can be reverted. An error changes nothing."""
-        folder = self.root / model
-        change = FolderChange(folder, self._name_temporary)
-        is_new = not folder.is_dir() or not any(folder.iterdir())
-        parent = self.root if is_new else folder
-        built = self._name_temporary(parent)
-        try:
-            built.mkdir(FOLDER_MODE)
-            if is_new:
-                (built / str(version)).mkdir(FOLDER_MODE)
-                move_files(upload.version_files, built / str(version))
-                move_files(upload.shared_files, built)
-                change.put_folder(built)
-            else:
-                move_files(upload.version_files, built)
-                for path, file in upload.shared_files.items():
-                    change.put(file.path, path)
-                change.put(built, str(version))
-        except BaseException:
-            change.revert()
-            FolderChange(built, self._name_temporary).remove_folder()
-            raise
-        for path, file in upload.shared_files.items():
-            self._remember_checksum(folder / path, file.sha256)
-        for path, file in upload.version_files.items():
-            self._remember_checksum(folder / str(version) / path, file.sha256)
-        return change
 
-    def remove_version(self, model: str, version: int) -> FolderChange:
-        change = FolderChange(self.root / model, self._name_temporary)
-        change.remove(str(version))
-        return change
+    @abstractmethod
+    def remove_version(self, model: str, version: int) -> ModelChange: ...
 
-    def remove_model(self, model: str) -> None:
-        FolderChange(self.root / model, self._name_temporary).remove_folder()
+    @abstractmethod
+    def remove_model(self, model: str) -> None: ...
 
     # Files.
 
+    @abstractmethod
     def list_files(self, model: str, version: str = "") -> list[FileEntry]:
         """Return the files of a model or a version. Raises `NotFound`."""
-        folder = self.root / model
-        start = folder / version
-        if not start.is_dir():
-            raise NotFound("the repository of the gateway has no files of this model and version")
-        return [
-            FileEntry(str(path.relative_to(folder)), path.stat().st_size, self.hash_file(path))
-            for path in sorted(walk_model_files(start))
-        ]
 
-    def find_file(self, model: str, path: str) -> Path:
-        """Return a file of a model. Raises `NotFound`."""
-        found = self.root / model
-        is_safe = all(map(is_safe_segment, path.split("/")))
-        for segment in path.split("/") if is_safe else ():
-            found /= segment
-            is_safe = is_safe and not found.is_symlink()
-        if not is_safe or not found.is_file():
-            raise NotFound("the model has no such file; GET /v1/models/NAME/files lists them")
-        return found
-
-    def hash_file(self, path: Path) -> str:
-        """Return the SHA-256 checksum, which is kept until the file changes."""
-        key = checksum_key(path)
-        if key not in self._checksums:
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while piece := file.read(HASH_PIECE_BYTES):
-                    digest.update(piece)
-            self._remember_checksum(path, digest.hexdigest())
-        return self._checksums[key]
-
-    def _remember_checksum(self, path: Path, checksum: str) -> None:
-        if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
-            self._checksums.clear()
-        self._checksums[checksum_key(path)] = checksum
+    @abstractmethod
+    def open_file(self, model: str, path: str) -> FileContent:
+        """Open a file of a model. Raises `NotFound`."""
 
 
-def checksum_key(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def list_folders(folder: Path) -> list[Path]:
-    return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-
-
-def walk_model_files(folder: Path, *, with_temporary: bool = False) -> Iterator[Path]:
-    """Yield the regular files below a folder, without links and Python's caches."""
-    for place, folders, names in os.walk(folder):
-        if not with_temporary:
-            folders[:] = [
-                name for name in folders if not is_temporary(name) and name != BYTECODE_FOLDER
-            ]
-        for name in names:
-            if is_temporary(name) and not with_temporary:
-                continue
-            path = Path(place, name)
-            with suppress(FileNotFoundError):
-                if stat.S_ISREG(path.lstat().st_mode):
-                    yield path
-
-
-def move_files(files: Files, folder: Path) -> None:
-    for path, file in files.items():
-        target = folder / path
-        make_folders(target.parent)
-        file.path.rename(target)
-    for place, _, _ in os.walk(folder):
-        sync_folder(Path(place))
+def is_safe_path(path: str) -> bool:
+    return all(map(is_safe_segment, path.split("/")))

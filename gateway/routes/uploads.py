@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from hmac import compare_digest
-from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import quote
 
@@ -43,7 +42,7 @@ from gateway.model_files.received_body import (
     clean_file_name,
 )
 from gateway.model_files.staging import Staging
-from gateway.model_files.store import ModelFileStore
+from gateway.model_files.store import ModelStore
 from gateway.openapi.uploads import (
     FILE_LIST_RESPONSES,
     FILE_RESPONSES,
@@ -59,7 +58,6 @@ from gateway.tensors.media_type import parse_content_type, parse_header_paramete
 
 router = APIRouter(tags=["uploads"])
 WRITE_BYTES: Final = 1 << 20
-READ_BYTES: Final = 256 << 10
 DIGEST_HEADERS: Final = (b"repr-digest", b"content-digest")
 
 
@@ -189,23 +187,19 @@ async def download_model_file(
     """Return the content of a file in the gateway's repository."""
     files = get_files(services)
     check_stored_name(model)
-    found = await files.run(files.find_file, model, path)
-    digest = bytes.fromhex(await files.run(files.hash_file, found))
-    status = await files.run(found.stat)
-    headers = {
-        "Content-Length": str(status.st_size),
-        "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
-    }
-    return StreamingResponse(stream_file(files, found), headers=headers, media_type=OCTET_STREAM)
+    content = await files.run(files.open_file, model, path)
+    digest = base64.b64encode(bytes.fromhex(content.sha256)).decode()
+    headers = {"Content-Length": str(content.size), "Repr-Digest": f"sha-256=:{digest}:"}
+    pieces = stream_pieces(files, content.pieces)
+    return StreamingResponse(pieces, headers=headers, media_type=OCTET_STREAM)
 
 
-async def stream_file(files: ModelFileStore, path: Path) -> AsyncIterator[bytes]:
-    with await files.run(path.open, "rb") as file:
-        while piece := await files.run(file.read, READ_BYTES):
-            yield piece
+async def stream_pieces(files: ModelStore, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while piece := await files.run(next, pieces, b""):
+        yield piece
 
 
-def get_files(services: Services) -> ModelFileStore:
+def get_files(services: Services) -> ModelStore:
     """Raises `RepositoryNotConfigured`."""
     if services.publisher is None:
         raise RepositoryNotConfigured
@@ -246,7 +240,7 @@ def record_version(request: Request, version: str, upload: ModelUpload | None = 
 
 @asynccontextmanager
 async def receive_files(
-    body: RequestBody, files: ModelFileStore, file_name: str, rules: UploadRules
+    body: RequestBody, files: ModelStore, file_name: str, rules: UploadRules
 ) -> AsyncIterator[tuple[Staging, list[ReceivedFile]]]:
     """Write the body to temporary files, which are removed at the end if they were not installed."""
     digest = find_digest(body)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pydantic import Field, SecretStr, field_validator
 
+from gateway.settings.bucket_url import BucketLocation, parse_bucket_url
 from gateway.settings.values import CommaSeparated, PositiveSeconds, SettingsGroup
 
 # The key becomes part of a gRPC metadata name, which must be in lower case.
@@ -47,8 +48,9 @@ class FleetSettings(SettingsGroup):
     ready_quorum: int = Field(1, gt=0)
     """Number of replicas on which each declared model must be ready for /readyz to succeed."""
     repository: str = ""
-    """Folder of the models, file:///models, which the Tritons read and to which models are uploaded. Empty:
-    no uploads; up uses the folder of its models."""
+    """Where the Tritons read their models, and where uploaded models are stored: a folder, file:///models, or
+    a bucket, s3://BUCKET/PREFIX or s3://https://HOST:PORT/BUCKET/PREFIX, which requires triton-gateway[s3].
+    Empty: no uploads; up uses the folder of its models."""
     max_model_bytes: int = Field(8 << 30, gt=0)
     """Maximum size of an uploaded model, as received and after decompression."""
     max_repository_bytes: int = Field(0, ge=0)
@@ -80,14 +82,24 @@ class FleetSettings(SettingsGroup):
     @field_validator("repository")
     @classmethod
     def check_repository_url(cls, value: str) -> str:
-        if value and (not value.startswith("file:///") or REPOSITORY_URL_EXCLUSIONS & set(value)):
-            raise ValueError("expected file:///FOLDER, without %, ? and #")
+        is_folder = value.startswith("file:///") and not REPOSITORY_URL_EXCLUSIONS & set(value)
+        if value and not is_folder and parse_bucket_url(value) is None:
+            raise ValueError(
+                "expected file:///FOLDER, without %, ? and #, or s3://BUCKET/PREFIX or "
+                "s3://HOST:PORT/BUCKET/PREFIX"
+            )
         return value
 
     @property
     def repository_folder(self) -> Path | None:
-        """Return the folder of GATEWAY_REPOSITORY."""
-        return Path(self.repository.removeprefix("file://")) if self.repository else None
+        """Return the folder of GATEWAY_REPOSITORY; None if it is not a folder."""
+        folder = self.repository.removeprefix("file://")
+        return Path(folder) if folder != self.repository else None
+
+    @property
+    def repository_bucket(self) -> BucketLocation | None:
+        """Return the bucket of GATEWAY_REPOSITORY; None if it is not a bucket."""
+        return parse_bucket_url(self.repository)
 
     @field_validator("triton_restricted_api", mode="before")
     @classmethod

@@ -12,59 +12,34 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from onnx import TensorProto, helper
 
-from tests.support import network
 from tests.support.errors import assert_error
 from tests.support.fleet import Load, write_echo
 from tests.support.keys import ADMIN, bearer, entry, written
-from tests.support.servers import ROOT, Command, Triton, gateway, gateway_before
+from tests.support.servers import ROOT, gateway, gateway_before
+from tests.support.uploads import (
+    FIRST,
+    MIB,
+    SECOND,
+    UNKNOWN_OPERATOR,
+    Place,
+    adding,
+    padded,
+    replica_states,
+    triton_of,
+)
 from tests.support.wait import wait_until
 
-MIB = 1 << 20
 HIDDEN = ".triton-gateway-"
-
-
-def adding(number: float) -> bytes:
-    """A network that answers `X` plus a number as `Y`, FP32 [2]."""
-    constant = helper.make_tensor("number", TensorProto.FLOAT, [1], [number])
-    return network.build_network(
-        [helper.make_node("Add", ["X", "number"], ["Y"])],
-        [("X", TensorProto.FLOAT, [2])],
-        [("Y", TensorProto.FLOAT, [2])],
-        [constant],
-    )
-
-
-FIRST, SECOND = adding(1), adding(2)
-# A complete network for ONNX's grammar, which no runtime can run.
-UNKNOWN_OPERATOR = FIRST.replace(b"\x03Add", b"\x03Odd")
-
-
-def padded(size: int) -> Iterator[bytes]:
-    """A network with a comment of this size, in pieces."""
-    yield FIRST
-    length, varint = size, b""
-    while length >= 0x80:
-        varint, length = varint + bytes([length & 0x7F | 0x80]), length >> 7
-    yield b"\x32" + varint + bytes([length])
-    for start in range(0, size, MIB):
-        yield b"x" * min(MIB, size - start)
-
-
-def replica_states(client: httpx.Client, model: str) -> list[str]:
-    models = client.get("/v1/models").json()["models"]
-    (found,) = (each for each in models if each["name"] == model)
-    return list(found["replicas"].values())
 
 
 def hidden(repository: Path) -> list[str]:
@@ -74,41 +49,18 @@ def hidden(repository: Path) -> list[str]:
 
 
 @dataclass
-class Place:
-    """A repository, two Tritons that read it, and a gateway before them that remembers its state."""
+class FolderPlace(Place):
+    """A repository in a folder."""
 
     repository: Path
-    tritons: list[Triton]
-    client: httpx.Client
-    command: Command
-    settings: dict[str, str]
-
-    @contextmanager
-    def another_gateway(self, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
-        urls = [triton.options.url for triton in self.tritons]
-        with gateway(*urls, **{**self.settings, **settings}) as found:
-            yield found
-
-    def infer(self, model: str, client: httpx.Client | None = None) -> list[float]:
-        body = {"inputs": {"X": [1, 2]}}
-        answer = (client or self.client).post(f"/v1/models/{model}/infer", json=body)
-        assert answer.status_code == 200, answer.text
-        values: list[float] = answer.json()["outputs"]["Y"]
-        return values
 
     def versions(self, model: str) -> list[str]:
         found = (self.repository / model).iterdir()
         return sorted(path.name for path in found if path.is_dir())
 
 
-def triton_of(repository: Path) -> Triton:
-    triton = Triton(repository)
-    triton.options = replace(triton.options, extra_arguments=())  # it completes configs
-    return triton
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderPlace]:
     folder = tmp_path_factory.mktemp("uploads")
     repository = folder / "models"
     repository.mkdir()
@@ -125,11 +77,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             triton.wait()
         urls = [triton.options.url for triton in tritons]
         client, command = stack.enter_context(gateway(*urls, **settings))
-        yield Place(repository, tritons, client, command, settings)
+        yield FolderPlace(tritons, client, command, settings, repository)
 
 
 def test_one_curl_serves_a_model_and_the_next_its_next_version(
-    place: Place, tmp_path: Path
+    place: FolderPlace, tmp_path: Path
 ) -> None:
     """Under load: no inference fails while the version changes."""
     for number, content in enumerate((FIRST, SECOND), 1):
@@ -176,7 +128,7 @@ def digest_header(content: bytes) -> str:
     return f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
 
 
-def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: Place) -> None:
+def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: FolderPlace) -> None:
     put = place.client.put("/v1/models/steady", content=FIRST)
     assert put.status_code == 201
     assert put.headers["location"] == "/v1/models/steady/versions/1"
@@ -198,7 +150,7 @@ def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: Place) -> 
     assert hidden(place.repository) == []
 
 
-def test_versions_and_models_are_removed(place: Place) -> None:
+def test_versions_and_models_are_removed(place: FolderPlace) -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("gone/7/net.onnx", FIRST)
@@ -225,7 +177,7 @@ def test_versions_and_models_are_removed(place: Place) -> None:
     assert hidden(place.repository) == []
 
 
-def test_uploads_of_one_model_take_turns(place: Place, limited: httpx.Client) -> None:
+def test_uploads_of_one_model_take_turns(place: FolderPlace, limited: httpx.Client) -> None:
     """Through two gateways that share the repository."""
 
     def upload(number: int) -> httpx.Response:
@@ -273,7 +225,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str], bytes, int, str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def limited(place: Place) -> Iterator[httpx.Client]:
+def limited(place: FolderPlace) -> Iterator[httpx.Client]:
     """A gateway with small limits, of which one key has one model only."""
     keys = [entry(ADMIN, "admin"), entry("tgw_some-secret", "admin", models=["some-*"])]
     keys.append(entry("tgw_infer-secret", "infer"))
@@ -286,7 +238,7 @@ def limited(place: Place) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_bad_upload_is_refused_and_nothing_is_written(
-    limited: httpx.Client, place: Place, case: str
+    limited: httpx.Client, place: FolderPlace, case: str
 ) -> None:
     path, headers, content, status, code, words = REFUSALS[case]
     chunked = len(content) > MIB
@@ -297,7 +249,7 @@ def test_a_bad_upload_is_refused_and_nothing_is_written(
     assert hidden(place.repository) == []
 
 
-def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: Place) -> None:
+def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: FolderPlace) -> None:
     filler = place.repository / "filler"
     filler.write_bytes(b"x" * (14 * MIB))
     try:
@@ -311,7 +263,7 @@ def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: Pla
     assert hidden(place.repository) == []
 
 
-def test_rights_are_those_of_the_key(limited: httpx.Client, place: Place) -> None:
+def test_rights_are_those_of_the_key(limited: httpx.Client, place: FolderPlace) -> None:
     some, infer = bearer("tgw_some-secret"), bearer("tgw_infer-secret")
     put = limited.put("/v1/models/some-a?load=false", headers=some, content=FIRST)
     assert put.status_code == 201, put.text
@@ -343,7 +295,7 @@ def test_rights_are_those_of_the_key(limited: httpx.Client, place: Place) -> Non
             assert_error(refused, 501, "NO_REPOSITORY", "GATEWAY_REPOSITORY")
 
 
-def test_code_is_accepted_where_it_is_allowed(place: Place, tmp_path: Path) -> None:
+def test_code_is_accepted_where_it_is_allowed(place: FolderPlace, tmp_path: Path) -> None:
     """Also with the setting's former name, which is warned of."""
     write_echo(tmp_path, "code")
     file = io.BytesIO()
@@ -361,7 +313,7 @@ def test_code_is_accepted_where_it_is_allowed(place: Place, tmp_path: Path) -> N
         assert client.delete("/v1/models/code").status_code == 200
 
 
-def test_a_large_upload_takes_little_memory(place: Place) -> None:
+def test_a_large_upload_takes_little_memory(place: FolderPlace) -> None:
     process = psutil.Process(place.command.pid)
     assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
     before = process.memory_info().rss
@@ -379,13 +331,13 @@ def test_a_large_upload_takes_little_memory(place: Place) -> None:
     assert place.client.delete("/v1/models/large").status_code == 200
 
 
-def run_command(place: Place, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def run_command(place: FolderPlace, *words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gateway", *map(str, words)]
     command += ["--url", str(place.client.base_url)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_commands_push_pull_and_remove(place: Place, tmp_path: Path) -> None:
+def test_the_commands_push_pull_and_remove(place: FolderPlace, tmp_path: Path) -> None:
     file, config = tmp_path / "pushed.onnx", tmp_path / "any.json"
     file.write_bytes(FIRST)
     config.write_text('{"name": "pushed"}')
@@ -430,7 +382,7 @@ def begin_upload(client: httpx.Client, model: str) -> socket.socket:
     return connection
 
 
-def test_an_interrupted_upload_leaves_nothing_behind(place: Place) -> None:
+def test_an_interrupted_upload_leaves_nothing_behind(place: FolderPlace) -> None:
     connection = begin_upload(place.client, "broken")
     wait_until(lambda: hidden(place.repository))
     connection.close()
@@ -438,7 +390,7 @@ def test_an_interrupted_upload_leaves_nothing_behind(place: Place) -> None:
     assert not (place.repository / "broken").exists()
 
 
-def test_what_a_killed_gateway_leaves_is_removed_by_the_next(place: Place) -> None:
+def test_what_a_killed_gateway_leaves_is_removed_by_the_next(place: FolderPlace) -> None:
     with place.another_gateway(state="memory:") as (client, command):
         running = begin_upload(place.client, "running")
         wait_until(lambda: len(hidden(place.repository)) == 1)
@@ -455,28 +407,76 @@ def test_what_a_killed_gateway_leaves_is_removed_by_the_next(place: Place) -> No
     wait_until(lambda: not hidden(place.repository))
 
 
-def test_a_full_disk_changes_nothing(place: Place, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+def test_a_version_whose_load_was_interrupted_by_a_kill_is_removed_at_the_next_start(
+    place: FolderPlace,
+) -> None:
+    """The Tritons load it nevertheless, and then the previous version again."""
+    with place.another_gateway() as (client, command):
+        assert client.put("/v1/models/cut", content=FIRST).status_code == 201
+        for triton in place.tritons:
+            triton.signal(signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor() as pool:
+                put = pool.submit(client.put, "/v1/models/cut", content=SECOND)
+                wait_until(lambda: place.versions("cut") == ["1", "2"])
+                fresh = pool.submit(client.put, "/v1/models/uncut", content=SECOND)
+                wait_until((place.repository / "uncut").is_dir)
+                os.kill(command.pid, signal.SIGKILL)
+                command.end()
+                assert isinstance(put.exception(), httpx.TransportError)
+                assert isinstance(fresh.exception(), httpx.TransportError)
+        finally:
+            for triton in place.tritons:
+                triton.signal(signal.SIGCONT)
+    with place.another_gateway() as (client, command):
+        command.wait_for("reverted an interrupted upload of model 'cut'")
+        assert place.versions("cut") == ["1"]
+        assert not (place.repository / "uncut").exists()
+        wait_until(lambda: place.infer("cut", client) == [2, 3])
+        wait_until(lambda: replica_states(client, "cut") == ["READY", "READY"])
+        assert hidden(place.repository) == []
+
+
+@contextmanager
+def tmpfs(folder: Path) -> Iterator[str]:
+    """A disk of one MiB, where this user may mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this user cannot mount a file system")
     try:
+        yield "no space left on device"
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def file_size_limit(folder: Path) -> Iterator[str]:
+    """No limit yet: the gateway gets one when it runs, which every user can set."""
+    yield "file too large"
+
+
+@pytest.mark.parametrize("limit", [tmpfs, file_size_limit])
+def test_a_full_disk_changes_nothing(
+    place: FolderPlace, tmp_path: Path, limit: Callable[[Path], AbstractContextManager[str]]
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    with limit(small) as reason:
         settings = {"repository": f"file://{small}", "state": "memory:"}
-        with place.another_gateway(**settings) as (client, _):
+        with place.another_gateway(**settings) as (client, command):
+            if limit is file_size_limit:
+                psutil.Process(command.pid).rlimit(psutil.RLIMIT_FSIZE, (MIB, MIB))
             path = "/v1/models/mine?load=false"
             assert client.put(path, content=FIRST).status_code == 201
             refused = client.put(path, content=b"".join(padded(2 * MIB)))
-            assert_error(refused, 507, "REPOSITORY_FULL", "no space left on device")
+            assert_error(refused, 507, "REPOSITORY_FULL", reason)
             assert hidden(small) == []
             files = client.get("/v1/models/mine/files").json()["files"]
             assert [file["path"] for file in files] == ["1/model.onnx", "config.pbtxt"]
             assert client.put(path, content=SECOND).json()["version"] == "2"
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_model_is_served_again_after_a_restart_of_everything(place: Place) -> None:
+def test_a_model_is_served_again_after_a_restart_of_everything(place: FolderPlace) -> None:
     """The last test: it ends the servers that the others use."""
     assert place.client.put("/v1/models/lasting", content=FIRST).status_code == 201
     place.tritons[1].kill()

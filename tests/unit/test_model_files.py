@@ -22,13 +22,13 @@ from gateway.model_files.archives import ArchiveLimits, read_archive
 from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.entry_names import arrange_entries, check_storable_name
 from gateway.model_files.folder_change import FolderChange, recover_folder
+from gateway.model_files.folder_store import FolderStore
 from gateway.model_files.kinds import identify_content, identify_file
 from gateway.model_files.model_config import check_data_config, parse_model_config
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
 from gateway.model_files.onnx_file import is_onnx_file
 from gateway.model_files.received_body import FormBody, ReceivedFile
 from gateway.model_files.staging import Staging
-from gateway.model_files.store import ModelFileStore
 from tests.support import network
 
 ONNX = network.texts()
@@ -511,30 +511,47 @@ def test_a_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_killed_process_moved_aside_is_put_back(tmp_path: Path) -> None:
-    prefix = ".triton-gateway-dead-"
-    for name, content in {
-        f"{prefix}1-aside-2": "old",
-        f"{prefix}2-aside-config.pbtxt": "old",
-        f"{prefix}3": "half",
-        "config.pbtxt": "new",
-        ".triton-gateway-alive-1": "another",
-    }.items():
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_the_change_of_a_killed_process_is_reverted_if_it_was_not_committed(
+    tmp_path: Path, is_committed: bool
+) -> None:
+    numbers = count()
+    folder, fresh = tmp_path / "model", tmp_path / "fresh"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.onnx").write_text("old")
+    (folder / "config.pbtxt").write_text("old")
+    (folder / ".triton-gateway-alive-1").write_text("another")
+    before = tree(tmp_path)
+    for name, content in {"first": "new", "second": "new", "config": "new", "built": "new"}.items():
         (tmp_path / name).write_text(content)
-    recover_folder(tmp_path, prefix)
-    assert tree(tmp_path) == {
-        "2": "old",
-        "config.pbtxt": "new",
-        ".triton-gateway-alive-1": "another",
-    }
+        if name != "config":
+            (tmp_path / name).unlink()
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "model.onnx").write_text(content)
+    prefix = ".triton-gateway-dead-"
+    change = FolderChange(folder, lambda place: place / f"{prefix}{next(numbers)}")
+    change.put(tmp_path / "first", "1")
+    change.put(tmp_path / "second", "2")
+    change.put(tmp_path / "config", "config.pbtxt")
+    whole = FolderChange(fresh, lambda place: place / f"{prefix}{next(numbers)}")
+    whole.put_folder(tmp_path / "built")
+    if is_committed:
+        for journal in tmp_path.rglob("*-journal"):
+            journal.unlink()
+        before |= dict.fromkeys(("model/1/model.onnx", "model/2/model.onnx"), "new")
+        before |= dict.fromkeys(("model/config.pbtxt", "fresh/model.onnx"), "new")
+    for each in (folder, fresh):
+        reverted = recover_folder(each, prefix, lambda place: place / f"{prefix}{next(numbers)}")
+        assert reverted is not is_committed
+    assert tree(tmp_path) == before
 
 
 def test_the_next_start_removes_leftovers_of_dead_processes_only(tmp_path: Path) -> None:
-    dead, alive = (ModelFileStore(tmp_path, can_write=True) for _ in range(2))
+    dead, alive = (FolderStore(tmp_path, can_write=True) for _ in range(2))
     orphan = dead.create_staging().write_file(b"half").path
     kept = alive.create_staging().write_file(b"half").path
     # As the end of a process does.
     os.close(dead._owner_lock)
-    ModelFileStore(tmp_path, can_write=True).open()
+    FolderStore(tmp_path, can_write=True).open()
     assert not orphan.exists()
     assert kept.exists()

@@ -1,0 +1,333 @@
+"""A folder of models that the gateway writes and the Tritons read, GATEWAY_REPOSITORY=file:///FOLDER."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import BinaryIO, Final
+from zlib import crc32
+
+from gateway.errors import Conflict, NotFound, RepositoryFull, RepositoryUnavailable
+from gateway.messages import quote_text
+from gateway.model_files.entry_names import (
+    CONFIG_FILE,
+    TEMPORARY_PREFIX,
+    is_version_name,
+)
+from gateway.model_files.folder_change import (
+    FolderChange,
+    is_temporary,
+    make_folders,
+    recover_folder,
+    sync_folder,
+)
+from gateway.model_files.model_upload import Files, ModelUpload
+from gateway.model_files.staging import FOLDER_MODE, Staging, translate_os_errors
+from gateway.model_files.store import (
+    NO_FILE,
+    NO_FILES,
+    FileContent,
+    FileEntry,
+    ModelStore,
+    is_safe_path,
+)
+
+log = logging.getLogger(__name__)
+
+LOCK_SUFFIX: Final = "lock"
+MODEL_LOCKS_FILE: Final = f"{TEMPORARY_PREFIX}models.{LOCK_SUFFIX}"
+OWNER_LOCK: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-{LOCK_SUFFIX}")
+MODEL_LOCK_POLL_S: Final = 0.05
+BYTECODE_FOLDER: Final = "__pycache__"
+PIECE_BYTES: Final = 256 << 10
+MAX_CACHED_CHECKSUMS: Final = 10_000
+
+
+class FolderStore(ModelStore):
+    """The models' folder. Several processes may use the same folder, on a shared file system too.
+
+    Each process has a file that it keeps locked; temporary files that contain the name of another process's
+    file are removed once nobody has that file locked.
+    """
+
+    def __init__(self, root: Path, *, can_write: bool, max_bytes: int = 0) -> None:
+        super().__init__(can_write=can_write, max_bytes=max_bytes)
+        self.root = root
+        self._numbers = count(1)
+        self._prefix = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-"
+        self._opening = threading.Lock()
+        self._owner_lock = -1
+        self._model_locks = -1
+        self._recovered_models: list[str] = []
+        self._checksums: dict[tuple[int, ...], str] = {}
+
+    # Life cycle.
+
+    def open(self) -> None:
+        """Remove the leftovers of processes that have exited; log a folder that cannot be used."""
+        if not self.can_write:
+            return
+        try:
+            with translate_os_errors():
+                self._recover()
+        except (RepositoryFull, RepositoryUnavailable) as exc:
+            log.warning("models cannot be uploaded to %s: %s", self.root, exc.detail)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        if self._owner_lock >= 0:
+            with suppress(OSError):
+                self._remove_leftovers(self._prefix)
+                self._owner_lock_path(self._prefix).unlink(missing_ok=True)
+            os.close(self._owner_lock)
+        if self._model_locks >= 0:
+            os.close(self._model_locks)
+
+    async def recover(self) -> list[str]:
+        return self._recovered_models
+
+    def _owner_lock_path(self, prefix: str) -> Path:
+        return self.root / f"{prefix}{LOCK_SUFFIX}"
+
+    def _ensure_owner_lock(self) -> None:
+        path = self._owner_lock_path(self._prefix)
+        with self._opening:  # a second descriptor would wait for the first one for ever
+            while self._owner_lock < 0:
+                descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # Another process removes the file if it finds it before it is locked.
+                if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    self._owner_lock = descriptor
+                else:
+                    os.close(descriptor)
+
+    def _recover(self) -> None:
+        names = [entry.name for entry in os.scandir(self.root)]
+        for path in map(self.root.joinpath, filter(OWNER_LOCK.fullmatch, names)):
+            prefix = path.name.removesuffix(LOCK_SUFFIX)
+            if prefix == self._prefix:
+                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    continue  # its process is running
+                log.warning("removing the leftovers of an interrupted upload in %s", self.root)
+                self._remove_leftovers(prefix)
+                path.unlink()
+
+    def _remove_leftovers(self, prefix: str) -> None:
+        for folder in list_folders(self.root):
+            if not is_temporary(folder.name) and recover_folder(
+                folder, prefix, self._name_temporary
+            ):
+                self._recovered_models.append(folder.name)
+        for entry in list(os.scandir(self.root)):
+            if entry.name.startswith(prefix) and entry.name != f"{prefix}{LOCK_SUFFIX}":
+                path = Path(entry.path)
+                FolderChange(path, self._name_temporary).remove_folder()
+
+    def _name_temporary(self, folder: Path) -> Path:
+        return folder / f"{self._prefix}{next(self._numbers)}"
+
+    # Locks.
+
+    @asynccontextmanager
+    async def _lock_processes(self, model: str) -> AsyncIterator[bool]:
+        await self.run(self._open_locks)
+        # A byte of one file for each model; two models with the same byte only wait for each other.
+        position = crc32(model.encode())
+        while not self._try_lock(position):  # noqa: ASYNC110 - another process has the lock
+            await asyncio.sleep(MODEL_LOCK_POLL_S)
+        try:
+            yield False
+        finally:
+            fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
+
+    def _open_locks(self) -> None:
+        self._ensure_owner_lock()
+        with self._opening:
+            if self._model_locks < 0:
+                path = self.root / MODEL_LOCKS_FILE
+                self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+
+    def _try_lock(self, position: int) -> bool:
+        try:
+            fcntl.lockf(self._model_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+        except OSError as exc:
+            if exc.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise RepositoryUnavailable("it does not support locks") from None
+        return True
+
+    # Uploads.
+
+    def create_staging(self) -> Staging:
+        self._ensure_owner_lock()
+        return Staging(lambda: self._name_temporary(self.root))
+
+    def check_quota(self, needed_bytes: int = 0) -> None:
+        if not self._max_bytes:
+            return
+        used = sum(
+            path.lstat().st_size for path in walk_model_files(self.root, with_temporary=True)
+        )
+        if used + needed_bytes > self._max_bytes:
+            raise RepositoryFull(
+                f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
+                "remove models or versions first"
+            )
+
+    def check_upload(self, upload: ModelUpload) -> None:
+        self.check_quota()  # which counts temporary files as well
+
+    def read_config(self, model: str) -> bytes | None:
+        self.check_folder(model)
+        try:
+            return (self.root / model / CONFIG_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def check_folder(self, model: str) -> None:
+        """Raise `Conflict` for a model whose folder is a link, because its files are elsewhere."""
+        if (self.root / model).is_symlink():
+            raise Conflict(
+                f"the folder of model {quote_text(model)} is a symbolic link; the gateway changes only "
+                "folders of its repository"
+            )
+
+    def list_versions(self, model: str) -> list[int]:
+        folder = self.root / model
+        names = (each.name for each in list_folders(folder)) if folder.is_dir() else ()
+        return sorted(int(name) for name in names if is_version_name(name))
+
+    def has_model(self, model: str) -> bool:
+        return (self.root / model).is_dir()
+
+    def install(self, model: str, version: int, upload: ModelUpload) -> FolderChange:
+        folder = self.root / model
+        change = FolderChange(folder, self._name_temporary)
+        is_new = not folder.is_dir() or not any(folder.iterdir())
+        parent = self.root if is_new else folder
+        built = self._name_temporary(parent)
+        try:
+            built.mkdir(FOLDER_MODE)
+            if is_new:
+                (built / str(version)).mkdir(FOLDER_MODE)
+                move_files(upload.version_files, built / str(version))
+                move_files(upload.shared_files, built)
+                change.put_folder(built)
+            else:
+                move_files(upload.version_files, built)
+                for path, file in upload.shared_files.items():
+                    change.put(file.path, path)
+                change.put(built, str(version))
+        except BaseException:
+            change.revert()
+            FolderChange(built, self._name_temporary).remove_folder()
+            raise
+        for path, file in upload.shared_files.items():
+            self._remember_checksum(folder / path, file.sha256)
+        for path, file in upload.version_files.items():
+            self._remember_checksum(folder / str(version) / path, file.sha256)
+        return change
+
+    def remove_version(self, model: str, version: int) -> FolderChange:
+        change = FolderChange(self.root / model, self._name_temporary)
+        change.remove(str(version))
+        return change
+
+    def remove_model(self, model: str) -> None:
+        FolderChange(self.root / model, self._name_temporary).remove_folder()
+
+    # Files.
+
+    def list_files(self, model: str, version: str = "") -> list[FileEntry]:
+        folder = self.root / model
+        start = folder / version
+        if not start.is_dir():
+            raise NotFound(NO_FILES)
+        return [
+            FileEntry(str(path.relative_to(folder)), path.stat().st_size, self.hash_file(path))
+            for path in sorted(walk_model_files(start))
+        ]
+
+    def open_file(self, model: str, path: str) -> FileContent:
+        found = self.root / model
+        is_safe = is_safe_path(path)
+        for segment in path.split("/") if is_safe else ():
+            found /= segment
+            is_safe = is_safe and not found.is_symlink()
+        if not is_safe or not found.is_file():
+            raise NotFound(NO_FILE)
+        checksum = self.hash_file(found)
+        file = found.open("rb")
+        return FileContent(os.fstat(file.fileno()).st_size, checksum, read_file_pieces(file))
+
+    def hash_file(self, path: Path) -> str:
+        """Return the SHA-256 checksum, which is kept until the file changes."""
+        key = checksum_key(path)
+        if key not in self._checksums:
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                for piece in read_file_pieces(file):
+                    digest.update(piece)
+            self._remember_checksum(path, digest.hexdigest())
+        return self._checksums[key]
+
+    def _remember_checksum(self, path: Path, checksum: str) -> None:
+        if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
+            self._checksums.clear()
+        self._checksums[checksum_key(path)] = checksum
+
+
+def read_file_pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def checksum_key(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def list_folders(folder: Path) -> list[Path]:
+    return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def walk_model_files(folder: Path, *, with_temporary: bool = False) -> Iterator[Path]:
+    """Yield the regular files below a folder, without links and Python's caches."""
+    for place, folders, names in os.walk(folder):
+        if not with_temporary:
+            folders[:] = [
+                name for name in folders if not is_temporary(name) and name != BYTECODE_FOLDER
+            ]
+        for name in names:
+            if is_temporary(name) and not with_temporary:
+                continue
+            path = Path(place, name)
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    yield path
+
+
+def move_files(files: Files, folder: Path) -> None:
+    for path, file in files.items():
+        target = folder / path
+        make_folders(target.parent)
+        file.path.rename(target)
+    for place, _, _ in os.walk(folder):
+        sync_folder(Path(place))

@@ -1,0 +1,31 @@
+"""URLs of S3 buckets, as Triton spells them: s3://BUCKET/PREFIX, s3://[https://]HOST:PORT/BUCKET/PREFIX."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+BUCKET_URL: Final = re.compile(
+    r"s3://"
+    r"(?:(?P<scheme>https?://)?(?P<host>[0-9A-Za-z.-]+:[0-9]{1,5})/)?"
+    r"(?P<bucket>[0-9a-z][0-9a-z.-]{1,61}[0-9a-z])"
+    r"(?P<prefix>(?:/[0-9A-Za-z_-][0-9A-Za-z._-]*)*)/?"
+)
+
+
+class BucketLocation(NamedTuple):
+    """A bucket and the prefix of its keys. The empty endpoint is AWS."""
+
+    bucket: str
+    prefix: str
+    endpoint: str
+
+
+def parse_bucket_url(url: str) -> BucketLocation | None:
+    """Return the location; None for other URLs. Like Triton, a host without a scheme is reached over HTTP."""
+    match = BUCKET_URL.fullmatch(url)
+    if match is None:
+        return None
+    host = match["host"]
+    endpoint = f"{match['scheme'] or 'http://'}{host}" if host else ""
+    return BucketLocation(match["bucket"], match["prefix"].strip("/"), endpoint)

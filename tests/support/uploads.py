@@ -1,0 +1,79 @@
+"""Networks to upload, and a repository with the servers that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+from onnx import TensorProto, helper
+
+from tests.support import network
+from tests.support.servers import Command, Triton, gateway
+
+MIB = 1 << 20
+
+
+def adding(number: float) -> bytes:
+    """A network that answers `X` plus a number as `Y`, FP32 [2]."""
+    constant = helper.make_tensor("number", TensorProto.FLOAT, [1], [number])
+    return network.build_network(
+        [helper.make_node("Add", ["X", "number"], ["Y"])],
+        [("X", TensorProto.FLOAT, [2])],
+        [("Y", TensorProto.FLOAT, [2])],
+        [constant],
+    )
+
+
+FIRST, SECOND = adding(1), adding(2)
+# A complete network for ONNX's grammar, which no runtime can run.
+UNKNOWN_OPERATOR = FIRST.replace(b"\x03Add", b"\x03Odd")
+
+
+def padded(size: int) -> Iterator[bytes]:
+    """A network with a comment of this size, in pieces."""
+    yield FIRST
+    length, varint = size, b""
+    while length >= 0x80:
+        varint, length = varint + bytes([length & 0x7F | 0x80]), length >> 7
+    yield b"\x32" + varint + bytes([length])
+    for start in range(0, size, MIB):
+        yield b"x" * min(MIB, size - start)
+
+
+def replica_states(client: httpx.Client, model: str) -> list[str]:
+    models = client.get("/v1/models").json()["models"]
+    (found,) = (each for each in models if each["name"] == model)
+    return list(found["replicas"].values())
+
+
+@dataclass
+class Place:
+    """A repository, two Tritons that read it, and a gateway before them that remembers its state."""
+
+    tritons: list[Triton]
+    client: httpx.Client
+    command: Command
+    settings: dict[str, str]
+
+    @contextmanager
+    def another_gateway(self, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
+        urls = [triton.options.url for triton in self.tritons]
+        with gateway(*urls, **{**self.settings, **settings}) as found:
+            yield found
+
+    def infer(self, model: str, client: httpx.Client | None = None) -> list[float]:
+        body = {"inputs": {"X": [1, 2]}}
+        answer = (client or self.client).post(f"/v1/models/{model}/infer", json=body)
+        assert answer.status_code == 200, answer.text
+        values: list[float] = answer.json()["outputs"]["Y"]
+        return values
+
+
+def triton_of(repository: Path | str) -> Triton:
+    """One that completes configs, of a folder or a bucket."""
+    triton = Triton(Path())
+    triton.options = replace(triton.options, model_repositories=(repository,), extra_arguments=())
+    return triton
