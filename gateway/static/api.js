@@ -44,5 +44,26 @@ export const changeModel = (model, action, parameters = {}) =>
     body: JSON.stringify({ parameters }),
   });
 
+/**
+ * Upload a file as the next version of a model. Returns the request, which can be aborted, and a promise of
+ * the response; `onProgress` is called with the fraction that was sent. fetch() reports no progress.
+ */
+export function uploadModel(model, file, onProgress) {
+  const request = new XMLHttpRequest();
+  const response = new Promise((resolve, reject) => {
+    request.open("PUT", `${modelPath(model)}?filename=${encodeURIComponent(file.name)}`);
+    if (key.get()) request.setRequestHeader("Authorization", `Bearer ${key.get()}`);
+    request.setRequestHeader("Content-Type", "application/octet-stream");
+    request.responseType = "json";
+    request.upload.addEventListener("progress", (event) => onProgress(event.total ? event.loaded / event.total : 1));
+    request.addEventListener("load", () =>
+      request.status < 300 ? resolve(request.response) : reject(new ApiError(request.status, request.response ?? {})));
+    request.addEventListener("error", () => reject(new TypeError("the connection failed during the upload")));
+    request.addEventListener("abort", () => reject(new DOMException("", "AbortError")));
+    request.send(file);
+  });
+  return { request, response };
+}
+
 export const errorMessage = (error) =>
   error instanceof ApiError ? error.message : `Cannot reach the gateway: ${error.message}`;

@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
 import { promptForKey, withKey } from "./key.js";
+import * as upload from "./upload.js";
 
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
 const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
@@ -12,6 +13,7 @@ let columns = null;
 export function start() {
   $("filter").addEventListener("input", filter);
   $("unload-cancel").addEventListener("click", () => $("unload-dialog").close());
+  upload.start(refresh);
 }
 
 export const show = () => refresh();
@@ -22,6 +24,7 @@ export function reset() {
   buttons.clear();
   columns = null;
   $("report").replaceChildren();
+  upload.reset();
 }
 
 export async function refresh() {

@@ -26,6 +26,7 @@ from tests.support import browser
 from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import MODELS, TICKING, Model, Names, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_with
+from tests.support.uploads import FIRST, SECOND, triton_of
 
 needs_browser = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
 STATIC = ROOT / "gateway" / "static"
@@ -394,6 +395,121 @@ def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
     page.all(buttons)[0].click()
     assert "READY" in page.see("#report", "is loaded on every replica")
     page.find(f"{buttons}:nth-of-type(2):enabled")
+
+
+@pytest.fixture(scope="module")
+def uploads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a gateway with keys and an empty repository, and of its Triton."""
+    repository = tmp_path_factory.mktemp("repository")
+    entries = [entry(INFER, "infer"), entry(ADMIN, "admin")]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    settings = {
+        "repository": f"file://{repository}",
+        "model_uploads": "artifacts",
+        "keys_file": str(keys),
+    }
+    with triton_of(repository) as triton:
+        triton.wait()
+        with gateway_before(triton.options.url, **settings) as client:
+            yield str(client.base_url)
+
+
+def drop_files(page: browser.Page, zone: str, **files: bytes) -> None:
+    """Drop files on an element, as a person would."""
+    page.run(
+        """
+        const dropped = new DataTransfer();
+        for (const [name, text] of Object.entries(arguments[1])) {
+            const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+            dropped.items.add(new File([bytes], name));
+        }
+        const zone = document.querySelector(arguments[0]);
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """,
+        zone,
+        {name: base64.b64encode(content).decode() for name, content in files.items()},
+    )
+
+
+@needs_browser
+def test_a_dropped_model_is_uploaded_with_an_administrators_key(
+    page: browser.Page, uploads: str
+) -> None:
+    page.refusals = {403}
+    page.open(uploads, "#fleet", key=INFER)
+    page.see("#fleet-notice", "administrator's key")
+    drop_files(page, "#upload-form", **{"my digits.onnx": FIRST})
+    page.see("#upload-selected", f"my digits.onnx, {len(FIRST)} bytes")
+    assert page.run("return document.activeElement.id + document.activeElement.value") == (
+        "upload-namemy_digits"
+    )
+    page.type("#upload-name", Keys.ENTER)
+    page.see("#key-dialog", "lacks the role 'admin'")
+    page.type("#key", f"{ADMIN}\n")
+    page.see("#upload-result", "Version 1 of my_digits is uploaded and loaded.")
+    page.see('#models tr[data-key="my_digits"]', "READY")
+    assert not faults(page)
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    body = {"inputs": {"X": [1, 2]}}
+    answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
+    assert answer.json()["outputs"]["Y"] == [2, 3]
+
+
+@needs_browser
+def test_an_upload_that_is_refused_says_why_and_can_be_sent_again(
+    page: browser.Page, uploads: str, tmp_path: Path
+) -> None:
+    page.refusals = {422}
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-form")
+    drop_files(page, "#upload-form", a=b"1", b=b"2")
+    page.see("#upload-result", "Drop one file")
+    drop_files(page, "#upload-form", **{"words.onnx": b"no network"})
+    page.click("#upload-start")
+    page.see("#upload-result", "'words.onnx' is not a .onnx file")
+    assert page.find("#upload-result").get_attribute("role") == "status"
+    assert not faults(page)
+    (tmp_path / "words.onnx").write_bytes(SECOND)
+    page.type("#upload-file", str(tmp_path / "words.onnx"))
+    page.find("#upload-name").clear()
+    page.click("#upload-start")
+    page.see("#upload-result", "Enter a name for the model.")
+    page.type("#upload-name", "words\n")
+    page.see("#upload-result", "Version 1 of words is uploaded and loaded.")
+
+
+@needs_browser
+def test_a_large_upload_shows_its_progress_and_can_be_cancelled(
+    page: browser.Page, uploads: str
+) -> None:
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-form")
+    page.run(
+        """
+        const dropped = new DataTransfer();
+        dropped.items.add(new File(Array(256).fill(new Uint8Array(1 << 20)), "large.plan"));
+        const zone = document.querySelector("#upload-form");
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """
+    )
+    page.see("#upload-selected", "large.plan, 256.0 MiB")
+    page.run(
+        """
+        const bar = document.querySelector("#upload-progress");
+        const cancel = document.querySelector("#upload-cancel");
+        window.fractions = [];
+        const watch = new MutationObserver(() => {
+            window.fractions.push(bar.value);
+            if (bar.value > 0) cancel.click();
+        });
+        watch.observe(bar, { attributes: true });
+        document.querySelector("#upload-start").click();
+        """
+    )
+    page.see("#upload-result", "The upload was cancelled.")
+    assert any(0 < fraction < 1 for fraction in page.run("return window.fractions"))
+    assert page.run("return document.querySelector('#upload-busy').hidden")
+    assert not page.all('#models tr[data-key="large"]')
 
 
 @needs_browser
