@@ -45,8 +45,8 @@ class ModelPublisher:
 
     async def publish(
         self, model: str, version: int | None, build: UploadBuild, *, load: bool
-    ) -> tuple[int, ModelUpload]:
-        """Install the upload as this or the next version, and load the model; return both.
+    ) -> ModelUpload:
+        """Install the upload as this or the next version, and load the model; return it with its versions.
 
         `build` gets the existing config. If the load fails, the files are as before. Raises the error of
         the load, or of the file system.
@@ -92,16 +92,17 @@ class ModelPublisher:
 
     async def _publish(
         self, model: str, version: int | None, build: UploadBuild, *, load: bool
-    ) -> tuple[int, ModelUpload]:
+    ) -> ModelUpload:
         files = self.files
         async with files.lock_model(model):
             existing_config = await files.run(files.read_config, model)
-            upload = await files.run(build, existing_config)
+            built = await files.run(build, existing_config)
+            existing = await files.run(files.list_versions, model)
+            upload = built.assign_version(version, max(existing, default=0) + 1)
             await files.run(files.check_upload, upload)
-            number = version or max(await files.run(files.list_versions, model), default=0) + 1
-            change = await files.run(files.install, model, number, upload)
+            change = await files.run(files.install, model, upload)
             await self._apply(model, change, load=load)
-            return number, upload
+            return upload
 
     async def _apply(self, model: str, change: ModelChange, *, load: bool) -> None:
         """Load the model with changed files; revert the change if no replica could load it."""

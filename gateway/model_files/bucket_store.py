@@ -123,8 +123,7 @@ class BucketStore(ModelStore):
             )
 
     def check_upload(self, upload: ModelUpload) -> None:
-        files = (*upload.shared_files.values(), *upload.version_files.values())
-        self.check_quota(sum(file.size for file in files))
+        self.check_quota(sum(file.size for _, file in upload.all_files))
 
     def read_config(self, model: str) -> bytes | None:
         try:
@@ -145,17 +144,20 @@ class BucketStore(ModelStore):
     def _list_keys(self, folder: str) -> list[str]:
         return [entry.key for entry in self._bucket.list_objects(folder)]
 
-    def install(self, model: str, version: int, upload: ModelUpload) -> ModelChange:
+    def install(self, model: str, upload: ModelUpload) -> ModelChange:
         existing = self._bucket.list_objects(model)
-        folder = f"{model}/{version}/"
         # The config first and the model file last: before it, the version cannot be loaded.
         files = prefix_keys(f"{model}/", upload.shared_files)
-        files |= prefix_keys(folder, put_model_file_last(upload.version_files))
-        replaced = [entry.key for entry in existing if entry.key.startswith(folder)]
-        # A single file is replaced at once. Of several, no old one may be there together with a new one.
-        is_single = len(replaced) == 1 and set(replaced) <= set(files)
+        removed: list[str] = []
+        for version, version_files in sorted(upload.versions.items()):
+            folder = f"{model}/{version}/"
+            files |= prefix_keys(folder, put_model_file_last(version_files))
+            replaced = [entry.key for entry in existing if entry.key.startswith(folder)]
+            # A single file is replaced at once. Of several, no old one may be there with a new one.
+            is_single = len(replaced) == 1 and set(replaced) <= set(files)
+            removed += [] if is_single else replaced
         change = BucketChange(self._bucket, self._held_locks[model])
-        change.apply(existing, files, [] if is_single else replaced)
+        change.apply(existing, files, removed)
         return change
 
     def remove_version(self, model: str, version: int) -> ModelChange:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from gateway.errors import InvalidModelFile, MalformedRequest
@@ -77,10 +77,13 @@ def is_safe_segment(segment: str) -> bool:
     )
 
 
-class FolderEntry(NamedTuple):
-    """The place of an entry in a model's folder: in the folder itself, or in that of its version."""
+NEXT_VERSION: Final = 0  # the number that a version gets when it is published
 
-    is_in_version: bool
+
+class FolderEntry(NamedTuple):
+    """The place of an entry in a model's folder: in the folder itself (None), or in that of a version."""
+
+    version: int | None
     path: str
 
 
@@ -88,7 +91,8 @@ def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
     """Return the place of each file of an archive. Names that end with / are folders.
 
     A folder around everything is left out. Without a version folder, the files but for configs and labels
-    are those of the version. Raises `InvalidModelFile` for several versions.
+    are those of the version. The number of a single version does not matter; several keep theirs. Raises
+    `InvalidModelFile`.
     """
     paths = list(names)
     top_level = {path.partition("/")[0] for path in paths}
@@ -99,12 +103,14 @@ def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
         inner = arrange_entries(path.removeprefix(prefix) for path in paths if path != prefix)
         return {f"{prefix}{path}": entry for path, entry in inner.items()}
     folders = {path.partition("/")[0] for path in paths if "/" in path}
-    versions = [folder for folder in folders if is_version_name(folder)]
-    if len(versions) > 1:
-        raise InvalidModelFile(
-            "the archive contains several versions; send each version in an archive of its own"
-        )
-    return {path: place_entry(path, "".join(versions)) for path in paths if not path.endswith("/")}
+    names_of_versions = sorted(filter(is_version_name, folders))
+    if len(names_of_versions) == 1:
+        versions = {names_of_versions[0]: NEXT_VERSION}
+    else:
+        versions = {name: int(name) for name in names_of_versions}
+    if max(versions.values(), default=0) > MAX_VERSION:
+        raise InvalidModelFile("the archive contains a version whose number is too large")
+    return {path: place_entry(path, versions) for path in paths if not path.endswith("/")}
 
 
 def check_distinct_paths(paths: Iterable[str]) -> None:
@@ -121,9 +127,13 @@ def check_distinct_paths(paths: Iterable[str]) -> None:
         raise InvalidModelFile(f"the archive contains {quote_text(min(both))} as file and folder")
 
 
-def place_entry(path: str, version: str) -> FolderEntry:
-    if version:
-        inside = path.startswith(f"{version}/")
-        return FolderEntry(inside, path.removeprefix(f"{version}/") if inside else path)
+def place_entry(path: str, versions: Mapping[str, int]) -> FolderEntry:
+    folder, slash, rest = path.partition("/")
+    if versions:
+        return (
+            FolderEntry(versions[folder], rest)
+            if slash and folder in versions
+            else FolderEntry(None, path)
+        )
     is_shared = path == CONFIG_FILE or path.startswith(f"{CONFIGS_FOLDER}/")
-    return FolderEntry(not (is_shared or path.endswith(LABELS_SUFFIX)), path)
+    return FolderEntry(None if is_shared or path.endswith(LABELS_SUFFIX) else NEXT_VERSION, path)

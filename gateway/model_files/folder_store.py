@@ -216,32 +216,34 @@ class FolderStore(ModelStore):
     def has_model(self, model: str) -> bool:
         return (self.root / model).is_dir()
 
-    def install(self, model: str, version: int, upload: ModelUpload) -> FolderChange:
+    def install(self, model: str, upload: ModelUpload) -> FolderChange:
         folder = self.root / model
         change = FolderChange(folder, self._name_temporary)
         is_new = not folder.is_dir() or not any(folder.iterdir())
-        parent = self.root if is_new else folder
-        built = self._name_temporary(parent)
+        built = self._name_temporary(self.root if is_new else folder)
         try:
             built.mkdir(FOLDER_MODE)
-            if is_new:
+            for version, files in upload.versions.items():
                 (built / str(version)).mkdir(FOLDER_MODE)
-                move_files(upload.version_files, built / str(version))
+                move_files(files, built / str(version))
+            if is_new:
                 move_files(upload.shared_files, built)
                 change.put_folder(built)
             else:
-                move_files(upload.version_files, built)
                 for path, file in upload.shared_files.items():
                     change.put(file.path, path)
-                change.put(built, str(version))
+                for version in upload.versions:
+                    change.put(built / str(version), str(version))
+                built.rmdir()
         except BaseException:
             change.revert()
             FolderChange(built, self._name_temporary).remove_folder()
             raise
         for path, file in upload.shared_files.items():
             self._remember_checksum(folder / path, file.sha256)
-        for path, file in upload.version_files.items():
-            self._remember_checksum(folder / str(version) / path, file.sha256)
+        for version, files in upload.versions.items():
+            for path, file in files.items():
+                self._remember_checksum(folder / str(version) / path, file.sha256)
         return change
 
     def remove_version(self, model: str, version: int) -> FolderChange:

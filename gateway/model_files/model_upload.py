@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from gateway.errors import InvalidModelFile, MalformedRequest
@@ -13,6 +13,7 @@ from gateway.model_files.entry_names import (
     CONFIG_FILE,
     CONFIGS_FOLDER,
     LABELS_SUFFIX,
+    NEXT_VERSION,
     arrange_entries,
     check_distinct_paths,
 )
@@ -55,6 +56,7 @@ DEFAULT_LABELS_FILE: Final = "labels.txt"
 ARTIFACTS_ONLY: Final = "GATEWAY_MODEL_UPLOADS=artifacts accepts data only"
 
 Files = dict[str, StagedFile]
+Versions = dict[int, Files]
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,31 @@ class UploadRules:
 
 @dataclass(frozen=True)
 class ModelUpload:
-    """The files of one version of a model, by their paths in the folder of the model and of the version."""
+    """The files of a model's versions, by their paths in the folder of the model and of the version."""
 
     shared_files: Files = field(default_factory=dict)
-    version_files: Files = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
     sha256: str = ""  # of the model file or archive that the client sent
     size: int = 0
+
+    def assign_version(self, number: int | None, next_number: int) -> ModelUpload:
+        """Return the upload with the number of its only version; several versions keep theirs.
+
+        Raises `InvalidModelFile` for a number and several versions.
+        """
+        if NEXT_VERSION in self.versions:
+            return replace(self, versions={number or next_number: self.versions[NEXT_VERSION]})
+        if number is not None:
+            raise InvalidModelFile(
+                "the archive contains several versions, which keep their numbers; upload it without a version"
+            )
+        return self
+
+    @property
+    def all_files(self) -> list[tuple[str, StagedFile]]:
+        """The paths, in the model's folder or in that of a version, and the files."""
+        groups = (self.shared_files, *self.versions.values())
+        return [item for files in groups for item in files.items()]
 
 
 def build_upload(
@@ -95,21 +116,21 @@ def build_upload(
     config = read_staged_config(configs[0].content) if configs else None
     suffix = identify_archive(models)
     shared: Files = {}
-    version: Files = {}
+    versions: Versions = {NEXT_VERSION: {}}
     if suffix:
-        shared, version = extract_files(models[0].content, suffix, staging, rules)
+        shared, versions = extract_files(models[0].content, suffix, staging, rules)
         if config is None and CONFIG_FILE in shared:
             config = read_staged_config(shared[CONFIG_FILE])
-    builder = UploadBuilder(staging, rules, shared, version, config, existing_config)
+    builder = UploadBuilder(staging, rules, ModelUpload(shared, versions), config, existing_config)
     if not suffix:
         builder.add_files(models)
     builder.check_files()
     builder.write_config()
     builder.add_labels([each for each in received if each.field == LABELS_FIELD])
-    total = sum(each.size for each in version.values())
+    total = sum(each.content.size for each in models)
     # Of several files, the first is the model; the others are its weights.
     content = models[0].content
-    return ModelUpload(shared, version, content.sha256, content.size if suffix else total)
+    return ModelUpload(shared, versions, content.sha256, content.size if suffix else total)
 
 
 def read_staged_config(file: StagedFile) -> bytes:
@@ -132,8 +153,8 @@ def identify_archive(models: Sequence[ReceivedFile]) -> str:
 
 def extract_files(
     archive: StagedFile, suffix: str, staging: Staging, rules: UploadRules
-) -> tuple[Files, Files]:
-    """Return the files of the model's folder and of the version's."""
+) -> tuple[Files, Versions]:
+    """Return the files of the model's folder and of its versions."""
     files: Files = {}
     names: list[str] = []
     with archive.path.open("rb") as stream:
@@ -150,12 +171,13 @@ def extract_files(
     archive.path.unlink()  # its content needs the space
     check_distinct_paths(files)
     shared: Files = {}
-    version: Files = {}
+    versions: Versions = {}
     for name, place in arrange_entries(names).items():
-        (version if place.is_in_version else shared)[place.path] = files[name]
+        folder = shared if place.version is None else versions.setdefault(place.version, {})
+        folder[place.path] = files[name]
     if not files:
         raise InvalidModelFile("the archive contains no files")
-    return shared, version
+    return shared, versions or {NEXT_VERSION: {}}
 
 
 class UploadBuilder:
@@ -165,15 +187,14 @@ class UploadBuilder:
         self,
         staging: Staging,
         rules: UploadRules,
-        shared: Files,
-        version: Files,
+        upload: ModelUpload,
         config_text: bytes | None,
         existing_config: bytes | None,
     ) -> None:
         self._staging = staging
         self._rules = rules
-        self._shared = shared
-        self._version = version
+        self._upload = upload
+        self._shared = upload.shared_files
         self._config_text = config_text
         self._is_existing = config_text is None and existing_config is not None
         text = existing_config if config_text is None else config_text
@@ -201,6 +222,7 @@ class UploadBuilder:
 
     def add_files(self, models: Sequence[ReceivedFile]) -> None:
         """Name the files of a version that were sent without a folder."""
+        version = self._upload.versions[NEXT_VERSION]
         for model in models:
             name = model.name
             is_companion = len(models) > 1 and find_suffix(name) not in FILE_KINDS
@@ -215,9 +237,9 @@ class UploadBuilder:
                 name = self._declared_file_name or self._kind.file_name
             elif name.lower().endswith(".bin") and self._is_openvino(models):
                 name = "model.bin"
-            if not name or name in self._version:
+            if not name or name in version:
                 raise InvalidModelFile("each model file of a form needs a file name of its own")
-            self._version[name] = model.content
+            version[name] = model.content
         if self._kind is None:
             raise InvalidModelFile(f"the form contains no model file: {join_names(FILE_KINDS)}")
 
@@ -226,9 +248,12 @@ class UploadBuilder:
         return any(find_suffix(model.name) == ".xml" for model in models)
 
     def check_files(self) -> None:
-        """Find the model file, and compare it with the config. Raises `InvalidModelFile`."""
+        """Find the model files, and compare them with the config. Raises `InvalidModelFile`."""
         if self._kind is None:
-            self._kind = self._find_model_file()
+            kinds = {self._find_model_file(files) for files in self._upload.versions.values()}
+            if len(kinds) > 1:
+                raise InvalidModelFile("the versions in the archive are models of different kinds")
+            (self._kind,) = kinds
         kind, accepts_code = self._kind, self._rules.accepts_code
         if not accepts_code:
             self._check_data_files(kind)
@@ -244,18 +269,18 @@ class UploadBuilder:
                 f"send it in the field {CONFIG_FIELD!r} of a form"
             )
 
-    def _find_model_file(self) -> FileKind | None:
+    def _find_model_file(self, version: Files) -> FileKind | None:
         """Return the kind of the model file in an extracted folder; None if it is unknown."""
         kinds = {kind.file_name: (suffix, kind) for suffix, kind in FILE_KINDS.items()}
         names = [self._declared_file_name] if self._declared_file_name else list(kinds)
-        found = next((name for name in names if name in self._version), "")
+        found = next((name for name in names if name in version), "")
         if not found:
-            candidates = [name for name in self._version if find_suffix(name) in FILE_KINDS]
+            candidates = [name for name in version if find_suffix(name) in FILE_KINDS]
             if len(candidates) != 1 or "/" in candidates[0]:
                 return None
             found = FILE_KINDS[find_suffix(candidates[0])].file_name
-            self._version[found] = self._version.pop(candidates[0])
-        file = self._version[found]
+            version[found] = version.pop(candidates[0])
+        file = version[found]
         with file.path.open("rb") as stream:
             known = found if find_suffix(found) in FILE_KINDS else ""
             return FILE_KINDS.get(identify_file(stream, file.size, known, self._backend))
@@ -267,7 +292,7 @@ class UploadBuilder:
             raise InvalidModelFile(
                 f"the upload contains {problem}; {ARTIFACTS_ONLY}: models for {backends}"
             )
-        for path, file in (*self._shared.items(), *self._version.items()):
+        for path, file in self._upload.all_files:
             check_data_file(path, file)
         for path, file in self._shared.items():
             is_config = path.startswith(f"{CONFIGS_FOLDER}/") or path.endswith(".pbtxt")

@@ -123,8 +123,11 @@ class ModelStore(ABC):
     def has_model(self, model: str) -> bool: ...
 
     @abstractmethod
-    def install(self, model: str, version: int, upload: ModelUpload) -> ModelChange:
-        """Move the files of an upload to their places, which can be reverted. An error changes nothing."""
+    def install(self, model: str, upload: ModelUpload) -> ModelChange:
+        """Move the files of an upload to their places, which can be reverted. An error changes nothing.
+
+        Its versions have numbers.
+        """
 
     @abstractmethod
     def remove_version(self, model: str, version: int) -> ModelChange: ...

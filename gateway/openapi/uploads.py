@@ -25,9 +25,15 @@ UPLOAD_SCHEMA: Final = build_object_schema(
     {
         "model": STRING_SCHEMA,
         "version": STRING_SCHEMA,
+        "versions": {
+            "type": "array",
+            "items": STRING_SCHEMA,
+            "description": "All versions, if the archive contained several.",
+        },
         "sha256": CHECKSUM_SCHEMA | {"description": "Checksum of the model file or archive."},
         "bytes": SIZE_SCHEMA,
-    }
+    },
+    optional=("versions",),
 )
 REMOVAL_SCHEMA: Final = build_object_schema(
     {"model": STRING_SCHEMA, "version": STRING_SCHEMA}, optional=("version",)

@@ -101,17 +101,16 @@ async def upload_model(
     try:
         async with receive_files(body, publisher.files, filename, rules) as (staging, received):
             build = partial(build_upload, received, staging, rules)
-            published, upload = await publisher.publish(model, number, build, load=load)
+            upload = await publisher.publish(model, number, build, load=load)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    record_version(request, str(published), upload)
-    document = {
-        "model": model,
-        "version": str(published),
-        "sha256": upload.sha256,
-        "bytes": upload.size,
-    }
-    headers = {"Location": f"/v1/models/{quote(model)}/versions/{published}"}
+    versions = [str(version) for version in sorted(upload.versions)]
+    record_version(request, ",".join(versions), upload)
+    document: dict[str, Any] = {"model": model, "version": versions[-1]}
+    if len(versions) > 1:
+        document["versions"] = versions
+    document |= {"sha256": upload.sha256, "bytes": upload.size}
+    headers = {"Location": f"/v1/models/{quote(model)}/versions/{versions[-1]}"}
     return Response(orjson.dumps(document), 201, headers, JSON)
 
 

@@ -177,6 +177,38 @@ def test_versions_and_models_are_removed(place: FolderPlace) -> None:
     assert hidden(place.repository) == []
 
 
+def test_several_versions_of_an_archive_are_served_or_none(place: FolderPlace) -> None:
+    def zipped(**versions: bytes) -> bytes:
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("config.pbtxt", "version_policy { all { } }")
+            for version, content in versions.items():
+                archive.writestr(f"{version.strip('v')}/model.onnx", content)
+        return file.getvalue()
+
+    def answers() -> list[list[float]]:
+        names = [f"both/versions/{version}" for version in place.versions("both")]
+        return [place.infer(name) for name in names]
+
+    put = place.client.put("/v1/models/both", content=zipped(v2=FIRST, v5=SECOND))
+    assert put.status_code == 201, put.text
+    assert (put.json()["version"], put.json()["versions"]) == ("5", ["2", "5"])
+    assert put.headers["location"] == "/v1/models/both/versions/5"
+    assert answers() == [[2, 3], [3, 4]]
+    bad = zipped(v2=SECOND, v5=UNKNOWN_OPERATOR, v6=SECOND)
+    refused = place.client.put("/v1/models/both", content=bad)
+    assert (refused.status_code, refused.json()["code"]) == (422, "LOAD_FAILED")
+    assert "Odd" in refused.json()["error"]
+    assert answers() == [[2, 3], [3, 4]]
+    put = place.client.put("/v1/models/both", content=zipped(v5=adding(7), v6=SECOND))
+    assert put.status_code == 201, put.text
+    assert answers() == [[2, 3], [8, 9], [3, 4]]
+    numbered = place.client.put("/v1/models/both/versions/1", content=zipped(v1=FIRST, v2=FIRST))
+    assert_error(numbered, 422, "INVALID_MODEL_FILE", "keep their numbers")
+    assert hidden(place.repository) == []
+    assert place.client.delete("/v1/models/both").status_code == 200
+
+
 def test_uploads_of_one_model_take_turns(place: FolderPlace, limited: httpx.Client) -> None:
     """Through two gateways that share the repository."""
 

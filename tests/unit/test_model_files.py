@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gateway.errors import GatewayError, InvalidModelFile, MalformedRequest, TooLarge
 from gateway.model_files.archives import ArchiveLimits, read_archive
 from gateway.model_files.digests import parse_sha256_digest
-from gateway.model_files.entry_names import arrange_entries, check_storable_name
+from gateway.model_files.entry_names import NEXT_VERSION, arrange_entries, check_storable_name
 from gateway.model_files.folder_change import FolderChange, recover_folder
 from gateway.model_files.folder_store import FolderStore
 from gateway.model_files.kinds import identify_content, identify_file
@@ -152,8 +152,8 @@ def test_a_name_that_contradicts_the_content_is_refused(
 )
 def test_each_file_gets_its_place(names: list[str], shared: list[str], version: list[str]) -> None:
     found = arrange_entries(names).values()
-    assert sorted(place.path for place in found if not place.is_in_version) == sorted(shared)
-    assert sorted(place.path for place in found if place.is_in_version) == sorted(version)
+    assert sorted(place.path for place in found if place.version is None) == sorted(shared)
+    assert sorted(place.path for place in found if place.version is not None) == sorted(version)
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a b", "ü", "", "x" * 129, "a\n", "-a"])
@@ -300,7 +300,10 @@ def test_a_damaged_archive_is_read_or_refused_with_a_sentence(
 
 
 REFUSED_FOLDERS: list[tuple[dict[str, bytes], str]] = [
-    ({"1/model.onnx": ONNX, "2/model.onnx": ONNX}, "several versions"),
+    ({"1/model.onnx": ONNX, "2/model.plan": b"ftrt"}, "of different kinds"),
+    ({"1/model.onnx": ONNX, "2/readme": b"text"}, "of different kinds"),
+    ({"1/model.onnx": ONNX, f"{1 << 63}/model.onnx": ONNX}, "number is too large"),
+    ({"1/model.onnx": ONNX, "2/model.onnx": ONNX, "2/a.py": b"import os"}, "which is code"),
     ({"1/model.onnx/x": ONNX, "1/model.onnx": ONNX}, "as file and folder"),
     ({"1/": b""}, "no files"),
     ({"1/model.onnx": b"nothing"}, "not a .onnx file"),
@@ -337,8 +340,23 @@ def test_code_is_accepted_where_it_is_allowed(staging: Staging) -> None:
     )
     files = {"m/config.pbtxt": config, "m/1/model.py": b"import os", "m/1/lib.so": b"\x7fELF"}
     found = upload(staging, received(staging, tarred(files)), code=True)
-    assert set(found.version_files) == {"model.py", "lib.so"}
+    assert set(found.versions[NEXT_VERSION]) == {"model.py", "lib.so"}
     assert config_of(found) == config.decode()
+
+
+def test_several_versions_keep_their_numbers_and_a_single_one_gets_its(staging: Staging) -> None:
+    files = {"m/3/model.onnx": ONNX, "m/12/any.onnx": ONNX, "m/config.pbtxt": b""}
+    found = upload(staging, received(staging, tarred(files)))
+    assert {number: set(each) for number, each in found.versions.items()} == {
+        3: {"model.onnx"},
+        12: {"model.onnx"},
+    }
+    assert found.assign_version(None, 13) is found
+    with pytest.raises(InvalidModelFile, match="keep their numbers"):
+        found.assign_version(4, 13)
+    single = upload(staging, received(staging, tarred({"m/3/model.onnx": ONNX})))
+    assert list(single.assign_version(None, 13).versions) == [13]
+    assert list(single.assign_version(4, 13).versions) == [4]
 
 
 # Single files and forms.
@@ -346,7 +364,7 @@ def test_code_is_accepted_where_it_is_allowed(staging: Staging) -> None:
 
 def test_a_single_file_gets_its_name_and_a_config(staging: Staging) -> None:
     found = upload(staging, received(staging, ONNX))
-    assert set(found.version_files) == {"model.onnx"}
+    assert set(found.versions[NEXT_VERSION]) == {"model.onnx"}
     assert config_of(found) == 'backend: "onnxruntime"\n'
     assert found.sha256 == hashlib.sha256(ONNX).hexdigest()
     assert found.size == len(ONNX)
@@ -355,7 +373,7 @@ def test_a_single_file_gets_its_name_and_a_config(staging: Staging) -> None:
 def test_an_existing_config_is_kept_and_compared(staging: Staging) -> None:
     existing = b'backend: "onnxruntime" default_model_filename: "net.onnx"'
     found = upload(staging, received(staging, ONNX), existing=existing)
-    assert set(found.version_files) == {"net.onnx"}
+    assert set(found.versions[NEXT_VERSION]) == {"net.onnx"}
     assert not found.shared_files
     for other in (b'backend: "python"', b'platform: "tensorrt_plan"'):
         with pytest.raises(InvalidModelFile, match="backend"):
@@ -381,10 +399,10 @@ def test_a_form_carries_config_and_labels(staging: Staging) -> None:
 def test_weights_beside_a_model_keep_their_names(staging: Staging) -> None:
     weights = received(staging, b"1234", "net.onnx.data")
     found = upload(staging, received(staging, ONNX, "net.onnx"), weights)
-    assert set(found.version_files) == {"model.onnx", "net.onnx.data"}
+    assert set(found.versions[NEXT_VERSION]) == {"model.onnx", "net.onnx.data"}
     graph = received(staging, b'<?xml version="1.0"?><net name="m">', "net.xml")
     found = upload(staging, graph, received(staging, b"1234", "net.bin"))
-    assert set(found.version_files) == {"model.xml", "model.bin"}
+    assert set(found.versions[NEXT_VERSION]) == {"model.xml", "model.bin"}
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.py"])
