@@ -37,6 +37,7 @@ from gateway.model_files.model_config import (
     parse_model_config,
     read_backend,
 )
+from gateway.model_files.onnx_graph import generate_label_config
 from gateway.model_files.received_body import (
     CONFIG_FIELD,
     LABELS_FIELD,
@@ -53,6 +54,7 @@ CODE_SUFFIXES: Final = (
 LIBRARY_MARK: Final = ".so."
 CODE_MAGICS: Final = (b"\x7fELF", b"MZ", b"#!", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 DEFAULT_LABELS_FILE: Final = "labels.txt"
+ONNX_FILE_NAME: Final = FILE_KINDS[".onnx"].file_name
 ARTIFACTS_ONLY: Final = "GATEWAY_MODEL_UPLOADS=artifacts accepts data only"
 
 Files = dict[str, StagedFile]
@@ -125,8 +127,9 @@ def build_upload(
     if not suffix:
         builder.add_files(models)
     builder.check_files()
-    builder.write_config()
-    builder.add_labels([each for each in received if each.field == LABELS_FIELD])
+    labels = [each for each in received if each.field == LABELS_FIELD]
+    builder.write_config(has_labels=bool(labels))
+    builder.add_labels(labels)
     total = sum(each.content.size for each in models)
     # Of several files, the first is the model; the others are its weights.
     content = models[0].content
@@ -301,16 +304,25 @@ class UploadBuilder:
                 if read_backend(config) not in ("", kind.backend):
                     raise InvalidModelFile(f"{path} has another backend than the model file")
 
-    def write_config(self) -> None:
-        """Write the config with its backend, or generate one."""
+    def write_config(self, *, has_labels: bool = False) -> None:
+        """Write the config with its backend, or generate one, with a file of labels if there is one."""
         backend = "" if self._kind is None else self._kind.backend
         if self._config_text is not None:
             content = encode_model_config(self._config_text, self._config, backend)
         elif self._config is None and self._kind is not None:
             content = generate_model_config(self._kind)
+            if has_labels and self._kind.file_name == ONNX_FILE_NAME:
+                content = self._generate_label_config()
+                self._config = self._parse_config(content)
         else:
             return
         self._shared[CONFIG_FILE] = self._staging.write_file(content)
+
+    def _generate_label_config(self) -> bytes:
+        version = self._upload.versions[max(self._upload.versions)]
+        file = version[ONNX_FILE_NAME]
+        with file.path.open("rb") as stream:
+            return generate_label_config(stream, file.size, DEFAULT_LABELS_FILE)
 
     def add_labels(self, labels: Sequence[ReceivedFile]) -> None:
         names = [] if self._config is None else list_label_files(self._config)

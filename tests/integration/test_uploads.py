@@ -17,11 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from onnx import TensorProto, helper
 
+from tests.support import network
 from tests.support.errors import assert_error
 from tests.support.fleet import Load, write_echo
 from tests.support.keys import ADMIN, bearer, entry, written
@@ -175,6 +178,28 @@ def test_versions_and_models_are_removed(place: FolderPlace) -> None:
     again = place.client.delete("/v1/models/gone")
     assert_error(again, 404, "MODEL_NOT_FOUND", "'gone' is not found")
     assert hidden(place.repository) == []
+
+
+def test_labels_need_no_config_if_there_is_one_output(place: FolderPlace) -> None:
+    """With a batch dimension, which Triton finds itself, and without."""
+    shapes: dict[str, list[Any]] = {"labeled": [2], "labeled-batch": ["n", 2]}
+    for model, shape in shapes.items():
+        content = network.build_network(
+            [helper.make_node("Neg", ["X"], ["Y"])],
+            [("X", TensorProto.FLOAT, shape)],
+            [("Y", TensorProto.FLOAT, shape)],
+        )
+        form = {"model": ("any.onnx", content), "labels": ("names.txt", b"first\nsecond\n")}
+        put = place.client.put(f"/v1/models/{model}", files=form)
+        assert put.status_code == 201, put.text
+        values = [5, 1] if shape == [2] else [[5, 1]]
+        body = {"inputs": {"X": values}, "parameters": {"classification": 1}}
+        answer = place.client.post(f"/v1/models/{model}/infer", json=body)
+        assert answer.status_code == 200, answer.text
+        assert '"label":"second"' in answer.text
+        described = place.client.get(f"/v1/models/{model}").json()
+        assert described["max_batch_size"] == (0 if shape == [2] else 4)
+        assert place.client.delete(f"/v1/models/{model}").status_code == 200
 
 
 def test_several_versions_of_an_archive_are_served_or_none(place: FolderPlace) -> None:

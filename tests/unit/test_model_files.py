@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from tritonclient.grpc.model_config_pb2 import TYPE_FP32
 
 from gateway.errors import GatewayError, InvalidModelFile, MalformedRequest, TooLarge
 from gateway.model_files.archives import ArchiveLimits, read_archive
@@ -27,6 +29,7 @@ from gateway.model_files.kinds import identify_content, identify_file
 from gateway.model_files.model_config import check_data_config, parse_model_config
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
 from gateway.model_files.onnx_file import is_onnx_file
+from gateway.model_files.onnx_graph import generate_label_config
 from gateway.model_files.received_body import FormBody, ReceivedFile
 from gateway.model_files.staging import Staging
 from tests.support import network
@@ -393,7 +396,80 @@ def test_a_form_carries_config_and_labels(staging: Staging) -> None:
         parsed = parse_model_config(config_of(found).encode(), allow_unknown_fields=False)
         assert parsed.output[0].label_filename == "classes.txt"
     with pytest.raises(InvalidModelFile, match="label_filename"):
-        upload(staging, received(staging, ONNX), received(staging, b"", field="labels"))
+        upload(
+            staging,
+            received(staging, ONNX),
+            received(staging, b"", field="labels"),
+            existing=b'backend: "onnxruntime"',
+        )
+
+
+NODES = [helper.make_node("Add", ["X", "number"], ["Y"])]
+NUMBER = helper.make_tensor("number", TensorProto.FLOAT, [1], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "expected"),
+    [
+        ([("X", TensorProto.FLOAT, ["n", 3])], ("Y", TensorProto.FLOAT, ["n", 3]), [3]),
+        ([("X", TensorProto.FLOAT, [3])], ("Y", TensorProto.FLOAT, [3]), [3]),
+        ([("X", TensorProto.FLOAT, [1, 3])], ("Y", TensorProto.FLOAT, ["n", 3]), [-1, 3]),
+        ([("X", TensorProto.FLOAT, ["n", -1])], ("Y", TensorProto.FLOAT, ["n", "m"]), [-1]),
+        # An input with a default, as all weights were in old files.
+        (
+            [("X", TensorProto.FLOAT, ["n", 3]), ("number", TensorProto.FLOAT, [1])],
+            ("Y", TensorProto.FLOAT, ["n", 3]),
+            [3],
+        ),
+    ],
+)
+def test_labels_without_a_config_are_those_of_the_only_output(
+    staging: Staging, inputs: list[network.Tensor], output: network.Tensor, expected: list[int]
+) -> None:
+    content = network.build_network(NODES, inputs, [output], [NUMBER])
+    labels = received(staging, b"a\nb\nc", "classes.txt", field="labels")
+    found = upload(staging, received(staging, content), labels)
+    parsed = parse_model_config(config_of(found).encode(), allow_unknown_fields=False)
+    (declared,) = parsed.output
+    assert (declared.name, declared.label_filename) == ("Y", "labels.txt")
+    assert (list(declared.dims), declared.data_type) == (expected, TYPE_FP32)
+    assert set(found.shared_files) == {"config.pbtxt", "labels.txt"}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        ([("Y", TensorProto.FLOAT, [3]), ("number", TensorProto.FLOAT, [1])], "has 2 outputs"),
+        ([("Y", TensorProto.FLOAT, None)], "cannot be read"),
+        ([("Y", TensorProto.COMPLEX64, [3])], "cannot be read"),
+        ([("Y", TensorProto.FLOAT, ["n"])], "single number"),
+    ],
+)
+def test_labels_that_belong_to_no_output_need_a_config(
+    staging: Staging, outputs: list[network.Tensor], words: str
+) -> None:
+    inputs = [("X", TensorProto.FLOAT, ["n"])]
+    graph = helper.make_graph(
+        NODES,
+        "network",
+        [helper.make_tensor_value_info(*each) for each in inputs],
+        [helper.make_tensor_value_info(*each) for each in outputs],
+        [NUMBER],
+    )
+    content = helper.make_model(graph).SerializeToString()
+    with pytest.raises(InvalidModelFile, match=words):
+        upload(staging, received(staging, content), received(staging, b"a", field="labels"))
+
+
+@given(st.binary(max_size=64), st.integers(0, len(ONNX)), st.booleans())
+def test_no_bytes_in_a_graph_raise_anything_else(noise: bytes, place: int, cut: bool) -> None:
+    content = ONNX[:place] + noise + (b"" if cut else ONNX[place:])
+    refusal = None
+    try:
+        generate_label_config(io.BytesIO(content), len(content), "labels.txt")
+    except GatewayError as exc:
+        refusal = exc
+    assert refusal is None or refusal.status == 422
 
 
 def test_weights_beside_a_model_keep_their_names(staging: Staging) -> None:
