@@ -48,6 +48,7 @@ class BucketStore(ModelStore):
         self._name = location.bucket
         self._scratch = ScratchFolder()
         self._held_locks: dict[str, BucketLock] = {}
+        self._unreleased_locks: list[BucketLock] = []
         self._checksums: dict[tuple[str, str], str] = {}
 
     # Life cycle.
@@ -80,6 +81,10 @@ class BucketStore(ModelStore):
 
     def close(self) -> None:
         self._threads.shutdown()
+        for lock in self._unreleased_locks:
+            with suppress(RepositoryUnavailable):  # another gateway reverts the change
+                BucketChange(self._bucket, lock).revert()
+                lock.release()
         self._scratch.close()
 
     # Locks.
@@ -99,6 +104,8 @@ class BucketStore(ModelStore):
             renewal.cancel()
             self._held_locks.pop(model, None)
             await self.run(lock.release)
+            if lock.record is not None:  # a thread still works on the change of a cancelled task
+                self._unreleased_locks.append(lock)
 
     def _clean(self, lock: BucketLock) -> None:
         """Revert the change of the lock's previous owner, and remove copies that nobody needs."""

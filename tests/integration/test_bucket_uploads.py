@@ -241,6 +241,41 @@ def test_a_bucket_that_cannot_be_used_is_named(place: BucketPlace) -> None:
         assert "models cannot be uploaded to the bucket nothing" in command.output
 
 
+def test_a_bucket_that_goes_away_during_an_upload_is_a_sentence(place: BucketPlace) -> None:
+    with s3_server() as server:
+        repository = server.repository("gone")
+        with place.another_gateway(state="memory:", repository=repository) as (client, _):
+            assert client.put("/v1/models/gone?load=false", content=FIRST).status_code == 201
+            with ThreadPoolExecutor() as pool:
+                path = "/v1/models/gone?load=false"
+                put = pool.submit(client.put, path, content=padded(128 * MIB))
+                wait_until(server.unfinished_uploads)
+                server.end()
+                refused = put.result()
+            assert_error(refused, 503, "REPOSITORY_UNAVAILABLE", "S3 cannot be reached")
+            assert place.hidden() == []
+
+
+def test_a_gateway_that_is_stopped_during_an_upload_leaves_nothing_behind(
+    place: BucketPlace, tmp_path: Path
+) -> None:
+    """Its client has gone as well, so that nobody waits for the upload."""
+    large = tmp_path / "large.onnx"
+    large.write_bytes(b"".join(padded(128 * MIB)))
+    before = place.object_keys()
+    with place.another_gateway(state="memory:") as (client, command):
+        url = f"{client.base_url}/v1/models/stopped?load=false"
+        sender = subprocess.Popen(["curl", "-sS", "-T", large, url])
+        wait_until(place.server.unfinished_uploads)
+        sender.kill()
+        sender.wait()
+        os.kill(command.pid, signal.SIGTERM)
+        command.end()
+    assert place.object_keys() == before
+    assert place.hidden() == []
+    assert place.server.unfinished_uploads() == 0
+
+
 def test_what_a_killed_gateway_published_is_reverted_by_the_next(place: BucketPlace) -> None:
     """Once its lock has not been renewed for a while."""
     assert place.client.put("/v1/models/cut", content=FIRST).status_code == 201
