@@ -478,7 +478,7 @@ def test_a_misspelt_parameter_is_refused_and_a_models_own_is_not(zoo: Zoo) -> No
 
 
 def test_a_body_without_a_type_is_the_text_of_a_model_of_texts(zoo: Zoo) -> None:
-    text = "a text, as curl -T sends it"
+    text = "a text, as curl -X POST -T sends it"
     path = zoo.path("single_BYTES")
     request = httpx.Request("POST", f"{zoo.client.base_url}{path}", content=text.encode())
     assert "content-type" not in request.headers
