@@ -31,6 +31,8 @@ from gateway.error_responses import render_error
 from gateway.fleet.collector import FleetCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.label_router import LabelRouter
+from gateway.fleet.labels import LabelManager
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.openai_servers import OpenAIServers
@@ -51,7 +53,7 @@ from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
-from gateway.routes import health, infer, models, openai, repository, ui, uploads
+from gateway.routes import health, infer, labels, models, openai, repository, ui, uploads
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
@@ -69,7 +71,13 @@ METRICS_INTERVAL_S = 0.5
 THREAD_SWITCH_INTERVAL_S = 0.0005
 PREFLIGHT_MAX_AGE_S = 600
 # Response headers that pages of other origins may read.
-EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
+EXPOSED_HEADERS = (
+    "X-Request-ID",
+    "Retry-After",
+    "Location",
+    "Inference-Header-Content-Length",
+    "X-Model-Version",
+)
 LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
 # FastAPI would build a validator for each error of each route.
@@ -78,7 +86,7 @@ ERROR_SCHEMAS = {
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
     "OpenAIError": OPENAI_ERROR_SCHEMA,
 }
-ROUTE_MODULES = (infer, models, openai, repository, uploads, health, metrics_page)
+ROUTE_MODULES = (infer, models, labels, openai, repository, uploads, health, metrics_page)
 ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
@@ -285,7 +293,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             memory,
             metrics,
             authenticator,
-            ModelResolver(),
+            ModelResolver(LabelRouter(pool, repository.state)),
+            LabelManager(pool, repository.state, settings.ready_quorum),
             rates,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),

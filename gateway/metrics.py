@@ -162,6 +162,11 @@ class Metrics:
             "Ejections of a replica from load balancing because requests to it failed.",
             ("replica",),
         )
+        self.label_redirects = create.counter(
+            "gateway_label_redirects_total",
+            "Requests of a split that another version served, because this version was not ready.",
+            ("model", "label", "version"),
+        )
         self.model_actions = create.counter(
             "gateway_model_actions_total",
             "Loads and unloads on a replica, by origin (api, reconciler) and outcome (done, failed).",

@@ -11,6 +11,7 @@ from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.labels import LabelManager
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
@@ -43,6 +44,7 @@ class Services:
     metrics: Metrics
     access: Authenticator
     resolver: ModelResolver
+    labels: LabelManager
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
     openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS

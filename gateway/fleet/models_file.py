@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +15,7 @@ import yaml
 
 from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
 from gateway.messages import CommandError
+from gateway.version_labels import InvalidLabel, ModelLabels, check_label_name, parse_label
 
 DECLARED_VERSION: Final = re.compile("[0-9]{1,19}")
 
@@ -30,6 +31,7 @@ class DeclaredModel:
     name: str
     versions: tuple[str, ...] = ()
     config: Mapping[str, Any] | str | None = None
+    labels: ModelLabels = field(default_factory=dict)
 
     @property
     def load_parameters(self) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def parse_models_file(text: str) -> dict[str, DeclaredModel]:
     """Return the models in a models file by name. Raises `BadModelsFile`."""
     try:
         document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
-        orjson.dumps(document)  # Triton accepts only JSON
+        orjson.dumps(drop_labels(document))  # Triton accepts only JSON
     except YAML_ERRORS as exc:
         raise BadModelsFile(f"cannot be parsed: {' '.join(str(exc).split())}") from None
     if document is None:
@@ -65,6 +67,16 @@ def parse_models_file(text: str) -> dict[str, DeclaredModel]:
     return models
 
 
+def drop_labels(document: Any) -> Any:
+    """Return the document without labels, whose versions may be written as numbers."""
+    if isinstance(document, list):
+        return list(map(drop_labels, document))
+    if isinstance(document, dict):
+        kept = {key: value for key, value in document.items() if key != "labels"}
+        return {**kept, "models": drop_labels(kept["models"])} if "models" in kept else kept
+    return document
+
+
 def parse_declared_model(entry: Any) -> DeclaredModel:
     if isinstance(entry, str) and entry:
         return DeclaredModel(entry)
@@ -72,10 +84,10 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
         raise BadModelsFile(
             f"{repr(entry)[:80]} is not a valid model; write NAME or {{name: NAME}}"
         )
-    if unknown := set(entry) - {"name", "versions", "config"}:
+    if unknown := set(entry) - {"name", "versions", "config", "labels"}:
         raise BadModelsFile(
             f"model {entry['name']!r} has an unknown key {min(map(str, unknown))!r}; "
-            "valid keys are name, versions and config"
+            "valid keys are name, versions, config and labels"
         )
     versions = entry.get("versions") or []
     if not isinstance(versions, list) or not all(
@@ -85,7 +97,23 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
     config = entry.get("config")
     if config is not None and not isinstance(config, (dict, str)):
         raise BadModelsFile(f"config of model {entry['name']!r} must be an object")
-    return DeclaredModel(entry["name"], tuple(str(version) for version in versions), config)
+    labels = parse_declared_labels(entry["name"], entry.get("labels") or {})
+    return DeclaredModel(entry["name"], tuple(str(version) for version in versions), config, labels)
+
+
+def parse_declared_labels(model: str, labels: Any) -> ModelLabels:
+    """Parse labels by name, each with a version, or with the object that the API accepts."""
+    if not isinstance(labels, dict):
+        raise BadModelsFile(f"labels of model {model!r} must be an object, such as {{stable: 1}}")
+    declared = {}
+    for name, value in labels.items():
+        try:
+            check_label_name(str(name))
+            label = parse_label(value if isinstance(value, dict) else {"version": value})
+        except InvalidLabel as exc:
+            raise BadModelsFile(f"label {str(name)!r} of model {model!r}: {exc}") from None
+        declared[str(name)] = label
+    return declared
 
 
 def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:

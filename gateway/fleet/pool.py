@@ -43,6 +43,7 @@ class ReplicaPool:
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         self.changes = asyncio.Event()  # set when a replica's state or models change
+        self.change_count = 0
         self.metrics = metrics or Metrics()
         self.monitor = HealthMonitor(
             self.replicas, self._notify_change, probe_interval_s, self.metrics
@@ -84,6 +85,7 @@ class ReplicaPool:
 
     def _notify_change(self) -> None:
         self._candidates.clear()
+        self.change_count += 1
         self.changes.set()
 
     def replica_state(self, replica: Replica) -> HealthState:
@@ -118,10 +120,22 @@ class ReplicaPool:
     def is_ready(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
+    def is_servable(self, model: str, version: str) -> bool:
+        """Return whether a replica that is not `DOWN` has the version ready."""
+        return any(
+            replica.index.is_ready(model, version)
+            for replica in self.replicas.values()
+            if self.replica_state(replica) is not HealthState.DOWN
+        )
+
+    def has_living_replica(self) -> bool:
+        states = map(self.replica_state, self.replicas.values())
+        return any(state is not HealthState.DOWN for state in states)
+
     def mark_unloaded(self, replica: Replica, model: str, version: str) -> None:
         # Something else than the gateways has unloaded the model, so the index is outdated.
         if replica.index.is_ready(model, version):
-            replica.index = replica.index.with_model_unloaded(model)
+            replica.index = replica.index.with_model_unloaded(model, version)
             replica.raw_index = b""
             replica.probe_requested.set()
             self._notify_change()

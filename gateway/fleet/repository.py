@@ -78,6 +78,10 @@ class Repository:
     # What the fleet should have, and what it has.
 
     @property
+    def state(self) -> SharedState:
+        return self._state
+
+    @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
         return self._state.declared_models
 

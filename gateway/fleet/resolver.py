@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from starlette.types import Scope
 
 from gateway.auth import authorize
 from gateway.errors import UnknownModel
+from gateway.fleet.label_router import ActiveLabel, LabelRouter
 from gateway.keys import Caller, Right
 from gateway.names import is_model_name, normalize_version
+from gateway.tensors.sequence import SequenceStep
+from gateway.version_labels import DEFAULT_LABEL, is_label_name
 
 
 class ModelTarget(NamedTuple):
@@ -19,8 +24,19 @@ class ModelTarget(NamedTuple):
     version: str = ""  # normalized; empty means Triton's choice
 
 
+class LabelledTarget(ModelTarget):
+    """A target whose version a label decided."""
+
+    label: ActiveLabel
+    choose_sequence_version: Callable[[SequenceStep], str]
+
+
 class ModelResolver:
     """Resolves the model of every request, whether its name came from a path, a body or gRPC."""
+
+    def __init__(self, labels: LabelRouter) -> None:
+        self.labels = labels
+        self._state = labels.state
 
     def resolve(
         self,
@@ -33,17 +49,25 @@ class ModelResolver:
         """Raise `Forbidden` if the caller lacks the right, `not_found_error` if it cannot see the model.
 
         Invalid names and versions are unknown as well: a server on the way could read them as another path.
+        With the right to infer, a version can be a label. Each call chooses the version of one request.
+        Raises `UnknownLabel` or `LabelNotReady`.
         """
         authorize(scope, right, model)
         caller: Caller = scope["request_info"].caller
         if model and not (is_model_name(model) and caller.can_see(model)):
             raise not_found_error(model, version)
         if not version:
+            if self._state.labels and model in self._state.labels and right is Right.infer:
+                return self._resolve_default(scope, model)
             return ModelTarget(model)
         number = normalize_version(version)
-        if number is None:
+        if number is not None:
+            return ModelTarget(model, number)
+        if right is not Right.infer or not is_label_name(version):
             raise not_found_error(model, version)
-        return ModelTarget(model, number)
+        if not self.labels.has_model(model):
+            raise not_found_error(model, version)
+        return self._resolve_label(scope, self.labels.get_label(model, version))
 
     def check_served_name(self, scope: Scope, right: Right, name: str) -> None:
         """Check the caller's rights to a model that another server names, e.g. `org/model`.
@@ -54,3 +78,31 @@ class ModelResolver:
         caller: Caller = scope["request_info"].caller
         if not caller.matches(name):
             raise UnknownModel(name)
+
+    def check_access(
+        self,
+        scope: Scope,
+        right: Right,
+        model: str,
+        version: str = "",
+        not_found_error: type[UnknownModel] = UnknownModel,
+    ) -> None:
+        """Check the same, without the choice of a version that a label stands for."""
+        if not version or is_label_name(version):
+            authorize(scope, right, model)
+            caller: Caller = scope["request_info"].caller
+            if model and not (is_model_name(model) and caller.can_see(model)):
+                raise not_found_error(model, version)
+        else:
+            self.resolve(scope, right, model, version, not_found_error)
+
+    def _resolve_default(self, scope: Scope, model: str) -> ModelTarget:
+        label = self.labels.find_label(model, DEFAULT_LABEL)
+        return ModelTarget(model) if label is None else self._resolve_label(scope, label)
+
+    def _resolve_label(self, scope: Scope, label: ActiveLabel) -> LabelledTarget:
+        target = LabelledTarget(label.model, self.labels.choose_version(label, scope))
+        target.label = label
+        choose = self.labels.choose_sequence_version
+        target.choose_sequence_version = partial(choose, label, scope, target.version)
+        return target

@@ -12,8 +12,14 @@ from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.messages import quote_text
-from gateway.state.desired import DesiredModel, StateStore, with_desired_model
+from gateway.state.desired import (
+    DesiredModel,
+    StateStore,
+    with_desired_model,
+    with_version_label,
+)
 from gateway.state.loads import Loads, new_load_token, with_load, without_replica
+from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +38,8 @@ class SharedState:
         self.store = store
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
+        self.labels: LabelTable = {}  # of the store and of the models file
+        self._stored_labels: LabelTable = {}
         self._models_file = models_file
         self._can_upload = can_upload
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
@@ -47,8 +55,10 @@ class SharedState:
             for model in ignored.keys() - self._ignored_models.keys():
                 log.warning("desired state of model %s is ignored: %s", model, ignored[model])
             self._ignored_models = ignored
+            self._stored_labels = await self.store.read_labels()
             self.loads = await self.store.read_loads()
         self._models_file.reload_if_changed()
+        self.labels = merge_labels(self._stored_labels, self.declared_models)
 
     # Desired models.
 
@@ -57,6 +67,11 @@ class SharedState:
         if desired is not None and not desired.revision:
             desired = replace(desired, revision=revision)
         self.desired_models = with_desired_model(self.desired_models, model, desired)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        await self.store.set_label(model, name, label)
+        self._stored_labels = with_version_label(self._stored_labels, model, name, label)
+        self.labels = merge_labels(self._stored_labels, self.declared_models)
 
     def merge_models(self) -> dict[str, DesiredModel]:
         return merge_declared_models(self.desired_models, self.declared_models)
@@ -100,3 +115,12 @@ class SharedState:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
             self.loads = without_replica(self.loads, replica)
+
+
+def merge_labels(stored: LabelTable, declared: Mapping[str, DeclaredModel]) -> LabelTable:
+    """Return the stored labels with the declared ones, which take precedence, added."""
+    table = dict(stored)
+    for name, model in declared.items():
+        if model.labels:
+            table[name] = {**table.get(name, {}), **model.labels}
+    return table

@@ -19,16 +19,22 @@ class WeightedRotation:
     def __init__(self, shares: Mapping[str, int]) -> None:
         self._shares = shares
         self._total = sum(shares.values())
-        self._credits = dict.fromkeys(shares, 0)
+        self._balances = dict.fromkeys(shares, 0)
 
     def choose(self) -> str:
-        credits, chosen, highest = self._credits, "", -self._total
+        balances, chosen, highest = self._balances, "", -self._total
         for version, share in self._shares.items():
-            credit = credits[version] = credits[version] + share
-            if credit > highest:
-                chosen, highest = version, credit
-        credits[chosen] -= self._total
+            balance = balances[version] = balances[version] + share
+            if balance > highest:
+                chosen, highest = version, balance
+        balances[chosen] -= self._total
         return chosen
+
+    def return_choice(self, version: str) -> None:
+        """Take back a choice, because the request got another version for a reason of its own."""
+        for each, share in self._shares.items():
+            self._balances[each] -= share
+        self._balances[version] += self._total
 
 
 class PercentCounter:

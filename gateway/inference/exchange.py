@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
+from gateway.fleet.resolver import LabelledTarget, ModelTarget
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
@@ -47,6 +48,7 @@ NO_HEADERS: Final[Headers] = []
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
+VERSION_HEADER: Final = "x-model-version"  # of responses whose version a label decided
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
 MAX_PARAMETERS: Final = 1000
 # Of these, a misspelt one is reported.
@@ -79,6 +81,7 @@ class InferExchange:
     deadline: float
     trace_headers: Headers  # the client's trace context
     step: SequenceStep | None  # from the sequence headers
+    label: LabelledTarget | None = None  # if a label decided on the version
     has_slot: bool = False
 
     def __enter__(self) -> InferExchange:
@@ -187,9 +190,11 @@ class InferExchange:
 
     def build_request(self, payload: Payload, inputs: InferInputs) -> InferRequest:
         step = self._read_parameters(payload.parameters) if payload.parameters else self.step
-        signature = self.signature
+        signature, version = self.signature, self.signature.version
+        if self.label is not None and step is not None and step is not self.step:
+            version = self.info.version = self.label.choose_sequence_version(step)
         return InferRequest(
-            RequestTarget(signature.model, signature.version, self.timeout_s, sequence_step=step),
+            RequestTarget(signature.model, version, self.timeout_s, sequence_step=step),
             signature,
             inputs,
             check_output_names(signature, payload.outputs),
@@ -255,6 +260,8 @@ class InferExchange:
         )
         # Browsers download an output that could run a script instead of displaying it.
         headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
+        if self.label is not None:
+            headers = {**(headers or {}), VERSION_HEADER: self.info.version}
         return Response(encoded.body, headers=headers, media_type=encoded.content_type)
 
 
@@ -281,6 +288,11 @@ async def open_exchange(
         trace_headers = [
             pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
         ]
+    label = None
+    if isinstance(target, LabelledTarget):
+        label = target
+        if step is not None:
+            target = ModelTarget(model, label.choose_sequence_version(step))
     if deadline is None:
         deadline = asyncio.get_running_loop().time() + timeout_s
     signature = services.models.find_signature(*target)
@@ -291,7 +303,7 @@ async def open_exchange(
     info.model, info.version = signature.model, signature.version
     charge = services.get_charge(info)
     return InferExchange(
-        services, body, info, charge, signature, timeout_s, deadline, trace_headers, step
+        services, body, info, charge, signature, timeout_s, deadline, trace_headers, step, label
     )
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import SplitResult, unquote
@@ -45,6 +46,7 @@ from gateway.state.loads import (
     parse_loads,
     without_replica,
 )
+from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +122,15 @@ class FileStateStore:
         return await self._run_action(READ_ACTION, lambda: self._read_state().models)
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        change = partial(self._write_desired_model, model, desired)
-        return await self._run_action(WRITE_ACTION, change)
+        change = methodcaller("with_model", model, desired)
+        return await self._run_action(WRITE_ACTION, lambda: self._change_state(change).revision)
+
+    async def read_labels(self) -> LabelTable:
+        return await self._run_action(READ_ACTION, lambda: self._read_state().labels)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        change = methodcaller("with_label", model, name, label)
+        await self._run_action(WRITE_ACTION, partial(self._change_state, change))
 
     async def renew_leadership(self) -> bool:
         try:
@@ -212,11 +221,11 @@ class FileStateStore:
             self._snapshot.file.close()
         self._snapshot = None
 
-    def _write_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+    def _change_state(self, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
         with lock_file(self._lock_path):
-            state = self._read_state().with_model(model, desired)
+            state = change(self._read_state())
             replace_file(self._path, state.to_json())
-        return state.revision
+        return state
 
     def _read_loads(self) -> Loads:
         try:

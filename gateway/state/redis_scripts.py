@@ -15,6 +15,15 @@ else
 end
 return revision
 """
+SET_LABEL = """
+if ARGV[3] then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+end
+redis.call('SET', KEYS[2], ARGV[2])
+return 1
+"""
 # Return a hash only if it changed since the last read.
 READ_IF_CHANGED = """
 local change = redis.call('GET', KEYS[2])

@@ -28,6 +28,7 @@ from gateway.state.loads import (
     without_replica,
 )
 from gateway.state.redis import open_redis_store
+from gateway.version_labels import LabelTable, VersionLabel
 
 STATE_URL_HELP: Final = (
     "GATEWAY_STATE must be memory:, none:, file:///FOLDER/state.json or "
@@ -82,6 +83,12 @@ class MemoryStateStore:
         self._state = self._state.with_model(model, desired)
         return self._state.revision
 
+    async def read_labels(self) -> LabelTable:
+        return self._state.labels
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        self._state = self._state.with_label(model, name, label)
+
     async def renew_leadership(self) -> bool:
         return True
 
@@ -127,4 +134,7 @@ class ReadOnlyStateStore(MemoryStateStore):
     """State for gateways that do not share any: only the models file decides what is loaded."""
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+        raise StateNotShared(model)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
         raise StateNotShared(model)

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
+from gateway.version_labels import Shadow, VersionLabel
 
 Scenario = Coroutine[Any, Any, None]
 Fresh = Callable[[], str]  # the address of a state that nobody has used
 ID = "0123456789abcdef" * 2
+STABLE = VersionLabel({"2": 1})
+CANARY = VersionLabel({"9": 90, "10": 10}, is_sticky_by_key=True, shadow=Shadow("3", 12.5, 0.0))
 LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 
 
@@ -161,6 +164,27 @@ class StateContract:
 
         asyncio.run(scenario())
 
+    def test_a_label_is_kept_until_it_is_deleted(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.read_labels() == {}
+                await kept.set_desired_model("core", LOADED)
+                await kept.set_label("core", "stable", STABLE)
+                await kept.set_label("core", "canary", STABLE)
+                await kept.set_label("core", "canary", CANARY)
+                await kept.set_label('é"\0', "stable", CANARY)
+                labels = await kept.read_labels()
+                core = {"stable": STABLE, "canary": CANARY}
+                assert labels == {"core": core, 'é"\0': {"stable": CANARY}}
+                assert list(labels["core"]["canary"].shares) == ["9", "10"]
+                await kept.set_label("core", "stable", None)
+                await kept.set_label("core", "nobody knows it", None)
+                await kept.set_label('é"\0', "stable", None)
+                assert await kept.read_labels() == {"core": {"canary": CANARY}}
+                assert list(await kept.read_desired_models()) == ["core"]
+
+        asyncio.run(scenario())
+
     def test_who_is_alone_leads(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (one,):
@@ -217,6 +241,19 @@ class SharedStateContract:
                 await one.record_operation(ID, {"state": "running"})
                 assert await other.read_desired_models() == await one.read_desired_models()
                 assert await other.read_operation(ID) == {"state": "running"}
+
+        asyncio.run(scenario())
+
+    def test_a_label_that_one_sets_another_reads(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 2) as (one, other):
+                assert await other.read_labels() == {}
+                await one.set_label("core", "stable", STABLE)
+                await other.set_label("core", "canary", CANARY)
+                both = {"core": {"stable": STABLE, "canary": CANARY}}
+                assert await one.read_labels() == await other.read_labels() == both
+                found = await one.read_labels()
+                assert await one.read_labels() is found
 
         asyncio.run(scenario())
 

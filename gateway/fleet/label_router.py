@@ -1,0 +1,200 @@
+"""The choice of a version for each request whose version is a label."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.types import Scope
+
+from gateway.errors import GatewayError, Unavailable
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.shared_state import SharedState
+from gateway.fleet.splits import (
+    PercentCounter,
+    WeightedRotation,
+    choose_version_by_key,
+    find_largest_share,
+)
+from gateway.messages import join_names, quote_text
+from gateway.tensors.sequence import SequenceStep
+from gateway.version_labels import Shadow, VersionLabel
+
+log = logging.getLogger(__name__)
+
+SPLIT_KEY_HEADER: Final = b"x-split-key"
+MAX_SEQUENCES: Final = 65_536
+
+
+class UnknownLabel(GatewayError):
+    status, code = 404, "LABEL_NOT_FOUND"
+
+    def __init__(self, model: str, name: str, labels: Iterable[str] = ()) -> None:
+        known = sorted(labels)
+        text = f"its labels are {join_names(known)}" if known else "it has no labels"
+        super().__init__(f"model {quote_text(model)} has no label {quote_text(name)}; {text}")
+
+
+class LabelNotReady(Unavailable):
+    code = "LABEL_NOT_READY"
+
+    def __init__(self, model: str, name: str, versions: Iterable[str]) -> None:
+        super().__init__(
+            f"label {quote_text(name)} of model {quote_text(model)} means version {' or '.join(versions)}, "
+            "which is not ready on any replica; load it, or change the label"
+        )
+
+
+class ActiveLabel:
+    """A label in use: the rotation of its versions, and those that can be served now."""
+
+    def __init__(self, pool: ReplicaPool, model: str, name: str, value: VersionLabel) -> None:
+        self.model = model
+        self.name = name
+        self.value = value
+        self._pool = pool
+        self._rotation = self._ready_rotation = WeightedRotation(value.shares)
+        self._shadow_counter = PercentCounter(value.shadow.percent if value.shadow else 100)
+        self._ready = value.shares
+        self._seen_change = -1
+
+    def choose_next(self) -> str:
+        """Return the version of the next request. Raises `LabelNotReady`."""
+        ready = self.find_ready_shares()
+        if len(self.value.shares) == 1:
+            return next(iter(ready))
+        version = self._rotation.choose()
+        if version not in ready:
+            self._count_redirect(version)
+            return self._ready_rotation.choose()
+        return version
+
+    def return_choice(self, version: str) -> None:
+        """Take back the last choice, because the request gets its version otherwise."""
+        if version in self.value.shares and len(self._ready) == len(self.value.shares):
+            self._rotation.return_choice(version)
+
+    def choose_by_key(self, key: str) -> str:
+        """Return the version of a key; a different one only while that is missing."""
+        ready = self.find_ready_shares()
+        version = choose_version_by_key(self.value.shares, key)
+        if version not in ready:
+            self._count_redirect(version)
+            return choose_version_by_key(ready, key)
+        return version
+
+    def find_main_version(self) -> str:
+        """Return the version for requests that are not inferences."""
+        return find_largest_share(self.find_ready_shares())
+
+    def take_shadow(self) -> Shadow | None:
+        """Return the shadow if the request is one of those that it gets."""
+        shadow = self.value.shadow
+        return shadow if shadow is not None and self._shadow_counter.is_next_selected() else None
+
+    def find_ready_shares(self) -> Mapping[str, int]:
+        """Return the versions that a replica can serve. Raises `LabelNotReady` if there are none."""
+        if self._seen_change != self._pool.change_count:
+            self._seen_change = self._pool.change_count
+            before, self._ready = self._ready, self._read_ready_shares()
+            if before.keys() != self._ready.keys():
+                self._ready_rotation = WeightedRotation(self._ready)
+            for version in before.keys() - self._ready.keys():
+                message = "version %s of label %s of model %s is not ready on any replica"
+                log.warning(message, version, self.name, self.model)
+        if not self._ready:
+            raise LabelNotReady(self.model, self.name, self.value.shares)
+        return self._ready
+
+    def _read_ready_shares(self) -> Mapping[str, int]:
+        if not self._pool.has_living_replica():
+            return self.value.shares  # the error of the pool says more
+        is_servable, shares = self._pool.is_servable, self.value.shares
+        return {each: share for each, share in shares.items() if is_servable(self.model, each)}
+
+    def _count_redirect(self, version: str) -> None:
+        self._pool.metrics.label_redirects.labels(self.model, self.name, version).inc()
+
+
+@dataclass
+class SequenceVersions:
+    """The versions of running sequences. The sequence that was idle longest is dropped first."""
+
+    _versions: OrderedDict[tuple[str, int | str], str] = field(default_factory=OrderedDict)
+
+    def find_version(self, model: str, step: SequenceStep, choose: Callable[[], str]) -> str:
+        """Return the version of the sequence: the one of its start, or if that is unknown, `choose()`."""
+        key = (model, step.sequence_id)
+        known = self._versions.pop(key, None)
+        version = choose() if known is None or step.is_start else known
+        if not step.is_end:
+            self._versions[key] = version
+            if len(self._versions) > MAX_SEQUENCES:
+                self._versions.popitem(last=False)
+        return version
+
+
+class LabelRouter:
+    """The labels of all models, as requests use them."""
+
+    def __init__(self, pool: ReplicaPool, state: SharedState) -> None:
+        self.state = state
+        self._pool = pool
+        self._active: dict[tuple[str, str], ActiveLabel] = {}
+        self._sequences = SequenceVersions()
+
+    def has_model(self, model: str) -> bool:
+        return self._pool.has_model(model)
+
+    def find_label(self, model: str, name: str) -> ActiveLabel | None:
+        """Return a label in use; None if the model has no such label."""
+        key = (model, name)
+        value = self.state.labels.get(model, {}).get(name)
+        active = self._active.get(key)
+        if value is None:
+            self._active.pop(key, None)
+            return None
+        if active is None or (active.value is not value and active.value != value):
+            active = self._active[key] = ActiveLabel(self._pool, model, name, value)
+        return active
+
+    def get_label(self, model: str, name: str) -> ActiveLabel:
+        """Raise `UnknownLabel` if the model has no such label."""
+        active = self.find_label(model, name)
+        if active is None:
+            raise UnknownLabel(model, name, self.state.labels.get(model, {}))
+        return active
+
+    def choose_version(self, label: ActiveLabel, scope: Scope) -> str:
+        """Return the version for a request. Raises `LabelNotReady`."""
+        if label.value.is_split:
+            if key := read_split_key(label, scope):
+                return label.choose_by_key(key)
+            if scope["method"] != "POST":
+                return label.find_main_version()
+        return label.choose_next()
+
+    def choose_sequence_version(
+        self, label: ActiveLabel, scope: Scope, chosen: str, step: SequenceStep
+    ) -> str:
+        """Return the version of a sequence instead of the one that was `chosen` for the request.
+
+        A sequence keeps the version of its start. One that another gateway started gets the version of its
+        hash, which is the same everywhere.
+        """
+        key = read_split_key(label, scope)
+        if not key:
+            label.return_choice(chosen)
+            key = f"sequence {step.sequence_id}"
+        return self._sequences.find_version(label.model, step, lambda: label.choose_by_key(key))
+
+
+def read_split_key(label: ActiveLabel, scope: Scope) -> str:
+    """Return the key that decides on the version of a request; empty if the rotation does."""
+    for name, value in scope["headers"]:
+        if name == SPLIT_KEY_HEADER:
+            return str(value, "latin-1")
+    return str(scope["request_info"].key) if label.value.is_sticky_by_key else ""
