@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +22,7 @@ from tests.support.errors import assert_error
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, write_repository
 from tests.support.redis_server import redis_server
-from tests.support.servers import Triton, gateway, gateway_before
+from tests.support.servers import ROOT, Triton, gateway, gateway_before
 from tests.support.versioned import (
     LABELS,
     NAME,
@@ -470,3 +474,58 @@ def test_a_declared_label_belongs_to_the_models_file(triton: Triton, tmp_path: P
         wait_until(lambda: client.get(f"{LABELS}/stable").json()["version"] == "1")
         labels = client.get(LABELS).json()["labels"]
         assert [each["label"] for each in labels] == ["other", "stable"]
+
+
+# Commands.
+
+
+def run_command(client: httpx.Client, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway", *arguments, "--url", str(client.base_url)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def read_table(ended: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    assert ended.returncode == 0, ended.stderr
+    return [re.split(r"\s{2,}", line.strip()) for line in ended.stdout.splitlines()[1:]]
+
+
+def test_labels_are_managed_from_the_shell(client: httpx.Client) -> None:
+    ended = run_command(client, "label", "set", NAME, "stable", "2")
+    assert read_table(ended) == [[NAME, "stable", "2"]]
+    run_command(client, "label", "set", NAME, "canary", "1=30", "2=10", "--sticky")
+    labels = {each["label"]: each for each in client.get(LABELS).json()["labels"]}
+    assert labels["stable"]["version"] == "2"
+    assert labels["canary"]["versions"] == {"1": 30, "2": 10}
+    assert labels["canary"]["sticky"] == "key"
+    assert read_table(run_command(client, "label", "list", NAME)) == [
+        [NAME, "canary", "1: 75 %, 2: 25 %"],
+        [NAME, "stable", "2"],
+    ]
+    listed = run_command(client, "label", "list", NAME, "--json")
+    assert json.loads(listed.stdout) == [labels["canary"], labels["stable"]]
+    assert run_command(client, "label", "delete", NAME, "stable").stdout == "deleted stable\n"
+    assert client.get(f"{LABELS}/stable").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("set", NAME, "stable", "1=90", "2"), 2, "expected VERSION=SHARE"),
+        (("set", NAME, "stable", "1=90", "1=10"), 2, "a version is given twice"),
+        (("set", NAME, "stable", "9"), 1, "version 9 of model 'split', which is not ready"),
+        (("set", NAME, "Stable", "1"), 1, "not a valid label"),
+        (("delete", NAME, "stable"), 1, "has no label 'stable'"),
+        (("list", "nobody"), 1, "triton-gateway models lists the models"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why(
+    client: httpx.Client, arguments: tuple[str, ...], status: int, message: str
+) -> None:
+    ended = run_command(client, "label", *arguments)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert message in ended.stderr
