@@ -41,6 +41,7 @@ from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
+from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
@@ -270,6 +271,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
+        shadows = ShadowRunner(pool, admission, metrics, settings.max_shadow_bytes)
+        stack.push_async_callback(shadows.close)
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         stack.callback(asyncio.create_task(update_metrics(metrics, admission, memory)).cancel)
@@ -295,6 +298,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             authenticator,
             ModelResolver(LabelRouter(pool, repository.state)),
             LabelManager(pool, repository.state, settings.ready_quorum),
+            shadows,
             rates,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),

@@ -167,6 +167,11 @@ class Metrics:
             "Requests of a split that another version served, because this version was not ready.",
             ("model", "label", "version"),
         )
+        self.shadow_requests = create.counter(
+            "gateway_shadow_requests_total",
+            "Copies of requests to a shadow version, by result: equal, close, different, failed, dropped.",
+            ("model", "label", "version", "result"),
+        )
         self.model_actions = create.counter(
             "gateway_model_actions_total",
             "Loads and unloads on a replica, by origin (api, reconciler) and outcome (done, failed).",

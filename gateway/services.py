@@ -17,6 +17,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
+from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import ModelService
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -45,6 +46,7 @@ class Services:
     access: Authenticator
     resolver: ModelResolver
     labels: LabelManager
+    shadows: ShadowRunner
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
     openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS

@@ -23,7 +23,7 @@ PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @label_cli.command("set")
 @add_flags(Target)
-def set_label(
+def set_model_label(
     target: Target,
     model: LabelledModel,
     label: LabelName,
@@ -44,14 +44,14 @@ def set_label(
 
 @label_cli.command("list")
 @add_flags(Target)
-def list_labels(target: Target, model: LabelledModel, json: PrintJson = False) -> None:
+def list_model_labels(target: Target, model: LabelledModel, json: PrintJson = False) -> None:
     """List the labels of a model."""
     print_labels(target, "GET", label_path(model), None, json=json)
 
 
 @label_cli.command("delete")
 @add_flags(Target)
-def delete_label(
+def delete_model_label(
     target: Target, model: LabelledModel, label: LabelName, json: PrintJson = False
 ) -> None:
     """Delete a label of a model."""

@@ -16,9 +16,11 @@ from starlette.responses import Response
 
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.resolver import LabelledTarget, ModelTarget
+from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
+from gateway.inference.shadow_copy import copy_request
 from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
@@ -82,6 +84,7 @@ class InferExchange:
     trace_headers: Headers  # the client's trace context
     step: SequenceStep | None  # from the sequence headers
     label: LabelledTarget | None = None  # if a label decided on the version
+    copies: tuple[ShadowCopy, ...] = ()  # sent after this exchange
     has_slot: bool = False
 
     def __enter__(self) -> InferExchange:
@@ -89,6 +92,8 @@ class InferExchange:
 
     def __exit__(self, *_: object) -> None:
         self.release_slot()
+        for copy in self.copies:
+            self.services.shadows.start(copy)
 
     def release_slot(self) -> None:
         if self.has_slot:
@@ -248,6 +253,9 @@ class InferExchange:
     async def run_inference(self, request: InferRequest) -> InferResult:
         result = await self.services.models.infer(request)
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
+        if self.label is not None:
+            copy = copy_request(self.services.shadows, self.label.label, request, result)
+            self.copies = (*self.copies, *copy)
         return result
 
     async def build_response(

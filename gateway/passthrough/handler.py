@@ -68,6 +68,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             if labelled is not None:
                 route = labelled.route
                 start["headers"].append(labelled.response_header)
+                send = labelled.watch_response(send, info.request_id, info.timeout_s)
             info.model, info.version = route.model, route.version
             if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
                 status = response.status
@@ -109,7 +110,7 @@ def resolve_route(
         scope, rule.right, route.model, route.version, rule.not_found_error
     )
     if isinstance(target, LabelledTarget):
-        labelled = LabelledRequest(route, target)
+        labelled = LabelledRequest(route, target, services.shadows)
         return labelled.route, labelled
     return route.with_version(target.version), None
 
@@ -146,6 +147,8 @@ async def forward_request(
     path = b"%b?%b" % (route.path, query) if query else route.path
     try:
         call = HttpCall(target, method, path, forwarded, body)
+        if labelled is not None and action.is_inference:
+            call = labelled.copy_call(call)
         return await services.dispatcher.send(call, timeout_s)
     except BaseException:
         if action.is_inference:

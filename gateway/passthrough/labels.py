@@ -1,22 +1,48 @@
-"""Requests of `/v2` whose version a label decided."""
+"""Requests of `/v2` whose version a label decided, and their copies for a shadow version."""
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Final
 
+import numpy as np
+import orjson
+from starlette.types import Message, Send
+
+from gateway.errors import BadUpstream
+from gateway.fleet.output_comparison import Arrays
 from gateway.fleet.resolver import LabelledTarget
-from gateway.passthrough.rules import MatchedRoute, change_version_cached
+from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.fleet.transports import HttpCall
+from gateway.http_client.client import CompleteResponse
+from gateway.http_client.connection import Headers
+from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.passthrough.body import BODY_FRAMING_HEADERS, iterate_once, limit_length
+from gateway.passthrough.rules import Forwarding, MatchedRoute, change_version_cached
 from gateway.tensors.sequence import SequenceStep
+from gateway.tracing import TRACE_CONTEXT_HEADERS
+from gateway.triton.inference import decode_http_response
+from gateway.version_labels import Shadow
 
 VERSION_HEADER: Final = b"x-model-version"
+STREAM_PATH: Final = b"generate_stream"
+NOT_COPIED: Final = frozenset((*BODY_FRAMING_HEADERS, *TRACE_CONTEXT_HEADERS, b"accept-encoding"))
+# Fields of a response of `generate` that are not outputs.
+GENERATE_FIELDS: Final = frozenset(("model_name", "model_version", "id"))
 
 
 class LabelledRequest:
-    """The route of a request, with the version that its label decided on in its path."""
+    """A request with the version that its label decided on in the path."""
 
-    def __init__(self, route: MatchedRoute, target: LabelledTarget) -> None:
+    def __init__(self, route: MatchedRoute, target: LabelledTarget, runner: ShadowRunner) -> None:
         self._target = target
         self._requested = route
+        self._runner = runner
+        self._shadow: Shadow | None = None
+        self._call: HttpCall | None = None
+        self._chunks: list[bytes] = []
         self.route = route
         if route.version or route.rule.has_default_version:
             self.route = change_version_cached(route, target.version)
@@ -30,3 +56,113 @@ class LabelledRequest:
     @property
     def response_header(self) -> tuple[bytes, bytes]:
         return VERSION_HEADER, self.route.version.encode()
+
+    # Shadow traffic.
+
+    def copy_call(self, call: HttpCall) -> HttpCall:
+        """Return the call to send, and keep a copy if it is one that the label's shadow gets.
+
+        The body of a large request is copied while it is sent. Streams and sequences are never copied.
+        """
+        if call.target.sequence_step is not None or call.path.endswith(STREAM_PATH):
+            return call
+        self._shadow = self._target.label.take_shadow()
+        if self._shadow is None:
+            return call
+        self._call = call
+        if isinstance(call.body, AsyncIterator):
+            return call._replace(body=self._copy_chunks(call.body))
+        self._chunks = [bytes(chunk) for chunk in as_list(call.body)]
+        return call
+
+    async def _copy_chunks(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        remaining_bytes = self._runner.max_bytes
+        async for chunk in body:
+            remaining_bytes -= len(chunk)
+            if remaining_bytes >= 0:
+                self._chunks.append(chunk)
+            else:
+                self._drop_copy()
+            yield chunk
+
+    def _drop_copy(self) -> None:
+        if self._shadow is not None:
+            self._runner.count_result(self._target.label, self._shadow, DROPPED)
+        self._shadow = self._call = None
+        self._chunks = []
+
+    def watch_response(self, send: Send, request_id: str, timeout_s: float) -> Send:
+        """Return the function that sends the response, after which the copy of the request is sent."""
+        if self._shadow is None:
+            return send
+        received: list[bytes] = []
+        headers: Headers = []
+        size_bytes = 0
+
+        async def send_watched(message: Message) -> None:
+            nonlocal size_bytes
+            await send(message)
+            if message["type"] == "http.response.start":
+                headers.extend(message["headers"])
+                return
+            body: bytes = message.get("body", b"")
+            size_bytes += len(body)
+            if size_bytes <= self._runner.max_bytes:
+                received.append(body)
+            if not message.get("more_body", False):
+                reply = CompleteResponse(200, headers, b"".join(received))
+                copy = self._build_copy(reply, size_bytes, request_id, timeout_s)
+                if copy is not None:  # when the slot of the request is free
+                    asyncio.get_running_loop().call_soon(self._runner.start, copy)
+
+        return send_watched
+
+    def _build_copy(
+        self, reply: CompleteResponse, size_bytes: int, request_id: str, timeout_s: float
+    ) -> ShadowCopy | None:
+        shadow, call = self._shadow, self._call
+        if shadow is None or call is None:
+            return None
+        read = partial(read_outputs, self._requested, max_bytes=self._runner.max_bytes)
+        return ShadowCopy(
+            self._target.label,
+            shadow,
+            request_id,
+            timeout_s,
+            max(size_bytes, sum(map(len, self._chunks))),
+            partial(self._build_call, call, shadow),
+            partial(read, reply),
+            read,
+        )
+
+    async def _build_call(self, call: HttpCall, shadow: Shadow) -> HttpCall:
+        path = change_version_cached(self._requested, shadow.version).path
+        query = call.path.partition(b"?")[2]
+        body = b"".join(self._chunks)
+        headers = [header for header in call.headers if header[0] not in NOT_COPIED]
+        headers.append((b"content-length", b"%d" % len(body)))
+        target = call.target._replace(version=shadow.version)
+        path = b"%b?%b" % (path, query) if query else path
+        return HttpCall(target, call.method, path, headers, body)
+
+
+def as_list(body: Any) -> list[Any]:
+    return body if isinstance(body, list) else [body]
+
+
+async def read_outputs(route: MatchedRoute, reply: CompleteResponse, *, max_bytes: int) -> Arrays:
+    """Return the outputs of a response of `infer` or `generate`. Raises `BadUpstream`."""
+    encoding = reply.header(b"content-encoding").decode("latin-1")
+    if encoding in ZLIB_WBITS:
+        chunks = inflate_chunks(iterate_once(reply.body), ZLIB_WBITS[encoding])
+        pieces = [piece async for piece in limit_length(chunks, 16 * max_bytes)]
+        reply = reply._replace(body=b"".join(pieces))
+    if isinstance(route.action, Forwarding) and route.action.has_tensors:
+        return (await decode_http_response(reply)).outputs
+    try:
+        document = orjson.loads(reply.body)
+        return {
+            name: np.array(value) for name, value in document.items() if name not in GENERATE_FIELDS
+        }
+    except (orjson.JSONDecodeError, AttributeError, ValueError) as exc:
+        raise BadUpstream("the response of generate is not a JSON object") from exc

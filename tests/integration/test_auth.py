@@ -121,6 +121,14 @@ ROWS = (
     Row("POST", "/v1/rerank", INFERENCE, 422, b'{"model": "core", "query": "a", "documents": ["b"]}'),
     Row("POST", "/v1/completions", INFERENCE, 501),
     Row("POST", "/v1/chat/completions", INFERENCE, 501),
+    Row(
+        "POST", "/v1/models/{model}/labels/{version}:predict", INFERENCE,
+        body=b'{"instances": ["a text"]}',
+    ),
+    Row("GET", "/v1/models/{model}/labels", INFERENCE),
+    Row("GET", "/v1/models/{model}/labels/{label}", INFERENCE, 404),
+    Row("PUT", "/v1/models/{model}/labels/{label}", MANAGEMENT, 409, b'{"version": "9"}'),
+    Row("DELETE", "/v1/models/{model}/labels/{label}", MANAGEMENT, 404),
     Row("PUT", "/v1/models/{model}", MANAGEMENT, 501),
     Row("PUT", "/v1/models/{model}/versions/{version}", MANAGEMENT, 501),
     Row("DELETE", "/v1/models/{model}", MANAGEMENT, 501),
@@ -165,6 +173,7 @@ def filled(path: str, model: str) -> str:
         path.replace("docs/{name:path}", "docs/docs.js")
         .replace("{name:path}", "main.js")
         .replace("{operation}", "0" * 32)
+        .replace("{label}", "stable")
     )
     return path.replace("{model}", model).replace("{version}", "1")
 
