@@ -21,7 +21,7 @@ from gateway.fleet.splits import (
 )
 from gateway.messages import join_names, quote_text
 from gateway.tensors.sequence import SequenceStep
-from gateway.version_labels import Shadow, VersionLabel
+from gateway.version_labels import LabelTable, Shadow, VersionLabel
 
 log = logging.getLogger(__name__)
 
@@ -48,34 +48,80 @@ class LabelNotReady(Unavailable):
         )
 
 
+@dataclass
+class SequenceVersions:
+    """The versions of running sequences. The sequence that was idle longest is dropped first."""
+
+    _versions: OrderedDict[tuple[str, int | str], str] = field(default_factory=OrderedDict)
+
+    def find_version(self, model: str, step: SequenceStep, choose: Callable[[], str]) -> str:
+        """Return the version of the sequence: the one of its start, or if that is unknown, `choose()`."""
+        key = (model, step.sequence_id)
+        known = self._versions.pop(key, None)
+        version = choose() if known is None or step.is_start else known
+        if not step.is_end:
+            self._versions[key] = version
+            if len(self._versions) > MAX_SEQUENCES:
+                self._versions.popitem(last=False)
+        return version
+
+
 class ActiveLabel:
     """A label in use: the rotation of its versions, and those that can be served now."""
 
-    def __init__(self, pool: ReplicaPool, model: str, name: str, value: VersionLabel) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        sequences: SequenceVersions,
+        model: str,
+        name: str,
+        value: VersionLabel,
+    ) -> None:
         self.model = model
         self.name = name
         self.value = value
         self._pool = pool
+        self._sequences = sequences
+        self._is_split = value.is_split
         self._rotation = self._ready_rotation = WeightedRotation(value.shares)
         self._shadow_counter = PercentCounter(value.shadow.percent if value.shadow else 100)
         self._ready = value.shares
         self._seen_change = -1
 
-    def choose_next(self) -> str:
-        """Return the version of the next request. Raises `LabelNotReady`."""
+    def choose_version(self, scope: Scope) -> str:
+        """Return the version of a request. Raises `LabelNotReady`."""
         ready = self.find_ready_shares()
-        if len(self.value.shares) == 1:
+        if not self._is_split:
             return next(iter(ready))
+        if key := self._read_split_key(scope):
+            return self.choose_by_key(key)
+        if scope["method"] != "POST":  # not an inference
+            return find_largest_share(ready)
         version = self._rotation.choose()
         if version not in ready:
             self._count_redirect(version)
             return self._ready_rotation.choose()
         return version
 
-    def return_choice(self, version: str) -> None:
-        """Take back the last choice, because the request gets its version otherwise."""
-        if version in self.value.shares and len(self._ready) == len(self.value.shares):
-            self._rotation.return_choice(version)
+    def choose_sequence_version(self, scope: Scope, chosen: str, step: SequenceStep) -> str:
+        """Return the version of a sequence instead of the one that was `chosen` for the request.
+
+        A sequence keeps the version of its start. One that another gateway started gets the version of its
+        hash, which is the same everywhere.
+        """
+        key = self._read_split_key(scope)
+        if not key:
+            key = f"sequence {step.sequence_id}"
+            if self._is_split and len(self._ready) == len(self.value.shares):
+                self._rotation.return_choice(chosen)
+        return self._sequences.find_version(self.model, step, lambda: self.choose_by_key(key))
+
+    def _read_split_key(self, scope: Scope) -> str:
+        """Return the key that decides on the version of a request; empty if the rotation does."""
+        for header in scope["headers"]:
+            if header[0] == SPLIT_KEY_HEADER:
+                return str(header[1], "latin-1")
+        return str(scope["request_info"].key) if self.value.is_sticky_by_key else ""
 
     def choose_by_key(self, key: str) -> str:
         """Return the version of a key; a different one only while that is missing."""
@@ -85,10 +131,6 @@ class ActiveLabel:
             self._count_redirect(version)
             return choose_version_by_key(ready, key)
         return version
-
-    def find_main_version(self) -> str:
-        """Return the version for requests that are not inferences."""
-        return find_largest_share(self.find_ready_shares())
 
     def take_shadow(self) -> Shadow | None:
         """Return the shadow if the request is one of those that it gets."""
@@ -119,24 +161,6 @@ class ActiveLabel:
         self._pool.metrics.label_redirects.labels(self.model, self.name, version).inc()
 
 
-@dataclass
-class SequenceVersions:
-    """The versions of running sequences. The sequence that was idle longest is dropped first."""
-
-    _versions: OrderedDict[tuple[str, int | str], str] = field(default_factory=OrderedDict)
-
-    def find_version(self, model: str, step: SequenceStep, choose: Callable[[], str]) -> str:
-        """Return the version of the sequence: the one of its start, or if that is unknown, `choose()`."""
-        key = (model, step.sequence_id)
-        known = self._versions.pop(key, None)
-        version = choose() if known is None or step.is_start else known
-        if not step.is_end:
-            self._versions[key] = version
-            if len(self._versions) > MAX_SEQUENCES:
-                self._versions.popitem(last=False)
-        return version
-
-
 class LabelRouter:
     """The labels of all models, as requests use them."""
 
@@ -144,6 +168,7 @@ class LabelRouter:
         self.state = state
         self._pool = pool
         self._active: dict[tuple[str, str], ActiveLabel] = {}
+        self._seen_labels: LabelTable = {}
         self._sequences = SequenceVersions()
 
     def has_model(self, model: str) -> bool:
@@ -151,50 +176,20 @@ class LabelRouter:
 
     def find_label(self, model: str, name: str) -> ActiveLabel | None:
         """Return a label in use; None if the model has no such label."""
-        key = (model, name)
-        value = self.state.labels.get(model, {}).get(name)
-        active = self._active.get(key)
-        if value is None:
-            self._active.pop(key, None)
-            return None
-        if active is None or (active.value is not value and active.value != value):
-            active = self._active[key] = ActiveLabel(self._pool, model, name, value)
-        return active
+        if self.state.labels is not self._seen_labels:
+            self._update_labels(self.state.labels)
+        return self._active.get((model, name))
 
-    def get_label(self, model: str, name: str) -> ActiveLabel:
-        """Raise `UnknownLabel` if the model has no such label."""
-        active = self.find_label(model, name)
-        if active is None:
-            raise UnknownLabel(model, name, self.state.labels.get(model, {}))
-        return active
+    def _update_labels(self, labels: LabelTable) -> None:
+        """Keep the rotations of labels that did not change."""
+        before, self._active = self._active, {}
+        for model, model_labels in labels.items():
+            for name, value in model_labels.items():
+                active = before.get((model, name))
+                if active is None or active.value != value:
+                    active = ActiveLabel(self._pool, self._sequences, model, name, value)
+                self._active[model, name] = active
+        self._seen_labels = labels
 
-    def choose_version(self, label: ActiveLabel, scope: Scope) -> str:
-        """Return the version for a request. Raises `LabelNotReady`."""
-        if label.value.is_split:
-            if key := read_split_key(label, scope):
-                return label.choose_by_key(key)
-            if scope["method"] != "POST":
-                return label.find_main_version()
-        return label.choose_next()
-
-    def choose_sequence_version(
-        self, label: ActiveLabel, scope: Scope, chosen: str, step: SequenceStep
-    ) -> str:
-        """Return the version of a sequence instead of the one that was `chosen` for the request.
-
-        A sequence keeps the version of its start. One that another gateway started gets the version of its
-        hash, which is the same everywhere.
-        """
-        key = read_split_key(label, scope)
-        if not key:
-            label.return_choice(chosen)
-            key = f"sequence {step.sequence_id}"
-        return self._sequences.find_version(label.model, step, lambda: label.choose_by_key(key))
-
-
-def read_split_key(label: ActiveLabel, scope: Scope) -> str:
-    """Return the key that decides on the version of a request; empty if the rotation does."""
-    for name, value in scope["headers"]:
-        if name == SPLIT_KEY_HEADER:
-            return str(value, "latin-1")
-    return str(scope["request_info"].key) if label.value.is_sticky_by_key else ""
+    def explain_unknown_label(self, model: str, name: str) -> UnknownLabel:
+        return UnknownLabel(model, name, self.state.labels.get(model, {}))

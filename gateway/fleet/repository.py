@@ -28,6 +28,8 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
+from gateway.fleet.staged_load import StagedLoadFailed, run_staged_load
+from gateway.fleet.uploads import STAGED
 from gateway.messages import join_names, quote_text
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.triton.error_mapping import RequestTarget
@@ -164,6 +166,8 @@ class Repository:
         self, report: OperationReport, parameters: Mapping[str, Any]
     ) -> OperationReport:
         model = report.model
+        is_staged = bool(parameters.get(STAGED))
+        parameters = {name: value for name, value in parameters.items() if name != STAGED}
         async with self._reconciler.lock_model(model):
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if model not in model_names((await self.read_indexes()).values()):
@@ -183,8 +187,33 @@ class Repository:
                 raise
             desired = self._state.merge_models()[model]
             action = ModelAction(model, True, desired.parameters, desired.load_id)
+            if is_staged:
+                started_loads = await self._load_in_stages(report, action, started_loads, before)
             await self._run_on_replicas(report, action, started_loads)
             return await self._conclude(report, before)
+
+    async def _load_in_stages(
+        self,
+        report: OperationReport,
+        action: ModelAction,
+        started_loads: Mapping[Replica, StartedLoad],
+        before: DesiredModel | None,
+    ) -> dict[Replica, StartedLoad]:
+        """Run a staged load, and return the loads that remain; after a failure, revert the desired state."""
+
+        async def run(replica: Replica) -> None:
+            await self._run_on_replica(report, action, replica, started_loads[replica])
+
+        try:
+            rest = await run_staged_load(self._pool, report, list(started_loads), run)
+        except StagedLoadFailed:
+            await self._set_desired_model(action.model, before)
+            for replica, started in started_loads.items():
+                if replica.name not in report.outcomes:
+                    confirmed = started.confirmed_load
+                    await self._state.end_load(replica.name, action.model, started, confirmed)
+            raise
+        return {replica: started_loads[replica] for replica in rest}
 
     async def _unload(
         self, report: OperationReport, unload_dependents: bool, is_visible: VisibilityCheck
@@ -237,20 +266,30 @@ class Repository:
         started_loads: Mapping[Replica, StartedLoad],
     ) -> None:
         """Run the action on all replicas and record every outcome, not only the first failure."""
-        replicas = list(started_loads or self._pool.replicas.values())
-        report.replica_count = len(replicas)
+        replicas = list(started_loads if action.is_load else self._pool.replicas.values())
+        report.replica_count = len(replicas) + len(report.outcomes)
+        await asyncio.gather(
+            *(
+                self._run_on_replica(report, action, replica, started_loads.get(replica))
+                for replica in replicas
+            )
+        )
 
-        async def run(replica: Replica) -> None:
-            try:
-                await self._loader.run(replica, action, "api", started_loads.get(replica))
-                report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
-            except GatewayError as exc:
-                is_usable = self._pool.replica_state(replica) <= HealthState.EJECTED
-                state = replica.index.model_state(action.model).state
-                outcome = Outcome(state if is_usable else REPLICA_UNREACHABLE, exc)
-                report.outcomes[replica.name] = outcome
-
-        await asyncio.gather(*map(run, replicas))
+    async def _run_on_replica(
+        self,
+        report: OperationReport,
+        action: ModelAction,
+        replica: Replica,
+        started_load: StartedLoad | None,
+    ) -> None:
+        try:
+            await self._loader.run(replica, action, "api", started_load)
+            report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
+        except GatewayError as exc:
+            is_usable = self._pool.replica_state(replica) <= HealthState.EJECTED
+            state = replica.index.model_state(action.model).state
+            outcome = Outcome(state if is_usable else REPLICA_UNREACHABLE, exc)
+            report.outcomes[replica.name] = outcome
 
 
 class ModelNeeded(Conflict):

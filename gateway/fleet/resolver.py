@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from starlette.types import Scope
@@ -28,7 +26,10 @@ class LabelledTarget(ModelTarget):
     """A target whose version a label decided."""
 
     label: ActiveLabel
-    choose_sequence_version: Callable[[SequenceStep], str]
+    scope: Scope
+
+    def choose_sequence_version(self, step: SequenceStep) -> str:
+        return self.label.choose_sequence_version(self.scope, self.version, step)
 
 
 class ModelResolver:
@@ -56,18 +57,19 @@ class ModelResolver:
         caller: Caller = scope["request_info"].caller
         if model and not (is_model_name(model) and caller.can_see(model)):
             raise not_found_error(model, version)
+        labels = self._state.labels
+        if labels and model in labels and right is Right.infer:
+            label = self.labels.find_label(model, version or DEFAULT_LABEL)
+            if label is not None:
+                return resolve_label(scope, label)
         if not version:
-            if self._state.labels and model in self._state.labels and right is Right.infer:
-                return self._resolve_default(scope, model)
             return ModelTarget(model)
         number = normalize_version(version)
         if number is not None:
             return ModelTarget(model, number)
-        if right is not Right.infer or not is_label_name(version):
-            raise not_found_error(model, version)
-        if not self.labels.has_model(model):
-            raise not_found_error(model, version)
-        return self._resolve_label(scope, self.labels.get_label(model, version))
+        if right is Right.infer and is_label_name(version) and self.labels.has_model(model):
+            raise self.labels.explain_unknown_label(model, version)
+        raise not_found_error(model, version)
 
     def check_served_name(self, scope: Scope, right: Right, name: str) -> None:
         """Check the caller's rights to a model that another server names, e.g. `org/model`.
@@ -96,13 +98,9 @@ class ModelResolver:
         else:
             self.resolve(scope, right, model, version, not_found_error)
 
-    def _resolve_default(self, scope: Scope, model: str) -> ModelTarget:
-        label = self.labels.find_label(model, DEFAULT_LABEL)
-        return ModelTarget(model) if label is None else self._resolve_label(scope, label)
 
-    def _resolve_label(self, scope: Scope, label: ActiveLabel) -> LabelledTarget:
-        target = LabelledTarget(label.model, self.labels.choose_version(label, scope))
-        target.label = label
-        choose = self.labels.choose_sequence_version
-        target.choose_sequence_version = partial(choose, label, scope, target.version)
-        return target
+def resolve_label(scope: Scope, label: ActiveLabel) -> LabelledTarget:
+    target = tuple.__new__(LabelledTarget, (label.model, label.choose_version(scope)))
+    target.label = label
+    target.scope = scope
+    return target

@@ -36,13 +36,14 @@ GENERATE_FIELDS: Final = frozenset(("model_name", "model_version", "id"))
 class LabelledRequest:
     """A request with the version that its label decided on in the path."""
 
+    _shadow: Shadow | None = None
+    _call: HttpCall | None = None
+    _chunks: list[bytes]
+
     def __init__(self, route: MatchedRoute, target: LabelledTarget, runner: ShadowRunner) -> None:
         self._target = target
         self._requested = route
         self._runner = runner
-        self._shadow: Shadow | None = None
-        self._call: HttpCall | None = None
-        self._chunks: list[bytes] = []
         self.route = route
         if route.version or route.rule.has_default_version:
             self.route = change_version_cached(route, target.version)
@@ -64,12 +65,13 @@ class LabelledRequest:
 
         The body of a large request is copied while it is sent. Streams and sequences are never copied.
         """
-        if call.target.sequence_step is not None or call.path.endswith(STREAM_PATH):
+        label = self._target.label
+        if label.value.shadow is None or not can_copy(call):
             return call
-        self._shadow = self._target.label.take_shadow()
+        self._shadow = label.take_shadow()
         if self._shadow is None:
             return call
-        self._call = call
+        self._call, self._chunks = call, []
         if isinstance(call.body, AsyncIterator):
             return call._replace(body=self._copy_chunks(call.body))
         self._chunks = [bytes(chunk) for chunk in as_list(call.body)]
@@ -144,6 +146,11 @@ class LabelledRequest:
         target = call.target._replace(version=shadow.version)
         path = b"%b?%b" % (path, query) if query else path
         return HttpCall(target, call.method, path, headers, body)
+
+
+def can_copy(call: HttpCall) -> bool:
+    path = call.path.partition(b"?")[0]
+    return call.target.sequence_step is None and not path.endswith(STREAM_PATH)
 
 
 def as_list(body: Any) -> list[Any]:
