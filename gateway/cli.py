@@ -15,7 +15,7 @@ import typer
 from gateway import __version__
 from gateway.client import commands
 from gateway.client.flags import add_flags
-from gateway.client.label_commands import label_cli
+from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
@@ -27,6 +27,7 @@ root_cli = CliGroup(pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 root_cli.add_typer(key_commands, name="key")
 root_cli.add_typer(label_cli, name="label")
+root_cli.add_typer(rollout_cli)
 root_cli.add_typer(commands.cli)
 
 Host = Annotated[str, typer.Option(help="Address that the gateway listens on.")]

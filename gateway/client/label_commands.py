@@ -1,4 +1,4 @@
-"""The commands `label set`, `label list` and `label delete`."""
+"""The commands `label set`, `label list`, `label delete` and `rollout`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
 label_cli = typer.Typer(no_args_is_help=True, help="Manage the version labels of models.")
+rollout_cli = typer.Typer()
 
 LABEL_COLUMNS: Final = ("MODEL", "LABEL", "VERSIONS", "SHADOW", "NOT READY")
 LabelledModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
@@ -56,6 +57,41 @@ def delete_model_label(
 ) -> None:
     """Delete a label of a model."""
     print_labels(target, "DELETE", label_path(model, label), None, json=json)
+
+
+@rollout_cli.command()
+@add_flags(Target)
+def rollout(
+    target: Target,
+    model: LabelledModel,
+    old: Annotated[str, typer.Option("--from", metavar="VERSION", help="The old version.")],
+    new: Annotated[str, typer.Option("--to", metavar="VERSION", help="The new version.")],
+    label: Annotated[str, typer.Option(help="Label that is moved.")] = "default",
+    steps: Annotated[
+        str, typer.Option(help="Shares of the new version, in percent.")
+    ] = "5,25,50,100",
+    every: Annotated[float, typer.Option(min=0.1, help="Duration of a step, in seconds.")] = 60.0,
+    max_errors: Annotated[
+        str, typer.Option("--max-errors", help="Maximum share of failed requests.")
+    ] = "1%",
+    max_p99: Annotated[
+        str,
+        typer.Option(
+            "--max-p99", help="Maximum p99, such as 250ms, or 2x that of the old version."
+        ),
+    ] = "2x",
+    min_requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests without which no step ends.")
+    ] = 20,
+) -> None:
+    """Move a label to another version step by step, and back if errors or latencies exceed the limits."""
+    from gateway.client.api import ApiClient
+    from gateway.client.rollout import Rollout, RolloutPlan, parse_limits, parse_steps
+
+    limits = parse_limits(max_errors, max_p99, min_requests)
+    plan = RolloutPlan(model, label, old, new, parse_steps(steps), every, limits)
+    with ApiClient(target) as api:
+        Rollout(api, plan).run()
 
 
 def label_path(model: str, label: str = "") -> str:

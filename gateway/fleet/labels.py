@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 from gateway.errors import Conflict, MalformedRequest, UnknownModel
 from gateway.fleet.health import HealthState
@@ -13,10 +13,8 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState
 from gateway.messages import quote_text
+from gateway.tensors.tf_serving import build_version_status
 from gateway.version_labels import InvalidLabel, VersionLabel, check_label_name, parse_label
-
-# TensorFlow Serving's states of a version (get_model_status.proto) for Triton's.
-SERVING_STATES: Final = {READY: "AVAILABLE", "LOADING": "LOADING", "UNLOADING": "UNLOADING"}
 
 
 class VersionNotReady(Conflict):
@@ -122,17 +120,14 @@ class LabelManager:
             **label.to_dict(),
             **({"declared": True} if is_declared else {}),
             "ready": {each: self._pool.is_servable(model, each) for each in label.versions},
-            "model_version_status": [self._describe_status(model, each) for each in label.shares],
+            "model_version_status": build_version_status(
+                {"version": each, **self._find_best_state(model, each).to_dict()}
+                for each in label.shares
+            ),
         }
 
-    def _describe_status(self, model: str, version: str) -> dict[str, Any]:
-        """Return the state of a version as in TensorFlow Serving's model status."""
-        replicas = self._pool.replicas.values()
-        states = [
-            self._pool.known_index(each).models.get(model, {}).get(version) for each in replicas
-        ]
-        known = [state for state in states if state is not None]
-        best = max(known, key=lambda state: state.rank, default=VersionState(UNAVAILABLE))
-        state = SERVING_STATES.get(best.state, "END")
-        status = {"error_code": "OK", "error_message": ""}
-        return {"version": version, "state": state, "status": status}
+    def _find_best_state(self, model: str, version: str) -> VersionState:
+        indexes = map(self._pool.known_index, self._pool.replicas.values())
+        states = (index.models.get(model, {}).get(version) for index in indexes)
+        known = (state for state in states if state is not None)
+        return max(known, key=lambda state: state.rank, default=VersionState(UNAVAILABLE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.media_types import JSON
+from gateway.openapi.models import VERSION_STATUS_SCHEMA
 from gateway.openapi.responses import build_responses
 from gateway.openapi.schemas import build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
@@ -45,13 +46,6 @@ LABEL_PROPERTIES: Final = {
     },
     "shadow": SHADOW_SCHEMA,
 }
-STATUS_SCHEMA: Final = build_object_schema(
-    {
-        "version": STRING_SCHEMA,
-        "state": {"enum": ["AVAILABLE", "LOADING", "UNLOADING", "END"]},
-        "status": {"type": "object"},
-    },
-)
 LABEL_SCHEMA: Final = build_object_schema(
     {
         "model": STRING_SCHEMA,
@@ -61,7 +55,7 @@ LABEL_SCHEMA: Final = build_object_schema(
         "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
         "model_version_status": {
             "type": "array",
-            "items": STATUS_SCHEMA,
+            "items": VERSION_STATUS_SCHEMA,
             "description": "The same in TensorFlow Serving's format.",
         },
     },
