@@ -27,6 +27,9 @@ LISTED_MODEL_SCHEMA = build_object_schema(
             "enum": ["loaded", "unloaded"],
             "description": "Desired state set through the API.",
         },
+        "labels": build_map_schema(
+            {"type": "object"}, "Version labels: the version, or the versions with their shares."
+        ),
         "replicas": build_map_schema(
             STRING_SCHEMA,
             "State on each replica, by address (only with the right to see the fleet).",
@@ -39,7 +42,7 @@ LISTED_MODEL_SCHEMA = build_object_schema(
         "last_error": STRING_SCHEMA
         | {"description": "Reason and replica of the last failed load."},
     },
-    optional=("declared", "wished", "replicas", "behind", "last_error"),
+    optional=("declared", "wished", "labels", "replicas", "behind", "last_error"),
 )
 REPLICA_SCHEMA = build_object_schema(
     {

@@ -49,6 +49,8 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
             model["declared"] = True
         if name in repository.desired_models:
             model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
+        if labels := repository.state.labels.get(name):
+            model["labels"] = {label: value.to_dict() for label, value in labels.items()}
         if Right.fleet in caller.rights:
             states = {at: index.model_state(name).state for at, index in indexes.items()}
             model["replicas"] = states

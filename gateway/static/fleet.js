@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
 import { promptForKey, withKey } from "./key.js";
+import { describeLabels } from "./labels.js";
 import * as upload from "./upload.js";
 
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
@@ -78,7 +79,7 @@ function stateCell(name, more = "") {
 }
 
 function updateColumns(addresses) {
-  const names = ["Model", "Versions", ...addresses, "Last error", "Actions"];
+  const names = ["Model", "Versions", "Labels", ...addresses, "Last error", "Actions"];
   if (columns === names.join("\n")) return;
   columns = names.join("\n");
   $("models").tHead.rows[0].replaceChildren(...names.map((name) => el("th", { scope: "col", text: name })));
@@ -95,6 +96,7 @@ function modelCells(model, addresses) {
       text: (versions.join(", ") || "not loaded") + (missing ? ", load pending" : ""),
       class: model.ready ? "state good" : "state quiet",
     },
+    { text: describeLabels(model.labels), class: "long" },
     ...addresses.map((address) => stateCell(model.replicas?.[address] ?? "–")),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
     actionButtons(model.name, model.ready, missing),
