@@ -1,7 +1,7 @@
 """Shadow traffic: copies of requests to another version, whose responses are compared and dropped.
 
 A copy is sent after the response of its request. It takes no slot, waits for none, and does not count for the
-health of a replica. While requests are in progress, copies add at most `LOAD_SHARE` to the load.
+health of a replica. While other requests are in progress, copies add at most `BUSY_SHARE` to their number.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gateway.version_labels import Shadow
 
 log = logging.getLogger(__name__)
 
-LOAD_SHARE: Final = 0.04  # of the requests in progress
-MAX_IDLE_COPIES: Final = 4  # in progress at the same time while there are no requests
+BUSY_SHARE: Final = 0.04  # copies per request while other requests are in progress
+MAX_COPIES: Final = 4  # in progress at the same time
 LOG_INTERVAL_S: Final = 10.0  # between two lines of a label
 MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread
 FAILED, DROPPED = "failed", "dropped"
@@ -60,16 +60,37 @@ class ShadowRunner:
         self._admission = admission
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
-        self._not_before = 0.0
+        self._allowed_copies = 1.0  # a token bucket
         self._next_log: dict[tuple[str, str], float] = {}
         self._unlogged = 0
 
     async def close(self) -> None:
         await cancel_tasks(self._tasks)
 
+    def choose_shadow(self, label: ActiveLabel) -> Shadow | None:
+        """Return the label's shadow if a request that holds a slot is to be copied."""
+        if label.value.shadow is None:
+            return None
+        self._allowed_copies = min(self._allowed_copies + BUSY_SHARE, MAX_COPIES)
+        shadow = label.take_shadow()
+        if shadow is None or self._take_place():
+            return shadow
+        self.count_result(label, shadow, DROPPED)
+        return None
+
+    def _take_place(self) -> bool:
+        if self._admission.waiting:
+            return False
+        if self._admission.running <= 1:  # the request itself
+            return True
+        if self._allowed_copies < 1:
+            return False
+        self._allowed_copies -= 1
+        return True
+
     def start(self, copy: ShadowCopy) -> None:
-        """Send a copy in the background, or drop it if its place is needed."""
-        if copy.response_bytes > self.max_bytes or not self._has_place():
+        """Send a copy in the background, or drop it if it is large or there are too many."""
+        if copy.response_bytes > self.max_bytes or len(self._tasks) >= MAX_COPIES:
             self.count_result(copy.label, copy.shadow, DROPPED)
             return
         task = asyncio.create_task(self._run(copy))
@@ -80,28 +101,15 @@ class ShadowRunner:
         labels = (label.model, label.name, shadow.version, result)
         self._metrics.shadow_requests.labels(*labels).inc()
 
-    def _has_place(self) -> bool:
-        running, copies = self._admission.running, len(self._tasks)
-        if not running:
-            return copies < MAX_IDLE_COPIES
-        if self._admission.waiting or monotonic() < self._not_before:
-            return False
-        return copies < max(LOAD_SHARE * running, 1)
-
     async def _run(self, copy: ShadowCopy) -> None:
         current_request_info.set(None)  # its log line and metrics are complete
-        started = monotonic()
         try:
             comparison = await self._compare(copy)
         except GatewayError as exc:
             comparison = Comparison(FAILED, exc.detail)
-        now = monotonic()
-        # With few requests in progress, one copy at a time is more than the share: pause after each.
-        share = LOAD_SHARE * max(self._admission.running, 1)
-        self._not_before = now + (now - started) * max(1 / share - 1, 0)
         self.count_result(copy.label, copy.shadow, comparison.result)
         if comparison.result in (DIFFERENT, FAILED):
-            self._log_difference(copy, comparison, now)
+            self._log_difference(copy, comparison, monotonic())
 
     async def _compare(self, copy: ShadowCopy) -> Comparison:
         call = await copy.build_call()

@@ -23,7 +23,7 @@ def copy_request(
 
     Sequences are never copied. A batch that was cut, and a large request, are dropped.
     """
-    if request.target.sequence_step is not None or (shadow := label.take_shadow()) is None:
+    if request.target.sequence_step is not None or (shadow := runner.choose_shadow(label)) is None:
         return
     inputs = request.inputs
     size_bytes = sum(array.nbytes for array in inputs.arrays.values())

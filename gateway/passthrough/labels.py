@@ -68,7 +68,7 @@ class LabelledRequest:
         label = self._target.label
         if label.value.shadow is None or not can_copy(call):
             return call
-        self._shadow = label.take_shadow()
+        self._shadow = self._runner.choose_shadow(label)
         if self._shadow is None:
             return call
         self._call, self._chunks = call, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.admission import AdmissionQueue
+from gateway.fleet.label_router import ActiveLabel, SequenceVersions
 from gateway.fleet.output_comparison import compare_outputs
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import ReplicaConnectionOptions
+from gateway.fleet.shadows import ShadowRunner
+from gateway.metrics import Metrics
+from gateway.version_labels import Shadow, VersionLabel
 from tests.support.servers import Command, Triton, gateway
 from tests.support.versioned import LABELS, NAME, V1_BODY, V2_BODY, set_behaviour, write_versions
 from tests.support.wait import wait_until
@@ -237,3 +245,32 @@ def outputs(*values: Any, dtype: Any = np.float32) -> dict[str, np.ndarray]:
 )
 def test_outputs_are_compared_by_value(primary: Any, other: Any, result: str) -> None:
     assert compare_outputs(primary, other, 0.001).result == result
+
+
+# How many are copied.
+
+
+async def count_copies(slots: int, percent: float, *, waits: bool = False) -> int:
+    """Return how many of a thousand requests are copied while so many hold a slot."""
+    metrics = Metrics()
+    admission = AdmissionQueue(slots, slots, 1, metrics)
+    pool = ReplicaPool((), ReplicaConnectionOptions(1.0), metrics=metrics)
+    runner = ShadowRunner(pool, admission, metrics, 1 << 20)
+    value = VersionLabel({"1": 1}, shadow=Shadow("2", percent))
+    label = ActiveLabel(pool, SequenceVersions(), NAME, "stable", value)
+    assert all(admission.try_acquire(NAME) for _ in range(slots))
+    waiting = asyncio.create_task(admission.acquire(NAME, 60)) if waits else None
+    await asyncio.sleep(0)
+    chosen = sum(runner.choose_shadow(label) is not None for _ in range(1000))
+    if waiting is not None:
+        waiting.cancel()
+    return chosen
+
+
+def test_a_busy_gateway_copies_four_percent_and_one_at_its_limit_none() -> None:
+    assert asyncio.run(count_copies(1, 100)) == 1000
+    assert asyncio.run(count_copies(1, 10)) == 100
+    assert asyncio.run(count_copies(2, 100)) == 41
+    assert asyncio.run(count_copies(32, 100)) == 41
+    assert asyncio.run(count_copies(32, 1)) == 10
+    assert asyncio.run(count_copies(32, 100, waits=True)) == 0
