@@ -123,6 +123,14 @@ class ActiveLabel:
                 return str(header[1], "latin-1")
         return str(scope["request_info"].key) if self.value.is_sticky_by_key else ""
 
+    def redirect(self, version: str) -> str:
+        """Return a ready version other than this one; empty if there is none."""
+        ready = {each: share for each, share in self.find_ready_shares().items() if each != version}
+        if not ready:
+            return ""
+        self._count_redirect(version)
+        return find_largest_share(ready)
+
     def choose_by_key(self, key: str) -> str:
         """Return the version of a key; a different one only while that is missing."""
         ready = self.find_ready_shares()

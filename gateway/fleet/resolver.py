@@ -31,6 +31,12 @@ class LabelledTarget(ModelTarget):
     def choose_sequence_version(self, step: SequenceStep) -> str:
         return self.label.choose_sequence_version(self.scope, self.version, step)
 
+    def choose_other_version(self, step: SequenceStep | None) -> str:
+        """Return another version of a split after Triton refused this one; empty if there is none."""
+        if step is not None or not self.label.value.is_split:
+            return ""
+        return self.label.redirect(self.version)
+
 
 class ModelResolver:
     """Resolves the model of every request, whether its name came from a path, a body or gRPC."""

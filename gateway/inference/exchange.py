@@ -20,7 +20,7 @@ from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
-from gateway.inference.shadow_copy import copy_request
+from gateway.inference.labels import copy_request, infer_with_label
 from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
@@ -251,7 +251,11 @@ class InferExchange:
         return list(await asyncio.gather(*map(infer_one, inputs_list)))
 
     async def run_inference(self, request: InferRequest) -> InferResult:
-        result = await self.services.models.infer(request)
+        if self.label is None:
+            result = await self.services.models.infer(request)
+        else:
+            result = await infer_with_label(self.services.models, self.label, request)
+            self.info.version = result.version
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.label is not None:
             copy = copy_request(self.services.shadows, self.label.label, request, result)

@@ -147,9 +147,10 @@ async def forward_request(
     path = b"%b?%b" % (route.path, query) if query else route.path
     try:
         call = HttpCall(target, method, path, forwarded, body)
-        if labelled is not None and action.is_inference:
-            call = labelled.copy_call(call)
-        return await services.dispatcher.send(call, timeout_s)
+        if labelled is None:
+            return await services.dispatcher.send(call, timeout_s)
+        is_inference = action.is_inference
+        return await labelled.send(services.dispatcher, call, timeout_s, is_inference=is_inference)
     except BaseException:
         if action.is_inference:
             services.admission.release(model)

@@ -11,12 +11,13 @@ import numpy as np
 import orjson
 from starlette.types import Message, Send
 
-from gateway.errors import BadUpstream
+from gateway.errors import BadUpstream, ModelNotReady, UnknownModel
+from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.output_comparison import Arrays
 from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.fleet.transports import HttpCall
-from gateway.http_client.client import CompleteResponse
+from gateway.http_client.client import CompleteResponse, UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.passthrough.body import BODY_FRAMING_HEADERS, iterate_once, limit_length
@@ -57,6 +58,28 @@ class LabelledRequest:
     @property
     def response_header(self) -> tuple[bytes, bytes]:
         return VERSION_HEADER, self.route.version.encode()
+
+    async def send(
+        self, dispatcher: Dispatcher, call: HttpCall, timeout_s: float, *, is_inference: bool
+    ) -> UpstreamResponse:
+        """Send the request; if Triton refuses a version of a split that was unloaded, to another one."""
+        if is_inference:
+            call = self.copy_call(call)
+        try:
+            return await dispatcher.send(call, timeout_s)
+        except (ModelNotReady, UnknownModel):
+            step = call.target.sequence_step
+            version = self._target.choose_other_version(step) if call.is_resendable else ""
+            if not version:
+                raise
+        self.route = change_version_cached(self._requested, version)
+        return await dispatcher.send(self._change_version(call, version), timeout_s)
+
+    def _change_version(self, call: HttpCall, version: str) -> HttpCall:
+        path = change_version_cached(self._requested, version).path
+        if query := call.path.partition(b"?")[2]:
+            path = b"%b?%b" % (path, query)
+        return call._replace(target=call.target._replace(version=version), path=path)
 
     # Shadow traffic.
 
@@ -138,14 +161,10 @@ class LabelledRequest:
         )
 
     async def _build_call(self, call: HttpCall, shadow: Shadow) -> HttpCall:
-        path = change_version_cached(self._requested, shadow.version).path
-        query = call.path.partition(b"?")[2]
         body = b"".join(self._chunks)
         headers = [header for header in call.headers if header[0] not in NOT_COPIED]
         headers.append((b"content-length", b"%d" % len(body)))
-        target = call.target._replace(version=shadow.version)
-        path = b"%b?%b" % (path, query) if query else path
-        return HttpCall(target, call.method, path, headers, body)
+        return self._change_version(call, shadow.version)._replace(headers=headers, body=body)
 
 
 def can_copy(call: HttpCall) -> bool:

@@ -358,6 +358,25 @@ def test_a_version_that_disappears(tmp_path: Path) -> None:
             assert count_versions(client, path, 20) == {"1": 10, "3": 10}
 
 
+def test_a_split_answers_while_a_version_of_it_goes_and_comes(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        triton = stack.enter_context(Triton(write_versions(tmp_path), NAME))
+        triton.wait()
+        # The gateway learns of the change from Triton's answers, and not from a probe.
+        client = stack.enter_context(
+            gateway_before(triton.options.url, **{**QUICK, "poll_interval_s": "30"})
+        )
+        wait_until(lambda: client.get(V1).status_code == 200)
+        put(client, "canary", versions={"1": 50, "3": 50})
+        for path in (f"{V1}/versions/canary/infer", f"{V2}/versions/canary/infer"):
+            assert count_versions(client, path, 10) == {"1": 5, "3": 5}
+            remove_version(triton, 3)
+            assert count_versions(client, path, 20) == {"1": 20}
+            add_version(triton, 3)
+            client.post("/v2/repository/index")  # probes the replicas
+            assert count_versions(client, path, 10) == {"1": 5, "3": 5}
+
+
 def redirects(client: httpx.Client) -> float:
     name = 'gateway_label_redirects_total{label="canary",model="split",version="3"}'
     lines = client.get("/metrics").text.splitlines()

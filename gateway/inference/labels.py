@@ -1,4 +1,4 @@
-"""Copies of requests of `/v1` for a label's shadow version."""
+"""Requests of `/v1` whose version a label decided, and their copies for a shadow version."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import asyncio
 from collections.abc import Iterator
 from functools import partial
 
+from gateway.errors import ModelNotReady, UnknownModel
 from gateway.fleet.label_router import ActiveLabel
 from gateway.fleet.output_comparison import Arrays
+from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.fleet.signatures import ModelService
 from gateway.fleet.transports import HttpCall, prepare_http_infer
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.outputs import InferResult
 from gateway.triton.inference import InferRequest, decode_http_response
 from gateway.version_labels import Shadow
+
+
+async def infer_with_label(
+    models: ModelService, label: LabelledTarget, request: InferRequest
+) -> InferResult:
+    """Run an inference; if Triton refuses a version of a split that was unloaded, on another one."""
+    try:
+        return await models.infer(request)
+    except (ModelNotReady, UnknownModel):
+        version = label.choose_other_version(request.target.sequence_step)
+        if not version or request.inputs.exceeds(request.signature.max_batch_size):
+            raise
+    return await models.infer(request._replace(target=request.target._replace(version=version)))
 
 
 def copy_request(
