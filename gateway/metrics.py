@@ -83,6 +83,7 @@ class Metrics:
         self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
         self._dropped_lines = 0
         self.pending_attempts: Counts[tuple[str, str]] = Counts()
+        self.pending_shadows: Counts[tuple[str, str, str, str]] = Counts()
 
         create = MetricFactory(self.registry)
         self._create_request_metrics(create)
@@ -234,6 +235,9 @@ class Metrics:
         attempts, self.pending_attempts = self.pending_attempts, Counts()
         for labels, count in attempts.items():
             self.attempts.labels(*labels).inc(count)
+        shadows, self.pending_shadows = self.pending_shadows, Counts()
+        for results, count in shadows.items():
+            self.shadow_requests.labels(*results).inc(count)
         for route, count in self.in_flight.items():
             self.running.labels(route).set(count)
 

@@ -28,7 +28,7 @@ from gateway.version_labels import Shadow
 
 log = logging.getLogger(__name__)
 
-BUSY_SHARE: Final = 0.04  # copies per request while other requests are in progress
+BUSY_SHARE: Final = 0.02  # copies per request while other requests are in progress
 MAX_COPIES: Final = 4  # in progress at the same time
 LOG_INTERVAL_S: Final = 10.0  # between two lines of a label
 MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread
@@ -98,8 +98,8 @@ class ShadowRunner:
         task.add_done_callback(self._tasks.discard)
 
     def count_result(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
-        labels = (label.model, label.name, shadow.version, result)
-        self._metrics.shadow_requests.labels(*labels).inc()
+        key = (label.model, label.name, shadow.version, result)
+        self._metrics.pending_shadows[key] += 1
 
     async def _run(self, copy: ShadowCopy) -> None:
         current_request_info.set(None)  # its log line and metrics are complete
