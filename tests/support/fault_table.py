@@ -150,6 +150,39 @@ TRITON = (
         },
     ),
     Row(
+        "a staged load fails on a replica",
+        "502 names the replica; the others are not loaded, and all keep serving what they had",
+        {
+            "system/test_staged_load": [
+                "a_failure_stops_a_staged_load_and_says_where",
+                "what_is_loaded_keeps_serving_while_a_staged_load_fails",
+                "a_probe_that_fails_stops_the_load",
+            ]
+        },
+    ),
+    Row(
+        "a version that a label means is unloaded, or its Triton or the gateway restarts",
+        "the other versions of a split take its share; a label without a ready version is 503 until "
+        "it has one again",
+        {
+            "integration/test_labels": [
+                "a_version_that_disappears",
+                "a_split_answers_while_a_version_of_it_goes_and_comes",
+            ]
+        },
+    ),
+    Row(
+        "a shadow version hangs, fails or responds differently",
+        "no request notices; the results are counted, and further copies are dropped",
+        {
+            "integration/test_shadows": [
+                "a_slow_shadow_delays_no_request",
+                "other_results_are_counted_as_what_they_are",
+                "a_busy_gateway_copies_two_percent_and_one_at_its_limit_none",
+            ]
+        },
+    ),
+    Row(
         "fifty concurrent loads and unloads of one model",
         "they run one after another; the last one takes effect",
         {
