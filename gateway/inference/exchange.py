@@ -255,7 +255,7 @@ class InferExchange:
             result = await self.services.models.infer(request)
         else:
             result = await infer_with_label(self.services.models, self.label, request)
-            self.info.version = result.version
+            self.info.version = result.version or self.info.version
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.label is not None:
             copy = copy_request(self.services.shadows, self.label.label, request, result)
