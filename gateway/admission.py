@@ -113,6 +113,11 @@ class AdmissionQueue:
                 raise DeadlinePassed(timeout_s) from None
             raise
 
+    def count_requests(self, model: str) -> int:
+        """Return the number of requests of the model that run or wait."""
+        waiting = sum(len(queue) for (name, _), queue in self._queues.items() if name == model)
+        return self._running_by_model.get(model, 0) + waiting
+
     def release(self, model: str) -> None:
         self.running -= 1
         running = self._running_by_model[model] - 1

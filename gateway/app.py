@@ -29,11 +29,15 @@ from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.error_responses import render_error
 from gateway.fleet.collector import FleetCollector, StateCollector
+from gateway.fleet.activation import ModelActivator
+from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.openai_servers import OpenAIServers
+from gateway.fleet.on_demand_models import OnDemandOptions
+from gateway.fleet.on_demand_plan import ModelBudget
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
@@ -229,6 +233,25 @@ def open_openai_servers(
     return servers
 
 
+def create_activator(
+    settings: Settings, dispatcher: Dispatcher, repository: Repository, admission: AdmissionQueue
+) -> ModelActivator | None:
+    """Return the component that loads models on demand; None if no model can be one."""
+    if not settings.on_demand_models and settings.models_file is None:
+        return None
+    options = OnDemandOptions(
+        settings.on_demand_models,
+        ModelBudget(settings.max_loaded_models, settings.model_memory_mb),
+        settings.default_model_memory_mb,
+        settings.idle_unload_s,
+        settings.max_queue,
+    )
+    last_used: dict[str, float] = {}
+    activator = repository.create_activator(admission, last_used, options)
+    dispatcher.enable_activation(activator, last_used)
+    return activator
+
+
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
@@ -262,6 +285,10 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
+        activator = create_activator(settings, dispatcher, repository, admission)
+        if activator is not None:
+            await stack.enter_async_context(activator)
+        metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         stack.callback(asyncio.create_task(update_metrics(metrics, admission, memory)).cancel)
@@ -289,6 +316,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             rates,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),
+            activator,
             await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,
         )

@@ -19,7 +19,7 @@ DEMAND_WITHOUT_COPY: Final = 1.0
 
 @dataclass(frozen=True)
 class ModelBudget:
-    """What each replica may hold; 0 means no limit."""
+    """The limits of the models on each replica; 0 means no limit."""
 
     max_models: int = 0
     memory_mb: int = 0
@@ -125,7 +125,7 @@ def plan_victims(
         if victim is None:
             return None
         victims.append(victim)
-        remove_model(held, victim)
+        remove_victim(held, victim)
     # A large victim may have made room for smaller ones, of which the last used ones stay.
     for victim in sorted(victims, key=lambda model: model.last_used, reverse=True):
         restored = {**held, victim.name: victim}
@@ -153,7 +153,7 @@ def choose_victim(
     return min(candidates, key=lambda model: (model.last_used, model.name), default=None)
 
 
-def remove_model(held: dict[str, LoadedModel], model: LoadedModel) -> None:
+def remove_victim(held: dict[str, LoadedModel], model: LoadedModel) -> None:
     """Remove a model; its parts were used when it was."""
     del held[model.name]
     for part in model.parts & held.keys():
@@ -173,7 +173,7 @@ def plan_excess(replica: ReplicaLoad, budget: ModelBudget) -> tuple[str, ...]:
         if victim is None:
             break
         victims.append(victim.name)
-        remove_model(held, victim)
+        remove_victim(held, victim)
     return tuple(victims)
 
 
@@ -183,7 +183,7 @@ def find_idle_models(replica: ReplicaLoad, idle_since: float) -> tuple[str, ...]
     idle = []
     while (victim := choose_victim(held, ())) is not None and victim.last_used <= idle_since:
         idle.append(victim.name)
-        remove_model(held, victim)
+        remove_victim(held, victim)
     return tuple(idle)
 
 

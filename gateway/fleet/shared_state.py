@@ -40,6 +40,11 @@ class SharedState:
     def declared_models(self) -> Mapping[str, DeclaredModel]:
         return self._models_file.models
 
+    @property
+    def on_demand_models(self) -> Mapping[str, DeclaredModel]:
+        """Return the models of the models file that are loaded on demand."""
+        return self._models_file.on_demand_models
+
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
             stored = await self.store.read_desired_models()

@@ -189,7 +189,13 @@ class InferExchange:
         step = self._read_parameters(payload.parameters) if payload.parameters else self.step
         signature = self.signature
         return InferRequest(
-            RequestTarget(signature.model, signature.version, self.timeout_s, sequence_step=step),
+            RequestTarget(
+                signature.model,
+                signature.version,
+                self.timeout_s,
+                sequence_step=step,
+                can_activate=True,
+            ),
             signature,
             inputs,
             check_output_names(signature, payload.outputs),
@@ -283,6 +289,8 @@ async def open_exchange(
         ]
     if deadline is None:
         deadline = asyncio.get_running_loop().time() + timeout_s
+    if services.activator is not None and not services.pool.can_serve(*target):
+        await services.activator.activate(target.model, timeout_s)
     signature = services.models.find_signature(*target)
     if signature is None:
         read = services.models.get_signature(*target)

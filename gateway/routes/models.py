@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
 from gateway.fleet.health import HealthState
-from gateway.fleet.index import merge_indexes
+from gateway.fleet.index import (
+    UNAVAILABLE,
+    Index,
+    VersionState,
+    find_states,
+    merge_indexes,
+    version_sort_key,
+)
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
@@ -28,6 +35,7 @@ from gateway.tensors.signature import Signature, TensorSpec
 from gateway.tensors.tf_serving import build_model_metadata, build_version_status
 
 router = APIRouter(tags=["models"])
+ON_DEMAND: Final = "ON_DEMAND"
 IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
 
 
@@ -45,13 +53,19 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     for name, model in models.items():
         model["ready"] = any(index.is_ready(name) for index in indexes.values())
+        is_on_demand = repository.on_demand_models.is_on_demand(name)
+        if is_on_demand:
+            model.update(describe_on_demand_model(name, indexes))
         if name in repository.declared_models:
             model["declared"] = True
         if name in repository.desired_models:
             model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
         if Right.fleet in caller.rights:
-            states = {at: index.model_state(name).state for at, index in indexes.items()}
-            model["replicas"] = states
+            states = {at: index.model_state(name) for at, index in indexes.items()}
+            model["replicas"] = {
+                at: find_best_state([state])["state"] if is_on_demand else state.state
+                for at, state in states.items()
+            }
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
             if name in repository.load_errors:
@@ -66,6 +80,22 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
 def build_openai_entry(name: str) -> dict[str, Any]:
     # OpenAI's clients require a time; Triton does not know when a model was made.
     return {"id": name, "object": "model", "created": 0, "owned_by": "triton"}
+
+
+def describe_on_demand_model(model: str, indexes: Mapping[str, Index]) -> dict[str, Any]:
+    """Return what differs from other models: the best state of each version, not the worst."""
+    numbers = {number for index in indexes.values() for number in index.models.get(model, ())}
+    versions = [
+        {"version": number, **find_best_state(find_states(indexes, model, number).values())}
+        for number in sorted(numbers, key=version_sort_key)
+    ]
+    state = find_best_state(index.model_state(model) for index in indexes.values())["state"]
+    return {"on_demand": True, "state": state, "versions": versions}
+
+
+def find_best_state(states: Iterable[VersionState]) -> dict[str, str]:
+    best = max(states, key=lambda version: version.rank)
+    return {"state": ON_DEMAND if best.state == UNAVAILABLE else best.state}
 
 
 def group_model_versions(

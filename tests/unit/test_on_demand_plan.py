@@ -227,7 +227,7 @@ def test_copies_stay_within_their_limits_and_change_by_one(
 
 
 @pytest.mark.parametrize("demand", [0, 1, 3, 9, 40])
-def test_copies_settle_under_a_steady_demand(demand: float) -> None:
+def test_copies_settle_under_a_steady_demand(demand: int) -> None:
     limits, copies, mean, changes = CopyLimits(1, 4), 1, 0.0, []
     for _ in range(200):
         mean = update_mean_demand(mean, demand)

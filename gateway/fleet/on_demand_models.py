@@ -1,0 +1,99 @@
+"""The models that are loaded on demand: those of the models file, and those that match a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from gateway.admission import AdmissionQueue
+from gateway.errors import GatewayError, Unavailable
+from gateway.fleet.on_demand_plan import CopyLimits, ModelBudget
+from gateway.fleet.shared_state import SharedState
+from gateway.messages import join_names, quote_text
+
+
+@dataclass(frozen=True)
+class OnDemandOptions:
+    """Options of loading on demand."""
+
+    patterns: tuple[str, ...]
+    budget: ModelBudget
+    default_memory_mb: int
+    idle_unload_s: float  # 0: never
+    max_waiting: int  # requests
+
+
+class ModelLoading(Unavailable):
+    code = "MODEL_LOADING"
+
+    def __init__(self, model: str, retry_after_s: int) -> None:
+        GatewayError.__init__(
+            self,
+            f"model {quote_text(model)} is being loaded; try again, or set a longer timeout with "
+            "X-Request-Timeout, in seconds",
+            headers={"Retry-After": str(retry_after_s)},
+        )
+
+
+class NoRoom(Unavailable):
+    code = "NO_ROOM"
+
+    def __init__(self, model: str, holders: Collection[str], *, has_hidden: bool) -> None:
+        names = [quote_text(name) for name in holders]
+        if has_hidden:
+            names.append("models that this key cannot see")
+        held = f"; its memory is held by {join_names(names)}" if names else ""
+        super().__init__(f"no replica has room for model {quote_text(model)}{held}")
+
+
+@dataclass(eq=False, repr=False)
+class OnDemandModels:
+    """The rules by which a model is loaded on demand and may be evicted."""
+
+    _state: SharedState
+    _patterns: tuple[str, ...]
+
+    def is_on_demand(self, model: str) -> bool:
+        """Return whether requests load the model. The models file and the API take precedence."""
+        if model in self._state.declared_models or model in self._state.desired_models:
+            return False
+        return self.matches(model)
+
+    def matches(self, model: str) -> bool:
+        """Return whether the models file or a pattern names the model as one to load on demand."""
+        return model in self._state.on_demand_models or any(
+            fnmatchcase(model, pattern) for pattern in self._patterns
+        )
+
+    def get_copy_limits(self, model: str) -> CopyLimits:
+        entry = self._state.on_demand_models.get(model)
+        return CopyLimits() if entry is None or entry.copies is None else entry.copies
+
+    def get_load_parameters(self, model: str) -> dict[str, Any]:
+        entry = self._state.on_demand_models.get(model)
+        return {} if entry is None else entry.load_parameters
+
+
+@dataclass(eq=False, repr=False)
+class ModelUsage:
+    """The last use of each model, and the requests in progress."""
+
+    _admission: AdmissionQueue
+    last_used: dict[str, float]  # by the clock of `time.perf_counter`; the dispatcher adds to it
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._started_at = self._clock()
+
+    def get_last_used(self, model: str) -> float:
+        """Return the time of the last use; the start of this process for a model without any."""
+        return self.last_used.get(model, self._started_at)
+
+    def record_use(self, model: str) -> None:
+        self.last_used[model] = self._clock()
+
+    def count_requests(self, model: str) -> int:
+        """Return the number of requests that run or wait for a slot."""
+        return self._admission.count_requests(model)
