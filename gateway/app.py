@@ -189,6 +189,7 @@ def build_components(settings: Settings) -> AppComponents:
             tls,
             settings.accepted_uploads is ModelUploads.code,
             settings.ready_quorum,
+            settings.hold_s,
         ),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
@@ -237,7 +238,7 @@ def create_activator(
     settings: Settings, dispatcher: Dispatcher, repository: Repository, admission: AdmissionQueue
 ) -> ModelActivator | None:
     """Return the component that loads models on demand; None if no model can be one."""
-    if not settings.on_demand_models and settings.models_file is None:
+    if not (settings.on_demand_models or settings.models_file or settings.hold_s):
         return None
     options = OnDemandOptions(
         settings.on_demand_models,
@@ -245,6 +246,7 @@ def create_activator(
         settings.default_model_memory_mb,
         settings.idle_unload_s,
         settings.max_queue,
+        settings.hold_s,
     )
     last_used: dict[str, float] = {}
     activator = repository.create_activator(admission, last_used, options)

@@ -191,8 +191,14 @@ class Metrics:
             "Time that requests waited for the load of their model.",
             buckets=WAIT_BUCKETS,
         )
+        self.hold = create.histogram(
+            "gateway_hold_seconds",
+            "Time that requests waited for a replica, and until it had loaded its models.",
+            buckets=WAIT_BUCKETS,
+        )
         self.held_requests = create.level(
-            "gateway_requests_held", "Requests that wait for the load of their model."
+            "gateway_requests_held",
+            "Requests that wait for a replica, or for the load of their model.",
         )
         for outcome in ("done", "failed"):
             self.on_demand_loads.labels(outcome)

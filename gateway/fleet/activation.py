@@ -1,4 +1,4 @@
-"""Requests that wait until their model can be used: until it is loaded on demand."""
+"""Requests that wait until their model can be used: for a replica, and for a load on demand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import logging
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
+
+import anyio
 
 from gateway.admission import AdmissionQueueFull
 from gateway.errors import (
@@ -35,6 +37,8 @@ from gateway.triton.error_mapping import LoadFailed
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
+EXIT_PAUSE_S: Final = 0.005
+EXITS_PER_PAUSE: Final = 32
 MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 
@@ -46,6 +50,8 @@ class SharedLoad:
     task: asyncio.Task[NoPlacement | None]
     started_at: float
     waiters: int = 0
+    exits: int = 0  # requests that went on
+    exit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # they go on one after another
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class FailedLoad:
 
 @dataclass(eq=False, repr=False)
 class ModelActivator:
-    """Lets requests wait for the load of their model, which they share."""
+    """Lets requests wait for a replica and for the load of their model, which they share."""
 
     _pool: ReplicaPool
     _loader: OnDemandLoader
@@ -71,12 +77,26 @@ class ModelActivator:
 
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
-        return self._loader.models.is_on_demand(model) and self._pool.has_model(model)
+        if not self._pool.has_live_replica:
+            return self._loader.options.hold_s > 0
+        return self._is_loadable(model) or self._is_expected(model)
+
+    def _is_loadable(self, model: str) -> bool:
+        return (
+            self._pool.has_live_replica
+            and self._loader.models.is_on_demand(model)
+            and self._pool.has_model(model)
+        )
+
+    def _is_expected(self, model: str) -> bool:
+        """Return whether requests wait until the reconciler has loaded the model on a new replica."""
+        return self._loader.options.hold_s > 0 and self._loader.models.is_desired(model)
 
     async def activate(self, model: str, timeout_s: float) -> float:
         """Wait until the model is ready on a replica, or cannot be activated; return the remaining seconds.
 
-        Raises `ModelLoading` or `NoRoom` after the timeout, `LoadFailed`, or `AdmissionQueueFull`.
+        Raises `NoReplica`, `ModelNotReady`, `ModelLoading` or `NoRoom` after the timeout, `LoadFailed`, or
+        `AdmissionQueueFull`.
         """
         if self._pool.is_usable(model) or not self.can_activate(model):
             return timeout_s
@@ -84,35 +104,62 @@ class ModelActivator:
         if self.waiting >= options.max_waiting:
             metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, self.waiting)
+        wait_metric = metrics.on_demand_wait if self._is_loadable(model) else metrics.hold
         started_at = perf_counter()
-        self.waiting += 1
-        metrics.held_requests.set(self.waiting)
+        self._count_waiting(1)
         try:
-            await self._wait_for_load(model, timeout_s)
+            await self._wait(model, timeout_s)
         finally:
-            self.waiting -= 1
-            metrics.held_requests.set(self.waiting)
+            self._count_waiting(-1)
             waited_s = perf_counter() - started_at
-            metrics.on_demand_wait.observe(waited_s)
+            wait_metric.observe(waited_s)
         return max(timeout_s - waited_s, MIN_REMAINING_S)
 
-    async def _wait_for_load(self, model: str, timeout_s: float) -> None:
+    def _count_waiting(self, change: int) -> None:
+        self.waiting += change
+        self._pool.metrics.held_requests.set(self.waiting)
+
+    async def _wait(self, model: str, timeout_s: float) -> None:
         self._check_backoff(model)
         load = self._loads.get(model) or self._start_load(model)
+        started_at = perf_counter()
+        hold_s = min(timeout_s, self._loader.options.hold_s)
         load.waiters += 1
         try:
-            obstacle = await asyncio.wait_for(asyncio.shield(load.task), timeout_s)
-        except asyncio.TimeoutError:
-            obstacle = self._obstacles.get(model)
-            if obstacle is None:
-                elapsed_s = perf_counter() - load.started_at
-                expected_s = self._load_times_s.get(model)
-                retry_after_s = compute_retry_after_s(expected_s, elapsed_s)
-                raise ModelLoading(model, retry_after_s) from None
+            while not load.task.done():
+                # The whole timeout applies to a load, the shorter one as long as there is no replica.
+                limit_s = timeout_s if self._is_loadable(model) else hold_s
+                remaining_s = started_at + limit_s - perf_counter()
+                if remaining_s <= 0:
+                    raise self._build_timeout_error(model, load)
+                await asyncio.wait([load.task], timeout=remaining_s)
+            obstacle = load.task.result()
+            if obstacle is not None:
+                raise build_no_room_error(model, obstacle)
+            with anyio.move_on_after(started_at + timeout_s - perf_counter()):
+                return await self._go_on(model, load)
+            raise self._build_timeout_error(model, load)
         finally:
             load.waiters -= 1
+
+    async def _go_on(self, model: str, load: SharedLoad) -> None:
+        """Wait for the turn of a request: thousands at once would find the admission queue full."""
+        async with load.exit_lock:
+            # Polled, because an event would cost something for each request that ends.
+            while self._loader.usage.is_crowded(model):  # noqa: ASYNC110
+                await asyncio.sleep(EXIT_PAUSE_S)
+            load.exits += 1
+            if load.exits % EXITS_PER_PAUSE == 0:
+                await asyncio.sleep(EXIT_PAUSE_S)  # those before are admitted meanwhile
+
+    def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
+        if not self._is_loadable(model):
+            return ModelNotReady(model) if self._pool.has_live_replica else NoReplica()
+        obstacle = self._obstacles.get(model)
         if obstacle is not None:
-            raise build_no_room_error(model, obstacle)
+            return build_no_room_error(model, obstacle)
+        elapsed_s, expected_s = perf_counter() - load.started_at, self._load_times_s.get(model)
+        return ModelLoading(model, compute_retry_after_s(expected_s, elapsed_s))
 
     def _check_backoff(self, model: str) -> None:
         failure = self._failures.get(model)
@@ -147,10 +194,15 @@ class ModelActivator:
             task.exception()  # the requests that waited may have gone
 
     async def _load(self, model: str) -> NoPlacement | None:
-        """Load the model, or return why there is no room for it."""
-        failures = 0
+        """Wait for a replica and load the model, or return why there is no room for it."""
+        unreachable = 0
         while not self._pool.is_usable(model) and self._has_waiters(model):
-            placement = await self._find_place(model)
+            if not self.can_activate(model):
+                return None  # Triton's error tells why
+            if not self._pool.has_live_replica:
+                await self._pool.look_up_replicas()
+                continue
+            placement = await self._find_place(model) if self._is_loadable(model) else None
             if isinstance(placement, NoPlacement) and placement.is_final:
                 return placement
             if isinstance(placement, Placement):
@@ -160,8 +212,8 @@ class ModelActivator:
                 except ModelControlModeConflict:
                     continue  # the loader does not choose this replica again
                 except (RequestNotSent, BadUpstream):
-                    failures += 1
-                    if failures == MAX_UNREACHABLE:
+                    unreachable += 1
+                    if unreachable == MAX_UNREACHABLE:
                         raise
             await asyncio.sleep(RETRY_PAUSE_S)
         return None
@@ -184,7 +236,7 @@ class ModelActivator:
         """Load the model unless there is no room any longer. Raises the error of a failed load."""
         started_at = perf_counter()
         async with self._reconciler.lock_model(model):
-            if self._pool.is_usable(model) or not self.can_activate(model):
+            if self._pool.is_usable(model) or not self._is_loadable(model):
                 return True  # an administrator loaded or unloaded it
             try:
                 is_loaded = await self._loader.load(model, replica)
@@ -214,7 +266,7 @@ class ModelActivator:
 
     def build_error(self, model: str, version: str) -> GatewayError:
         """Return the error of a request that does not wait."""
-        if any(replica.index.models for replica in self._pool.replicas.values()):
+        if self._pool.has_live_replica:
             known = self._pool.has_model(model)
             return ModelNotReady(model, version) if known else UnknownModel(model, version)
         return NoReplica()

@@ -16,13 +16,14 @@ from gateway.messages import join_names, quote_text
 
 @dataclass(frozen=True)
 class OnDemandOptions:
-    """Options of loading on demand."""
+    """Options of loading on demand, and of waiting for a replica."""
 
     patterns: tuple[str, ...]
     budget: ModelBudget
     default_memory_mb: int
     idle_unload_s: float  # 0: never
     max_waiting: int  # requests
+    hold_s: float = 0.0  # how long they wait for a replica; 0: not at all
 
 
 class ModelLoading(Unavailable):
@@ -61,6 +62,11 @@ class OnDemandModels:
             return False
         return self.matches(model)
 
+    def is_desired(self, model: str) -> bool:
+        """Return whether the reconciler loads the model."""
+        desired = self._state.merge_model(model)
+        return desired is not None and desired.is_loaded
+
     def matches(self, model: str) -> bool:
         """Return whether the models file or a pattern names the model as one to load on demand."""
         return model in self._state.on_demand_models or any(
@@ -97,3 +103,7 @@ class ModelUsage:
     def count_requests(self, model: str) -> int:
         """Return the number of requests that run or wait for a slot."""
         return self._admission.count_requests(model)
+
+    def is_crowded(self, model: str) -> bool:
+        """Return whether further requests would take the second half of the model's slots."""
+        return self._admission.is_crowded(model)

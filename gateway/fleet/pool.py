@@ -19,6 +19,7 @@ from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
 CANCEL_RETRY_S: Final = 0.2
 MAX_CANDIDATE_LISTS: Final = 10_000
@@ -87,6 +88,16 @@ class ReplicaPool:
     def _notify_change(self) -> None:
         self._candidates.clear()
         self.changes.set()
+
+    @property
+    def has_live_replica(self) -> bool:
+        return any(
+            self.replica_state(each) is not HealthState.DOWN for each in self.replicas.values()
+        )
+
+    async def look_up_replicas(self) -> None:
+        """Look for new replicas before the next interval, and wait for a short time."""
+        await asyncio.gather(self._discovery.look_up_all(), asyncio.sleep(LOOKUP_PAUSE_S))
 
     def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())

@@ -65,7 +65,7 @@ class Repository:
         pool, options = self._pool, self._options
         self._state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
         self._loader = ModelLoader(pool, self._models, self._state, options)
-        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum)
+        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum, options.hold_s)
         self._reconciler = Reconciler(pool, self._state, self._loader, self._readiness)
         self.on_demand_models = OnDemandModels(self._state, ())
         self._tasks = TaskSet()

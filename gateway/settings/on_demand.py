@@ -1,4 +1,4 @@
-"""Models that are loaded on demand."""
+"""Models that are loaded on demand, and requests that wait for a replica."""
 
 from __future__ import annotations
 
@@ -22,3 +22,6 @@ class OnDemandSettings(SettingsGroup):
     """Memory in MiB of a model without gateway.memory_mb in its config."""
     idle_unload_s: NonNegativeSeconds = 0.0
     """Time after which an on-demand model without requests is unloaded; 0 means never."""
+    hold_s: NonNegativeSeconds = 0.0
+    """Time that inference requests wait while no replica is up, and then until its declared models are
+    loaded, at most until their own deadline. /readyz is 200 meanwhile. 0: they are rejected at once."""
