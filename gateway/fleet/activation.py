@@ -195,6 +195,7 @@ class ModelActivator:
 
     async def _load(self, model: str) -> NoPlacement | None:
         """Wait for a replica and load the model, or return why there is no room for it."""
+        current_request_info.set(None)  # the load serves all requests, not only the first
         unreachable = 0
         while not self._pool.is_usable(model) and self._has_waiters(model):
             if not self.can_activate(model):

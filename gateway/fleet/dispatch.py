@@ -219,12 +219,12 @@ class Dispatcher:
     def _can_activate_again(
         self, call: UpstreamCall[T], error: GatewayError, history: AttemptHistory
     ) -> bool:
-        """Return whether another gateway unloaded the model, which this request can wait for again."""
+        """Return whether the model is on no replica any longer, so that the request can wait for it again."""
         gate, target = self._activation_gate, call.target
         return (
             gate is not None
             and target.can_activate
-            and isinstance(error, (ModelNotReady, UnknownModel))
+            and isinstance(error, NOT_EXECUTED_ERRORS)
             and call.is_resendable
             and history.activations < MAX_ACTIVATIONS
             and not self._pool.is_usable(target.model)
