@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -66,6 +66,9 @@ from gateway.state.store import open_state_store
 from gateway.tracing import Tracer
 from gateway.triton.grpc.management import GrpcTlsFiles
 from gateway.triton.restricted_api import parse_restricted_api
+
+if TYPE_CHECKING:
+    from gateway.fleet.scaler import FleetScaler
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +241,8 @@ def create_activator(
     settings: Settings, dispatcher: Dispatcher, repository: Repository, admission: AdmissionQueue
 ) -> ModelActivator | None:
     """Return the component that loads models on demand; None if no model can be one."""
-    if not (settings.on_demand_models or settings.models_file or settings.hold_s):
+    needs = (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
+    if not any(needs):
         return None
     options = OnDemandOptions(
         settings.on_demand_models,
@@ -247,11 +251,19 @@ def create_activator(
         settings.idle_unload_s,
         settings.max_queue,
         settings.hold_s,
+        settings.scaler_port,
     )
     last_used: dict[str, float] = {}
     activator = repository.create_activator(admission, last_used, options)
     dispatcher.enable_activation(activator, last_used)
     return activator
+
+
+def open_scaler(activator: ModelActivator, port: int) -> FleetScaler:
+    # Imported here, because gRPC's server takes a while to import.
+    from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415
+
+    return FleetScaler(activator.loader.usage, port)
 
 
 @asynccontextmanager
@@ -290,6 +302,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         activator = create_activator(settings, dispatcher, repository, admission)
         if activator is not None:
             await stack.enter_async_context(activator)
+            if settings.scaler_port:
+                await stack.enter_async_context(open_scaler(activator, settings.scaler_port))
         metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)

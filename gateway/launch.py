@@ -183,6 +183,8 @@ def run_gateway(host: str, port: int, workers: int) -> None:
     warn_if_exposed(settings, host)
     with prompt_exit(), ExitStack() as stack:
         if workers > 1:
+            if settings.scaler_port:
+                raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
             from gateway.workers import run_workers
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end

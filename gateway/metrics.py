@@ -196,6 +196,10 @@ class Metrics:
             "Time that requests waited for a replica, and until it had loaded its models.",
             buckets=WAIT_BUCKETS,
         )
+        self.demand = create.level(
+            "gateway_demand",
+            "Inferences that run or wait, as the external scaler reports them to KEDA.",
+        )
         self.held_requests = create.level(
             "gateway_requests_held",
             "Requests that wait for a replica, or for the load of their model.",

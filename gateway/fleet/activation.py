@@ -117,6 +117,7 @@ class ModelActivator:
 
     def _count_waiting(self, change: int) -> None:
         self.waiting += change
+        self._loader.usage.held_requests = self.waiting
         self._pool.metrics.held_requests.set(self.waiting)
 
     async def _wait(self, model: str, timeout_s: float) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -30,13 +30,13 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
-from gateway.fleet.shared_state import SharedState
+from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.state.loads import is_in_progress
 
 log = logging.getLogger(__name__)
 
 INITIATOR: Final = "on_demand"
-MAINTENANCE_INTERVAL_S: Final = 1.0
+MAINTENANCE_INTERVAL_S: Final = 0.5
 
 
 @dataclass(eq=False, repr=False)
@@ -160,33 +160,56 @@ class OnDemandLoader:
         replica = self._find_replica(replica_name)
         if replica is None:
             return False
+        starting = self._starting.setdefault(replica.name, set())
         async with AsyncExitStack() as stack:
-            async with self._locks.setdefault(replica_name, asyncio.Lock()):
-                if not await self._make_room(model, replica):
+            # Of gateways that share a state, only one at a time changes what a replica or a model has.
+            if not await stack.enter_async_context(self._state.lease(f"model:{model}")):
+                return False
+            async with self.lock_replica(replica) as is_granted:
+                if not is_granted or not await self._make_room(model, replica):
                     return False
-                starting = self._starting.setdefault(replica.name, set())
                 starting.add(model)
                 stack.callback(starting.discard, model)
-            await self._run_load(model, replica)
-            await self._trim(replica, model)
+                started_load = await self._state.begin_load(replica.name, model)
+            await self._run_load(model, replica, started_load)
+            async with self.lock_replica(replica) as is_granted:
+                if is_granted:
+                    await self._trim(replica, model)
         return True
+
+    @asynccontextmanager
+    async def lock_replica(self, replica: Replica) -> AsyncIterator[bool]:
+        """Serialize the decisions on a replica; yield False while another gateway makes one."""
+        async with (
+            self._locks.setdefault(replica.name, asyncio.Lock()),
+            self._state.lease(f"replica:{replica.name}") as is_granted,
+        ):
+            if is_granted:
+                await self._state.refresh_loads()
+                await self.exchange_usage()
+            yield is_granted
+
+    async def exchange_usage(self) -> None:
+        reports = await self._state.exchange_reports(self.usage.build_report())
+        self.usage.read_reports(reports)
 
     async def _make_room(self, model: str, replica: Replica) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
-        await self._pool.monitor.probe(replica)
+        await asyncio.gather(*map(self._pool.monitor.probe, self._list_live_replicas()))
         await self.update_facts()
+        if self._pool.is_usable(model):
+            return False  # another gateway has loaded it
         placement = self._choose_place(model)
         if isinstance(placement, NoPlacement) or placement.replica != replica.name:
             return False
         return await self.evict(replica, placement.victims, f"to make room for {model}", "room")
 
-    async def _run_load(self, model: str, replica: Replica) -> None:
+    async def _run_load(self, model: str, replica: Replica, started_load: StartedLoad) -> None:
         log.info("loading model %s on %s on demand", model, replica.name)
         started_at = perf_counter()
         parameters = self.models.get_load_parameters(model)
         metric = self._pool.metrics.on_demand_loads
         try:
-            started_load = await self._state.begin_load(replica.name, model)
             action = ModelAction(model, True, parameters)
             await self._loader.run(replica, action, INITIATOR, started_load)
         except GatewayError as exc:
@@ -202,9 +225,8 @@ class OnDemandLoader:
 
     async def _trim(self, replica: Replica, model: str) -> None:
         """Unload others if the model brought parts that were not known before."""
-        async with self._locks.setdefault(replica.name, asyncio.Lock()):
-            victims = plan_excess(self.describe_replica(replica), self.options.budget)
-            await self.evict(replica, victims, f"because {model} brought its parts", "room")
+        victims = plan_excess(self.describe_replica(replica), self.options.budget)
+        await self.evict(replica, victims, f"because {model} brought its parts", "room")
 
     # What is unloaded without a request for another model.
 
@@ -212,12 +234,17 @@ class OnDemandLoader:
         """Unload idle models, and what exceeds the budget, for ever."""
         while True:
             await asyncio.sleep(MAINTENANCE_INTERVAL_S)
-            if self._reconciler.is_leader:
+            if self.models.is_enabled or self.options.scaler_port:
+                await self.exchange_usage()
+            self._pool.metrics.demand.set(self.usage.count_own_demand())
+            if self.models.is_enabled and self._reconciler.is_leader:
                 await self.update_facts()
                 await asyncio.gather(*map(self._unload_surplus, self._list_live_replicas()))
 
     async def _unload_surplus(self, replica: Replica) -> None:
-        async with self._locks.setdefault(replica.name, asyncio.Lock()):
+        async with self.lock_replica(replica) as is_granted:
+            if not is_granted:
+                return
             if idle_s := self.options.idle_unload_s:
                 idle = find_idle_models(self.describe_replica(replica), perf_counter() - idle_s)
                 await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")

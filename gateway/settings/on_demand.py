@@ -25,3 +25,6 @@ class OnDemandSettings(SettingsGroup):
     hold_s: NonNegativeSeconds = 0.0
     """Time that inference requests wait while no replica is up, and then until its declared models are
     loaded, at most until their own deadline. /readyz is 200 meanwhile. 0: they are rejected at once."""
+    scaler_port: int = Field(0, ge=0, le=65535)
+    """Port of an external scaler for KEDA (gRPC, externalscaler.ExternalScaler), on all addresses: it reports
+    whether requests run or wait, and how many. 0: none. It requires a single worker."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
@@ -82,7 +82,12 @@ def clear(triton: Triton) -> None:
     wait_until(lambda: not list_held(triton))
 
 
-def metric(fleet: Fleet, name: str) -> float:
+class HasClient(Protocol):
+    @property
+    def client(self) -> httpx.Client: ...
+
+
+def metric(fleet: HasClient, name: str) -> float:
     """The value of a sample of the gateway, by its name and labels."""
     lines = fleet.client.get("/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
@@ -171,3 +176,17 @@ class Trace:
     @property
     def p99_s(self) -> float:
         return sorted(self.took_s)[int(0.99 * len(self.took_s))]
+
+
+def count_lru_loads(trace: Sequence[str], slots: int) -> int:
+    """The loads of one cache with all slots, for the same trace."""
+    held: OrderedDict[str, None] = OrderedDict()
+    count = 0
+    for model in trace:
+        if model not in held:
+            count += 1
+            if len(held) == slots:
+                held.popitem(last=False)
+        held[model] = None
+        held.move_to_end(model)
+    return count

@@ -13,6 +13,7 @@ import httpx
 import psutil
 
 from tests.support.from_zero import Sleeping, WaitingClients, send_request, sleeping_fleet
+from tests.support.on_demand import metric
 from tests.support.wait import wait_until, wait_until_async
 
 COUNT = 100
@@ -23,10 +24,7 @@ MAX_BYTES_PER_REQUEST = 40 * 1024
 
 
 def count_held(fleet: Sleeping) -> int:
-    lines = fleet.client.get("/metrics").text.splitlines()
-    samples = [line for line in lines if line.startswith("gateway_requests_held ")]
-    assert samples, lines
-    return int(float(samples[0].split()[1]))
+    return int(metric(fleet, "gateway_requests_held"))
 
 
 def has_held(fleet: Sleeping, count: int) -> bool:

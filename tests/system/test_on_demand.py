@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.support.fleet import V2_BODY
 from tests.support.on_demand import (
     IndexWatch,
     Trace,
+    count_lru_loads,
     evictions,
     list_held,
     loads,
@@ -36,19 +36,6 @@ TRACE_S = 60.0
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Triton]]:
     with tritons_with(tmp_path_factory.mktemp("three"), 3, MODELS) as tritons:
         yield tritons
-
-
-def count_lru_loads(trace: Sequence[str], slots: int) -> int:
-    held: OrderedDict[str, None] = OrderedDict()
-    count = 0
-    for model in trace:
-        if model not in held:
-            count += 1
-            if len(held) == slots:
-                held.popitem(last=False)
-        held[model] = None
-        held.move_to_end(model)
-    return count
 
 
 def test_a_hundred_first_requests_share_one_load(three: list[Triton]) -> None:
