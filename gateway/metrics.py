@@ -43,7 +43,7 @@ STATUS_LABELS: Final = {
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
 WAIT_BUCKETS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 ACTION_INITIATORS: Final = ("api", "reconciler", "on_demand")
-EVICTION_REASONS: Final = ("room", "idle")
+EVICTION_REASONS: Final = ("room", "idle", "copies")
 SHED_REASONS: Final = ("queue_full", "rate", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",

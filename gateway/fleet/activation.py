@@ -19,6 +19,7 @@ from gateway.errors import (
     ModelNotReady,
     UnknownModel,
 )
+from gateway.fleet.model_copies import ModelCopies
 from gateway.fleet.on_demand import OnDemandLoader
 from gateway.fleet.on_demand_models import ModelLoading, NoRoom
 from gateway.fleet.on_demand_plan import (
@@ -74,6 +75,7 @@ class ModelActivator:
     _obstacles: dict[str, NoPlacement] = field(default_factory=dict)
     _failures: dict[str, FailedLoad] = field(default_factory=dict)
     _load_times_s: dict[str, float] = field(default_factory=dict)
+    _maintenance: list[asyncio.Task[None]] = field(default_factory=list)
 
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
@@ -170,11 +172,14 @@ class ModelActivator:
     # The load.
 
     async def __aenter__(self) -> ModelActivator:
-        self._maintenance = asyncio.create_task(self._loader.run())
+        copies = ModelCopies(self._pool, self._loader, self._reconciler)
+        self._maintenance = [
+            asyncio.create_task(work) for work in (self._loader.run(), copies.run())
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([self._maintenance, *(load.task for load in self._loads.values())])
+        await cancel_tasks([*self._maintenance, *(load.task for load in self._loads.values())])
 
     @property
     def loader(self) -> OnDemandLoader:

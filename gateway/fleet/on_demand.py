@@ -124,6 +124,10 @@ class OnDemandLoader:
             for replica in self._pool.replicas.values()
         )
 
+    def list_holders(self, model: str) -> list[Replica]:
+        """Return the live replicas that have the model, or load it."""
+        return [each for each in self._list_live_replicas() if self.is_held(each, model)]
+
     def is_held(self, replica: Replica, model: str) -> bool:
         return replica.index.is_ready(model) or replica.index.is_changing(model)
 
@@ -152,9 +156,10 @@ class OnDemandLoader:
         wanted = self.facts.build_wanted_model(model)
         return choose_placement(replicas, wanted, self.options.budget)
 
-    async def load(self, model: str, replica_name: str) -> bool:
+    async def load(self, model: str, replica_name: str, *, is_copy: bool = False) -> bool:
         """Make room on the replica and load the model. Returns whether there was room.
 
+        A copy is loaded only if it needs no room of others.
         Raises the `GatewayError` of a failed load.
         """
         replica = self._find_replica(replica_name)
@@ -166,7 +171,7 @@ class OnDemandLoader:
             if not await stack.enter_async_context(self._state.lease(f"model:{model}")):
                 return False
             async with self.lock_replica(replica) as is_granted:
-                if not is_granted or not await self._make_room(model, replica):
+                if not is_granted or not await self._make_room(model, replica, is_copy=is_copy):
                     return False
                 starting.add(model)
                 stack.callback(starting.discard, model)
@@ -193,14 +198,16 @@ class OnDemandLoader:
         reports = await self._state.exchange_reports(self.usage.build_report())
         self.usage.read_reports(reports)
 
-    async def _make_room(self, model: str, replica: Replica) -> bool:
+    async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
         await asyncio.gather(*map(self._pool.monitor.probe, self._list_live_replicas()))
         await self.update_facts()
-        if self._pool.is_usable(model):
+        if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it
         placement = self._choose_place(model)
         if isinstance(placement, NoPlacement) or placement.replica != replica.name:
+            return False
+        if is_copy and placement.victims:
             return False
         return await self.evict(replica, placement.victims, f"to make room for {model}", "room")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -31,6 +31,7 @@ class FleetScaler:
 
     _usage: ModelUsage
     _port: int
+    _server: grpc.aio.Server = field(init=False)
 
     async def __aenter__(self) -> FleetScaler:
         # Otherwise a second process could listen on the port as well, and get a part of the calls.
