@@ -18,6 +18,7 @@ from gateway.fleet.index import (
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.fleet.resolver import ModelTarget
 from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
@@ -30,6 +31,7 @@ from gateway.openapi.models import (
 )
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
+from gateway.services import Services
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 from gateway.tensors.tf_serving import build_model_metadata, build_version_status
@@ -185,7 +187,7 @@ async def describe_model(
     KServe's clients read `name` and `ready`, TensorFlow Serving's `model_version_status`, OpenAI's `id`.
     """
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    signature = await services.models.get_signature(*target)
+    signature = await get_signature(services, target)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
@@ -242,8 +244,18 @@ async def get_model_openapi(
 ) -> dict[str, Any]:
     """Return an OpenAPI document with the model's own inputs and outputs."""
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    signature = await services.models.get_signature(*target)
+    signature = await get_signature(services, target)
     return build_model_openapi(signature, requires_key=services.access.requires_key)
+
+
+async def get_signature(services: Services, target: ModelTarget) -> Signature:
+    """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
+    if services.activator is not None and not services.pool.is_usable(target.model):
+        remembered = services.models.find_remembered_signature(*target)
+        if remembered is not None and services.activator.can_activate(target.model):
+            return remembered
+        await services.activator.activate(target.model, services.default_timeout_s)
+    return await services.models.get_signature(*target)
 
 
 def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str, Any]:

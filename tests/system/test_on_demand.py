@@ -153,6 +153,16 @@ def test_a_model_in_use_and_one_loaded_by_the_api_are_never_evicted(three: list[
         held.unlink()
 
 
+def test_a_model_is_described_without_another_load(three: list[Triton]) -> None:
+    with on_demand_fleet(three) as fleet:
+        first = fleet.client.get("/v1/models/model00").json()
+        assert (first["ready"], first["inputs"][0]["shape"]) == (True, [2])
+        assert fleet.unload("model00").status_code == 200
+        assert fleet.client.get("/v1/models/model00").json() == {**first, "ready": False}
+        assert fleet.client.get("/v2/models/model00/ready").status_code == 503
+        assert loads(fleet) == 1
+
+
 def test_an_idle_model_is_unloaded(three: list[Triton]) -> None:
     with on_demand_fleet(three, idle_unload_s="1") as fleet:
         assert fleet.load("model05").status_code == 200
