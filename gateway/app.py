@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -28,16 +28,13 @@ from gateway.auth import PUBLIC_PATHS, Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.error_responses import render_error
-from gateway.fleet.collector import FleetCollector, StateCollector
-from gateway.fleet.activation import ModelActivator
 from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.on_demand_services import open_activator
 from gateway.fleet.openai_servers import OpenAIServers
-from gateway.fleet.on_demand_models import OnDemandOptions
-from gateway.fleet.on_demand_plan import ModelBudget
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
@@ -66,9 +63,6 @@ from gateway.state.store import open_state_store
 from gateway.tracing import Tracer
 from gateway.triton.grpc.management import GrpcTlsFiles
 from gateway.triton.restricted_api import parse_restricted_api
-
-if TYPE_CHECKING:
-    from gateway.fleet.scaler import FleetScaler
 
 log = logging.getLogger(__name__)
 
@@ -237,35 +231,6 @@ def open_openai_servers(
     return servers
 
 
-def create_activator(
-    settings: Settings, dispatcher: Dispatcher, repository: Repository, admission: AdmissionQueue
-) -> ModelActivator | None:
-    """Return the component that loads models on demand; None if no model can be one."""
-    needs = (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
-    if not any(needs):
-        return None
-    options = OnDemandOptions(
-        settings.on_demand_models,
-        ModelBudget(settings.max_loaded_models, settings.model_memory_mb),
-        settings.default_model_memory_mb,
-        settings.idle_unload_s,
-        settings.max_queue,
-        settings.hold_s,
-        settings.scaler_port,
-    )
-    last_used: dict[str, float] = {}
-    activator = repository.create_activator(admission, last_used, options)
-    dispatcher.enable_activation(activator, last_used)
-    return activator
-
-
-def open_scaler(activator: ModelActivator, port: int) -> FleetScaler:
-    # Imported here, because gRPC's server takes a while to import.
-    from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415
-
-    return FleetScaler(activator.loader.usage, port)
-
-
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
@@ -299,11 +264,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
-        activator = create_activator(settings, dispatcher, repository, admission)
-        if activator is not None:
-            await stack.enter_async_context(activator)
-            if settings.scaler_port:
-                await stack.enter_async_context(open_scaler(activator, settings.scaler_port))
+        activator = await open_activator(settings, dispatcher, repository, admission, stack)
         metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)

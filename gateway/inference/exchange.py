@@ -287,10 +287,11 @@ async def open_exchange(
         trace_headers = [
             pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
         ]
+    now = asyncio.get_running_loop().time()
     if deadline is None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = now + timeout_s
     if services.activator is not None and not services.pool.can_serve(*target):
-        await services.activator.activate(target.model, timeout_s)
+        await services.activator.activate(target.model, max(deadline - now, 0.0))
     signature = services.models.find_signature(*target)
     if signature is None:
         read = services.models.get_signature(*target)
