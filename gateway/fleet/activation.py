@@ -149,7 +149,9 @@ class ModelActivator:
         """Wait for the turn of a request: thousands at once would find the admission queue full."""
         async with load.exit_lock:
             # Polled, because an event would cost something for each request that ends.
-            while self._loader.usage.is_crowded(model):  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                load.waiters > EXITS_PER_PAUSE and self._loader.usage.is_crowded(model)
+            ):
                 await asyncio.sleep(EXIT_PAUSE_S)
             load.exits += 1
             if load.exits % EXITS_PER_PAUSE == 0:

@@ -55,6 +55,7 @@ class ReplicaPool:
         self._loop = asyncio.get_running_loop()
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._discovery_tasks: list[asyncio.Task[None]] = []
+        self._lookup_task: asyncio.Task[None] | None = None
         self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
 
     async def __aenter__(self) -> ReplicaPool:
@@ -66,7 +67,8 @@ class ReplicaPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self._discovery_tasks, *self._probe_tasks.values()])
+        lookups = [] if self._lookup_task is None else [self._lookup_task]
+        await cancel_tasks([*self._discovery_tasks, *lookups, *self._probe_tasks.values()])
         for replica in self.replicas.values():
             replica.close()
 
@@ -96,7 +98,15 @@ class ReplicaPool:
         )
 
     async def look_up_replicas(self) -> None:
-        """Look for new replicas before the next interval, and wait for a short time."""
+        """Look for new replicas before the next interval, and wait for a short time.
+
+        All callers share one lookup.
+        """
+        if self._lookup_task is None or self._lookup_task.done():
+            self._lookup_task = asyncio.create_task(self._look_up_slowly())
+        await asyncio.shield(self._lookup_task)
+
+    async def _look_up_slowly(self) -> None:
         await asyncio.gather(self._discovery.look_up_all(), asyncio.sleep(LOOKUP_PAUSE_S))
 
     def replica_state(self, replica: Replica) -> HealthState:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
-from tests.support.fleet import Fleet
+from tests.support.fleet import BODY, Fleet, url_of
 from tests.support.on_demand import (
     IndexWatch,
     Trace,
+    clear,
     count_lru_loads,
     list_held,
     loads,
@@ -21,7 +23,8 @@ from tests.support.on_demand import (
     tritons_with,
 )
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.servers import Triton
+from tests.support.servers import Command, Triton, free_ports
+from tests.support.wait import wait_until
 
 MODELS = model_names(12)
 BUDGET = 2
@@ -59,6 +62,32 @@ def test_first_requests_at_two_gateways_share_one_load(
             )
             assert {answer.status_code for answer in answers} == {200}
         assert sum(map(loads, gateways)) == 4
+        assert sum(len(list_held(triton)) for triton in three) == 4
+
+
+def test_first_requests_at_two_workers_share_one_load(three: list[Triton]) -> None:
+    for triton in three:
+        clear(triton)
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": ",".join(map(url_of, three)),
+        "GATEWAY_ON_DEMAND_MODELS": "*",
+        "GATEWAY_LOG_LEVEL": "warning",
+    }
+    url = f"http://127.0.0.1:{port}"
+    with (
+        Command("serve", "--port", str(port), "--workers", "2", environment=environment) as command,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        command.wait_for("serving")
+        for model in MODELS[:4]:
+            path = f"{url}/v1/models/{model}/infer"
+            answers = pool.map(
+                lambda _, path=path: httpx.post(path, json=BODY, timeout=60), range(40)
+            )
+            assert {answer.status_code for answer in answers} == {200}
+        with httpx.Client(base_url=url) as client:
+            wait_until(lambda: loads(Fleet(three, client, command)) == 4)
         assert sum(len(list_held(triton)) for triton in three) == 4
 
 
