@@ -28,13 +28,14 @@ from gateway.auth import PUBLIC_PATHS, Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.error_responses import render_error
-from gateway.fleet.collector import FleetCollector, StateCollector
+from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.label_router import LabelRouter
 from gateway.fleet.labels import LabelManager
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.on_demand_services import open_activator
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
@@ -194,6 +195,7 @@ def build_components(settings: Settings) -> AppComponents:
             tls,
             settings.accepted_uploads is ModelUploads.code,
             settings.ready_quorum,
+            settings.hold_s,
         ),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
@@ -273,6 +275,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         )
         shadows = ShadowRunner(pool, admission, metrics, settings.max_shadow_bytes)
         stack.push_async_callback(shadows.close)
+        activator = await open_activator(settings, dispatcher, repository, admission, stack)
+        metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         stack.callback(asyncio.create_task(update_metrics(metrics, admission, memory)).cancel)
@@ -302,6 +306,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             rates,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),
+            activator,
             await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,
         )

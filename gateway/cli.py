@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,6 +48,22 @@ ReplicaCount = Annotated[
         min=1,
         max=16,
         help="Number of Tritons to start; the ports of each are 100 higher than the previous one's.",
+    ),
+]
+OnDemandPatterns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on-demand",
+        help="Model that is loaded when it is first requested, or a pattern such as 'ocr-*'; may be "
+        "repeated, * stands for all.",
+    ),
+]
+MaxLoadedModels = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of models that each Triton holds; for another one, the least recently used "
+        "on-demand model is unloaded.",
     ),
 ]
 
@@ -91,12 +107,25 @@ def command(
 @root_cli.command()
 @add_flags(TritonFlags)
 def up(
-    flags: TritonFlags, host: Host = "127.0.0.1", port: Port = 8080, replicas: ReplicaCount = 1
+    flags: TritonFlags,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    replicas: ReplicaCount = 1,
+    on_demand: OnDemandPatterns = None,
+    max_loaded_models: MaxLoadedModels = None,
 ) -> None:
     """Start one or several embedded Tritons with a gateway in front of them."""
     from gateway import launch
 
-    launch.run_with_embedded_triton(flags.to_options(), host, port, replicas)
+    options = flags.to_options()
+    settings: dict[str, Any] = {}
+    if on_demand:
+        settings["on_demand_models"] = tuple(on_demand)
+        if flags.load is None:
+            options = launch.exclude_startup_models(options, on_demand)
+    if max_loaded_models is not None:
+        settings["max_loaded_models"] = max_loaded_models
+    launch.run_with_embedded_triton(options, host, port, replicas, settings)
 
 
 @root_cli.command()

@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +23,10 @@ from pydantic import SecretStr
 
 from gateway import logs
 from gateway.auth import is_loopback
-from gateway.embedded.model_paths import is_model, resolve_model_paths
+from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
 from gateway.embedded.options import (
+    LOAD_ALL,
+    CannotStart,
     ModelControl,
     TritonOptions,
     check_distinct_ports,
@@ -49,7 +52,10 @@ LOCALHOST: Final = "localhost"
 MessageWriter = Callable[[str], None]
 
 
-def run_with_embedded_triton(options: TritonOptions, host: str, port: int, replicas: int) -> None:
+def run_with_embedded_triton(
+    options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
+) -> None:
+    """Run Tritons and a gateway; the overrides are settings that flags set."""
     started_at = time.monotonic()
     fleet = [options.for_replica(number) for number in range(replicas)]
     check_distinct_ports({"--port": port, **collect_ports(fleet)})
@@ -59,7 +65,7 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
     os.environ.setdefault("GATEWAY_STATE", "memory:")
     urls = tuple(options.url for options in fleet)
     settings, print_line = configure_process(
-        triton_urls=urls, drain_s=0, **choose_upload_settings(options)
+        triton_urls=urls, drain_s=0, **choose_upload_settings(options), **overrides
     )
     restricted = read_restricted_api(settings) or generate_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
@@ -110,6 +116,32 @@ def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
     }
 
 
+def exclude_startup_models(options: TritonOptions, patterns: Sequence[str]) -> TritonOptions:
+    """Return the options without the startup models that match a pattern. Raises `CannotStart`."""
+    if options.model_control is not ModelControl.explicit:
+        raise CannotStart("--on-demand requires --model-control explicit")
+    names: Sequence[str] = options.load_models
+    if LOAD_ALL in names:
+        names = () if LOAD_ALL in patterns else list_local_models(options.model_repositories)
+    kept = [name for name in names if not any(fnmatchcase(name, each) for each in patterns)]
+    return replace(options, load_models=tuple(kept))
+
+
+def list_local_models(places: Sequence[Path | str]) -> list[str]:
+    """Return the names of the models in local repositories. Raises `CannotStart` for a remote one."""
+    if remote := next((place for place in places if is_remote_repository(place)), None):
+        raise CannotStart(
+            f"the models of {remote} are not known before Triton runs; name those to load at startup "
+            "with --load, or use --on-demand '*'"
+        )
+    folders = [Path(place) for place in places]
+    models = [make_model_name(folder) for folder in folders if is_model(folder)]
+    for folder in folders:
+        if folder.is_dir() and not is_model(folder):
+            models += sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return models
+
+
 def is_repository_folder(place: Path | str) -> bool:
     return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
 
@@ -151,6 +183,8 @@ def run_gateway(host: str, port: int, workers: int) -> None:
     warn_if_exposed(settings, host)
     with prompt_exit(), ExitStack() as stack:
         if workers > 1:
+            if settings.scaler_port:
+                raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
             from gateway.workers import run_workers
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end

@@ -10,6 +10,7 @@ from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import MalformedRequest
+from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.labels import LabelManager
 from gateway.fleet.openai_servers import OpenAIServers
@@ -50,6 +51,7 @@ class Services:
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
     openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS
+    activator: ModelActivator | None = None  # without models that are loaded on demand
     publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
 

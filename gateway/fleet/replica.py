@@ -97,6 +97,7 @@ class Replica:
         self.reason = "not probed yet"
         self.latency = RelativeLatency()
         self.page_cache = PageCache()  # of its metrics page
+        self.draining_models: set[str] = set()  # they get no new requests before they are unloaded
         self.probe_requested = asyncio.Event()  # probe now, not at the next interval
         self.http = HttpClient(
             address.host,

@@ -12,13 +12,19 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, Final
 
+from gateway.admission import AdmissionQueue
 from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
+from gateway.fleet.activation import ModelActivator
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.loader import ManagementOptions, ModelLoader
+from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.on_demand import OnDemandLoader
+from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
 from gateway.fleet.operations import OperationRunner, TaskSet
 from gateway.fleet.pool import ReplicaPool, cancel_tasks
 from gateway.fleet.readiness import Readiness, ReadinessMonitor
@@ -61,10 +67,30 @@ class Repository:
         pool, options = self._pool, self._options
         self._state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
         self._loader = ModelLoader(pool, self._models, self._state, options)
-        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum)
+        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum, options.hold_s)
         self._reconciler = Reconciler(pool, self._state, self._loader, self._readiness)
+        self.on_demand_models = OnDemandModels(self._state, ())
         self._tasks = TaskSet()
         self._operations = OperationRunner(self._store, self._tasks)
+
+    def create_activator(
+        self, admission: AdmissionQueue, last_used: dict[str, float], options: OnDemandOptions
+    ) -> ModelActivator:
+        """Return the component that loads models on demand."""
+        usage = ModelUsage(admission, last_used, perf_counter)
+        self.on_demand_models = OnDemandModels(self._state, options.patterns)
+        facts = ModelFactsCache(self._pool, self._models, options.default_memory_mb)
+        loader = OnDemandLoader(
+            self._pool,
+            self._state,
+            self._loader,
+            self._reconciler,
+            self.on_demand_models,
+            usage,
+            facts,
+            options,
+        )
+        return ModelActivator(self._pool, loader, self._reconciler)
 
     async def __aenter__(self) -> Repository:
         await self._state.refresh()
@@ -231,7 +257,9 @@ class Repository:
             ):
                 raise ModelNeeded(model, dependents, is_visible)
             before = self.desired_models.get(model)
-            await self._set_desired_model(model, DesiredModel(False, {}))
+            # Without the desired state, the next request loads an on-demand model again.
+            is_on_demand = self.on_demand_models.matches(model)
+            await self._set_desired_model(model, None if is_on_demand else DesiredModel(False, {}))
             parameters = {"unload_dependents": True} if unload_dependents else {}
             await self._run_on_replicas(report, ModelAction(model, False, parameters), {})
             return await self._conclude(report, before)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.pool import cancel_tasks
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.messages import quote_text
 from gateway.state.desired import (
@@ -22,6 +24,8 @@ from gateway.state.loads import Loads, new_load_token, with_load, without_replic
 from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
+
+LEASE_RENEWAL_S: Final = 1.5
 
 
 class StartedLoad(NamedTuple):
@@ -47,6 +51,11 @@ class SharedState:
     @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
         return self._models_file.models
+
+    @property
+    def on_demand_models(self) -> Mapping[str, DeclaredModel]:
+        """Return the models of the models file that are loaded on demand."""
+        return self._models_file.on_demand_models
 
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
@@ -91,6 +100,47 @@ class SharedState:
         return "; ".join(
             f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
         )
+
+    # Agreement between gateways.
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[bool]:
+        """Yield whether no other gateway has the lease, and keep it inside the block.
+
+        Without the store, gateways cannot agree: each gets the lease then, and the indexes decide.
+        """
+        if not await self._renew_lease(name):
+            yield False
+            return
+        renewal = asyncio.create_task(self._renew_lease_periodically(name))
+        try:
+            yield True
+        finally:
+            await cancel_tasks([renewal])
+            with suppress(StateUnavailable):
+                await self.store.release_lease(name)
+
+    async def _renew_lease(self, name: str) -> bool:
+        try:
+            return await self.store.acquire_lease(name)
+        except StateUnavailable:
+            return True
+
+    async def _renew_lease_periodically(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(LEASE_RENEWAL_S)
+            await self._renew_lease(name)
+
+    async def refresh_loads(self) -> None:
+        with suppress(StateUnavailable):
+            self.loads = await self.store.read_loads()
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Publish a report of this gateway, and return those of the others; none without the store."""
+        try:
+            return await self.store.exchange_reports(report)
+        except StateUnavailable:
+            return []
 
     # Loads.
 

@@ -199,7 +199,13 @@ class InferExchange:
         if self.label is not None and step is not None and step is not self.step:
             version = self.info.version = self.label.choose_sequence_version(step)
         return InferRequest(
-            RequestTarget(signature.model, version, self.timeout_s, sequence_step=step),
+            RequestTarget(
+                signature.model,
+                version,
+                self.timeout_s,
+                sequence_step=step,
+                can_activate=True,
+            ),
             signature,
             inputs,
             check_output_names(signature, payload.outputs),
@@ -305,8 +311,11 @@ async def open_exchange(
         label = target
         if step is not None:
             target = ModelTarget(model, label.choose_sequence_version(step))
+    now = asyncio.get_running_loop().time()
     if deadline is None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = now + timeout_s
+    if services.activator is not None and not services.pool.can_serve(*target):
+        await services.activator.activate(target.model, max(deadline - now, 0.0))
     signature = services.models.find_signature(*target)
     if signature is None:
         read = services.models.get_signature(*target)

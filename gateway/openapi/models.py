@@ -22,6 +22,12 @@ LISTED_MODEL_SCHEMA = build_object_schema(
         "name": STRING_SCHEMA,
         "versions": {"type": "array", "items": VERSION_SCHEMA},
         "ready": READY_SCHEMA,
+        "on_demand": {"const": True, "description": "The model is loaded when it is requested."},
+        "state": {
+            "type": "string",
+            "description": "Best state of an on-demand model on any replica; ON_DEMAND while it is not "
+            "loaded.",
+        },
         "declared": {"const": True, "description": "The models file contains the model."},
         "wished": {
             "enum": ["loaded", "unloaded"],
@@ -42,7 +48,16 @@ LISTED_MODEL_SCHEMA = build_object_schema(
         "last_error": STRING_SCHEMA
         | {"description": "Reason and replica of the last failed load."},
     },
-    optional=("declared", "wished", "labels", "replicas", "behind", "last_error"),
+    optional=(
+        "on_demand",
+        "state",
+        "declared",
+        "wished",
+        "labels",
+        "replicas",
+        "behind",
+        "last_error",
+    ),
 )
 REPLICA_SCHEMA = build_object_schema(
     {

@@ -130,6 +130,13 @@ async def forward_request(
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
+    activator = services.activator
+    if (
+        activator is not None
+        and action.can_activate
+        and not services.pool.can_serve(model, route.version)
+    ):
+        timeout_s = await activator.activate(model, timeout_s)
     body, step = await prepare_body(services, scope, receive, route, action, headers)
     if step is not None and labelled is not None:
         route = labelled.set_sequence(step)
@@ -139,7 +146,13 @@ async def forward_request(
     if action.is_inference and not services.admission.try_acquire(model):
         timeout_s = await wait_for_admission(services.admission, model, timeout_s, info.key)
     target = RequestTarget(
-        model, route.version, timeout_s, action.is_health_check, step, rule.not_found_error
+        model,
+        route.version,
+        timeout_s,
+        action.is_health_check,
+        step,
+        rule.not_found_error,
+        action.can_activate,
     )
     # Triton sends a body for HEAD, which would be read as the next response.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()

@@ -27,6 +27,7 @@ class Forwarding:
     is_inference: bool = False  # requires a slot
     has_tensors: bool = False  # the body describes tensors
     key_limits: KeyLimits = GENERATE_KEY_LIMITS  # limits of the JSON's keys
+    can_activate: bool = False  # waits for a model that is loaded on demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,11 @@ READ: Final = "GET HEAD"
 READ_OR_WRITE: Final = "GET HEAD POST"
 FORWARD: Final = Forwarding()
 HEALTH: Final = Forwarding(is_health_check=True)
-INFER: Final = Forwarding(is_inference=True, has_tensors=True, key_limits=INFER_KEY_LIMITS)
-GENERATE: Final = Forwarding(is_inference=True)
+METADATA: Final = Forwarding(can_activate=True)
+INFER: Final = Forwarding(
+    is_inference=True, has_tensors=True, key_limits=INFER_KEY_LIMITS, can_activate=True
+)
+GENERATE: Final = Forwarding(is_inference=True, can_activate=True)
 NO_SHARED_MEMORY: Final = Refusal(
     "shared memory cannot be used through the gateway; send the tensors in the body"
 )
@@ -77,7 +81,7 @@ ROUTE_RULES: Final = (
     make_rule(f"{MODEL_PATTERN}/ready", READ, HEALTH),
     # Without a version, Triton returns the statistics of all versions.
     make_rule(f"{MODEL_PATTERN}/stats", READ, FORWARD, has_default_version=False),
-    make_rule(f"{MODEL_PATTERN}(/config)?", READ, FORWARD),
+    make_rule(f"{MODEL_PATTERN}(/config)?", READ, METADATA),
     make_rule("/v2/health/live", READ, HEALTH),
     make_rule("/v2", READ, FORWARD),
     # Many clients call these first to clean up. No region is ever registered.

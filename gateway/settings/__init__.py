@@ -14,6 +14,7 @@ from gateway.settings.access import AccessSettings
 from gateway.settings.fleet import FleetSettings
 from gateway.settings.limits import LimitSettings
 from gateway.settings.observability import ObservabilitySettings
+from gateway.settings.on_demand import OnDemandSettings
 from gateway.settings.server import ServerSettings
 
 ENV_PREFIX: Final = "GATEWAY_"
@@ -31,6 +32,7 @@ class Settings(
     ServerSettings,
     LimitSettings,
     AccessSettings,
+    OnDemandSettings,
     FleetSettings,
     BaseSettings,
 ):

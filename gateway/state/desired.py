@@ -87,6 +87,19 @@ class StateStore(Protocol):
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
 
+    async def acquire_lease(self, name: str) -> bool:
+        """Take or renew a lease, and return whether this process has it.
+
+        No other process has it meanwhile. It ends with the process, at the latest five seconds after the
+        last call.
+        """
+
+    async def release_lease(self, name: str) -> None:
+        """Give a lease back; nothing happens without it."""
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Publish this process's report, and return the last ones of the others, for five seconds each."""
+
     def rate_windows(self) -> RateWindows | None:
         """Return counters that all processes with this state share, if the store supports them."""
 

@@ -36,6 +36,7 @@ from gateway.state.desired import (
     parse_desired_state,
     require_operation_id,
 )
+from gateway.state.file_leases import FileLeases
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,
@@ -93,6 +94,8 @@ class FileStateStore:
         self._snapshot: FileSnapshot | None = None
         self._leader_lock: int | None = None
         self._outages = OutageLog(str(path))
+        folder = path.with_name(f"{path.name}.leases")
+        self._leases = FileLeases(folder, self._owner, try_lock_file)
 
     def check(self) -> None:
         """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
@@ -176,6 +179,15 @@ class FileStateStore:
         if not is_operation_id(operation_id):
             return None
         return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
+
+    async def acquire_lease(self, name: str) -> bool:
+        return await self._run_action(WRITE_ACTION, lambda: self._leases.acquire(name))
+
+    async def release_lease(self, name: str) -> None:
+        await self._run_action(WRITE_ACTION, lambda: self._leases.release(name))
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return await self._run_action(WRITE_ACTION, lambda: self._leases.exchange_reports(report))
 
     def rate_windows(self) -> None:
         return None
@@ -286,6 +298,7 @@ class FileStateStore:
 
     def _release_locks(self) -> None:
         self._close_snapshot()
+        self._leases.close()
         if self._leader_lock is not None:
             os.close(self._leader_lock)
         self._leader_lock = None

@@ -186,6 +186,22 @@ class RedisStateStore:
             READ_ACTION, "GET", key, decode=lambda raw: raw and decode_state(raw)
         )
 
+    async def acquire_lease(self, name: str) -> bool:
+        keys = (f"lease:{name}",)
+        return await self._write(redis_scripts.ACQUIRE_LEASE, keys, self._token, LEASE_MS)
+
+    async def release_lease(self, name: str) -> None:
+        await self._write(redis_scripts.RELEASE_LEASE, (f"lease:{name}",), self._token)
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return await self._redis.run_script(
+            WRITE_ACTION,
+            redis_scripts.EXCHANGE_REPORTS,
+            ("reports",),
+            *(self._token, orjson.dumps(report), LEASE_MS),
+            decode=lambda reply: [decode_state(raw) for raw in reply],
+        )
+
     def rate_windows(self) -> RedisRateWindows:
         return self._rate_windows
 

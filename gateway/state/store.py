@@ -119,6 +119,15 @@ class MemoryStateStore:
         document: Mapping[str, Any] | None = orjson.loads(raw)
         return document
 
+    async def acquire_lease(self, name: str) -> bool:
+        return True
+
+    async def release_lease(self, name: str) -> None:
+        pass
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return []
+
     def rate_windows(self) -> None:
         return None
 

@@ -93,18 +93,18 @@ function modelCells(model, addresses) {
   return [
     model.name,
     {
-      text: (versions.join(", ") || "not loaded") + (missing ? ", load pending" : ""),
+      text: (versions.join(", ") || model.state || "not loaded") + (missing ? ", load pending" : ""),
       class: model.ready ? "state good" : "state quiet",
     },
     { text: describeLabels(model.labels), class: "long" },
     ...addresses.map((address) => stateCell(model.replicas?.[address] ?? "–")),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
-    actionButtons(model.name, model.ready, missing),
+    actionButtons(model.name, model.ready, missing, model.on_demand),
   ];
 }
 
 /** Unloading a missing model cancels the pending load. */
-function actionButtons(model, ready, missing) {
+function actionButtons(model, ready, missing, onDemand) {
   if (!buttons.has(model)) {
     const makeButton = (action) =>
       el("button", {
@@ -121,7 +121,7 @@ function actionButtons(model, ready, missing) {
   const action = busy.get(model);
   load.disabled = Boolean(action);
   unload.disabled = Boolean(action) || !(ready || missing);
-  trial.hidden = !ready;
+  trial.hidden = !(ready || onDemand);
   setText(load, ready ? "Reload" : "Load");
   load.setAttribute("aria-label", `${load.textContent} ${model}`);
   setText(status, action ? ACTIONS[action][1] : "");

@@ -600,6 +600,31 @@ def test_triton_is_not_scaled_in_because_nobody_can_measure(prod: Manifests) -> 
         assert trigger.get("metricType", "AverageValue") == "AverageValue"  # what a fallback is for
 
 
+def test_a_fleet_that_scales_to_zero_is_woken_by_the_requests_that_wait() -> None:
+    made = Manifests.of("from zero")
+    (scaling,) = made.kind("ScaledObject")
+    assert scaling["spec"]["minReplicaCount"] == 0
+    (push,) = [each for each in scaling["spec"]["triggers"] if each["type"] == "external-push"]
+    name, _, port = push["metadata"]["scalerAddress"].partition(".triton-gateway.svc:")
+    service = made.get("Service", name)
+    (gateway,) = made.selected(service["spec"]["selector"])
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    settings = {each["name"]: each.get("value") for each in container["env"]}
+    assert str(service["spec"]["ports"][0]["port"]) == port == settings["GATEWAY_SCALER_PORT"]
+    assert 0 < float(settings["GATEWAY_HOLD_S"]) <= float(settings["GATEWAY_REQUEST_TIMEOUT_S"])
+    assert settings["GATEWAY_STATE"].startswith("redis")  # KEDA asks one gateway for all of them
+    policy = made.get("NetworkPolicy", "triton-gateway-scaler")["spec"]
+    assert made.selected(policy["podSelector"]["matchLabels"]) == [gateway]
+    (rule,) = policy["ingress"]
+    (source,) = rule["from"]
+    assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+
+
+def test_the_scaling_to_zero_fits_its_schema() -> None:
+    (scaling,) = Manifests.of("from zero").kind("ScaledObject")
+    assert check_custom([scaling]) == ""
+
+
 def test_the_operator_of_kube_prometheus_stack_finds_what_is_for_it(made: Manifests) -> None:
     label = "kube-prometheus-stack"
     for resource in made.kind("PodMonitor", "ServiceMonitor", "PrometheusRule"):

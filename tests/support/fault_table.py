@@ -212,6 +212,30 @@ TRITON = (
         {"integration/test_models": ["a_model_replaced_by_one_of_another_shape_is_seen"]},
     ),
     Row(
+        "the load of an on-demand model fails",
+        "422 with Triton's reason for all requests that waited, after one attempt; further attempts "
+        "are 1 s, 2 s, up to 5 minutes apart",
+        {"system/test_on_demand": ["a_model_whose_load_fails_costs_one_attempt"]},
+    ),
+    Row(
+        "the only Triton with an on-demand model is killed",
+        "the model is loaded on another one; only requests in progress fail",
+        {"system/test_on_demand": ["a_model_is_loaded_elsewhere_when_its_only_replica_vanishes"]},
+    ),
+    Row(
+        "no Triton is up, with `GATEWAY_HOLD_S`",
+        "requests wait, 14 KiB each, and are answered by the first Triton; 503 after that time, 429 "
+        "above `GATEWAY_MAX_QUEUE`",
+        {
+            "system/test_from_zero": [
+                "a_hundred_requests_wait_for_the_first_replica",
+                "ten_thousand_waiting_requests_take_little_memory",
+                "requests_that_waited_in_vain_are_503",
+                "more_requests_than_places_are_429",
+            ]
+        },
+    ),
+    Row(
         "a Triton's metrics page hangs or is garbage",
         "`/metrics` is complete within 2 s without its samples, and reports it as down",
         {

@@ -16,6 +16,7 @@ from gateway.state.desired import DesiredModel, StateStore
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
 from gateway.version_labels import Shadow, VersionLabel
+from tests.support.wait import wait_until_async
 
 Scenario = Coroutine[Any, Any, None]
 Fresh = Callable[[], str]  # the address of a state that nobody has used
@@ -185,6 +186,19 @@ class StateContract:
 
         asyncio.run(scenario())
 
+    def test_who_is_alone_has_any_lease(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.acquire_lease("replica:a")
+                assert await kept.acquire_lease("replica:a")  # renewed
+                assert await kept.acquire_lease("replica:b")
+                await kept.release_lease("replica:a")
+                await kept.release_lease("never taken")
+                assert await kept.acquire_lease("replica:a")
+                assert await kept.exchange_reports({"own": 1}) == []
+
+        asyncio.run(scenario())
+
     def test_who_is_alone_leads(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (one,):
@@ -265,6 +279,35 @@ class SharedStateContract:
                 assert await reader.read_desired_models() is found
                 await writer.set_desired_model("core", LOADED)
                 assert await reader.read_desired_models() is not found
+
+        asyncio.run(scenario())
+
+    def test_a_lease_is_one_process_s_until_it_is_given_back_or_closes(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            url = shared()
+            async with opened(url, 2) as (first, second):
+                assert await first.acquire_lease("replica:a")
+                assert not await second.acquire_lease("replica:a")
+                assert await second.acquire_lease("replica:b")
+                await second.release_lease("replica:a")  # not its own
+                async with opened(url) as (third,):
+                    assert not await third.acquire_lease("replica:a")
+                    await first.release_lease("replica:a")
+                    assert await third.acquire_lease("replica:a")
+                await wait_until_async(lambda: first.acquire_lease("replica:a"))
+
+        asyncio.run(scenario())
+
+    def test_each_process_reads_the_last_reports_of_the_others(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 3) as (first, second, third):
+                assert await first.exchange_reports({"of": "first", "ages": {"a b": 1.5}}) == []
+                await first.exchange_reports({"of": "first", "ages": {}})
+                assert await second.exchange_reports({"of": "second"}) == [
+                    {"of": "first", "ages": {}}
+                ]
+                found = await third.exchange_reports({"of": "third"})
+                assert sorted(each["of"] for each in found) == ["first", "second"]
 
         asyncio.run(scenario())
 
