@@ -160,8 +160,8 @@ class ActiveLabel:
         return self._ready
 
     def _read_ready_shares(self) -> Mapping[str, int]:
-        if not self._pool.has_living_replica():
-            return self.value.shares  # the error of the pool says more
+        if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
+            return self.value.shares  # the request waits for the model, or gets the error of the pool
         is_servable, shares = self._pool.is_servable, self.value.shares
         return {each: share for each, share in shares.items() if is_servable(self.model, each)}
 

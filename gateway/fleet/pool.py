@@ -151,10 +151,6 @@ class ReplicaPool:
             if self.replica_state(replica) is not HealthState.DOWN
         )
 
-    def has_living_replica(self) -> bool:
-        states = map(self.replica_state, self.replicas.values())
-        return any(state is not HealthState.DOWN for state in states)
-
     def mark_unloaded(self, replica: Replica, model: str, version: str) -> None:
         # Something else than the gateways has unloaded the model, so the index is outdated.
         if replica.index.is_ready(model, version):
@@ -190,7 +186,7 @@ class ReplicaPool:
             for replica in alive
             if replica.index.is_ready(model, version) and model not in replica.draining_models
         ]
-        usable = ready if model and (ready or self._is_awaited(model)) else alive
+        usable = ready if model and (ready or self.is_awaited(model)) else alive
         worst = HealthState.UP
         if not any(states[replica] == HealthState.UP for replica in usable):
             worst = HealthState.SLOW  # no healthy replica: accept any that may be alive
@@ -200,7 +196,8 @@ class ReplicaPool:
         self._candidates[model, version] = candidates
         return candidates
 
-    def _is_awaited(self, model: str) -> bool:
+    def is_awaited(self, model: str) -> bool:
+        """Return whether no replica can serve the model, and requests wait until one can."""
         if self.can_activate is None or self.is_usable(model):
             return False
         return self.can_activate(model)
