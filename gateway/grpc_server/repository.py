@@ -22,7 +22,7 @@ INDEX_FIELDS: Final = ("name", "version", "state", "reason")
 async def serve_index(call: IncomingCall) -> bytes:
     message = await call.read_message(call.find_timeout_s())
     request = decode(service_pb2.RepositoryIndexRequest, message)
-    call.authorize(Right.infer)
+    call.authorize(Right.fleet)
     indexes = await call.services.repository.read_indexes()
     caller = call.info.caller
     response = service_pb2.RepositoryIndexResponse()
