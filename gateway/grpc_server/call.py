@@ -178,7 +178,11 @@ class IncomingCall:
     async def read_message(self, timeout_s: float) -> bytes:
         """Return the request. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` if too many are received."""
         reader = MessageReader(self.context, self.environment.receive_slots, timeout_s)
-        message = await reader.read()
+        try:
+            message = await reader.read()
+        except MemoryBudgetExceeded:
+            self.services.metrics.shed.labels("memory").inc()
+            raise
         if message is grpc.aio.EOF:
             raise MalformedRequest("the call ended without a request")
         self.count_message(cast(bytes, message))
