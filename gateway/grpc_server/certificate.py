@@ -20,12 +20,15 @@ class UnusableCertificate(CommandError):
 class GrpcCertificate:
     """A certificate chain and its key, in the form that gRPC takes."""
 
-    def __init__(self, cert_file: Path, key_file: Path | None) -> None:
+    def __init__(self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None) -> None:
         self._key_file = key_file or cert_file
+        self._client_ca = None if client_ca_file is None else client_ca_file.read_bytes()
         self._file: WatchedFile[Any] = WatchedFile(cert_file, self._load, self._key_file)
 
     def create_credentials(self) -> Any:
-        return grpc.dynamic_ssl_server_credentials(self._file.value, self._reload_if_changed)
+        return grpc.dynamic_ssl_server_credentials(
+            self._file.value, self._reload_if_changed, self._client_ca is not None
+        )
 
     def _reload_if_changed(self) -> Any:
         """Return the new certificate, or None to keep the previous one. gRPC asks for each handshake."""
@@ -40,4 +43,4 @@ class GrpcCertificate:
         except OSError as exc:
             reason = describe_os_error(exc)
             raise UnusableCertificate(f"the certificate {cert_file}: {reason}") from None
-        return grpc.ssl_server_certificate_configuration((pair,))
+        return grpc.ssl_server_certificate_configuration((pair,), self._client_ca)

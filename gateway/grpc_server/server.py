@@ -167,7 +167,9 @@ async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[Non
         if settings.tls_cert_file is None:
             server.add_insecure_port(address)
         else:
-            certificate = GrpcCertificate(settings.tls_cert_file, settings.tls_key_file)
+            certificate = GrpcCertificate(
+                settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+            )
             server.add_secure_port(address, certificate.create_credentials())
     except RuntimeError:
         raise CannotListen(f"gRPC cannot be served on {address}: the port is in use") from None
