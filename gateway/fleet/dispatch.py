@@ -84,6 +84,7 @@ class Dispatcher:
             candidates = self._pool.get_candidates(
                 target.model, target.version, history.failed_replica
             )
+            candidates = prefer_grpc(candidates) if call.needs_grpc else candidates
             replica = (
                 candidates[0]
                 if step is None and len(candidates) == 1
@@ -251,6 +252,12 @@ class Dispatcher:
         if isinstance(error, (ModelNotReady, UnknownModel)):
             pool.mark_unloaded(replica, model, version)
         return error
+
+
+def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:
+    """Return the replicas whose gRPC port was not found unreachable lately; all, if there are none."""
+    usable = [replica for replica in candidates if not replica.byte_channel.is_unavailable]
+    return usable or candidates
 
 
 def get_failure_outcome(error: GatewayError) -> str | None:

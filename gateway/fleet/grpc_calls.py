@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,9 @@ from gateway.tracing import TRACE_CONTEXT_HEADERS, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, Metadata, send_bytes
 from gateway.triton.grpc.channel import build_grpc_metadata
+from gateway.triton.grpc.management import GrpcUnreachable
+
+log = logging.getLogger(__name__)
 
 NO_HEADERS: Headers = []
 
@@ -28,6 +32,7 @@ class GrpcBytesCall:
     is_management: bool = False
     is_idempotent: ClassVar[bool] = False
     is_resendable: ClassVar[bool] = True
+    needs_grpc: ClassVar[bool] = True
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:
         metadata = self.metadata
@@ -35,11 +40,15 @@ class GrpcBytesCall:
             metadata += tuple(replica.restricted_api.metadata.items())
         target = self.target._replace(timeout_s=timeout_s)
         channel = replica.byte_channel
-        if trace is None:
-            return await send_bytes(channel, target, self.method, self.message, metadata)
-        with trace_grpc_attempt(trace, replica, NO_HEADERS) as headers:
-            metadata = add_trace_context(metadata, headers)
-            return await send_bytes(channel, target, self.method, self.message, metadata)
+        try:
+            if trace is None:
+                return await send_bytes(channel, target, self.method, self.message, metadata)
+            with trace_grpc_attempt(trace, replica, NO_HEADERS) as headers:
+                metadata = add_trace_context(metadata, headers)
+                return await send_bytes(channel, target, self.method, self.message, metadata)
+        except GrpcUnreachable:
+            mark_unavailable(replica)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ class GrpcBytesStreamCall:
     metadata: Metadata = ()
     is_idempotent: ClassVar[bool] = False
     is_resendable: ClassVar[bool] = True
+    needs_grpc: ClassVar[bool] = True
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
@@ -58,13 +68,23 @@ class GrpcBytesStreamCall:
         with trace_grpc_attempt(trace, replica, NO_HEADERS) as headers:
             metadata = add_trace_context(self.metadata, headers)
             target = self.target._replace(timeout_s=timeout_s)
-            stream = await ByteStream.open(replica.byte_channel, target, metadata)
+            try:
+                stream = await ByteStream.open(replica.byte_channel, target, metadata)
+            except GrpcUnreachable:
+                mark_unavailable(replica)
+                raise
             try:
                 await stream.send_request(self.message)
                 return stream, await stream.read_response(timeout_s)
             except BaseException:
                 stream.close()
                 raise
+
+
+def mark_unavailable(replica: Replica) -> None:
+    """Prefer other replicas for a while; the replica's HTTP may work."""
+    if replica.byte_channel.mark_unavailable():
+        log.warning("the gRPC port of %s is unreachable; gRPC clients need it", replica.address)
 
 
 def add_trace_context(metadata: Metadata, headers: Headers) -> Metadata:

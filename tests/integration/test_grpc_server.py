@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import grpc
 import httpx
@@ -21,7 +25,11 @@ from tritonclient.grpc import service_pb2
 from tests.support.certificates import write_pair
 from tests.support.fleet import fleet_of, url_of, write_echo
 from tests.support.grpc_gateway import INFER, call_bytes, failure, fp32
-from tests.support.servers import Command, Triton, free_ports
+from tests.support.http2 import SETTINGS, Http2Connection
+from tests.support.keys import ADMIN, entry, written
+from tests.support.keys import INFER as INFER_KEY
+from tests.support.servers import Command, Triton, free_ports, gateway_before
+from tests.support.trace_collector import collecting
 from tests.support.up import Up
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -210,3 +218,91 @@ def occupy(triton: Triton, done: threading.Event) -> None:
     address = f"{HOST}:{triton.options.grpc_port}"
     while not done.is_set():
         call_bytes(address, INFER, echo_request(-0.1, 0))
+
+
+def test_a_replica_without_grpc_is_avoided(tmp_path: Path) -> None:
+    """Its HTTP works, so that it stays in the fleet."""
+    port, closed = free_ports(2)
+    with fleet_of(tmp_path, 2) as fleet:
+        without, complete = fleet.tritons
+        url = f"http://{without.address}?grpc={closed}"
+        with gateway_before(url, url_of(complete), grpc_port=str(port)) as client:
+            wait_until(lambda: ready_replicas(client) == 2)
+            before = fleet.served()
+            for _ in range(100):
+                assert call_bytes(f"{HOST}:{port}", INFER, REQUEST)
+            shares = {at: count - before[at] for at, count in fleet.served().items()}
+            assert shares == {without.address: 0, complete.address: 100}
+            assert ready_replicas(client) == 2
+
+
+def ready_replicas(client: httpx.Client) -> int:
+    replicas = client.get("/v1/replicas").json()["replicas"]
+    return sum(each["models"].get("echo") == "READY" for each in replicas)
+
+
+def test_a_full_queue_is_resource_exhausted_and_says_when_to_retry(triton: Triton) -> None:
+    limits = {"max_inflight": "1", "max_model_inflight": "1", "max_queue": "1"}
+    with Serving(triton, **limits) as command:
+        command.wait_for("serving")
+        with grpc.insecure_channel(command.address) as channel:
+            infer = channel.unary_unary(INFER)
+            slow = echo_request(-2, 0)
+            calls = [infer.future(slow, timeout=TIMEOUT_S) for _ in range(4)]
+            codes = sorted(call.code().name for call in calls)
+            assert codes == ["OK", "OK", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]
+            (full, *_) = (call for call in calls if call.code().name == "RESOURCE_EXHAUSTED")
+            assert dict(full.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+
+
+def test_a_revoked_key_ends_a_stream(triton: Triton, tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", [entry(INFER_KEY, "infer"), entry(ADMIN, "admin")])
+    with Serving(triton, keys_file=str(path)) as command:
+        command.wait_for("serving")
+        outcomes: Queue[tuple[Any, Any]] = Queue()
+        with triton_grpc.InferenceServerClient(command.address) as client:
+            headers = {"authorization": f"Bearer {INFER_KEY}"}
+            client.start_stream(
+                lambda result, error: outcomes.put((result, error)), headers=headers
+            )
+            client.async_stream_infer("echo", [fp32(1, 2)])
+            assert outcomes.get(timeout=TIMEOUT_S)[1] is None
+            written(path, [entry(ADMIN, "admin")])
+            command.wait_for("changed and was reloaded")
+            client.async_stream_infer("echo", [fp32(1, 2)])
+            assert "unknown key" in str(outcomes.get(timeout=TIMEOUT_S)[1])
+
+
+def test_a_trace_goes_through_to_the_replica(triton: Triton) -> None:
+    parent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+    with (
+        collecting() as collector,
+        Serving(triton, otlp_endpoint=collector.url, log_format="json") as command,
+    ):
+        command.wait_for("serving")
+        metadata = [("traceparent", parent)]
+        assert call_bytes(command.address, INFER, REQUEST, metadata=metadata)
+        line = json.loads(command.wait_for("ModelInfer 200"))
+        assert line["trace_id"] == "0123456789abcdef0123456789abcdef"
+        wait_until(lambda: len(collector.of(line["trace_id"])) == 2)
+        spans = collector.of(line["trace_id"])
+        assert spans["triton"].parent_span_id == spans[f"POST {INFER}"].span_id
+
+
+def test_connections_above_the_limit_are_refused(triton: Triton) -> None:
+    with Serving(triton, max_connections="3") as command:
+        command.wait_for("serving")
+        with ExitStack() as stack:
+            for _ in range(3):
+                held = stack.enter_context(Http2Connection(command.address))
+                held.wait_for(SETTINGS)
+            refused = stack.enter_context(Http2Connection(command.address))
+            assert refused.read_frame() is None
+        wait_until(lambda: is_served(command))
+
+
+def is_served(command: Serving) -> bool:
+    try:
+        return bool(call_bytes(command.address, INFER, REQUEST))
+    except grpc.RpcError:
+        return False

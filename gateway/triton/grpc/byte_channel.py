@@ -7,9 +7,11 @@ completes (`choose_grace_s`).
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, Final, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import DeadlinePassed, GatewayError
@@ -31,8 +33,10 @@ from gateway.triton.grpc.management import (
 from gateway.triton.grpc.unary import retrieve_exception
 
 GRPC_SERVICE: Final = "/inference.GRPCInferenceService"
-LIVE_METHOD: Final = f"{GRPC_SERVICE}/ServerLive"
+METADATA_METHOD: Final = f"{GRPC_SERVICE}/ServerMetadata"
 STREAM_METHOD: Final = f"{GRPC_SERVICE}/ModelStreamInfer"
+VERSION: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})")
+SAFE_CANCEL_VERSION: Final = (2, 59)
 # A replica that is back must be usable at once; the probes keep requests away while it is down.
 MAX_RECONNECT_DELAY_MS: Final = 500
 ERROR_MESSAGE_TAG: Final = b"\x0a"  # the first byte of a ModelStreamInferResponse with an error
@@ -87,22 +91,41 @@ def create_credentials(tls: GrpcTlsFiles) -> grpc.ChannelCredentials:
 class GrpcByteChannel(IdleChannel[ByteClient]):
     """A channel for messages that the gateway does not decode."""
 
+    can_cancel_at_once = False  # without the crash that `choose_grace_s` avoids
+
     def connect(self) -> ByteClient:
         return ByteClient(self.address, self.tls, self.max_answer_bytes)
 
-    async def check_live(self, client: ByteClient) -> None:
-        """Raises `GrpcUnreachable` if the port accepts data without responding, unlike a slow model."""
-        if not self.is_new:
-            return
+    async def check_server(self, client: ByteClient) -> None:
+        """Read Triton's version on a new connection.
+
+        Raises `GrpcUnreachable` if the port accepts data without responding, unlike a slow model.
+        """
         try:
-            await client.start_call(LIVE_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
+            call = client.start_call(METADATA_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
+            self.can_cancel_at_once = parse_version(await call) >= SAFE_CANCEL_VERSION
         except grpc.aio.AioRpcError as exc:
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise GrpcUnreachable(
                     "no response from the replica's gRPC port", is_refused=False
                 ) from None
-            raise map_rpc_error(exc, RequestTarget(), self) from exc
+            if exc.code() is grpc.StatusCode.UNAVAILABLE:
+                raise map_rpc_error(exc, RequestTarget(), self) from exc
+            self.can_cancel_at_once = False  # the method is restricted
         self.mark_available()
+
+    def choose_cancel_delay_s(self) -> float:
+        return 0.0 if self.can_cancel_at_once else choose_grace_s()
+
+
+def parse_version(server_metadata: bytes) -> tuple[int, ...]:
+    """Return the version of a ServerMetadataResponse, such as (2, 51, 0); empty if it is unknown."""
+    try:
+        version = service_pb2.ServerMetadataResponse.FromString(server_metadata).version
+    except DecodeError:
+        return ()
+    match = VERSION.match(version)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 async def send_bytes(
@@ -121,7 +144,7 @@ async def send_bytes(
     call: grpc.aio.UnaryUnaryCall[bytes, bytes] | None = None
     try:
         if channel.is_new:
-            await channel.check_live(client)
+            await channel.check_server(client)
         # The deadline is enforced here: gRPC would cancel the call in Triton without the grace period.
         call = client.start_call(
             method, message, target.timeout_s + 2 * MAX_CANCEL_GRACE_S, metadata
@@ -161,7 +184,7 @@ async def wait_for_status(call: grpc.aio.Call, timeout_s: float) -> None:
 async def finish_or_cancel(call: grpc.aio.Call, channel: GrpcByteChannel) -> None:
     """Cancel an abandoned call, unless it completes within the grace period."""
     try:
-        await wait_for_status(call, choose_grace_s())
+        await wait_for_status(call, channel.choose_cancel_delay_s())
     finally:
         is_complete = call.done()
         call.cancel()
@@ -182,6 +205,7 @@ class ByteStream:
         self._call = call
         self._read_task: asyncio.Task[Any] | None = None
         self._is_open = True
+        self._has_ended = False
 
     @classmethod
     async def open(
@@ -191,7 +215,7 @@ class ByteStream:
         client = channel.acquire()
         try:
             if channel.is_new:
-                await channel.check_live(client)
+                await channel.check_server(client)
             return cls(channel, target, client.start_stream(metadata))
         except BaseException:
             channel.release(is_complete=True)
@@ -220,21 +244,26 @@ class ByteStream:
         except grpc.aio.AioRpcError as exc:
             raise map_rpc_error(exc, self._target, self._channel) from exc
         if message is grpc.aio.EOF:
+            self._has_ended = True
             return None
         if message.startswith(ERROR_MESSAGE_TAG):
             raise map_stream_error(message, self._target)
         return cast(bytes, message)
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._has_ended:
+            self._channel.release(is_complete=True)
+        else:
             run_in_background(self._finish_or_cancel())
 
     async def _finish_or_cancel(self) -> None:
         drain = asyncio.ensure_future(self._drain())
         drain.add_done_callback(retrieve_exception)
         try:
-            await asyncio.wait({drain}, timeout=0 if self._call.done() else choose_grace_s())
+            await asyncio.wait({drain}, timeout=self._channel.choose_cancel_delay_s())
         finally:
             is_complete = drain.done() and drain.exception() is None
             self._call.cancel()
