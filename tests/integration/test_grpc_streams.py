@@ -173,6 +173,44 @@ def test_sequences_count_in_order_on_one_stream(served: GrpcGateway) -> None:
     assert counts == {"1001": list(range(1, 11)), "named-sequence": list(range(1, 11))}
 
 
+def test_sequences_of_one_stream_stay_on_their_replicas(
+    triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    write_repository(tmp_path, AS_WRITTEN, (COUNTING,))
+    with (
+        triton_with((tmp_path,), ("counting",)) as other,
+        grpc_gateway(triton.options.url, other.options.url, connect_timeout_s="10") as gateway,
+        open_stream(gateway.address) as stream,
+    ):
+        wait_until(lambda: ready_replicas(gateway) == 2)
+        sequences = range(5001, 5013)
+        for step in range(6):
+            for sequence in sequences:
+                stream.send(
+                    "counting",
+                    int32(1),
+                    request_id=str(sequence),
+                    sequence_id=sequence,
+                    sequence_start=step == 0,
+                    sequence_end=step == 5,
+                )
+        counts: dict[str, list[int]] = {}
+        processes: dict[str, set[int]] = {}
+        for _ in range(6 * len(sequences)):
+            result = stream.receive()
+            name = result.get_response().id
+            counts.setdefault(name, []).append(result.as_numpy("COUNT").item())
+            processes.setdefault(name, set()).add(result.as_numpy("PROCESS").item())
+    assert counts == {str(sequence): [1, 2, 3, 4, 5, 6] for sequence in sequences}
+    assert {len(each) for each in processes.values()} == {1}
+    assert len(set().union(*processes.values())) == 2
+
+
+def ready_replicas(gateway: GrpcGateway) -> int:
+    replicas = gateway.http.get("/v1/replicas").json()["replicas"]
+    return sum(each["models"].get("counting") == "READY" for each in replicas)
+
+
 def test_a_step_of_an_unknown_sequence_says_so(served: GrpcGateway) -> None:
     with open_stream(served.address) as stream:
         stream.send("counting", int32(1), sequence_id=4711)
