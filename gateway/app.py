@@ -312,6 +312,19 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         )
 
 
+@asynccontextmanager
+async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
+    """Serve gRPC, if it has a port."""
+    if not services.settings.grpc_port:
+        yield
+        return
+    # Imported here, because most gateways serve HTTP only.
+    from gateway.grpc_server.server import run_grpc_server  # noqa: PLC0415
+
+    async with run_grpc_server(services, drain):
+        yield
+
+
 def create_app(settings: Settings) -> ASGIApp:
     """Return the gateway's ASGI application for the replicas of `settings.triton_urls`.
 
@@ -325,12 +338,13 @@ def create_app(settings: Settings) -> ASGIApp:
         async with run_services(settings, components) as services:
             edge.services = app.state.services = services
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
-                # The HTTP server counts connections and closes them while draining.
-                yield {
-                    "connections": services.metrics.connections,
-                    "refusals": services.metrics.refusals,
-                    "drain": drain,
-                }
+                async with serve_grpc(services, drain):
+                    # The HTTP server counts connections and closes them while draining.
+                    yield {
+                        "connections": services.metrics.connections,
+                        "refusals": services.metrics.refusals,
+                        "drain": drain,
+                    }
             edge.services = None
 
     app = GatewayFastAPI(

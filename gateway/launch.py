@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -49,6 +49,8 @@ from gateway.triton.restricted_api import (
 log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "localhost"
+GRPC_PORT: Final = 8001  # of Triton, where its gRPC clients expect it
+GRPC_PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 MessageWriter = Callable[[str], None]
 
 
@@ -58,15 +60,21 @@ def run_with_embedded_triton(
     """Run Tritons and a gateway; the overrides are settings that flags set."""
     started_at = time.monotonic()
     fleet = [options.for_replica(number) for number in range(replicas)]
-    check_distinct_ports({"--port": port, **collect_ports(fleet)})
+    ports = {"--port": port, **collect_ports(fleet)}
+    check_distinct_ports(ports)
     check_port_free(host, port, "--port")
     # Sessions of `up` may use different repositories, so loaded models are not remembered between them.
     # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
     urls = tuple(options.url for options in fleet)
     settings, print_line = configure_process(
-        triton_urls=urls, drain_s=0, **choose_upload_settings(options), **overrides
+        triton_urls=urls,
+        drain_s=0,
+        **choose_upload_settings(options),
+        **choose_grpc_settings(host, ports.values()),
+        **overrides,
     )
+    settings = prepare_grpc(host, settings, ports)
     restricted = read_restricted_api(settings) or generate_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
@@ -75,7 +83,8 @@ def run_with_embedded_triton(
 
     def on_ready() -> None:
         elapsed_s = time.monotonic() - started_at
-        print_line(f"ready after {elapsed_s:.1f} s on http://{host}:{port}  (press Ctrl-C to stop)")
+        places = describe_places(host, port, settings)
+        print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
 
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
@@ -142,6 +151,33 @@ def list_local_models(places: Sequence[Path | str]) -> list[str]:
     return models
 
 
+def choose_grpc_settings(host: str, ports: Collection[int]) -> dict[str, Any]:
+    """Return the settings with which `up` serves gRPC on Triton's usual port, if nothing else uses it."""
+    if GRPC_PORT_SETTING in os.environ or GRPC_PORT in ports:
+        return {}
+    try:
+        check_port_free(host, GRPC_PORT, GRPC_PORT_SETTING)
+    except CommandError:
+        return {}
+    return {"grpc_port": GRPC_PORT}
+
+
+def prepare_grpc(host: str, settings: Settings, ports: Mapping[str, int]) -> Settings:
+    """Check the gRPC port, and serve gRPC on the same address as HTTP; workers inherit it."""
+    if not settings.grpc_port:
+        return settings
+    grpc_host = settings.grpc_host or host
+    check_distinct_ports({**ports, GRPC_PORT_SETTING: settings.grpc_port})
+    check_port_free(grpc_host, settings.grpc_port, GRPC_PORT_SETTING)
+    os.environ["GATEWAY_GRPC_HOST"] = grpc_host
+    return settings.model_copy(update={"grpc_host": grpc_host})
+
+
+def describe_places(host: str, port: int, settings: Settings) -> str:
+    grpc_place = f" and gRPC port {settings.grpc_port}" if settings.grpc_port else ""
+    return f"http://{host}:{port}{grpc_place}"
+
+
 def is_repository_folder(place: Path | str) -> bool:
     return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
 
@@ -177,7 +213,9 @@ def run_gateway(host: str, port: int, workers: int) -> None:
     check_port_free(host, port, "--port")
     settings, print_line = configure_process()
     tritons = ", ".join(settings.triton_urls)
-    message = f"serving {tritons} on http://{host}:{port}  (press Ctrl-C to stop)"
+    settings = prepare_grpc(host, settings, {"--port": port})
+    places = describe_places(host, port, settings)
+    message = f"serving {tritons} on {places}  (press Ctrl-C to stop)"
     on_ready = partial(print_line, message)
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)

@@ -61,6 +61,12 @@ class Services:
             charge = info.charge = MemoryCharge(self.memory)
         return charge
 
+    async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
+        """Wait until an on-demand model can be used; return the remaining seconds."""
+        if self.activator is None or self.pool.can_serve(model, version):
+            return timeout_s
+        return await self.activator.activate(model, timeout_s)
+
     @cached_property
     def large_body_turn(self) -> asyncio.Lock:
         """Held while a piece of a large body is checked on the event loop."""

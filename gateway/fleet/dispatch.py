@@ -114,6 +114,7 @@ class Dispatcher:
             except NoReplica:
                 remaining_s = await self._wait_for_model(target, remaining_s)
                 continue
+            candidates = prefer_grpc(candidates) if call.needs_grpc else candidates
             replica = (
                 candidates[0]
                 if step is None and len(candidates) == 1
@@ -317,6 +318,12 @@ class Dispatcher:
         if isinstance(error, (ModelNotReady, UnknownModel)):
             pool.mark_unloaded(replica, model, version)
         return error
+
+
+def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:
+    """Return the replicas whose gRPC port was not found unreachable lately; all, if there are none."""
+    usable = [replica for replica in candidates if not replica.byte_channel.is_unavailable]
+    return usable or candidates
 
 
 def get_failure_outcome(error: GatewayError) -> str | None:

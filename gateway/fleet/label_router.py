@@ -161,7 +161,9 @@ class ActiveLabel:
 
     def _read_ready_shares(self) -> Mapping[str, int]:
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
-            return self.value.shares  # the request waits for the model, or gets the error of the pool
+            return (
+                self.value.shares
+            )  # the request waits for the model, or gets the error of the pool
         is_servable, shares = self._pool.is_servable, self.value.shares
         return {each: share for each, share in shares.items() if is_servable(self.model, each)}
 

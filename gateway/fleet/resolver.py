@@ -105,6 +105,13 @@ class ModelResolver:
             self.resolve(scope, right, model, version, not_found_error)
 
 
+def with_sequence(target: ModelTarget, step: SequenceStep | None) -> ModelTarget:
+    """Return the target of a sequence step, which keeps the version of the sequence."""
+    if step is None or not isinstance(target, LabelledTarget):
+        return target
+    return ModelTarget(target.model, target.choose_sequence_version(step))
+
+
 def resolve_label(scope: Scope, label: ActiveLabel) -> LabelledTarget:
     target = tuple.__new__(LabelledTarget, (label.model, label.choose_version(scope)))
     target.label = label

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
-from gateway.fleet.resolver import LabelledTarget, ModelTarget
+from gateway.fleet.resolver import LabelledTarget, with_sequence
 from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
@@ -308,9 +308,7 @@ async def open_exchange(
         ]
     label = None
     if isinstance(target, LabelledTarget):
-        label = target
-        if step is not None:
-            target = ModelTarget(model, label.choose_sequence_version(step))
+        label, target = target, with_sequence(target, step)
     now = asyncio.get_running_loop().time()
     if deadline is None:
         deadline = now + timeout_s

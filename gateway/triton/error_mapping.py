@@ -176,7 +176,8 @@ ERROR_RULES = (
         r"decoupled transaction",
         lambda _, target: RefusedByModel(
             f"model '{target.model}' is decoupled: it returns any number of responses; stream them with "
-            f"POST /v1/models/{target.model}/infer and Accept: text/event-stream"
+            f"POST /v1/models/{target.model}/infer and Accept: text/event-stream, or over gRPC with "
+            "ModelStreamInfer"
         ),
     ),
     make_error_rule(

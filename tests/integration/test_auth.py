@@ -36,8 +36,13 @@ from tests.support.keys import (
     ADMIN,
     BOTH,
     ENTRIES,
+    FREE,
     INFER,
+    INFERENCE,
+    MANAGEMENT,
+    MAY,
     METRICS,
+    SCRAPING,
     SECRETS,
     TEXTS,
     TEXTS_ADMIN,
@@ -71,14 +76,6 @@ def client(guarded: tuple[httpx.Client, Command]) -> httpx.Client:
 
 
 # Every route.
-
-FREE, INFERENCE, SCRAPING, MANAGEMENT = "open", "infer", "metrics", "admin"
-MAY = {
-    FREE: {"", INFER, METRICS, ADMIN},
-    INFERENCE: {INFER, ADMIN},
-    SCRAPING: {METRICS, ADMIN},
-    MANAGEMENT: {ADMIN},
-}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,10 @@ from referencing.jsonschema import DRAFT202012
 from deploy.monitoring import prometheusrule
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.fleet.models_file import parse_models_file
+from gateway.grpc_server.methods import TRITON_METHODS
 from gateway.keys import read_keys_file
 from gateway.settings import Settings
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.manifests import (
     K8S,
     VARIANTS,
@@ -42,7 +44,7 @@ from tests.support.servers import ROOT
 from tests.support.wait import TIMEOUT_S
 
 KUBERNETES = ("1.33", "1.35", "1.37")
-CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
+CUSTOM = {"GRPCRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 GATEWAY, TRITON = "triton-gateway", "triton"
 # Where they are kept apart from what a cluster's users may read.
 SECRETS_OF_USERS = {
@@ -114,6 +116,10 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found(version: str) -> N
     assert complaints({**service, "spec": {"ports": [{"prot": 80}]}}, version)
     with pytest.raises(AssertionError, match="has no Servise"):
         complaints({**service, "kind": "Servise"}, version)
+
+
+STREAMS_AND_READINESS = ("ModelStreamInfer", "ServerReady")
+PRIVATE_METHODS = ("Repository", "TraceSetting", "LogSettings", "SystemShared", "CudaShared")
 
 
 def check_custom(resources: list[Resource]) -> str:
@@ -377,6 +383,37 @@ def test_administration_and_metrics_are_not_shown_to_the_outside(made: Manifests
             open_paths(
                 [(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]]
             )
+
+
+def test_only_inference_over_grpc_is_shown_to_the_outside(prod: Manifests) -> None:
+    (route,) = prod.kind("GRPCRoute")
+    (rule,) = route["spec"]["rules"]
+    methods = {match["method"]["method"] for match in rule["matches"]}
+    assert {match["method"]["service"] for match in rule["matches"]} == {GRPC_SERVICE[1:]}
+    assert {"ModelInfer", "ModelStreamInfer"} < methods <= {*TRITON_METHODS, *STREAMS_AND_READINESS}
+    assert not any(method.startswith(PRIVATE_METHODS) for method in methods)
+
+
+def test_grpc_is_served_where_the_services_say(made: Manifests) -> None:
+    port = settings_of(made).grpc_port
+    services = [
+        (service, each)
+        for service in made.kind("Service")
+        for each in service["spec"]["ports"]
+        if each["name"] == "grpc" and "gateway" in service["metadata"]["name"]
+    ]
+    assert [service["spec"].get("clusterIP") for service, _ in services] == [None, "None"]
+    for service, each in services:
+        assert (each["port"], each["appProtocol"]) == (port, "kubernetes.io/h2c")
+        for workload in made.selected(service["spec"]["selector"]):
+            assert ports(workload)[each["targetPort"]] == port
+    routes = made.kind("GRPCRoute")
+    assert all(
+        backend["port"] == port
+        for route in routes
+        for rule in route["spec"]["rules"]
+        for backend in rule["backendRefs"]
+    )
 
 
 def open_paths(paths: list[tuple[str, str]]) -> None:

@@ -936,9 +936,86 @@ ATTACKS = (
     ),
 )
 
+GRPC = (
+    Row(
+        "a gRPC client does not read its stream",
+        "it is disconnected after `GATEWAY_WRITE_TIMEOUT_S`; memory stays bounded",
+        {"faults/test_grpc": ["a_client_that_does_not_read_its_stream_is_disconnected"]},
+    ),
+    Row(
+        "thousands of gRPC streams on one connection",
+        "`GATEWAY_GRPC_MAX_STREAMS` of them start; other clients are served",
+        {"faults/test_grpc": ["a_flood_of_streams_leaves_other_clients_alone"]},
+    ),
+    Row(
+        "gRPC messages over the limit, compressed ones that decompress beyond it, large metadata",
+        "`RESOURCE_EXHAUSTED`, with bounded memory",
+        {
+            "faults/test_grpc": [
+                "a_message_over_the_limit_is_refused",
+                "a_compressed_message_over_the_limit_is_refused",
+                "compressed_messages_are_served",
+                "large_metadata_is_refused",
+            ]
+        },
+    ),
+    Row(
+        "gRPC messages that never end, calls without a message, half-closed streams",
+        "`RESOURCE_EXHAUSTED` when they hold `GATEWAY_MAX_BYTES_IN_FLIGHT`, or `DEADLINE_EXCEEDED` at "
+        "their deadline; small requests are served",
+        {
+            "faults/test_grpc": [
+                "messages_that_never_end_hold_bounded_memory",
+                "calls_without_a_request_end",
+            ]
+        },
+    ),
+    Row(
+        "bytes that are not the protobuf message of the method, unknown methods",
+        "`INVALID_ARGUMENT`, `UNIMPLEMENTED`; Triton keeps running",
+        {
+            "faults/test_grpc": ["arbitrary_bytes_are_answered"],
+            "integration/test_grpc": ["an_unknown_method_is_unimplemented"],
+        },
+    ),
+    Row(
+        "gRPC requests that crash a Triton: shapes that overflow, classes of texts, thousands of "
+        "parameters and inputs, regions of shared memory",
+        "`INVALID_ARGUMENT` or `PERMISSION_DENIED`; they never reach Triton",
+        {
+            "faults/test_grpc": [
+                "requests_that_crash_triton_do_not_reach_it",
+                "shared_memory_in_a_request_is_refused",
+            ]
+        },
+    ),
+    Row(
+        "thousands of gRPC calls that are reset at once, pings without end",
+        "other clients are served; GOAWAY for too many pings",
+        {
+            "faults/test_grpc": [
+                "rapid_resets_leave_other_clients_alone",
+                "a_client_that_pings_too_often_is_disconnected",
+            ]
+        },
+    ),
+    Row(
+        "a Triton is killed while it serves a gRPC stream",
+        "only its requests in progress fail, with messages of the stream; the stream continues on the "
+        "other Tritons",
+        {"faults/test_grpc": ["a_replica_that_is_killed_in_a_stream_costs_only_its_requests"]},
+    ),
+    Row(
+        "the gateway is stopped while it serves gRPC calls and streams",
+        "requests that it received are answered, then streams end with `UNAVAILABLE`",
+        {"faults/test_grpc": ["a_gateway_that_is_stopped_answers_what_it_received"]},
+    ),
+)
+
 ROWS: dict[str, tuple[Row, ...]] = {
     "Triton and the network": TRITON,
     "The gateway and its clients": OURSELVES,
     "Bad input": BAD_INPUT,
     "Attacks": ATTACKS,
+    "gRPC": GRPC,
 }
