@@ -28,7 +28,7 @@ from gateway.version_labels import Shadow
 
 log = logging.getLogger(__name__)
 
-BUSY_SHARE: Final = 0.02  # copies per request while other requests are in progress
+BUSY_SHARE: Final = 0.01  # copies per request while other requests are in progress
 MAX_COPIES: Final = 4  # in progress at the same time
 LOG_INTERVAL_S: Final = 10.0  # between two lines of a label
 MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread

@@ -178,7 +178,7 @@ TRITON = (
             "integration/test_shadows": [
                 "a_slow_shadow_delays_no_request",
                 "other_results_are_counted_as_what_they_are",
-                "a_busy_gateway_copies_two_percent_and_one_at_its_limit_none",
+                "a_busy_gateway_copies_one_percent_and_one_at_its_limit_none",
             ]
         },
     ),
