@@ -103,7 +103,7 @@ class GrpcByteChannel(IdleChannel[ByteClient]):
         """
         try:
             call = client.start_call(METADATA_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
-            self.can_cancel_at_once = parse_version(await call) >= SAFE_CANCEL_VERSION
+            self.can_cancel_at_once = parse_server_version(await call) >= SAFE_CANCEL_VERSION
         except grpc.aio.AioRpcError as exc:
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise GrpcUnreachable(
@@ -118,7 +118,7 @@ class GrpcByteChannel(IdleChannel[ByteClient]):
         return 0.0 if self.can_cancel_at_once else choose_grace_s()
 
 
-def parse_version(server_metadata: bytes) -> tuple[int, ...]:
+def parse_server_version(server_metadata: bytes) -> tuple[int, ...]:
     """Return the version of a ServerMetadataResponse, such as (2, 51, 0); empty if it is unknown."""
     try:
         version = service_pb2.ServerMetadataResponse.FromString(server_metadata).version
