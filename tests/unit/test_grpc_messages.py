@@ -24,7 +24,7 @@ from gateway.grpc_server.infer_request import (
 from gateway.grpc_server.status import GRPC_CODES, describe_failure
 from gateway.grpc_server.wire import encode_field, encode_varint, iterate_fields, remove_fields
 from gateway.tensors.sequence import SequenceStep
-from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION, parse_version
+from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION, parse_server_version
 
 NAMES = st.text(max_size=20)
 
@@ -207,6 +207,6 @@ def test_the_version_of_triton_decides_how_calls_are_cancelled(
     version: str, parsed: tuple[int, ...]
 ) -> None:
     metadata = service_pb2.ServerMetadataResponse(name="triton", version=version)
-    assert parse_version(metadata.SerializeToString()) == parsed
-    assert parse_version(b"\xff") == ()
+    assert parse_server_version(metadata.SerializeToString()) == parsed
+    assert parse_server_version(b"\xff") == ()
     assert (parsed >= SAFE_CANCEL_VERSION) == (parsed[1:2] > (58,))
