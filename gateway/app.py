@@ -51,7 +51,17 @@ from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
-from gateway.routes import health, infer, models, openai, repository, ui, uploads
+from gateway.routes import (
+    health,
+    infer,
+    log_level,
+    models,
+    openai,
+    replicas,
+    repository,
+    ui,
+    uploads,
+)
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
@@ -78,7 +88,17 @@ ERROR_SCHEMAS = {
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
     "OpenAIError": OPENAI_ERROR_SCHEMA,
 }
-ROUTE_MODULES = (infer, models, openai, repository, uploads, health, metrics_page)
+ROUTE_MODULES = (
+    infer,
+    models,
+    openai,
+    replicas,
+    repository,
+    uploads,
+    log_level,
+    health,
+    metrics_page,
+)
 ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 

@@ -80,10 +80,11 @@ class Dispatcher:
             history = AttemptHistory(is_sequence_guessed=True)
         info = current_request_info.get()
         trace = None if info is None else info.trace
+        pool = self._pool
         while True:
-            candidates = self._pool.get_candidates(
-                target.model, target.version, history.failed_replica
-            )
+            is_new = step is None or step.is_start
+            find = pool.get_candidates if is_new else pool.get_sequence_candidates
+            candidates = find(target.model, target.version, history.failed_replica)
             replica = (
                 candidates[0]
                 if step is None and len(candidates) == 1
@@ -114,6 +115,10 @@ class Dispatcher:
             if retry is None:
                 raise error
             history = retry
+
+    def count_sequences(self, replica: str) -> int:
+        """Return how many sequences of this process run on a replica."""
+        return self._sequences.count_on(replica)
 
     async def request_json(self, target: RequestTarget, path: str) -> Any:
         """Return Triton's JSON response to a GET. Raises `BadUpstream` if it is not valid JSON."""
@@ -154,7 +159,7 @@ class Dispatcher:
         is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
         if step is not None and is_wrong_guess and call.is_resendable:
             refusing = (*history.refusing_replicas, replica)
-            candidates = self._pool.get_candidates(target.model, target.version)
+            candidates = self._pool.get_sequence_candidates(target.model, target.version)
             if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
                 return None
             self._sequences.forget(target.model, step)

@@ -42,6 +42,7 @@ class ReplicaPool:
         dns_interval_s: float = 5.0,
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
+        self.cordoned: frozenset[str] = frozenset()  # replicas that get no new requests
         self.changes = asyncio.Event()  # set when a replica's state or models change
         self.metrics = metrics or Metrics()
         self.monitor = HealthMonitor(
@@ -86,6 +87,14 @@ class ReplicaPool:
         self._candidates.clear()
         self.changes.set()
 
+    def set_cordoned(self, names: frozenset[str]) -> None:
+        for name in names ^ self.cordoned:
+            action = "cordoned: it gets no new requests" if name in names else "uncordoned"
+            log.warning("replica %s is %s", name, action)
+        if names != self.cordoned:
+            self.cordoned = names
+            self._notify_change()
+
     def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())
 
@@ -99,6 +108,7 @@ class ReplicaPool:
             replica.name: replica.index
             for replica in self.replicas.values()
             if self.replica_state(replica) <= HealthState.EJECTED
+            and replica.name not in self.cordoned
         }
         if not indexes:
             raise NoReplica
@@ -139,24 +149,44 @@ class ReplicaPool:
             raise NoReplica
         return candidates
 
+    def get_sequence_candidates(
+        self, model: str, version: str = "", excluded: Replica | None = None
+    ) -> Sequence[Replica]:
+        """Return the replicas on which a sequence may be running, cordoned ones included."""
+        if not self.cordoned:
+            return self.get_candidates(model, version, excluded)
+        found = self._find_candidates(model, version, self.replicas.values())
+        if candidates := tuple(replica for replica in found if replica is not excluded):
+            return candidates
+        raise NoReplica
+
     def update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
+        """Find the candidates for a model again, and return them."""
+        allowed = (
+            replica for replica in self.replicas.values() if replica.name not in self.cordoned
+        )
+        candidates = self._find_candidates(model, version, allowed)
+        if len(self._candidates) > MAX_CANDIDATE_LISTS:
+            self._candidates.clear()
+        self._candidates[model, version] = candidates
+        return candidates
+
+    def _find_candidates(
+        self, model: str, version: str, replicas: Iterable[Replica]
+    ) -> tuple[Replica, ...]:
         """Return the healthiest replicas on which the model is ready.
 
         If it is ready nowhere, return all that are not down, because Triton's error tells why.
         """
         now = self._loop.time()
-        states = {replica: replica.health.state(now) for replica in self.replicas.values()}
+        states = {replica: replica.health.state(now) for replica in replicas}
         alive = [replica for replica, state in states.items() if state != HealthState.DOWN]
         ready = [replica for replica in alive if replica.index.is_ready(model, version)]
         usable = ready if model and ready else alive
         worst = HealthState.UP
         if not any(states[replica] == HealthState.UP for replica in usable):
             worst = HealthState.SLOW  # no healthy replica: accept any that may be alive
-        candidates = tuple(replica for replica in usable if states[replica] <= worst)
-        if len(self._candidates) > MAX_CANDIDATE_LISTS:
-            self._candidates.clear()
-        self._candidates[model, version] = candidates
-        return candidates
+        return tuple(replica for replica in usable if states[replica] <= worst)
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -66,6 +66,7 @@ class Repository:
 
     async def __aenter__(self) -> Repository:
         await self._state.refresh()
+        self._pool.set_cordoned(self._state.cordoned)
         if self.desired_models:
             log.info("restored desired state: %s", self._state.summarize_desired_models())
         self._tasks.start(self._reconciler.run())
@@ -130,6 +131,11 @@ class Repository:
             if model in self.desired_models:
                 await self._set_desired_model(model, None)
             self._loader.load_errors.pop(model, None)
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        """Store the cordon of a replica, or its end, and apply it."""
+        await self._state.set_cordon(replica, is_cordoned=is_cordoned)
+        self._pool.set_cordoned(self._state.cordoned)
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""

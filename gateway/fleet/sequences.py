@@ -46,6 +46,11 @@ class SequenceRouter:
     def __len__(self) -> int:
         return len(self._running)
 
+    def count_on(self, replica: str) -> int:
+        """Return the number of sequences on a replica that were not idle for too long."""
+        oldest = self.clock() - self.idle_s
+        return sum(name == replica and used >= oldest for name, used in self._running.values())
+
     def is_known(self, model: str, step: SequenceStep) -> bool:
         """Return whether this process knows the replica of the sequence, or chooses it in this step."""
         return step.is_start or (model, step.sequence_id) in self._running

@@ -32,6 +32,7 @@ class SharedState:
         self.store = store
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
+        self.cordoned: frozenset[str] = frozenset()
         self._models_file = models_file
         self._can_upload = can_upload
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
@@ -48,6 +49,7 @@ class SharedState:
                 log.warning("desired state of model %s is ignored: %s", model, ignored[model])
             self._ignored_models = ignored
             self.loads = await self.store.read_loads()
+            self.cordoned = await self.store.read_cordons()
         self._models_file.reload_if_changed()
 
     # Desired models.
@@ -76,6 +78,10 @@ class SharedState:
         return "; ".join(
             f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
         )
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        await self.store.set_cordon(replica, is_cordoned=is_cordoned)
+        self.cordoned = self.cordoned | {replica} if is_cordoned else self.cordoned - {replica}
 
     # Loads.
 

@@ -75,6 +75,12 @@ class StateStore(Protocol):
     async def forget_loads(self, replica: str) -> None:
         """Delete the confirmed loads of a replica that restarted or was removed."""
 
+    async def read_cordons(self) -> frozenset[str]:
+        """Return the replicas that get no new requests."""
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        """Store that a replica gets no new requests, or that it gets them again."""
+
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         """Store the progress of an operation for an hour. Raises `ValueError` for an invalid id."""
 

@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, unquote
 import orjson
 
 from gateway.errors import StateUnavailable
+from gateway.state.cordons import encode_cordons, parse_cordons, with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
     READ_ACTION,
@@ -84,6 +85,7 @@ class FileStateStore:
         self._leader_path = path.with_name(f"{path.name}.leader")
         self._operations_folder = path.with_name(f"{path.name}.operations")
         self._loads_path = path.with_name(f"{path.name}.loads")
+        self._cordons_path = path.with_name(f"{path.name}.cordons")
         self._alive_folder = path.with_name(f"{path.name}.processes")
         self._owner = secrets.token_hex(8)
         self._alive_lock: int | None = None
@@ -158,6 +160,17 @@ class FileStateStore:
 
         return await self._run_action(WRITE_ACTION, run)
 
+    async def read_cordons(self) -> frozenset[str]:
+        return await self._run_action(READ_ACTION, self._read_cordons)
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        def run() -> None:
+            with lock_file(self._lock_path):
+                cordons = with_cordon(self._read_cordons(), replica, is_cordoned=is_cordoned)
+                replace_file(self._cordons_path, encode_cordons(cordons))
+
+        await self._run_action(WRITE_ACTION, run)
+
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         raw = orjson.dumps(document)
@@ -223,6 +236,12 @@ class FileStateStore:
             return parse_loads(decode_state(self._loads_path.read_bytes()))
         except (FileNotFoundError, UnreadableState):
             return {}
+
+    def _read_cordons(self) -> frozenset[str]:
+        try:
+            return parse_cordons(self._cordons_path.read_bytes())
+        except FileNotFoundError:
+            return frozenset()
 
     def _read_live_loads(self) -> Loads:
         loads = self._read_loads()

@@ -137,6 +137,19 @@ class StateContract:
 
         asyncio.run(scenario())
 
+    def test_a_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.read_cordons() == frozenset()
+                for name in ("a:8000", "[::1]:8000", "a:8000"):
+                    await kept.set_cordon(name, is_cordoned=True)
+                assert await kept.read_cordons() == {"a:8000", "[::1]:8000"}
+                for name in ("a:8000", "unknown:1"):
+                    await kept.set_cordon(name, is_cordoned=False)
+                assert await kept.read_cordons() == {"[::1]:8000"}
+
+        asyncio.run(scenario())
+
     def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
@@ -215,6 +228,8 @@ class SharedStateContract:
                 assert await other.read_desired_models() == {}
                 await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
                 await one.record_operation(ID, {"state": "running"})
+                await one.set_cordon("a:8000", is_cordoned=True)
+                assert await other.read_cordons() == {"a:8000"}
                 assert await other.read_desired_models() == await one.read_desired_models()
                 assert await other.read_operation(ID) == {"state": "running"}
 
