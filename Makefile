@@ -16,7 +16,7 @@ SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: bench bench-count bench-peers resnet50 manifests crds lock clean models examples
+.PHONY: bench bench-count bench-peers resnet50 manifests interface crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,6 +137,10 @@ $(RESNET50)/.ready: requirements/resnet50.txt
 manifests: $(VENV)/.dev ## Generate the files of k8s/ and the Helm chart that have another source
 	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
 	@$(BIN)/python -m deploy.helm.chart
+
+# Record docs/openapi.json and docs/interface.txt, which tests compare; ARGS=--breaking also records removals.
+interface: $(VENV)/.dev ## Record the public interface
+	@$(BIN)/python -m tests.interface $(ARGS)
 
 # Schemas of custom resources, locked by hash; without them, their test is skipped.
 crds: ## Install the schemas of custom resources
