@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+SITE := .venv-site
 RESNET50 := .venv-resnet50
 # Number of parallel test processes: tests wait more than they compute. JOBS=0 uses one process, for a debugger.
 JOBS ?= 4
@@ -16,7 +17,7 @@ SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: bench bench-count bench-peers resnet50 manifests interface crds lock clean models examples
+.PHONY: bench bench-count bench-peers resnet50 manifests interface site crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +110,12 @@ $(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
 
+$(SITE)/.ready: requirements/site.txt
+	@echo "preparing the environment of the documentation site in $(SITE)"
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/site.txt
+	@touch $@
+
 # For benchmarks only; pinned separately. perf_analyzer needs a newer C library than the rest of the project.
 $(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
 	@echo "preparing the peers' environment in $(PEERS)"
@@ -138,6 +145,12 @@ manifests: $(VENV)/.dev ## Generate the files of k8s/ and the Helm chart that ha
 	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
 	@$(BIN)/python -m deploy.helm.chart
 
+# Warnings, such as a link or an anchor that does not exist, fail the build.
+site: $(SITE)/.ready ## Build the documentation site in build/site
+	@rm -rf build/docs && $(SITE)/bin/python -m deploy.site.prepare build/docs
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
+	@echo "the site is in build/site"
+
 # Record docs/openapi.json and docs/interface.txt, which tests compare; ARGS=--breaking also records removals.
 interface: $(VENV)/.dev ## Record the public interface
 	@$(BIN)/python -m tests.interface $(ARGS)
@@ -151,6 +164,7 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) pyproject.toml --extra redis --extra otel --extra s3 -c requirements/gateway.txt -o requirements/image.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
+	$(LOCK) --group site -o requirements/site.txt
 	$(LOCK) --group models -o requirements/models.txt
 	$(LOCK) --group resnet50 -o requirements/resnet50.txt
 	$(LOCK) --group peers -o requirements/peers.txt
@@ -159,4 +173,4 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
 clean: ## Remove the environments and caches
-	rm -rf $(VENV) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build $(VENV) $(SITE) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
