@@ -23,7 +23,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_is_in_the_navigation(pages: Path) -> None:
     listed = re.findall(r"^ +- ([\w-]+\.md)$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in pages.glob("**/*.md"))
+    written = {path.name for path in pages.glob("**/*.md")}
+    assert set(listed) == written, "nav in mkdocs.yml lists every page"
+    assert len(listed) == len(written)
 
 
 def test_links_out_of_the_documents_lead_to_files_of_the_repository(pages: Path) -> None:
