@@ -32,6 +32,7 @@ from gateway.fleet.collector import FleetCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.loader import ManagementOptions
+from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
@@ -294,6 +295,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             stack.callback(components.tracer.close)
         restricted = components.connection_options.restricted_api
         tune_interpreter()
+        maintenance = Maintenance(pool, dispatcher, repository)
+        stack.callback(asyncio.create_task(maintenance.mark_activity()).cancel)
         yield Services(
             settings,
             pool,

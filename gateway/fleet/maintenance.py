@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Final
 
 import anyio
 
-from gateway.errors import Conflict, GatewayError, NotFound
+from gateway.errors import Conflict, GatewayError, NotFound, StateUnavailable
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import HealthState
 from gateway.fleet.pool import ReplicaPool
@@ -17,6 +18,9 @@ from gateway.fleet.repository import Repository
 from gateway.messages import quote_text
 
 DRAIN_POLL_S: Final = 0.1
+MARK_INTERVAL_S: Final = 0.5
+# Until every gateway has read the cordon (once a second) and marked the work that it still has.
+NOTICE_S: Final = 2.5
 
 
 class UnknownReplica(NotFound):
@@ -36,20 +40,22 @@ class DrainTimeout(GatewayError):
     def __init__(self, replica: str, progress: DrainProgress) -> None:
         super().__init__(
             f"replica {replica} is cordoned, but {progress.outstanding} requests and "
-            f"{progress.sequences} sequences are still running; drain it again to wait longer"
+            f"{progress.sequences} sequences of this gateway, and those of {progress.other_gateways} "
+            "others, are still running; drain it again to wait longer"
         )
 
 
 @dataclass(frozen=True)
 class DrainProgress:
-    """The work that this gateway still has on a replica."""
+    """The work that the gateways still have on a replica."""
 
     outstanding: int
     sequences: int
+    other_gateways: int = 0
 
     @property
     def is_finished(self) -> bool:
-        return not self.outstanding and not self.sequences
+        return not (self.outstanding or self.sequences or self.other_gateways)
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,31 @@ class Maintenance:
     async def drain(self, name: str, timeout_s: float) -> DrainProgress:
         """Cordon the replica and wait for its requests and sequences. Raises `DrainTimeout`."""
         progress = await self.cordon(name)
+        is_finished = False
         with anyio.move_on_after(timeout_s):
-            while not progress.is_finished:
-                await asyncio.sleep(DRAIN_POLL_S)
+            marks = self.repository.activity_marks()
+            if marks is not None:
+                await asyncio.sleep(NOTICE_S)
+            while not is_finished:
                 progress = self._measure_progress(self._find_replica(name))
-        if not progress.is_finished:
+                if progress.is_finished and marks is not None:
+                    progress = replace(progress, other_gateways=await marks.count_others(name))
+                is_finished = progress.is_finished
+                await asyncio.sleep(0 if is_finished else DRAIN_POLL_S)
+        if not is_finished:
             raise DrainTimeout(name, progress)
         return progress
+
+    async def mark_activity(self) -> None:
+        """Tell the other gateways, for ever, on which cordoned replicas this one still has work."""
+        marks = self.repository.activity_marks()
+        while marks is not None:
+            await asyncio.sleep(MARK_INTERVAL_S)
+            for replica in list(self.pool.replicas.values()):
+                is_cordoned = replica.name in self.pool.cordoned
+                if is_cordoned and not self._measure_progress(replica).is_finished:
+                    with suppress(StateUnavailable):  # the store logs it
+                        await marks.mark(replica.name)
 
     def _find_replica(self, name: str) -> Replica:
         for replica in self.pool.replicas.values():

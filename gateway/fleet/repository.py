@@ -29,7 +29,7 @@ from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
 from gateway.messages import join_names, quote_text
-from gateway.state.desired import DesiredModel, StateStore
+from gateway.state.desired import ActivityMarks, DesiredModel, StateStore
 from gateway.triton.error_mapping import RequestTarget
 
 log = logging.getLogger(__name__)
@@ -131,6 +131,9 @@ class Repository:
             if model in self.desired_models:
                 await self._set_desired_model(model, None)
             self._loader.load_errors.pop(model, None)
+
+    def activity_marks(self) -> ActivityMarks | None:
+        return self._store.activity_marks()
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
         """Store the cordon of a replica, or its end, and apply it."""

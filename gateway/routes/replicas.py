@@ -52,9 +52,9 @@ async def uncordon_replica(services: ServicesForAdministration, address: str) ->
 async def drain_replica(
     request: Request, services: ServicesForAdministration, address: str
 ) -> dict[str, Any]:
-    """Return when this gateway has no request and no sequence on the replica. 504 if that takes too long.
+    """Return when no gateway has a request or a sequence on the replica. 504 if that takes too long.
 
-    The replica stays cordoned in both cases. Other gateways stop sending requests within two seconds.
+    The replica stays cordoned in both cases.
     """
     timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
     progress = await services.maintenance.drain(address, timeout_s)

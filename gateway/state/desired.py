@@ -87,6 +87,9 @@ class StateStore(Protocol):
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
 
+    def activity_marks(self) -> ActivityMarks | None:
+        """Return the marks of all processes with this state; None if there is only one process."""
+
     def rate_windows(self) -> RateWindows | None:
         """Return counters that all processes with this state share, if the store supports them."""
 
@@ -95,6 +98,16 @@ class StateStore(Protocol):
         """Return whether the last read and write succeeded."""
 
     async def close(self) -> None: ...
+
+
+class ActivityMarks(Protocol):
+    """The marks of all processes that have work on a replica. Methods raise `StateUnavailable`."""
+
+    async def mark(self, replica: str) -> None:
+        """Record for a few seconds that this process has work on the replica."""
+
+    async def count_others(self, replica: str) -> int:
+        """Return how many other processes have work on the replica."""
 
 
 class RateWindows(Protocol):

@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, unquote
 import orjson
 
 from gateway.errors import StateUnavailable
+from gateway.state.activity import FileActivityMarks
 from gateway.state.cordons import encode_cordons, parse_cordons, with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
@@ -93,6 +94,8 @@ class FileStateStore:
         self._snapshot: FileSnapshot | None = None
         self._leader_lock: int | None = None
         self._outages = OutageLog(str(path))
+        activity = path.with_name(f"{path.name}.activity")
+        self._activity_marks = FileActivityMarks(activity, self._owner, self._run_action)
 
     def check(self) -> None:
         """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
@@ -180,6 +183,9 @@ class FileStateStore:
         if not is_operation_id(operation_id):
             return None
         return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
+
+    def activity_marks(self) -> FileActivityMarks:
+        return self._activity_marks
 
     def rate_windows(self) -> None:
         return None

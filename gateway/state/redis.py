@@ -14,6 +14,7 @@ import orjson
 
 from gateway.errors import StateUnavailable
 from gateway.state import redis_scripts
+from gateway.state.activity import RedisActivityMarks
 from gateway.state.desired import (
     OPERATION_TTL_S,
     READ_ACTION,
@@ -91,6 +92,7 @@ class RedisStateStore:
         self._redis = RedisConnection(server, prefix)
         self._rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
+        self._activity_marks = RedisActivityMarks(self._redis, self._token)
         self._alive_key = format_alive_key(self._token)
         self._is_leader = False
         self._has_loaded = False
@@ -181,6 +183,9 @@ class RedisStateStore:
         return await self._redis.execute(
             READ_ACTION, "GET", key, decode=lambda raw: raw and decode_state(raw)
         )
+
+    def activity_marks(self) -> RedisActivityMarks:
+        return self._activity_marks
 
     def rate_windows(self) -> RedisRateWindows:
         return self._rate_windows

@@ -120,6 +120,9 @@ class MemoryStateStore:
         document: Mapping[str, Any] | None = orjson.loads(raw)
         return document
 
+    def activity_marks(self) -> None:
+        return None
+
     def rate_windows(self) -> None:
         return None
 

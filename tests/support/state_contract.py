@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.state.activity import MARK_TTL_S
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
@@ -232,6 +233,24 @@ class SharedStateContract:
                 assert await other.read_cordons() == {"a:8000"}
                 assert await other.read_desired_models() == await one.read_desired_models()
                 assert await other.read_operation(ID) == {"state": "running"}
+
+        asyncio.run(scenario())
+
+    def test_marks_tell_the_others_of_work_until_they_expire(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 3) as (one, other, third):
+                marks = [kept.activity_marks() for kept in (one, other, third)]
+                first, second, last = (each for each in marks if each is not None)
+                assert await second.count_others("a:8000") == 0
+                await first.mark("a:8000")
+                await second.mark("a:8000")
+                await first.mark("[::1]:8000")
+                counts = [await each.count_others("a:8000") for each in (first, second, last)]
+                assert counts == [1, 1, 2]
+                assert await first.count_others("[::1]:8000") == 0
+                assert await last.count_others("b:8000") == 0
+                await asyncio.sleep(MARK_TTL_S)
+                assert await last.count_others("a:8000") == 0
 
         asyncio.run(scenario())
 

@@ -152,6 +152,28 @@ def test_a_drain_waits_for_the_requests_that_run(pair: Pair) -> None:
     )
 
 
+def test_a_drain_waits_for_the_requests_of_another_gateway(pair: Pair) -> None:
+    first, second = pair.tritons
+    hold = first.repository / "echo" / "hold"
+    (first.repository / "echo" / "held").unlink(missing_ok=True)
+    hold.touch()
+    pair.call("cordon", second.address)
+    wait_until(lambda: cordoned(pair.other) == {second.address})
+    with ThreadPoolExecutor(1) as threads:
+        held = {"inputs": {"X": [-1000.0, 2.0]}}
+        running = threads.submit(
+            pair.other.post, "/v1/models/echo/infer", json=held, timeout=TIMEOUT_S
+        )
+        wait_until((first.repository / "echo" / "held").exists)
+        pair.call("uncordon", second.address)
+        late = pair.call("drain", first.address, headers={"X-Request-Timeout": "6"})
+        assert (late.status_code, late.json()["code"]) == (504, "DRAIN_TIMEOUT")
+        assert "0 requests and 0 sequences of this gateway, and those of 1 others" in late.text
+        hold.unlink()
+        assert running.result().status_code == 200
+        assert pair.call("drain", first.address).status_code == 200
+
+
 def step(client: httpx.Client, sequence: str, position: str = "") -> dict[str, Any]:
     headers = {"X-Sequence-ID": sequence} | ({"X-Sequence": position} if position else {})
     path = f"/v1/models/{COUNTING.name}/infer"
@@ -160,26 +182,38 @@ def step(client: httpx.Client, sequence: str, position: str = "") -> dict[str, A
     return dict(response.json()["outputs"])
 
 
+def start_sequences(client: httpx.Client, kind: str) -> dict[str, Any]:
+    """The process of each sequence, by its name."""
+    return {
+        name: step(client, name, "start")["PROCESS"]
+        for name in (f"{kind} {number}" for number in range(8))
+    }
+
+
 def test_a_drain_lets_sequences_finish(pair: Pair) -> None:
-    names = [f"speaker {number}" for number in range(8)]
-    processes = {name: step(pair.client, name, "start")["PROCESS"] for name in names}
+    processes = start_sequences(pair.client, "speaker")
     first = pair.tritons[0].address
-    result = pair.call("cordon", first).json()
-    assert 0 < result["sequences"] < len(names)
-    wait_until(lambda: cordoned(pair.other) == {first})
-    # Also through a gateway that has to guess where they run.
-    for name in names:
-        assert step(pair.other, name)["PROCESS"] == processes[name]
-    refused = pair.call("drain", first, headers={"X-Request-Timeout": "0.3"})
+    assert 0 < pair.call("cordon", first).json()["sequences"] < len(processes)
+    refused = pair.call("drain", first, headers={"X-Request-Timeout": "3"})
     assert refused.json()["code"] == "DRAIN_TIMEOUT"
-    for name in names:
-        assert step(pair.client, name, "end")["PROCESS"] == processes[name]
+    for name, process in processes.items():
+        assert step(pair.client, name)["PROCESS"] == process
+        assert step(pair.client, name, "end")["PROCESS"] == process
     assert pair.call("drain", first).json()["sequences"] == 0
     # Those that start now run on the other one.
     later = {
         str(step(pair.client, f"late {number}", "start, end")["PROCESS"]) for number in range(8)
     }
     assert len(later) == 1
+
+
+def test_a_gateway_that_must_guess_finds_a_sequence_on_a_cordoned_replica(pair: Pair) -> None:
+    processes = start_sequences(pair.client, "guessed")
+    first = pair.tritons[0].address
+    pair.call("cordon", first)
+    wait_until(lambda: cordoned(pair.other) == {first})
+    for name, process in processes.items():
+        assert step(pair.other, name, "end")["PROCESS"] == process
 
 
 def test_the_last_replica_and_unknown_ones_cannot_be_cordoned(pair: Pair) -> None:
