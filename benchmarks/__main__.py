@@ -18,7 +18,17 @@ import numpy as np
 import psutil
 import typer
 
-from benchmarks import fleet, hot_path, peers, perf_analyzer, results, servers, startup, streams
+from benchmarks import (
+    fleet,
+    grpc_calls,
+    hot_path,
+    peers,
+    perf_analyzer,
+    results,
+    servers,
+    startup,
+    streams,
+)
 from benchmarks.requests import Request, encode_v2_infer
 from benchmarks.tables import Target, format_table, run_rounds
 from benchmarks.workloads import JSON_HEADERS, build_workloads
@@ -177,6 +187,7 @@ SUITES = {
     "perf-analyzer": perf_analyzer.table,
     "start-up": startup.table,
     "streams": streams.table,
+    "grpc": grpc_calls.table,
 }
 WITHOUT_TRITON = {"hot-path": hot_path.table, "fleet": fleet.table}
 

@@ -11,7 +11,9 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -178,13 +180,17 @@ def describe_model(model: str, x: tuple[str, int], y: tuple[str, int]) -> dict[b
 
 
 SMALL: Final = np.random.default_rng(0).random((1, 256), np.float32)
-INDEX: Final = [{"name": name, "version": "1", "state": "READY"} for name in ("small", "blob")]
+VERSIONS: Final = (("small", "1"), ("blob", "1"), ("split", "1"), ("split", "2"))
+INDEX: Final = [{"name": name, "version": each, "state": "READY"} for name, each in VERSIONS]
+LABELS: Final = "models: [{name: split, labels: {canary: {versions: {1: 90, 2: 10}}}}]"
 REPLICA: Final = MemoryReplica(
     {
         b"/v2/repository/index": encode_response(orjson.dumps(INDEX)),
         **describe_model("small", ("FP32", 256), ("FP32", 256)),
         **describe_model("blob", ("BYTES", 1), ("INT32", 1)),
         b"/v2/models/small/infer": encode_infer_response("small", SMALL, "FP32"),
+        b"/v2/models/split/versions/1/infer": encode_infer_response("split", SMALL, "FP32"),
+        b"/v2/models/split/versions/2/infer": encode_infer_response("split", SMALL, "FP32"),
         b"/v2/models/blob/infer": encode_infer_response("blob", np.ones((1, 1), np.int32), "INT32"),
     }
 )
@@ -206,13 +212,26 @@ def build_requests() -> Mapping[str, bytes]:
         "/v2, 1 KB infer": encode_request("/v2/models/small/infer", small),
         "/v1, text to BYTES": encode_request(BLOB, text),
         "/v1, JPEG to BYTES": encode_request(BLOB, jpeg),
+        "/v2, 1 KB infer, a label's split": encode_request(
+            "/v2/models/split/versions/canary/infer", small
+        ),
     }
 
 
 async def connect(loop: asyncio.AbstractEventLoop) -> MemoryClient:
     """Start the gateway, and connect a client to it. Without timers, the gateway cannot shut down."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(LABELS)
+        file.flush()
+        return await connect_with_labels(loop, Path(file.name))
+
+
+async def connect_with_labels(loop: asyncio.AbstractEventLoop, models_file: Path) -> MemoryClient:
     settings = Settings(
-        triton_urls=("http://127.0.0.1:8000",), state="memory:", log_level="warning"
+        triton_urls=("http://127.0.0.1:8000",),
+        state="memory:",
+        log_level="warning",
+        models_file=models_file,
     )
     logs.configure(settings)
     config = create_uvicorn_config(create_app(settings), settings, "127.0.0.1", 8080)

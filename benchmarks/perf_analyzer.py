@@ -1,4 +1,4 @@
-"""Triton's own load generator, perf_analyzer, as a second measurement of `/v2`."""
+"""Triton's own load generator, perf_analyzer, as a second measurement of `/v2` and of gRPC."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks import peers, servers
 from benchmarks.load import cpu_s
 from benchmarks.tables import describe_spread
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.servers import free_ports
 
 NAME = "perf_analyzer"
 CONCURRENCY = 16
@@ -45,6 +46,7 @@ def analyze(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.csv"
         command = [program, "-m", "small", "-u", urlsplit(url).netloc, "-b", "1"]
+        command += ["-i", "grpc" if urlsplit(url).scheme == "grpc" else "http"]
         command += ["--concurrency-range", str(CONCURRENCY), "-f", str(file)]
         command += ["--measurement-interval", str(round(seconds * 1000 / WINDOWS))]
         command += ["--max-trials", str(WINDOWS), "--stability-percentage", "999"]
@@ -66,9 +68,13 @@ def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
     address = f"127.0.0.1:{triton.options.http_port}"
     try:
         program = peers.find_program(NAME)
+        (grpc_port,) = free_ports(1)
+        settings = {"GATEWAY_GRPC_PORT": str(grpc_port)}
+        url, gateway = stack.enter_context(servers.gateway(triton.options.url, settings=settings))
         targets = {
             "nginx": stack.enter_context(servers.nginx(address)),
-            "gateway /v2": stack.enter_context(servers.gateway(triton.options.url)),
+            "gateway /v2": (url, gateway),
+            "gateway gRPC": (f"grpc://127.0.0.1:{grpc_port}", gateway),
         }
         rounds = run_rounds(program, targets, triton, seconds, count)
     except servers.ServerNotStarted as exc:

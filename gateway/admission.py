@@ -113,6 +113,24 @@ class AdmissionQueue:
                 raise DeadlinePassed(timeout_s) from None
             raise
 
+    def count_requests(self, model: str) -> int:
+        """Return the number of requests of the model that run or wait."""
+        waiting = sum(len(queue) for (name, _), queue in self._queues.items() if name == model)
+        return self._running_by_model.get(model, 0) + waiting
+
+    def count_all_requests(self) -> dict[str, int]:
+        """Return the number of requests of each model that run or wait."""
+        waiting = {model for model, _ in self._queues}
+        return {
+            model: self.count_requests(model) for model in waiting | self._running_by_model.keys()
+        }
+
+    def is_crowded(self, model: str) -> bool:
+        """Return whether requests wait, or half of the slots of the model or of the process are taken."""
+        running = self._running_by_model.get(model, 0)
+        is_half_taken = 2 * running > self._max_running_per_model
+        return bool(self.waiting) or is_half_taken or 2 * self.running > self._max_running
+
     def release(self, model: str) -> None:
         self.running -= 1
         running = self._running_by_model[model] - 1

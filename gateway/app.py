@@ -28,18 +28,22 @@ from gateway.auth import PUBLIC_PATHS, Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.draining import Drain
 from gateway.error_responses import render_error
-from gateway.fleet.collector import FleetCollector, StateCollector
+from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.label_router import LabelRouter
+from gateway.fleet.labels import LabelManager
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.on_demand_services import open_activator
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
+from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import ModelService
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
@@ -55,6 +59,7 @@ from gateway.rate_limit import RateLimiter
 from gateway.routes import (
     health,
     infer,
+    labels,
     log_level,
     models,
     openai,
@@ -80,7 +85,13 @@ METRICS_INTERVAL_S = 0.5
 THREAD_SWITCH_INTERVAL_S = 0.0005
 PREFLIGHT_MAX_AGE_S = 600
 # Response headers that pages of other origins may read.
-EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Location", "Inference-Header-Content-Length")
+EXPOSED_HEADERS = (
+    "X-Request-ID",
+    "Retry-After",
+    "Location",
+    "Inference-Header-Content-Length",
+    "X-Model-Version",
+)
 LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
 # FastAPI would build a validator for each error of each route.
@@ -92,6 +103,7 @@ ERROR_SCHEMAS = {
 ROUTE_MODULES = (
     infer,
     models,
+    labels,
     openai,
     replicas,
     repository,
@@ -206,6 +218,7 @@ def build_components(settings: Settings) -> AppComponents:
             tls,
             settings.accepted_uploads is ModelUploads.code,
             settings.ready_quorum,
+            settings.hold_s,
         ),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
@@ -283,6 +296,10 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
+        shadows = ShadowRunner(pool, admission, metrics, settings.max_shadow_bytes)
+        stack.push_async_callback(shadows.close)
+        activator = await open_activator(settings, dispatcher, repository, admission, stack)
+        metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         stack.callback(asyncio.create_task(update_metrics(metrics, admission, memory)).cancel)
@@ -308,13 +325,29 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             memory,
             metrics,
             authenticator,
-            ModelResolver(),
+            ModelResolver(LabelRouter(pool, repository.state)),
+            LabelManager(pool, repository.state, settings.ready_quorum),
+            shadows,
             rates,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),
+            activator,
             await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,
         )
+
+
+@asynccontextmanager
+async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
+    """Serve gRPC, if it has a port."""
+    if not services.settings.grpc_port:
+        yield
+        return
+    # Imported here, because most gateways serve HTTP only.
+    from gateway.grpc_server.server import run_grpc_server  # noqa: PLC0415
+
+    async with run_grpc_server(services, drain):
+        yield
 
 
 def create_app(settings: Settings) -> ASGIApp:
@@ -330,12 +363,13 @@ def create_app(settings: Settings) -> ASGIApp:
         async with run_services(settings, components) as services:
             edge.services = app.state.services = services
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
-                # The HTTP server counts connections and closes them while draining.
-                yield {
-                    "connections": services.metrics.connections,
-                    "refusals": services.metrics.refusals,
-                    "drain": drain,
-                }
+                async with serve_grpc(services, drain):
+                    # The HTTP server counts connections and closes them while draining.
+                    yield {
+                        "connections": services.metrics.connections,
+                        "refusals": services.metrics.refusals,
+                        "drain": drain,
+                    }
             edge.services = None
 
     app = GatewayFastAPI(

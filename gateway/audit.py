@@ -1,8 +1,8 @@
 """The audit log: one line for every administrative call, regardless of `GATEWAY_LOG_LEVEL`.
 
 An administrative call requires the right to manage and may change something: a load, an unload, an upload or
-removal of model files, or a change of Triton's log and trace settings. Calls that are denied to a known
-caller are logged as well.
+removal of model files, a change of a version label, or a change of Triton's log and trace settings. Calls
+that are denied to a known caller are logged as well.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def log_call(info: RequestInfo, method: str, path: str, client: str, status: int
             "operation": call.operation,
             "version": call.version,
             "sha256": call.sha256,
+            "label": call.label,
             "key": info.key,
             "client": client,
             "status": status,

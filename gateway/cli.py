@@ -8,13 +8,14 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gateway import __version__
 from gateway.client import commands
 from gateway.client.flags import add_flags
+from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
@@ -27,6 +28,8 @@ root_cli = CliGroup(pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 root_cli.add_typer(key_commands, name="key")
 root_cli.add_typer(state_commands, name="state")
+root_cli.add_typer(label_cli, name="label")
+root_cli.add_typer(rollout_cli)
 root_cli.add_typer(commands.cli)
 
 Host = Annotated[str, typer.Option(help="Address that the gateway listens on.")]
@@ -47,6 +50,22 @@ ReplicaCount = Annotated[
         min=1,
         max=16,
         help="Number of Tritons to start; the ports of each are 100 higher than the previous one's.",
+    ),
+]
+OnDemandPatterns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on-demand",
+        help="Model that is loaded when it is first requested, or a pattern such as 'ocr-*'; may be "
+        "repeated, * stands for all.",
+    ),
+]
+MaxLoadedModels = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of models that each Triton holds; for another one, the least recently used "
+        "on-demand model is unloaded.",
     ),
 ]
 
@@ -90,12 +109,25 @@ def command(
 @root_cli.command()
 @add_flags(TritonFlags)
 def up(
-    flags: TritonFlags, host: Host = "127.0.0.1", port: Port = 8080, replicas: ReplicaCount = 1
+    flags: TritonFlags,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    replicas: ReplicaCount = 1,
+    on_demand: OnDemandPatterns = None,
+    max_loaded_models: MaxLoadedModels = None,
 ) -> None:
     """Start one or several embedded Tritons with a gateway in front of them."""
     from gateway import launch
 
-    launch.run_with_embedded_triton(flags.to_options(), host, port, replicas)
+    options = flags.to_options()
+    settings: dict[str, Any] = {}
+    if on_demand:
+        settings["on_demand_models"] = tuple(on_demand)
+        if flags.load is None:
+            options = launch.exclude_startup_models(options, on_demand)
+    if max_loaded_models is not None:
+        settings["max_loaded_models"] = max_loaded_models
+    launch.run_with_embedded_triton(options, host, port, replicas, settings)
 
 
 @root_cli.command()

@@ -30,6 +30,7 @@ class Drain:
 
     def __init__(self, drain_s: float, shutdown_s: float) -> None:
         self.is_draining = False
+        self.stopping = asyncio.Event()  # set when the server stops accepting
         self._drain_s = drain_s
         self._shutdown_s = shutdown_s
         self._loop = asyncio.get_running_loop()
@@ -65,10 +66,15 @@ class Drain:
         self._limit_exit(drain_s + self._shutdown_s)
         if not drain_s:
             self._previous_handlers[number](number, frame)
+            self._loop.call_soon_threadsafe(self.stopping.set)
             return
         log.warning("SIGTERM received: draining, shutting down in %g s", drain_s)
-        stop_server = partial(self._previous_handlers[number], number, None)
+        stop_server = partial(self._stop_server, number)
         self._loop.call_soon_threadsafe(self._loop.call_later, drain_s, stop_server)
+
+    def _stop_server(self, number: int) -> None:
+        self._previous_handlers[number](number, None)
+        self.stopping.set()
 
     def _limit_exit(self, limit_s: float) -> None:
         if self._exit_deadline is not None:

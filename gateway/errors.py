@@ -252,6 +252,14 @@ class NoOpenAIServer(GatewayError):
     )
 
 
+class UnknownMethod(GatewayError):
+    status, code = 501, "UNKNOWN_METHOD"
+    message = (
+        "unknown gRPC method; the gateway serves inference.GRPCInferenceService, grpc.health.v1.Health and "
+        "server reflection"
+    )
+
+
 class BadUpstream(GatewayError):
     """A replica sent an invalid or incomplete response."""
 

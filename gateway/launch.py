@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +24,10 @@ from pydantic import SecretStr
 from gateway import logs
 from gateway.auth import is_loopback
 from gateway.embedded.demonstration import resolve_repositories
-from gateway.embedded.model_paths import is_model, resolve_model_paths
+from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
 from gateway.embedded.options import (
+    LOAD_ALL,
+    CannotStart,
     ModelControl,
     TritonOptions,
     check_distinct_ports,
@@ -47,22 +50,33 @@ from gateway.triton.restricted_api import (
 log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "localhost"
+GRPC_PORT: Final = 8001  # of Triton, where its gRPC clients expect it
+GRPC_PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 MessageWriter = Callable[[str], None]
 
 
-def run_with_embedded_triton(options: TritonOptions, host: str, port: int, replicas: int) -> None:
+def run_with_embedded_triton(
+    options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
+) -> None:
+    """Run Tritons and a gateway; the overrides are settings that flags set."""
     started_at = time.monotonic()
     options = with_demonstration(options)
     fleet = [options.for_replica(number) for number in range(replicas)]
-    check_distinct_ports({"--port": port, **collect_ports(fleet)})
+    ports = {"--port": port, **collect_ports(fleet)}
+    check_distinct_ports(ports)
     check_port_free(host, port, "--port")
     # Sessions of `up` may use different repositories, so loaded models are not remembered between them.
     # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
     urls = tuple(options.url for options in fleet)
     settings, print_line = configure_process(
-        triton_urls=urls, drain_s=0, **choose_upload_settings(options)
+        triton_urls=urls,
+        drain_s=0,
+        **choose_upload_settings(options),
+        **choose_grpc_settings(host, ports.values()),
+        **overrides,
     )
+    settings = prepare_grpc(host, settings, ports)
     restricted = read_restricted_api(settings) or generate_restricted_api()
     fleet = [replace(options, restricted_api=restricted) for options in fleet]
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
@@ -71,7 +85,8 @@ def run_with_embedded_triton(options: TritonOptions, host: str, port: int, repli
 
     def on_ready() -> None:
         elapsed_s = time.monotonic() - started_at
-        print_line(f"ready after {elapsed_s:.1f} s on http://{host}:{port}  (press Ctrl-C to stop)")
+        places = describe_places(host, port, settings)
+        print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
 
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
@@ -110,6 +125,59 @@ def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
         for name, value in defaults.items()
         if is_usable and name not in os.environ
     }
+
+
+def exclude_startup_models(options: TritonOptions, patterns: Sequence[str]) -> TritonOptions:
+    """Return the options without the startup models that match a pattern. Raises `CannotStart`."""
+    if options.model_control is not ModelControl.explicit:
+        raise CannotStart("--on-demand requires --model-control explicit")
+    names: Sequence[str] = options.load_models
+    if LOAD_ALL in names:
+        names = () if LOAD_ALL in patterns else list_local_models(options.model_repositories)
+    kept = [name for name in names if not any(fnmatchcase(name, each) for each in patterns)]
+    return replace(options, load_models=tuple(kept))
+
+
+def list_local_models(places: Sequence[Path | str]) -> list[str]:
+    """Return the names of the models in local repositories. Raises `CannotStart` for a remote one."""
+    if remote := next((place for place in places if is_remote_repository(place)), None):
+        raise CannotStart(
+            f"the models of {remote} are not known before Triton runs; name those to load at startup "
+            "with --load, or use --on-demand '*'"
+        )
+    folders = [Path(place) for place in places]
+    models = [make_model_name(folder) for folder in folders if is_model(folder)]
+    for folder in folders:
+        if folder.is_dir() and not is_model(folder):
+            models += sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return models
+
+
+def choose_grpc_settings(host: str, ports: Collection[int]) -> dict[str, Any]:
+    """Return the settings with which `up` serves gRPC on Triton's usual port, if nothing else uses it."""
+    if GRPC_PORT_SETTING in os.environ or GRPC_PORT in ports:
+        return {}
+    try:
+        check_port_free(host, GRPC_PORT, GRPC_PORT_SETTING)
+    except CommandError:
+        return {}
+    return {"grpc_port": GRPC_PORT}
+
+
+def prepare_grpc(host: str, settings: Settings, ports: Mapping[str, int]) -> Settings:
+    """Check the gRPC port, and serve gRPC on the same address as HTTP; workers inherit it."""
+    if not settings.grpc_port:
+        return settings
+    grpc_host = settings.grpc_host or host
+    check_distinct_ports({**ports, GRPC_PORT_SETTING: settings.grpc_port})
+    check_port_free(grpc_host, settings.grpc_port, GRPC_PORT_SETTING)
+    os.environ["GATEWAY_GRPC_HOST"] = grpc_host
+    return settings.model_copy(update={"grpc_host": grpc_host})
+
+
+def describe_places(host: str, port: int, settings: Settings) -> str:
+    grpc_place = f" and gRPC port {settings.grpc_port}" if settings.grpc_port else ""
+    return f"http://{host}:{port}{grpc_place}"
 
 
 def is_repository_folder(place: Path | str) -> bool:
@@ -154,12 +222,16 @@ def run_gateway(host: str, port: int, workers: int) -> None:
     check_port_free(host, port, "--port")
     settings, print_line = configure_process()
     tritons = ", ".join(settings.triton_urls)
-    message = f"serving {tritons} on http://{host}:{port}  (press Ctrl-C to stop)"
+    settings = prepare_grpc(host, settings, {"--port": port})
+    places = describe_places(host, port, settings)
+    message = f"serving {tritons} on {places}  (press Ctrl-C to stop)"
     on_ready = partial(print_line, message)
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
     with prompt_exit(), ExitStack() as stack:
         if workers > 1:
+            if settings.scaler_port:
+                raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
             from gateway.workers import run_workers
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end

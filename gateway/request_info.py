@@ -19,6 +19,7 @@ class ManagementCall:
     operation: str = ""  # continues after the response
     version: str = ""  # of an upload or removal
     sha256: str = ""  # of the uploaded file
+    label: str = ""  # a version label
 
 
 class RequestInfo:

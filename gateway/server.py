@@ -27,7 +27,7 @@ from gateway.protocol.clients import ClientRegistry
 from gateway.protocol.connection import HttpProtocol
 from gateway.protocol.limits import ProtocolLimits
 from gateway.settings import Settings
-from gateway.settings.server import describe_os_error, load_certificate
+from gateway.settings.server import describe_os_error, load_authority, load_certificate
 from gateway.uvicorn_compat import forget_captured_signal
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,12 @@ class ServerCertificate:
     A worker process gets a copy, which is pickled before the context exists.
     """
 
-    def __init__(self, cert_file: Path, key_file: Path | None) -> None:
+    def __init__(
+        self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None = None
+    ) -> None:
         self._cert_file = cert_file
         self._key_file = key_file
+        self._client_ca_file = client_ca_file
         self._file: WatchedFile[ssl.SSLContext] | None = None
 
     def create_context(self, *_: Any) -> ssl.SSLContext:
@@ -83,6 +86,8 @@ class ServerCertificate:
         context.set_alpn_protocols(["http/1.1"])
         try:
             load_certificate(context, cert_file, self._key_file)
+            if self._client_ca_file is not None:
+                load_authority(context, self._client_ca_file)
             if self._file is None:
                 return context
             # A pair that does not match was rejected above: it would leave the context half changed.
@@ -156,7 +161,9 @@ def create_uvicorn_config(
 ) -> uvicorn.Config:
     certificate = None
     if settings.tls_cert_file is not None:
-        certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
+        certificate = ServerCertificate(
+            settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+        )
     limits = create_protocol_limits(settings)
     protocol = partial(HttpProtocol, limits=limits, clients=ClientRegistry())
     return uvicorn.Config(

@@ -10,13 +10,16 @@ from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import MalformedRequest
+from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.labels import LabelManager
 from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
+from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import ModelService
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -44,9 +47,12 @@ class Services:
     metrics: Metrics
     access: Authenticator
     resolver: ModelResolver
+    labels: LabelManager
+    shadows: ShadowRunner
     rate_limiter: RateLimiter
     tracer: Tracer | None = None
     openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS
+    activator: ModelActivator | None = None  # without models that are loaded on demand
     publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
 
@@ -55,6 +61,12 @@ class Services:
         if charge is None:
             charge = info.charge = MemoryCharge(self.memory)
         return charge
+
+    async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
+        """Wait until an on-demand model can be used; return the remaining seconds."""
+        if self.activator is None or self.pool.can_serve(model, version):
+            return timeout_s
+        return await self.activator.activate(model, timeout_s)
 
     @cached_property
     def large_body_turn(self) -> asyncio.Lock:

@@ -109,9 +109,17 @@ def explain_not_ready(readiness: dict[str, Any]) -> str:
 
 @cli.command()
 @add_flags(Target)
-def load(target: Target, models: ModelsArgument, json: JsonOption = False) -> None:
+def load(
+    target: Target,
+    models: ModelsArgument,
+    staged: Annotated[
+        bool, typer.Option("--staged", help="One replica after the other, until one fails.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
     """Load models on every replica and wait for completion."""
-    manage_models("load", models, {}, json, target)
+    body = {"parameters": {"staged": True}} if staged else {}
+    manage_models("load", models, body, json, target)
 
 
 @cli.command()

@@ -20,6 +20,7 @@ NON_TERMINAL_WIDTH = 1000
 STATE_COLOURS = {
     **dict.fromkeys(("READY", "HEALTHY", "UP", "yes"), "green"),
     "LOADING": "yellow",
+    "ON_DEMAND": "cyan",
     **dict.fromkeys(("EJECTED", "DOWN", "UNAVAILABLE", "no"), "red"),
 }
 
@@ -54,6 +55,7 @@ def print_json(value: Any) -> None:
     sys.stdout.buffer.write(escape_unprintable_json(text).encode())
 
 
+REASON_TEXTS: Final = {"declared": "declared", "on_demand": "on demand"}
 MODEL_COLUMNS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "REASON")
 
 
@@ -62,8 +64,10 @@ def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
         f"{version.get('version', '')} {version.get('state', '')}".strip()
         for version in model["versions"]
     )
-    fields = [field for field in ("declared", "last_error") if field in model]
-    reasons = [model["last_error"] if field == "last_error" else field for field in fields]
+    versions = versions or model.get("state", "")
+    reasons = [REASON_TEXTS[field] for field in REASON_TEXTS if field in model]
+    if "last_error" in model:
+        reasons.append(model["last_error"])
     if "wished" in model:
         missing = model["wished"] == "loaded" and not model["ready"]
         reasons.insert(0, f"{'to be ' * missing}{model['wished']} by the API")

@@ -11,12 +11,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.config_files import WatchedFile
+from gateway.fleet.activation import ModelActivator
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.repository import Repository
 from gateway.state.desired import StateStore
 
+MEBIBYTE = 1 << 20
 replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
 state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
 model_gauge = partial(GaugeMetricFamily, labels=["model"])
@@ -85,6 +87,26 @@ class FleetCollector(Collector):
         for name in sorted(self._repository.declared_models):
             declared.add_metric([name], 1)
         yield from (count, declared, skew, outdated)
+
+
+class OnDemandCollector(Collector):
+    """Metrics of the memory that models hold, by their configs; none without on-demand models."""
+
+    def __init__(self, pool: ReplicaPool, activator: ModelActivator | None) -> None:
+        self._pool = pool
+        self._loader = None if activator is None else activator.loader
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        memory = replica_gauge(
+            "gateway_replica_model_memory_bytes",
+            "Memory of the models on the replica, by gateway.memory_mb or GATEWAY_DEFAULT_MODEL_MEMORY_MB.",
+        )
+        if self._loader is not None:
+            for replica in list(self._pool.replicas.values()):
+                models = self._loader.describe_replica(replica).models
+                memory_mb = sum(model.memory_mb for model in models)
+                memory.add_metric([replica.name], memory_mb * MEBIBYTE)
+        yield memory
 
 
 class StateCollector(Collector):

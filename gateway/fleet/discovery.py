@@ -77,6 +77,7 @@ class ReplicaDiscovery:
     def __post_init__(self) -> None:
         fixed = [source for source in self._sources if isinstance(source, ReplicaAddress)]
         self._lookups = [each for each in self._sources if not isinstance(each, ReplicaAddress)]
+        self._failures: dict[AddressLookup, str] = {}  # the last one of each lookup
         self._addresses: dict[ReplicaSource, frozenset[ReplicaAddress]] = {
             address: frozenset((address,)) for address in fixed
         }
@@ -102,10 +103,16 @@ class ReplicaDiscovery:
             with anyio.fail_after(self._interval_s):
                 addresses = frozenset(await lookup.find_addresses())
         except (OSError, UnicodeError, BadAddress) as exc:
-            log.warning("cannot resolve %s: %s", lookup, str(exc) or "timeout")
+            self._record_failure(lookup, str(exc) or "timeout")
             return
         if not addresses:
-            log.warning("cannot resolve %s: it has no addresses", lookup)
+            self._record_failure(lookup, "it has no addresses")
             return
+        self._failures.pop(lookup, None)
         self._addresses[lookup] = addresses
         self._on_change()
+
+    def _record_failure(self, lookup: AddressLookup, reason: str) -> None:
+        if self._failures.get(lookup) != reason:
+            log.warning("cannot resolve %s: %s", lookup, reason)
+        self._failures[lookup] = reason

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import orjson
 
@@ -20,12 +20,13 @@ from gateway.errors import (
 )
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.health import HealthState, RetryBudget
-from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceRouter
 from gateway.fleet.transports import HttpCall, UpstreamCall
 from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import RequestInfo, current_request_info
+from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.management import GrpcUnreachable
 from gateway.triton.response import MAX_METADATA_BYTES, read_complete_response
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MEAN_LATENCY_WEIGHT: Final = 0.05
 MAX_SEQUENCE_GUESSES: Final = 3  # replicas tried for a sequence that another gateway started
+MAX_ACTIVATIONS: Final = 3  # loads that one request waits for
 FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0  # of an idempotent request, while another replica can be tried
 EMPTY_BODY_HEADERS: Final = [(b"content-length", b"0")]
 # After these errors the replica has not executed the request.
@@ -52,9 +54,25 @@ class AttemptHistory(NamedTuple):
     is_sequence_guessed: bool = False  # another gateway started its sequence
     # The replicas that answered that they do not run the sequence.
     refusing_replicas: tuple[Replica, ...] = ()
+    activations: int = 0  # loads that the request waited for
 
 
 NO_ATTEMPTS: Final = AttemptHistory()
+
+
+class ActivationGate(Protocol):
+    """Lets requests wait until a replica has their model ready."""
+
+    def can_activate(self, model: str) -> bool: ...
+
+    def build_error(self, model: str, version: str) -> GatewayError:
+        """Return the error of a request that does not wait."""
+
+    async def activate(self, model: str, timeout_s: float) -> float:
+        """Wait until the model can be used; return the remaining seconds.
+
+        Raises the `GatewayError` to respond with.
+        """
 
 
 class Dispatcher:
@@ -66,6 +84,15 @@ class Dispatcher:
         self._mean_latency_s: dict[str, float] = {}
         self._retry_budget = RetryBudget()
         self._sequences = SequenceRouter(asyncio.get_running_loop().time)
+        self._activation_gate: ActivationGate | None = None
+        # Model → the end of its last request, if models are loaded on demand.
+        self._last_used: dict[str, float] | None = None
+
+    def enable_activation(self, gate: ActivationGate, last_used: dict[str, float]) -> None:
+        """Let requests wait for their model, and record when each model was used last."""
+        self._activation_gate = gate
+        self._last_used = last_used
+        self._pool.can_activate = gate.can_activate
 
     async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
         """Return the result of the first attempt that succeeds.
@@ -75,16 +102,20 @@ class Dispatcher:
         Raises the `GatewayError` of the failure.
         """
         target, remaining_s = call.target, timeout_s
-        step, history = target.sequence_step, NO_ATTEMPTS
-        if step is not None and not self._sequences.is_known(target.model, step):
-            history = AttemptHistory(is_sequence_guessed=True)
+        step = target.sequence_step
+        history = NO_ATTEMPTS if step is None else self._begin_step(target.model, step)
         info = current_request_info.get()
         trace = None if info is None else info.trace
         pool = self._pool
         while True:
             is_new = step is None or step.is_start
             find = pool.get_candidates if is_new else pool.get_sequence_candidates
-            candidates = find(target.model, target.version, history.failed_replica)
+            try:
+                candidates = find(target.model, target.version, history.failed_replica)
+            except NoReplica:
+                remaining_s = await self._wait_for_model(target, remaining_s)
+                continue
+            candidates = prefer_grpc(candidates) if call.needs_grpc else candidates
             replica = (
                 candidates[0]
                 if step is None and len(candidates) == 1
@@ -107,14 +138,17 @@ class Dispatcher:
                 error = self._handle_failure(replica, call, exc, started_at)
             else:
                 duration_s = self._record_attempt(call, replica, started_at, "answered", info)
+                if self._last_used is not None and not call.is_idempotent:
+                    self._last_used[target.model] = started_at + duration_s
                 if step is not None or len(self._pool.replicas) > 1:
                     self._record_success(replica, target, started_at, duration_s)
                 return result
             remaining_s -= perf_counter() - started_at
-            retry = self._plan_retry(call, replica, error, history) if remaining_s > 0 else None
-            if retry is None:
-                raise error
-            history = retry
+            history = self._plan_retry(call, replica, error, history, remaining_s)
+
+    def _begin_step(self, model: str, step: SequenceStep) -> AttemptHistory:
+        is_known = self._sequences.is_known(model, step)
+        return NO_ATTEMPTS if is_known else AttemptHistory(is_sequence_guessed=True)
 
     def count_sequences(self, replica: str) -> int:
         """Return how many sequences of this process run on a replica."""
@@ -149,26 +183,59 @@ class Dispatcher:
         untried = [replica for replica in candidates if replica not in history.refusing_replicas]
         return self._sequences.choose_replica(target.model, step, untried, holders)
 
+    async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
+        """Wait until the model can be used; return the remaining seconds."""
+        gate = self._activation_gate
+        if gate is None or self._pool.is_usable(target.model):
+            raise NoReplica
+        if not target.can_activate or not gate.can_activate(target.model):
+            raise gate.build_error(target.model, target.version)
+        return await gate.activate(target.model, timeout_s)
+
     # Retries.
 
     def _plan_retry(
-        self, call: UpstreamCall[T], replica: Replica, error: GatewayError, history: AttemptHistory
-    ) -> AttemptHistory | None:
-        """Return the history for the next attempt, or None if there is none."""
+        self,
+        call: UpstreamCall[T],
+        replica: Replica,
+        error: GatewayError,
+        history: AttemptHistory,
+        remaining_s: float,
+    ) -> AttemptHistory:
+        """Return the history for the next attempt. Raises the error if there is none."""
+        if remaining_s <= 0:
+            raise error
         target, step = call.target, call.target.sequence_step
         is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
         if step is not None and is_wrong_guess and call.is_resendable:
             refusing = (*history.refusing_replicas, replica)
             candidates = self._pool.get_sequence_candidates(target.model, target.version)
             if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
-                return None
+                raise error
             self._sequences.forget(target.model, step)
             return history._replace(refusing_replicas=refusing)
+        if self._can_activate_again(call, error, history):
+            return history._replace(activations=history.activations + 1)
         if history.failed_replica or not self._can_retry(call, replica, error):
-            return None
+            raise error
         log.warning("retrying on another replica than %s: %s", replica.name, error.detail)
         self._metrics.retries.labels(replica.name).inc()
         return history._replace(failed_replica=replica)
+
+    def _can_activate_again(
+        self, call: UpstreamCall[T], error: GatewayError, history: AttemptHistory
+    ) -> bool:
+        """Return whether the model is on no replica any longer, so that the request can wait for it again."""
+        gate, target = self._activation_gate, call.target
+        return (
+            gate is not None
+            and target.can_activate
+            and isinstance(error, NOT_EXECUTED_ERRORS)
+            and call.is_resendable
+            and history.activations < MAX_ACTIVATIONS
+            and not self._pool.is_usable(target.model)
+            and gate.can_activate(target.model)
+        )
 
     def _can_retry(self, call: UpstreamCall[T], replica: Replica, error: GatewayError) -> bool:
         """Return whether a retry is safe, possible and within the budget.
@@ -256,6 +323,12 @@ class Dispatcher:
         if isinstance(error, (ModelNotReady, UnknownModel)):
             pool.mark_unloaded(replica, model, version)
         return error
+
+
+def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:
+    """Return the replicas whose gRPC port was not found unreachable lately; all, if there are none."""
+    usable = [replica for replica in candidates if not replica.byte_channel.is_unavailable]
+    return usable or candidates
 
 
 def get_failure_outcome(error: GatewayError) -> str | None:

@@ -84,9 +84,12 @@ class Index:
         versions = self.models.get(model, {})
         return all(version.state == UNAVAILABLE for version in versions.values())
 
-    def with_model_unloaded(self, model: str) -> Index:
+    def with_model_unloaded(self, model: str, version: str = "") -> Index:
         """Return the index to assume until the next probe, after Triton contradicted this one."""
-        versions = {number: VersionState(UNAVAILABLE) for number in self.models.get(model, {})}
+        versions = {
+            number: VersionState(UNAVAILABLE) if version in ("", number) else state
+            for number, state in self.models.get(model, {}).items()
+        }
         return Index({**self.models, model: versions})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -14,9 +14,12 @@ import orjson
 import yaml
 
 from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
+from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.messages import CommandError
+from gateway.version_labels import InvalidLabel, ModelLabels, check_label_name, parse_label
 
 DECLARED_VERSION: Final = re.compile("[0-9]{1,19}")
+MODEL_KEYS: Final = frozenset(("name", "versions", "config", "labels", "on_demand", "replicas"))
 
 
 class BadModelsFile(CommandError):
@@ -25,11 +28,16 @@ class BadModelsFile(CommandError):
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """A model that must be served; without `versions`, any version is sufficient."""
+    """A model that must be served; without `versions`, any version is sufficient.
+
+    With `copies` it is loaded on demand instead.
+    """
 
     name: str
     versions: tuple[str, ...] = ()
     config: Mapping[str, Any] | str | None = None
+    labels: ModelLabels = field(default_factory=dict)
+    copies: CopyLimits | None = None
 
     @property
     def load_parameters(self) -> dict[str, Any]:
@@ -48,7 +56,7 @@ def parse_models_file(text: str) -> dict[str, DeclaredModel]:
     """Return the models in a models file by name. Raises `BadModelsFile`."""
     try:
         document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
-        orjson.dumps(document)  # Triton accepts only JSON
+        orjson.dumps(drop_labels(document))  # Triton accepts only JSON
     except YAML_ERRORS as exc:
         raise BadModelsFile(f"cannot be parsed: {' '.join(str(exc).split())}") from None
     if document is None:
@@ -65,6 +73,16 @@ def parse_models_file(text: str) -> dict[str, DeclaredModel]:
     return models
 
 
+def drop_labels(document: Any) -> Any:
+    """Return the document without labels, whose versions may be written as numbers."""
+    if isinstance(document, list):
+        return list(map(drop_labels, document))
+    if isinstance(document, dict):
+        kept = {key: value for key, value in document.items() if key != "labels"}
+        return {**kept, "models": drop_labels(kept["models"])} if "models" in kept else kept
+    return document
+
+
 def parse_declared_model(entry: Any) -> DeclaredModel:
     if isinstance(entry, str) and entry:
         return DeclaredModel(entry)
@@ -72,10 +90,10 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
         raise BadModelsFile(
             f"{repr(entry)[:80]} is not a valid model; write NAME or {{name: NAME}}"
         )
-    if unknown := set(entry) - {"name", "versions", "config"}:
+    if unknown := set(entry) - MODEL_KEYS:
         raise BadModelsFile(
             f"model {entry['name']!r} has an unknown key {min(map(str, unknown))!r}; "
-            "valid keys are name, versions and config"
+            "valid keys are name, versions, config, labels, on_demand and replicas"
         )
     versions = entry.get("versions") or []
     if not isinstance(versions, list) or not all(
@@ -85,7 +103,49 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
     config = entry.get("config")
     if config is not None and not isinstance(config, (dict, str)):
         raise BadModelsFile(f"config of model {entry['name']!r} must be an object")
-    return DeclaredModel(entry["name"], tuple(str(version) for version in versions), config)
+    labels = parse_declared_labels(entry["name"], entry.get("labels") or {})
+    versions = tuple(str(version) for version in versions)
+    return DeclaredModel(entry["name"], versions, config, labels, parse_copy_limits(entry))
+
+
+def parse_declared_labels(model: str, labels: Any) -> ModelLabels:
+    """Parse labels by name, each with a version, or with the object that the API accepts."""
+    if not isinstance(labels, dict):
+        raise BadModelsFile(f"labels of model {model!r} must be an object, such as {{stable: 1}}")
+    declared = {}
+    for name, value in labels.items():
+        try:
+            check_label_name(str(name))
+            label = parse_label(value if isinstance(value, dict) else {"version": value})
+        except InvalidLabel as exc:
+            raise BadModelsFile(f"label {str(name)!r} of model {model!r}: {exc}") from None
+        declared[str(name)] = label
+    return declared
+
+
+def parse_copy_limits(entry: Mapping[str, Any]) -> CopyLimits | None:
+    """Return the limits of an on-demand model; None for a model that is always loaded."""
+    name, on_demand = entry["name"], entry.get("on_demand", False)
+    if not isinstance(on_demand, bool):
+        raise BadModelsFile(f"on_demand of model {name!r} must be true or false")
+    if not on_demand:
+        if "replicas" in entry:
+            raise BadModelsFile(
+                f"model {name!r} has replicas, which only a model with on_demand: true can have"
+            )
+        return None
+    if entry.get("versions"):
+        raise BadModelsFile(f"model {name!r} has versions, which on_demand: true does not permit")
+    written = entry.get("replicas", 1)
+    limits = written if isinstance(written, dict) else {"min": written, "max": written}
+    minimum: Any = limits.get("min", 1)
+    maximum: Any = limits.get("max", minimum)
+    are_numbers = type(minimum) is int and type(maximum) is int
+    if are_numbers and limits.keys() <= {"min", "max"} and 1 <= minimum <= maximum:
+        return CopyLimits(minimum, maximum)
+    raise BadModelsFile(
+        f"replicas of model {name!r} must be a number above 0, or {{min: 1, max: 3}}"
+    )
 
 
 def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:
@@ -99,15 +159,24 @@ def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:
 
 
 class ModelsFile:
-    """The declared models; none without a file."""
+    """The declared models, and those to load on demand; none without a file."""
 
     def __init__(self, path: Path | None) -> None:
         self.file = None if path is None else WatchedFile(path, read_models_file)
-
-    @property
-    def models(self) -> Mapping[str, DeclaredModel]:
-        return {} if self.file is None else self.file.value
+        self.models: Mapping[str, DeclaredModel] = {}
+        self.on_demand_models: Mapping[str, DeclaredModel] = {}
+        self._split_models()
 
     def reload_if_changed(self) -> bool:
         """Return whether the declared models changed."""
-        return self.file is not None and self.file.reload_if_changed()
+        is_changed = self.file is not None and self.file.reload_if_changed()
+        if is_changed:
+            self._split_models()
+        return is_changed
+
+    def _split_models(self) -> None:
+        models = {} if self.file is None else self.file.value
+        self.models = {name: model for name, model in models.items() if model.copies is None}
+        self.on_demand_models = {
+            name: model for name, model in models.items() if model.copies is not None
+        }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import anyio
@@ -19,6 +19,7 @@ from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
 CANCEL_RETRY_S: Final = 0.2
 MAX_CANDIDATE_LISTS: Final = 10_000
@@ -44,15 +45,19 @@ class ReplicaPool:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         self.cordoned: frozenset[str] = frozenset()  # replicas that get no new requests
         self.changes = asyncio.Event()  # set when a replica's state or models change
+        self.change_count = 0
         self.metrics = metrics or Metrics()
         self.monitor = HealthMonitor(
             self.replicas, self._notify_change, probe_interval_s, self.metrics
         )
+        # Tells the models that requests wait for while no replica has them ready.
+        self.can_activate: Callable[[str], bool] | None = None
         self._discovery = ReplicaDiscovery(sources, self._update_replicas, dns_interval_s)
         self._connection_options = connection_options
         self._loop = asyncio.get_running_loop()
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._discovery_tasks: list[asyncio.Task[None]] = []
+        self._lookup_task: asyncio.Task[None] | None = None
         self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
 
     async def __aenter__(self) -> ReplicaPool:
@@ -64,7 +69,8 @@ class ReplicaPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self._discovery_tasks, *self._probe_tasks.values()])
+        lookups = [] if self._lookup_task is None else [self._lookup_task]
+        await cancel_tasks([*self._discovery_tasks, *lookups, *self._probe_tasks.values()])
         for replica in self.replicas.values():
             replica.close()
 
@@ -85,6 +91,7 @@ class ReplicaPool:
 
     def _notify_change(self) -> None:
         self._candidates.clear()
+        self.change_count += 1
         self.changes.set()
 
     def set_cordoned(self, names: frozenset[str]) -> None:
@@ -94,6 +101,24 @@ class ReplicaPool:
         if names != self.cordoned:
             self.cordoned = names
             self._notify_change()
+
+    @property
+    def has_live_replica(self) -> bool:
+        return any(
+            self.replica_state(each) is not HealthState.DOWN for each in self.replicas.values()
+        )
+
+    async def look_up_replicas(self) -> None:
+        """Look for new replicas before the next interval, and wait for a short time.
+
+        All callers share one lookup.
+        """
+        if self._lookup_task is None or self._lookup_task.done():
+            self._lookup_task = asyncio.create_task(self._look_up_slowly())
+        await asyncio.shield(self._lookup_task)
+
+    async def _look_up_slowly(self) -> None:
+        await asyncio.gather(self._discovery.look_up_all(), asyncio.sleep(LOOKUP_PAUSE_S))
 
     def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())
@@ -128,10 +153,18 @@ class ReplicaPool:
     def is_ready(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
+    def is_servable(self, model: str, version: str) -> bool:
+        """Return whether a replica that is not `DOWN` has the version ready."""
+        return any(
+            replica.index.is_ready(model, version)
+            for replica in self.replicas.values()
+            if self.replica_state(replica) is not HealthState.DOWN
+        )
+
     def mark_unloaded(self, replica: Replica, model: str, version: str) -> None:
         # Something else than the gateways has unloaded the model, so the index is outdated.
         if replica.index.is_ready(model, version):
-            replica.index = replica.index.with_model_unloaded(model)
+            replica.index = replica.index.with_model_unloaded(model, version)
             replica.raw_index = b""
             replica.probe_requested.set()
             self._notify_change()
@@ -176,17 +209,50 @@ class ReplicaPool:
     ) -> tuple[Replica, ...]:
         """Return the healthiest replicas on which the model is ready.
 
-        If it is ready nowhere, return all that are not down, because Triton's error tells why.
+        If it is ready nowhere, return all that are not down, because Triton's error tells why; or none if
+        requests wait for the model.
         """
         now = self._loop.time()
         states = {replica: replica.health.state(now) for replica in replicas}
         alive = [replica for replica, state in states.items() if state != HealthState.DOWN]
-        ready = [replica for replica in alive if replica.index.is_ready(model, version)]
-        usable = ready if model and ready else alive
+        ready = [
+            replica
+            for replica in alive
+            if replica.index.is_ready(model, version) and model not in replica.draining_models
+        ]
+        usable = ready if model and (ready or self.is_awaited(model)) else alive
         worst = HealthState.UP
         if not any(states[replica] == HealthState.UP for replica in usable):
             worst = HealthState.SLOW  # no healthy replica: accept any that may be alive
         return tuple(replica for replica in usable if states[replica] <= worst)
+
+    def is_awaited(self, model: str) -> bool:
+        """Return whether no replica can serve the model, and requests wait until one can."""
+        if self.can_activate is None or self.is_usable(model):
+            return False
+        return self.can_activate(model)
+
+    def is_usable(self, model: str) -> bool:
+        """Return whether a live replica has the model ready for new requests."""
+        return any(
+            self.replica_state(replica) is not HealthState.DOWN
+            and replica.name not in self.cordoned
+            and replica.index.is_ready(model)
+            and model not in replica.draining_models
+            for replica in self.replicas.values()
+        )
+
+    def can_serve(self, model: str, version: str) -> bool:
+        """Return whether candidates for the model are known. Costs less than to find them."""
+        return bool(self._candidates.get((model, version)))
+
+    def set_draining(self, replica: Replica, model: str, *, is_draining: bool) -> None:
+        """Stop or resume sending requests for the model to the replica."""
+        if is_draining:
+            replica.draining_models.add(model)
+        else:
+            replica.draining_models.discard(model)
+        self._notify_change()
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import inf
+from time import monotonic
 from typing import Any
 
 from gateway.fleet.health import HealthState
@@ -16,18 +18,34 @@ from gateway.fleet.shared_state import SharedState
 class ReadinessMonitor:
     """The readiness of this gateway. A model is required once it was ready, or from the start."""
 
-    def __init__(self, pool: ReplicaPool, state: SharedState, quorum: int) -> None:
+    def __init__(
+        self, pool: ReplicaPool, state: SharedState, quorum: int, hold_s: float = 0.0
+    ) -> None:
         self._pool = pool
         self._state = state
         self._quorum = quorum
+        self._hold_s = hold_s
+        self._asleep_at = -inf
         self._required_models = dict(state.declared_models)
 
     def check(self, *, is_draining: bool) -> Readiness:
         statuses, declared = self._list_statuses(), self._state.declared_models
         required, quorum = self._required_models, self._quorum
-        return check_readiness(statuses, declared, required, quorum, is_draining=is_draining)
+        readiness = check_readiness(statuses, declared, required, quorum, is_draining=is_draining)
+        if is_draining or not self._update_sleep():
+            return readiness
+        sleep = {} if self._pool.has_live_replica else {"asleep": True}
+        return Readiness(True, {**readiness.document, "ready": True, **sleep})
+
+    def _update_sleep(self) -> bool:
+        """Return whether requests wait: there is no replica, or the first one is loading its models."""
+        now = monotonic()
+        if not self._pool.has_live_replica:
+            self._asleep_at = now
+        return now - self._asleep_at < self._hold_s
 
     def update_required_models(self) -> None:
+        self._update_sleep()
         declared = self._state.declared_models
         if self._required_models != declared:
             self._required_models = update_required_models(

@@ -43,6 +43,7 @@ class Reconciler:
     _state: SharedState
     _loader: ModelLoader
     _readiness: ReadinessMonitor
+    is_leader: bool = False
     action_tasks: dict[ActionKey, asyncio.Task[None]] = field(default_factory=dict)
     _locks: dict[str, ModelLock] = field(default_factory=dict)
     _backoffs: dict[ActionKey, Backoff] = field(default_factory=dict)
@@ -53,9 +54,9 @@ class Reconciler:
             await self._state.refresh()
             self._pool.set_cordoned(self._state.cordoned)
             self._readiness.update_required_models()
-            is_leader = await self._state.store.renew_leadership()
-            await self._forget_removed_replicas(is_leader=is_leader)
-            if is_leader:
+            self.is_leader = await self._state.store.renew_leadership()
+            await self._forget_removed_replicas(is_leader=self.is_leader)
+            if self.is_leader:
                 self._start_missing_actions()
             await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
             with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
@@ -78,6 +79,22 @@ class Reconciler:
             if not model_lock.waiters:
                 del self._locks[model]
                 self._pool.changes.set()
+
+    def is_locked(self, model: str) -> bool:
+        """Return whether a call for the model, or an action on it, is in progress."""
+        return model in self._locks or any(key[1] == model for key in self.action_tasks)
+
+    def run_action(
+        self, replica: Replica, action: ModelAction, initiator: str
+    ) -> asyncio.Task[None]:
+        """Start an action of another component. Calls for its model wait until it is done."""
+        key = (replica.name, action.model)
+        task = asyncio.create_task(self._loader.run(replica, action, initiator))
+        self.action_tasks[key] = task
+        task.add_done_callback(lambda task: self._finish_action(key))
+        # The component may have stopped waiting.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
 
     def forget_failures(self, *, replica: str | None = None, model: str | None = None) -> None:
         for key in list(self._backoffs):

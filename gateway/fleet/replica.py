@@ -15,6 +15,7 @@ from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import MAX_RESPONSE_BYTES, HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
+from gateway.triton.grpc.byte_channel import GrpcByteChannel
 from gateway.triton.grpc.channel import GrpcChannel
 from gateway.triton.grpc.management import GrpcTlsFiles
 from gateway.triton.restricted_api import RestrictedApi
@@ -97,6 +98,7 @@ class Replica:
         self.reason = "not probed yet"
         self.latency = RelativeLatency()
         self.page_cache = PageCache()  # of its metrics page
+        self.draining_models: set[str] = set()  # they get no new requests before they are unloaded
         self.probe_requested = asyncio.Event()  # probe now, not at the next interval
         self.http = HttpClient(
             address.host,
@@ -111,7 +113,9 @@ class Replica:
             address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
         )
         grpc_tls = options.grpc_tls if address.tls else None
-        self.channel = GrpcChannel(address.grpc_target, grpc_tls, options.max_response_bytes)
+        channel = address.grpc_target, grpc_tls, options.max_response_bytes
+        self.channel = GrpcChannel(*channel)
+        self.byte_channel = GrpcByteChannel(*channel)
 
     @property
     def management_headers(self) -> Headers:
@@ -120,7 +124,7 @@ class Replica:
 
     @property
     def outstanding(self) -> int:
-        return self.http.outstanding + self.channel.active_calls
+        return self.http.outstanding + self.channel.active_calls + self.byte_channel.active_calls
 
     @property
     def relative_latency(self) -> float:
@@ -131,8 +135,10 @@ class Replica:
         self.http.drop_idle()
         self.metrics.drop_idle()
         self.channel.drop_idle()
+        self.byte_channel.drop_idle()
 
     def close(self) -> None:
         self.http.close()
         self.metrics.close()
         self.channel.drop_idle()
+        self.byte_channel.drop_idle()

@@ -12,13 +12,19 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, Final
 
+from gateway.admission import AdmissionQueue
 from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
+from gateway.fleet.activation import ModelActivator
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.loader import ManagementOptions, ModelLoader
+from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.on_demand import OnDemandLoader
+from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
 from gateway.fleet.operations import OperationRunner, TaskSet
 from gateway.fleet.pool import ReplicaPool, cancel_tasks
 from gateway.fleet.readiness import Readiness, ReadinessMonitor
@@ -28,6 +34,8 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
+from gateway.fleet.staged_load import StagedLoadFailed, run_staged_load
+from gateway.fleet.uploads import STAGED
 from gateway.messages import join_names, quote_text
 from gateway.state.desired import ActivityMarks, DesiredModel, StateStore
 from gateway.triton.error_mapping import RequestTarget
@@ -59,10 +67,30 @@ class Repository:
         pool, options = self._pool, self._options
         self._state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
         self._loader = ModelLoader(pool, self._models, self._state, options)
-        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum)
+        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum, options.hold_s)
         self._reconciler = Reconciler(pool, self._state, self._loader, self._readiness)
+        self.on_demand_models = OnDemandModels(self._state, ())
         self._tasks = TaskSet()
         self._operations = OperationRunner(self._store, self._tasks)
+
+    def create_activator(
+        self, admission: AdmissionQueue, last_used: dict[str, float], options: OnDemandOptions
+    ) -> ModelActivator:
+        """Return the component that loads models on demand."""
+        usage = ModelUsage(admission, last_used, perf_counter)
+        self.on_demand_models = OnDemandModels(self._state, options.patterns)
+        facts = ModelFactsCache(self._pool, self._models, options.default_memory_mb)
+        loader = OnDemandLoader(
+            self._pool,
+            self._state,
+            self._loader,
+            self._reconciler,
+            self.on_demand_models,
+            usage,
+            facts,
+            options,
+        )
+        return ModelActivator(self._pool, loader, self._reconciler)
 
     async def __aenter__(self) -> Repository:
         await self._state.refresh()
@@ -77,6 +105,10 @@ class Repository:
         await self._store.close()
 
     # What the fleet should have, and what it has.
+
+    @property
+    def state(self) -> SharedState:
+        return self._state
 
     @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
@@ -169,6 +201,8 @@ class Repository:
         self, report: OperationReport, parameters: Mapping[str, Any]
     ) -> OperationReport:
         model = report.model
+        is_staged = bool(parameters.get(STAGED))
+        parameters = {name: value for name, value in parameters.items() if name != STAGED}
         async with self._reconciler.lock_model(model):
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if model not in model_names((await self.read_indexes()).values()):
@@ -188,8 +222,33 @@ class Repository:
                 raise
             desired = self._state.merge_models()[model]
             action = ModelAction(model, True, desired.parameters, desired.load_id)
+            if is_staged:
+                started_loads = await self._load_in_stages(report, action, started_loads, before)
             await self._run_on_replicas(report, action, started_loads)
             return await self._conclude(report, before)
+
+    async def _load_in_stages(
+        self,
+        report: OperationReport,
+        action: ModelAction,
+        started_loads: Mapping[Replica, StartedLoad],
+        before: DesiredModel | None,
+    ) -> dict[Replica, StartedLoad]:
+        """Run a staged load, and return the loads that remain; after a failure, revert the desired state."""
+
+        async def run(replica: Replica) -> None:
+            await self._run_on_replica(report, action, replica, started_loads[replica])
+
+        try:
+            rest = await run_staged_load(self._pool, report, list(started_loads), run)
+        except StagedLoadFailed:
+            await self._set_desired_model(action.model, before)
+            for replica, started in started_loads.items():
+                if replica.name not in report.outcomes:
+                    confirmed = started.confirmed_load
+                    await self._state.end_load(replica.name, action.model, started, confirmed)
+            raise
+        return {replica: started_loads[replica] for replica in rest}
 
     async def _unload(
         self, report: OperationReport, unload_dependents: bool, is_visible: VisibilityCheck
@@ -207,7 +266,9 @@ class Repository:
             ):
                 raise ModelNeeded(model, dependents, is_visible)
             before = self.desired_models.get(model)
-            await self._set_desired_model(model, DesiredModel(False, {}))
+            # Without the desired state, the next request loads an on-demand model again.
+            is_on_demand = self.on_demand_models.matches(model)
+            await self._set_desired_model(model, None if is_on_demand else DesiredModel(False, {}))
             parameters = {"unload_dependents": True} if unload_dependents else {}
             await self._run_on_replicas(report, ModelAction(model, False, parameters), {})
             return await self._conclude(report, before)
@@ -242,20 +303,30 @@ class Repository:
         started_loads: Mapping[Replica, StartedLoad],
     ) -> None:
         """Run the action on all replicas and record every outcome, not only the first failure."""
-        replicas = list(started_loads or self._pool.replicas.values())
-        report.replica_count = len(replicas)
+        replicas = list(started_loads if action.is_load else self._pool.replicas.values())
+        report.replica_count = len(replicas) + len(report.outcomes)
+        await asyncio.gather(
+            *(
+                self._run_on_replica(report, action, replica, started_loads.get(replica))
+                for replica in replicas
+            )
+        )
 
-        async def run(replica: Replica) -> None:
-            try:
-                await self._loader.run(replica, action, "api", started_loads.get(replica))
-                report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
-            except GatewayError as exc:
-                is_usable = self._pool.replica_state(replica) <= HealthState.EJECTED
-                state = replica.index.model_state(action.model).state
-                outcome = Outcome(state if is_usable else REPLICA_UNREACHABLE, exc)
-                report.outcomes[replica.name] = outcome
-
-        await asyncio.gather(*map(run, replicas))
+    async def _run_on_replica(
+        self,
+        report: OperationReport,
+        action: ModelAction,
+        replica: Replica,
+        started_load: StartedLoad | None,
+    ) -> None:
+        try:
+            await self._loader.run(replica, action, "api", started_load)
+            report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
+        except GatewayError as exc:
+            is_usable = self._pool.replica_state(replica) <= HealthState.EJECTED
+            state = replica.index.model_state(action.model).state
+            outcome = Outcome(state if is_usable else REPLICA_UNREACHABLE, exc)
+            report.outcomes[replica.name] = outcome
 
 
 class ModelNeeded(Conflict):

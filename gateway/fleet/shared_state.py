@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.pool import cancel_tasks
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.messages import quote_text
-from gateway.state.desired import DesiredModel, StateStore, with_desired_model
+from gateway.state.desired import (
+    DesiredModel,
+    StateStore,
+    with_desired_model,
+    with_version_label,
+)
 from gateway.state.loads import Loads, new_load_token, with_load, without_replica
+from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
+
+LEASE_RENEWAL_S: Final = 1.5
 
 
 class StartedLoad(NamedTuple):
@@ -33,6 +43,8 @@ class SharedState:
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
         self.cordoned: frozenset[str] = frozenset()
+        self.labels: LabelTable = {}  # of the store and of the models file
+        self._stored_labels: LabelTable = {}
         self._models_file = models_file
         self._can_upload = can_upload
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
@@ -41,6 +53,11 @@ class SharedState:
     def declared_models(self) -> Mapping[str, DeclaredModel]:
         return self._models_file.models
 
+    @property
+    def on_demand_models(self) -> Mapping[str, DeclaredModel]:
+        """Return the models of the models file that are loaded on demand."""
+        return self._models_file.on_demand_models
+
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
             stored = await self.store.read_desired_models()
@@ -48,9 +65,11 @@ class SharedState:
             for model in ignored.keys() - self._ignored_models.keys():
                 log.warning("desired state of model %s is ignored: %s", model, ignored[model])
             self._ignored_models = ignored
+            self._stored_labels = await self.store.read_labels()
             self.loads = await self.store.read_loads()
             self.cordoned = await self.store.read_cordons()
         self._models_file.reload_if_changed()
+        self.labels = merge_labels(self._stored_labels, self.declared_models)
 
     # Desired models.
 
@@ -59,6 +78,11 @@ class SharedState:
         if desired is not None and not desired.revision:
             desired = replace(desired, revision=revision)
         self.desired_models = with_desired_model(self.desired_models, model, desired)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        await self.store.set_label(model, name, label)
+        self._stored_labels = with_version_label(self._stored_labels, model, name, label)
+        self.labels = merge_labels(self._stored_labels, self.declared_models)
 
     def merge_models(self) -> dict[str, DesiredModel]:
         return merge_declared_models(self.desired_models, self.declared_models)
@@ -83,6 +107,47 @@ class SharedState:
         await self.store.set_cordon(replica, is_cordoned=is_cordoned)
         self.cordoned = self.cordoned | {replica} if is_cordoned else self.cordoned - {replica}
 
+    # Agreement between gateways.
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[bool]:
+        """Yield whether no other gateway has the lease, and keep it inside the block.
+
+        Without the store, gateways cannot agree: each gets the lease then, and the indexes decide.
+        """
+        if not await self._renew_lease(name):
+            yield False
+            return
+        renewal = asyncio.create_task(self._renew_lease_periodically(name))
+        try:
+            yield True
+        finally:
+            await cancel_tasks([renewal])
+            with suppress(StateUnavailable):
+                await self.store.release_lease(name)
+
+    async def _renew_lease(self, name: str) -> bool:
+        try:
+            return await self.store.acquire_lease(name)
+        except StateUnavailable:
+            return True
+
+    async def _renew_lease_periodically(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(LEASE_RENEWAL_S)
+            await self._renew_lease(name)
+
+    async def refresh_loads(self) -> None:
+        with suppress(StateUnavailable):
+            self.loads = await self.store.read_loads()
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Publish a report of this gateway, and return those of the others; none without the store."""
+        try:
+            return await self.store.exchange_reports(report)
+        except StateUnavailable:
+            return []
+
     # Loads.
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
@@ -106,3 +171,12 @@ class SharedState:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
             self.loads = without_replica(self.loads, replica)
+
+
+def merge_labels(stored: LabelTable, declared: Mapping[str, DeclaredModel]) -> LabelTable:
+    """Return the stored labels with the declared ones, which take precedence, added."""
+    table = dict(stored)
+    for name, model in declared.items():
+        if model.labels:
+            table[name] = {**table.get(name, {}), **model.labels}
+    return table

@@ -63,6 +63,7 @@ class ModelService:
         self._dispatcher = dispatcher
         self._cancellable = cancellable
         self._signatures: dict[tuple[str, str], CachedSignature] = {}
+        self._remembered: dict[tuple[str, str], Signature] = {}  # the last ones of all models
         self._pending_reads: dict[tuple[str, str], asyncio.Task[Signature]] = {}
 
     def close(self) -> None:
@@ -89,6 +90,10 @@ class ModelService:
             cached.refresh_task = asyncio.create_task(self._refresh_signature(model, version))
             cached.refresh_task.add_done_callback(lambda task: self._store_signature(key, task))
         return cached.signature
+
+    def find_remembered_signature(self, model: str, version: str) -> Signature | None:
+        """Return the last known signature of a model, which may not be loaded any longer."""
+        return self._remembered.get((model, version))
 
     async def _read_once(self, key: tuple[str, str]) -> Signature:
         task = self._pending_reads.get(key)
@@ -121,6 +126,7 @@ class ModelService:
         else:
             now = asyncio.get_running_loop().time()
             self._signatures[key] = CachedSignature(task.result(), now)
+            self._remembered[key] = task.result()
 
     async def _refresh_signature(self, model: str, version: str) -> Signature:
         # The request that triggered the refresh does not wait for it.

@@ -43,6 +43,8 @@ class UpstreamCall(Protocol[T_co]):
     def is_idempotent(self) -> bool: ...
     @property
     def is_resendable(self) -> bool: ...
+    @property
+    def needs_grpc(self) -> bool: ...
 
     def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> Awaitable[T_co]:
         """Make one attempt. Raises Triton's error, or the error of the transport."""
@@ -61,6 +63,10 @@ class HttpCall(NamedTuple):
     @property
     def is_resendable(self) -> bool:
         return isinstance(self.body, (bytes, list))
+
+    @property
+    def needs_grpc(self) -> bool:
+        return False
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
@@ -95,6 +101,7 @@ class GrpcCall:
     request: InferRequest
     is_idempotent: ClassVar[bool] = False
     is_resendable: ClassVar[bool] = True
+    needs_grpc: ClassVar[bool] = False  # without it, HTTP is used
 
     @property
     def target(self) -> RequestTarget:

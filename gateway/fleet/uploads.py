@@ -9,8 +9,10 @@ from typing import Any, Final
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.messages import quote_text
 
-# The only parameter that is not code.
+# The parameters that are not code.
 UNLOAD_DEPENDENTS: Final = "unload_dependents"
+STAGED: Final = "staged"
+FLAG_PARAMETERS: Final = (UNLOAD_DEPENDENTS, STAGED)
 # Code: the config, and files within the model's folder.
 CONFIG_PARAMETER: Final = "config"
 FILE_PARAMETER: Final = re.compile(r"file:(?!\.\.?(?:/|$))[^/\x00]+(?:/(?!\.\.?(?:/|$))[^/\x00]+)*")
@@ -19,9 +21,9 @@ FILE_PARAMETER: Final = re.compile(r"file:(?!\.\.?(?:/|$))[^/\x00]+(?:/(?!\.\.?(
 def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) -> None:
     """Raise `Forbidden` for uploads that are not allowed, `MalformedRequest` for invalid parameters."""
     for name, value in parameters.items():
-        if name == UNLOAD_DEPENDENTS:
+        if name in FLAG_PARAMETERS:
             if not isinstance(value, bool):
-                raise MalformedRequest(f"{UNLOAD_DEPENDENTS} must be true or false")
+                raise MalformedRequest(f"{name} must be true or false")
             continue
         if not can_upload:
             raise Forbidden(
@@ -30,6 +32,6 @@ def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) ->
             )
         if name != CONFIG_PARAMETER and not FILE_PARAMETER.fullmatch(name):
             raise MalformedRequest(
-                f"unknown load parameter {quote_text(name)}; valid parameters are config and file:PATH "
-                "with a path inside the model's folder"
+                f"unknown load parameter {quote_text(name)}; valid parameters are config, staged, and "
+                "file:PATH with a path inside the model's folder"
             )

@@ -15,9 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
+from gateway.fleet.resolver import LabelledTarget, with_sequence
+from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
+from gateway.inference.labels import copy_request, infer_with_label
 from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
@@ -47,6 +50,7 @@ NO_HEADERS: Final[Headers] = []
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
+VERSION_HEADER: Final = "x-model-version"  # of responses whose version a label decided
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
 MAX_PARAMETERS: Final = 1000
 # Of these, a misspelt one is reported.
@@ -79,6 +83,8 @@ class InferExchange:
     deadline: float
     trace_headers: Headers  # the client's trace context
     step: SequenceStep | None  # from the sequence headers
+    label: LabelledTarget | None = None  # if a label decided on the version
+    copies: tuple[ShadowCopy, ...] = ()  # sent after this exchange
     has_slot: bool = False
 
     def __enter__(self) -> InferExchange:
@@ -86,6 +92,8 @@ class InferExchange:
 
     def __exit__(self, *_: object) -> None:
         self.release_slot()
+        for copy in self.copies:
+            self.services.shadows.start(copy)
 
     def release_slot(self) -> None:
         if self.has_slot:
@@ -187,9 +195,17 @@ class InferExchange:
 
     def build_request(self, payload: Payload, inputs: InferInputs) -> InferRequest:
         step = self._read_parameters(payload.parameters) if payload.parameters else self.step
-        signature = self.signature
+        signature, version = self.signature, self.signature.version
+        if self.label is not None and step is not None and step is not self.step:
+            version = self.info.version = self.label.choose_sequence_version(step)
         return InferRequest(
-            RequestTarget(signature.model, signature.version, self.timeout_s, sequence_step=step),
+            RequestTarget(
+                signature.model,
+                version,
+                self.timeout_s,
+                sequence_step=step,
+                can_activate=True,
+            ),
             signature,
             inputs,
             check_output_names(signature, payload.outputs),
@@ -241,8 +257,15 @@ class InferExchange:
         return list(await asyncio.gather(*map(infer_one, inputs_list)))
 
     async def run_inference(self, request: InferRequest) -> InferResult:
-        result = await self.services.models.infer(request)
+        if self.label is None:
+            result = await self.services.models.infer(request)
+        else:
+            result = await infer_with_label(self.services.models, self.label, request)
+            self.info.version = result.version or self.info.version
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
+        if self.label is not None:
+            copy = copy_request(self.services.shadows, self.label.label, request, result)
+            self.copies = (*self.copies, *copy)
         return result
 
     async def build_response(
@@ -255,6 +278,8 @@ class InferExchange:
         )
         # Browsers download an output that could run a script instead of displaying it.
         headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
+        if self.label is not None:
+            headers = {**(headers or {}), VERSION_HEADER: self.info.version}
         return Response(encoded.body, headers=headers, media_type=encoded.content_type)
 
 
@@ -281,8 +306,14 @@ async def open_exchange(
         trace_headers = [
             pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
         ]
+    label = None
+    if isinstance(target, LabelledTarget):
+        label, target = target, with_sequence(target, step)
+    now = asyncio.get_running_loop().time()
     if deadline is None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = now + timeout_s
+    if services.activator is not None and not services.pool.can_serve(*target):
+        await services.activator.activate(target.model, max(deadline - now, 0.0))
     signature = services.models.find_signature(*target)
     if signature is None:
         read = services.models.get_signature(*target)
@@ -291,7 +322,7 @@ async def open_exchange(
     info.model, info.version = signature.model, signature.version
     charge = services.get_charge(info)
     return InferExchange(
-        services, body, info, charge, signature, timeout_s, deadline, trace_headers, step
+        services, body, info, charge, signature, timeout_s, deadline, trace_headers, step, label
     )
 
 

@@ -20,6 +20,10 @@ READINESS_SCHEMA = build_object_schema(
     {
         "ready": {"type": "boolean"},
         "draining": {"type": "boolean", "description": "The gateway is shutting down."},
+        "asleep": {
+            "const": True,
+            "description": "No replica is up; requests wait for one (GATEWAY_HOLD_S).",
+        },
         "replicas": build_map_schema(STRING_SCHEMA, "State of each replica, by address."),
         "missing": build_map_schema(
             REASONS_SCHEMA, "Required models that are not ready, with the reason on each replica."
@@ -30,7 +34,7 @@ READINESS_SCHEMA = build_object_schema(
             "yet. They do not affect `ready`.",
         ),
     },
-    optional=("draining", "replicas", "missing", "pending"),
+    optional=("draining", "asleep", "replicas", "missing", "pending"),
 )
 LIVENESS_RESPONSES = build_responses(LIVENESS_SCHEMA, "The gateway process is running.")
 READINESS_RESPONSES = build_responses(READINESS_SCHEMA, "The gateway is ready.") | {

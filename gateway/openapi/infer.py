@@ -49,6 +49,14 @@ PREDICT_RESPONSE_SCHEMA = {
 INFER_RESPONSES = build_responses(
     {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs.", *ERROR_DESCRIPTIONS
 )
+LABEL_HEADER = {
+    "X-Model-Version": {
+        "description": "The version that answered, if a label decided on it.",
+        "required": False,
+        "schema": STRING_SCHEMA,
+    }
+}
+INFER_RESPONSES[200]["headers"] = INFER_RESPONSES[200]["headers"] | LABEL_HEADER
 INFER_RESPONSES[200]["content"] |= {
     NPY: BINARY_CONTENT,
     NPZ: BINARY_CONTENT,
@@ -61,6 +69,7 @@ PREDICT_RESPONSES = build_responses(
     "One prediction per row, or the outputs as columns.",
     *ERROR_DESCRIPTIONS,
 )
+PREDICT_RESPONSES[200]["headers"] = PREDICT_RESPONSES[200]["headers"] | LABEL_HEADER
 REQUEST_HEADER_PARAMETERS = [
     TIMEOUT_PARAMETER,
     build_header_parameter(
@@ -78,6 +87,11 @@ INFER_HEADER_PARAMETERS = [
         "X-Sequence",
         "Set to start or end the sequence with this request.",
         {"type": "string", "examples": ["start", "end", "start, end"]},
+    ),
+    build_header_parameter(
+        "X-Split-Key",
+        "A user or session that keeps its version if the version is a label with several.",
+        STRING_SCHEMA,
     ),
 ]
 # Any body that `/infer` accepts; each model accepts a part of it.

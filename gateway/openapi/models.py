@@ -22,11 +22,20 @@ LISTED_MODEL_SCHEMA = build_object_schema(
         "name": STRING_SCHEMA,
         "versions": {"type": "array", "items": VERSION_SCHEMA},
         "ready": READY_SCHEMA,
+        "on_demand": {"const": True, "description": "The model is loaded when it is requested."},
+        "state": {
+            "type": "string",
+            "description": "Best state of an on-demand model on any replica; ON_DEMAND while it is not "
+            "loaded.",
+        },
         "declared": {"const": True, "description": "The models file contains the model."},
         "wished": {
             "enum": ["loaded", "unloaded"],
             "description": "Desired state set through the API.",
         },
+        "labels": build_map_schema(
+            {"type": "object"}, "Version labels: the version, or the versions with their shares."
+        ),
         "replicas": build_map_schema(
             STRING_SCHEMA,
             "State on each replica, by address (only with the right to see the fleet).",
@@ -39,7 +48,16 @@ LISTED_MODEL_SCHEMA = build_object_schema(
         "last_error": STRING_SCHEMA
         | {"description": "Reason and replica of the last failed load."},
     },
-    optional=("declared", "wished", "replicas", "behind", "last_error"),
+    optional=(
+        "on_demand",
+        "state",
+        "declared",
+        "wished",
+        "labels",
+        "replicas",
+        "behind",
+        "last_error",
+    ),
 )
 REPLICA_SCHEMA = build_object_schema(
     {

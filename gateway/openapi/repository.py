@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.fleet.uploads import CONFIG_PARAMETER, UNLOAD_DEPENDENTS
+from gateway.fleet.uploads import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
 from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ERROR_PROPERTIES,
@@ -104,6 +104,10 @@ MANAGEMENT_OPENAPI = {
                     UNLOAD_DEPENDENTS: {
                         "type": "boolean",
                         "description": "For unload: also unload the models that only this model needs.",
+                    },
+                    STAGED: {
+                        "type": "boolean",
+                        "description": "For load: one replica after the other, until one fails.",
                     },
                     CONFIG_PARAMETER: {
                         "description": "For load, if uploads are allowed: the model's configuration."

@@ -14,6 +14,7 @@ from gateway.admission import AdmissionQueue
 from gateway.auth import authorize_all_models
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
+from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
@@ -35,6 +36,7 @@ from gateway.passthrough.headers import (
     header_length_error,
     prepare_request_headers,
 )
+from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
 from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
 from gateway.request_info import RequestInfo
@@ -54,22 +56,20 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
     info: RequestInfo = scope["request_info"]
     try:
         route = find_route(scope["raw_path"].decode("latin-1"), scope["method"])
-        rule, action = route.rule, route.action
+        action = route.action
         info.route = route.template
-        if rule.for_all_models:
-            authorize_all_models(scope, rule.right)
-        else:
-            target = services.resolver.resolve(
-                scope, rule.right, route.model, route.version, rule.not_found_error
-            )
-            route = route.with_version(target.version)
+        route, labelled = resolve_route(services, scope, route)
         if isinstance(action, FixedResponse):
             fixed = Response(action.body, media_type=JSON)
             return await send_own_response(fixed, scope, receive, send)
-        response = await forward_request(services, scope, receive, route, action)
+        response = await forward_request(services, scope, receive, route, action, labelled)
         try:
-            info.model, info.version = route.model, route.version
             start = build_start_message(response, scope)
+            if labelled is not None:
+                route = labelled.route
+                start["headers"].append(labelled.response_header)
+                send = labelled.watch_response(send, info.request_id, info.timeout_s)
+            info.model, info.version = route.model, route.version
             if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
                 status = response.status
                 await send(start)
@@ -98,8 +98,30 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
     return status
 
 
+def resolve_route(
+    services: Services, scope: Scope, route: MatchedRoute
+) -> tuple[MatchedRoute, LabelledRequest | None]:
+    """Check the caller's rights, and return the route with the version that the request means."""
+    rule = route.rule
+    if rule.for_all_models:
+        authorize_all_models(scope, rule.right)
+        return route, None
+    target = services.resolver.resolve(
+        scope, rule.right, route.model, route.version, rule.not_found_error
+    )
+    if isinstance(target, LabelledTarget):
+        labelled = LabelledRequest(route, target, services.shadows)
+        return labelled.route, labelled
+    return route.with_version(target.version), None
+
+
 async def forward_request(
-    services: Services, scope: Scope, receive: Receive, route: MatchedRoute, action: Forwarding
+    services: Services,
+    scope: Scope,
+    receive: Receive,
+    route: MatchedRoute,
+    action: Forwarding,
+    labelled: LabelledRequest | None,
 ) -> UpstreamResponse:
     """Return Triton's successful response. For an inference, the caller must release the slot."""
     rule, model = route.rule, route.model
@@ -108,14 +130,29 @@ async def forward_request(
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
+    activator = services.activator
+    if (
+        activator is not None
+        and action.can_activate
+        and not services.pool.can_serve(model, route.version)
+    ):
+        timeout_s = await activator.activate(model, timeout_s)
     body, step = await prepare_body(services, scope, receive, route, action, headers)
+    if step is not None and labelled is not None:
+        route = labelled.set_sequence(step)
     forwarded = headers.forwarded
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference and not services.admission.try_acquire(model):
         timeout_s = await wait_for_admission(services.admission, model, timeout_s, info.key)
     target = RequestTarget(
-        model, route.version, timeout_s, action.is_health_check, step, rule.not_found_error
+        model,
+        route.version,
+        timeout_s,
+        action.is_health_check,
+        step,
+        rule.not_found_error,
+        action.can_activate,
     )
     # Triton sends a body for HEAD, which would be read as the next response.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
@@ -123,7 +160,10 @@ async def forward_request(
     path = b"%b?%b" % (route.path, query) if query else route.path
     try:
         call = HttpCall(target, method, path, forwarded, body)
-        return await services.dispatcher.send(call, timeout_s)
+        if labelled is None:
+            return await services.dispatcher.send(call, timeout_s)
+        is_inference = action.is_inference
+        return await labelled.send(services.dispatcher, call, timeout_s, is_inference=is_inference)
     except BaseException:
         if action.is_inference:
             services.admission.release(model)

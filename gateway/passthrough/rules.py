@@ -27,6 +27,7 @@ class Forwarding:
     is_inference: bool = False  # requires a slot
     has_tensors: bool = False  # the body describes tensors
     key_limits: KeyLimits = GENERATE_KEY_LIMITS  # limits of the JSON's keys
+    can_activate: bool = False  # waits for a model that is loaded on demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class RouteRule:
     action: Forwarding | FixedResponse | Refusal
     right: Right = Right.infer
     for_all_models: bool = False
+    has_default_version: bool = True  # the label `default` applies
     not_found_error: type[UnknownModel] = UnknownModel
 
 
@@ -63,8 +65,11 @@ READ: Final = "GET HEAD"
 READ_OR_WRITE: Final = "GET HEAD POST"
 FORWARD: Final = Forwarding()
 HEALTH: Final = Forwarding(is_health_check=True)
-INFER: Final = Forwarding(is_inference=True, has_tensors=True, key_limits=INFER_KEY_LIMITS)
-GENERATE: Final = Forwarding(is_inference=True)
+METADATA: Final = Forwarding(can_activate=True)
+INFER: Final = Forwarding(
+    is_inference=True, has_tensors=True, key_limits=INFER_KEY_LIMITS, can_activate=True
+)
+GENERATE: Final = Forwarding(is_inference=True, can_activate=True)
 NO_SHARED_MEMORY: Final = Refusal(
     "shared memory cannot be used through the gateway; send the tensors in the body"
 )
@@ -74,7 +79,9 @@ ROUTE_RULES: Final = (
     make_rule(f"{MODEL_PATTERN}/infer", "POST", INFER),
     make_rule(f"{MODEL_PATTERN}/(generate|generate_stream)", "POST", GENERATE),
     make_rule(f"{MODEL_PATTERN}/ready", READ, HEALTH),
-    make_rule(f"{MODEL_PATTERN}(/config|/stats)?", READ, FORWARD),
+    # Without a version, Triton returns the statistics of all versions.
+    make_rule(f"{MODEL_PATTERN}/stats", READ, FORWARD, has_default_version=False),
+    make_rule(f"{MODEL_PATTERN}(/config)?", READ, METADATA),
     make_rule("/v2/health/live", READ, HEALTH),
     make_rule("/v2", READ, FORWARD),
     # Many clients call these first to clean up. No region is ever registered.
@@ -98,7 +105,7 @@ ROUTE_RULES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MatchedRoute:
     """The rule of a path, and the path's parameters."""
 
@@ -108,15 +115,18 @@ class MatchedRoute:
     model: str
     version: str
     path: bytes
-    version_start: int  # in the path; -1 without a version
+    version_start: int  # in the path; without a version, the end of the model
 
     def with_version(self, version: str) -> MatchedRoute:
         """Return the route with another version in its path."""
         if version == self.version:
             return self
         start, end = self.version_start, self.version_start + len(self.version)
-        path = b"%b%b%b" % (self.path[:start], version.encode(), self.path[end:])
-        return replace(self, version=version, path=path)
+        added = version if self.version else f"/versions/{version}"
+        path = b"%b%b%b" % (self.path[:start], added.encode(), self.path[end:])
+        return replace(
+            self, version=version, path=path, version_start=start + len(added) - len(version)
+        )
 
 
 class MethodNotAllowed(GatewayError):
@@ -160,7 +170,7 @@ def build_route(
 ) -> MatchedRoute:
     names = match.groupdict("")
     model, version = names.get("model", ""), names.get("version", "")
-    version_start = match.start("version") if version else -1
+    version_start = match.start("version") if version else match.end("model") if model else -1
     path = match.string.encode("latin-1")
     return MatchedRoute(rule, action, format_template(match), model, version, path, version_start)
 
@@ -178,4 +188,6 @@ def format_template(match: re.Match[str]) -> str:
     return template
 
 
+# For versions that labels decide on. A route is found again only if its path is in this module's cache.
+change_version_cached = lru_cache(1024)(MatchedRoute.with_version)
 match_route_cached = lru_cache(1024)(match_route)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -37,7 +38,12 @@ def require_right(
         else:
             model = request.path_params.get("model", "")
             version = request.path_params.get("version", "")
-            services.resolver.resolve(request.scope, right, model, version, not_found_error)
+            # Only the handler resolves a version that can be a label: each call counts as a request.
+            resolver = services.resolver
+            check: Callable[..., object] = (
+                resolver.check_access if right is Right.infer else resolver.resolve
+            )
+            check(request.scope, right, model, version, not_found_error)
         return services
 
     return Depends(check_right)

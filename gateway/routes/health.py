@@ -32,11 +32,12 @@ async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
     """Return 200 if a replica is live and every required model is ready, else 503 with what is missing.
 
     Models are required if they were declared when the gateway started, or declared later and ready since.
-    Callers without the right to see the fleet get only `ready`.
+    Callers without the right to see the fleet get only `ready` and `asleep`.
     """
     readiness = services.repository.check_readiness(is_draining=request.state.drain.is_draining)
     caller = get_caller(request)
-    document: dict[str, Any] = {"ready": readiness.is_ready}
+    public = ("ready", "asleep")
+    document = {name: readiness.document[name] for name in public if name in readiness.document}
     if Right.fleet in caller.rights:
         document = dict(readiness.document)
     for key in document.keys() & {"missing", "pending"}:

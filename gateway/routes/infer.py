@@ -105,6 +105,14 @@ async def stream_inference(
     responses=PREDICT_RESPONSES,
     openapi_extra=PREDICT_OPENAPI,
 )
+# TensorFlow Serving's path of a label. A label is accepted in place of a version as well.
+@router.post(
+    "/v1/models/{model}/labels/{version}:predict",
+    operation_id="predict_label",
+    summary="Inference with a label of a model, in TensorFlow Serving's format",
+    responses=PREDICT_RESPONSES,
+    openapi_extra=PREDICT_OPENAPI,
+)
 @router.post(
     "/v1/models/{model}/versions/{version}:predict",
     operation_id="predict_version",

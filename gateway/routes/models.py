@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
 from gateway.fleet.health import HealthState
-from gateway.fleet.index import merge_indexes
+from gateway.fleet.index import (
+    UNAVAILABLE,
+    Index,
+    VersionState,
+    find_states,
+    merge_indexes,
+    version_sort_key,
+)
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.fleet.resolver import ModelTarget
 from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
@@ -23,11 +31,13 @@ from gateway.openapi.models import (
 )
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
+from gateway.services import Services
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 from gateway.tensors.tf_serving import build_model_metadata, build_version_status
 
 router = APIRouter(tags=["models"])
+ON_DEMAND: Final = "ON_DEMAND"
 IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
 
 
@@ -45,13 +55,21 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     for name, model in models.items():
         model["ready"] = any(index.is_ready(name) for index in indexes.values())
+        is_on_demand = repository.on_demand_models.is_on_demand(name)
+        if is_on_demand:
+            model.update(describe_on_demand_model(name, indexes))
         if name in repository.declared_models:
             model["declared"] = True
         if name in repository.desired_models:
             model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
+        if labels := repository.state.labels.get(name):
+            model["labels"] = {label: value.to_dict() for label, value in labels.items()}
         if Right.fleet in caller.rights:
-            states = {at: index.model_state(name).state for at, index in indexes.items()}
-            model["replicas"] = states
+            states = {at: index.model_state(name) for at, index in indexes.items()}
+            model["replicas"] = {
+                at: find_best_state([state])["state"] if is_on_demand else state.state
+                for at, state in states.items()
+            }
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
             if name in repository.load_errors:
@@ -66,6 +84,22 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
 def build_openai_entry(name: str) -> dict[str, Any]:
     # OpenAI's clients require a time; Triton does not know when a model was made.
     return {"id": name, "object": "model", "created": 0, "owned_by": "triton"}
+
+
+def describe_on_demand_model(model: str, indexes: Mapping[str, Index]) -> dict[str, Any]:
+    """Return what differs from other models: the best state of each version, not the worst."""
+    numbers = {number for index in indexes.values() for number in index.models.get(model, ())}
+    versions = [
+        {"version": number, **find_best_state(find_states(indexes, model, number).values())}
+        for number in sorted(numbers, key=version_sort_key)
+    ]
+    state = find_best_state(index.model_state(model) for index in indexes.values())["state"]
+    return {"on_demand": True, "state": state, "versions": versions}
+
+
+def find_best_state(states: Iterable[VersionState]) -> dict[str, str]:
+    best = max(states, key=lambda version: version.rank)
+    return {"state": ON_DEMAND if best.state == UNAVAILABLE else best.state}
 
 
 def group_model_versions(
@@ -157,7 +191,7 @@ async def describe_model(
     KServe's clients read `name` and `ready`, TensorFlow Serving's `model_version_status`, OpenAI's `id`.
     """
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    signature = await services.models.get_signature(*target)
+    signature = await get_signature(services, target)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
@@ -214,8 +248,18 @@ async def get_model_openapi(
 ) -> dict[str, Any]:
     """Return an OpenAPI document with the model's own inputs and outputs."""
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    signature = await services.models.get_signature(*target)
+    signature = await get_signature(services, target)
     return build_model_openapi(signature, requires_key=services.access.requires_key)
+
+
+async def get_signature(services: Services, target: ModelTarget) -> Signature:
+    """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
+    if services.activator is not None and not services.pool.is_usable(target.model):
+        remembered = services.models.find_remembered_signature(*target)
+        if remembered is not None and services.activator.can_activate(target.model):
+            return remembered
+        await services.activator.activate(target.model, services.default_timeout_s)
+    return await services.models.get_signature(*target)
 
 
 def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str, Any]:

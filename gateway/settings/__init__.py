@@ -12,8 +12,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gateway.messages import CommandError, suggest_name
 from gateway.settings.access import AccessSettings
 from gateway.settings.fleet import FleetSettings
+from gateway.settings.grpc import GrpcSettings
 from gateway.settings.limits import LimitSettings
 from gateway.settings.observability import ObservabilitySettings
+from gateway.settings.on_demand import OnDemandSettings
 from gateway.settings.server import ServerSettings
 
 ENV_PREFIX: Final = "GATEWAY_"
@@ -28,9 +30,11 @@ CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
 class Settings(
     # Validated from the last to the first, and an error of the last one is reported first.
     ObservabilitySettings,
+    GrpcSettings,
     ServerSettings,
     LimitSettings,
     AccessSettings,
+    OnDemandSettings,
     FleetSettings,
     BaseSettings,
 ):

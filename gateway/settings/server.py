@@ -46,6 +46,9 @@ class ServerSettings(SettingsGroup):
     """Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it changes."""
     tls_key_file: Path | None = Field(None, validate_default=True)
     """Private key of that certificate (PEM); empty if it is in the same file."""
+    tls_client_ca_file: Path | None = Field(None, validate_default=True)
+    """CA certificate that must have signed the certificate of every client, of HTTPS and of gRPC (PEM).
+    Empty: clients need no certificate."""
     drain_s: NonNegativeSeconds = 10.0
     """How long serve keeps serving after SIGTERM while /readyz reports that it is not ready."""
     shutdown_s: PositiveSeconds = 30.0
@@ -80,6 +83,26 @@ class ServerSettings(SettingsGroup):
                 reason = describe_os_error(exc)
                 raise ValueError(f"no key for {certificate} can be read: {reason}") from exc
         return value
+
+    @field_validator("tls_client_ca_file")
+    @classmethod
+    def check_client_authority(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None:
+            return value
+        if info.data.get("tls_cert_file") is None:
+            raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
+        try:
+            load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value)
+        except OSError as exc:
+            reason = describe_os_error(exc)
+            raise ValueError(f"the CA certificate cannot be read: {reason}") from exc
+        return value
+
+
+def load_authority(context: ssl.SSLContext, authority: Path) -> None:
+    """Require clients to have a certificate that this authority signed. Raises `OSError`."""
+    context.load_verify_locations(authority)
+    context.verify_mode = ssl.CERT_REQUIRED
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:

@@ -14,6 +14,7 @@ from limits import RateLimitItem
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.state.loads import Loads
+from gateway.version_labels import InvalidLabel, LabelTable, VersionLabel, parse_label
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class StateStore(Protocol):
         The revision is higher than every earlier one. A model that already has a revision keeps it.
         """
 
+    async def read_labels(self) -> LabelTable: ...
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        """Store a version label of a model, or delete it if None."""
+
     async def renew_leadership(self) -> bool:
         """Return whether this process is the one that reconciles. Call it every second: the lease expires."""
 
@@ -89,6 +95,19 @@ class StateStore(Protocol):
 
     def activity_marks(self) -> ActivityMarks | None:
         """Return the marks of all processes with this state; None if there is only one process."""
+
+    async def acquire_lease(self, name: str) -> bool:
+        """Take or renew a lease, and return whether this process has it.
+
+        No other process has it meanwhile. It ends with the process, at the latest five seconds after the
+        last call.
+        """
+
+    async def release_lease(self, name: str) -> None:
+        """Give a lease back; nothing happens without it."""
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Publish this process's report, and return the last ones of the others, for five seconds each."""
 
     def rate_windows(self) -> RateWindows | None:
         """Return counters that all processes with this state share, if the store supports them."""
@@ -122,16 +141,21 @@ class RateWindows(Protocol):
 
 @dataclass(frozen=True)
 class DesiredState:
-    """All desired models and the revision of the last change, immutable."""
+    """All desired models and version labels, and the revision of the last change, immutable."""
 
     models: Mapping[str, DesiredModel] = field(default_factory=dict)
     revision: int = 0
+    labels: LabelTable = field(default_factory=dict)
 
     def with_model(self, model: str, desired: DesiredModel | None) -> DesiredState:
         revision = self.revision + 1
         if desired is not None:
             desired = replace(desired, revision=desired.revision or revision)
-        return DesiredState(with_desired_model(self.models, model, desired), revision)
+        models = with_desired_model(self.models, model, desired)
+        return replace(self, models=models, revision=revision)
+
+    def with_label(self, model: str, name: str, label: VersionLabel | None) -> DesiredState:
+        return replace(self, labels=with_version_label(self.labels, model, name, label))
 
     def to_json(self) -> bytes:
         models = {
@@ -139,6 +163,11 @@ class DesiredState:
             for name, desired in self.models.items()
         }
         document = {"format": STATE_FORMAT, "revision": self.revision, "models": models}
+        if self.labels:
+            document["labels"] = {
+                model: {name: label.to_dict() for name, label in labels.items()}
+                for model, labels in self.labels.items()
+            }
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
@@ -147,6 +176,17 @@ def with_desired_model(
 ) -> dict[str, DesiredModel]:
     others = {name: value for name, value in models.items() if name != model}
     return others if desired is None else {**others, model: desired}
+
+
+def with_version_label(
+    table: LabelTable, model: str, name: str, label: VersionLabel | None
+) -> dict[str, Mapping[str, VersionLabel]]:
+    """Return the table with a label, or without it if None."""
+    labels = {key: value for key, value in table.get(model, {}).items() if key != name}
+    if label is not None:
+        labels[name] = label
+    others = {key: value for key, value in table.items() if key != model}
+    return {**others, model: labels} if labels else others
 
 
 def desired_model_to_dict(desired: DesiredModel) -> dict[str, Any]:
@@ -175,8 +215,26 @@ def parse_desired_state(document: Any) -> DesiredState:
             raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")
         case {"format": int(), "revision": int(revision), "models": dict(models)}:
             parsed = {name: parse_desired_model(value) for name, value in models.items()}
-            return DesiredState(parsed, revision)
+            return DesiredState(parsed, revision, parse_label_table(document.get("labels", {})))
     raise UnreadableState("unexpected structure")
+
+
+def parse_label_table(document: Any) -> LabelTable:
+    """Raise `UnreadableState` if the document is invalid."""
+    if not isinstance(document, dict) or not all(isinstance(x, dict) for x in document.values()):
+        raise UnreadableState("unexpected structure of the labels")
+    return {
+        model: {name: parse_stored_label(label) for name, label in labels.items()}
+        for model, labels in document.items()
+    }
+
+
+def parse_stored_label(document: Any) -> VersionLabel:
+    """Raise `UnreadableState` if the document is invalid."""
+    try:
+        return parse_label(document)
+    except InvalidLabel as exc:
+        raise UnreadableState(f"invalid label: {exc}") from None
 
 
 def is_operation_id(operation_id: str) -> bool:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import SplitResult, unquote
@@ -37,6 +38,7 @@ from gateway.state.desired import (
     parse_desired_state,
     require_operation_id,
 )
+from gateway.state.file_leases import FileLeases
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,
@@ -47,6 +49,7 @@ from gateway.state.loads import (
     parse_loads,
     without_replica,
 )
+from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +99,8 @@ class FileStateStore:
         self._outages = OutageLog(str(path))
         activity = path.with_name(f"{path.name}.activity")
         self._activity_marks = FileActivityMarks(activity, self._owner, self._run_action)
+        folder = path.with_name(f"{path.name}.leases")
+        self._leases = FileLeases(folder, self._owner, try_lock_file)
 
     def check(self) -> None:
         """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
@@ -125,8 +130,15 @@ class FileStateStore:
         return await self._run_action(READ_ACTION, lambda: self._read_state().models)
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        change = partial(self._write_desired_model, model, desired)
-        return await self._run_action(WRITE_ACTION, change)
+        change = methodcaller("with_model", model, desired)
+        return await self._run_action(WRITE_ACTION, lambda: self._change_state(change).revision)
+
+    async def read_labels(self) -> LabelTable:
+        return await self._run_action(READ_ACTION, lambda: self._read_state().labels)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        change = methodcaller("with_label", model, name, label)
+        await self._run_action(WRITE_ACTION, partial(self._change_state, change))
 
     async def renew_leadership(self) -> bool:
         try:
@@ -187,6 +199,15 @@ class FileStateStore:
     def activity_marks(self) -> FileActivityMarks:
         return self._activity_marks
 
+    async def acquire_lease(self, name: str) -> bool:
+        return await self._run_action(WRITE_ACTION, lambda: self._leases.acquire(name))
+
+    async def release_lease(self, name: str) -> None:
+        await self._run_action(WRITE_ACTION, lambda: self._leases.release(name))
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return await self._run_action(WRITE_ACTION, lambda: self._leases.exchange_reports(report))
+
     def rate_windows(self) -> None:
         return None
 
@@ -231,11 +252,11 @@ class FileStateStore:
             self._snapshot.file.close()
         self._snapshot = None
 
-    def _write_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+    def _change_state(self, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
         with lock_file(self._lock_path):
-            state = self._read_state().with_model(model, desired)
+            state = change(self._read_state())
             replace_file(self._path, state.to_json())
-        return state.revision
+        return state
 
     def _read_loads(self) -> Loads:
         try:
@@ -302,6 +323,7 @@ class FileStateStore:
 
     def _release_locks(self) -> None:
         self._close_snapshot()
+        self._leases.close()
         if self._leader_lock is not None:
             os.close(self._leader_lock)
         self._leader_lock = None

@@ -25,6 +25,7 @@ from gateway.state.desired import (
     desired_model_to_dict,
     is_operation_id,
     parse_desired_model,
+    parse_stored_label,
     require_operation_id,
 )
 from gateway.state.loads import (
@@ -36,6 +37,7 @@ from gateway.state.loads import (
 )
 from gateway.state.redis_connection import RedisConnection, RedisServer
 from gateway.state.redis_windows import RedisRateWindows
+from gateway.version_labels import LabelTable, VersionLabel
 
 T = TypeVar("T")
 LEASE_MS: Final = 5000
@@ -100,6 +102,9 @@ class RedisStateStore:
         self._desired_models: CachedHash[Mapping[str, DesiredModel]] = CachedHash(
             ("wishes", "change"), decode_desired_models, {}
         )
+        self._labels: CachedHash[LabelTable] = CachedHash(
+            ("labels", "labels-change"), decode_labels, {}
+        )
         self._loads: CachedHash[Loads] = CachedHash(("loads", "loads-change"), decode_loads, {})
 
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
@@ -117,6 +122,15 @@ class RedisStateStore:
         keys = (key, "revision", change_key)
         script = redis_scripts.SET_DESIRED_MODEL
         return await self._redis.run_script(WRITE_ACTION, script, keys, *arguments, decode=int)
+
+    async def read_labels(self) -> LabelTable:
+        return await self._read_hash(self._labels)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        arguments: list[str | bytes] = [orjson.dumps([model, name]), secrets.token_hex(8)]
+        if label is not None:
+            arguments.append(orjson.dumps(label.to_dict()))
+        await self._write(redis_scripts.SET_LABEL, self._labels.keys, *arguments)
 
     async def renew_leadership(self) -> bool:
         keys = (LEADER_KEY, self._alive_key)
@@ -187,6 +201,22 @@ class RedisStateStore:
     def activity_marks(self) -> RedisActivityMarks:
         return self._activity_marks
 
+    async def acquire_lease(self, name: str) -> bool:
+        keys = (f"lease:{name}",)
+        return await self._write(redis_scripts.ACQUIRE_LEASE, keys, self._token, LEASE_MS)
+
+    async def release_lease(self, name: str) -> None:
+        await self._write(redis_scripts.RELEASE_LEASE, (f"lease:{name}",), self._token)
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return await self._redis.run_script(
+            WRITE_ACTION,
+            redis_scripts.EXCHANGE_REPORTS,
+            ("reports",),
+            *(self._token, orjson.dumps(report), LEASE_MS),
+            decode=lambda reply: [decode_state(raw) for raw in reply],
+        )
+
     def rate_windows(self) -> RedisRateWindows:
         return self._rate_windows
 
@@ -231,6 +261,14 @@ def decode_desired_models(entries: Mapping[bytes, bytes]) -> Mapping[str, Desire
 
 def decode_names(members: Iterable[bytes]) -> frozenset[str]:
     return frozenset(member.decode() for member in members)
+
+
+def decode_labels(entries: Mapping[bytes, bytes]) -> LabelTable:
+    table: dict[str, dict[str, VersionLabel]] = {}
+    for field, raw in entries.items():
+        model, name = decode_state(field)
+        table.setdefault(model, {})[name] = parse_stored_label(decode_state(raw))
+    return table
 
 
 def decode_loads(entries: Mapping[bytes, bytes]) -> Loads:

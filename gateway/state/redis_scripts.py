@@ -15,6 +15,15 @@ else
 end
 return revision
 """
+SET_LABEL = """
+if ARGV[3] then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+end
+redis.call('SET', KEYS[2], ARGV[2])
+return 1
+"""
 # Return a hash only if it changed since the last read.
 READ_IF_CHANGED = """
 local change = redis.call('GET', KEYS[2])
@@ -58,4 +67,35 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end
 redis.call('DEL', KEYS[2])
+"""
+ACQUIRE_LEASE = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then
+  return 0
+end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+RELEASE_LEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  return redis.call('DEL', KEYS[1])
+end
+return 0
+"""
+# Store a report with its time in milliseconds, and return those of others that are not too old.
+EXCHANGE_REPORTS = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%d ', now) .. ARGV[2])
+local reports = redis.call('HGETALL', KEYS[1])
+local others = {}
+for index = 1, #reports, 2 do
+  local at, report = string.match(reports[index + 1], '^(%d+) (.*)$')
+  if now - tonumber(at) > tonumber(ARGV[3]) then
+    redis.call('HDEL', KEYS[1], reports[index])
+  elseif reports[index] ~= ARGV[1] then
+    others[#others + 1] = report
+  end
+end
+return others
 """

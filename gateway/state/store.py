@@ -29,6 +29,7 @@ from gateway.state.loads import (
     without_replica,
 )
 from gateway.state.redis import open_redis_store
+from gateway.version_labels import LabelTable, VersionLabel
 
 STATE_URL_HELP: Final = (
     "GATEWAY_STATE must be memory:, none:, file:///FOLDER/state.json or "
@@ -84,6 +85,12 @@ class MemoryStateStore:
         self._state = self._state.with_model(model, desired)
         return self._state.revision
 
+    async def read_labels(self) -> LabelTable:
+        return self._state.labels
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        self._state = self._state.with_label(model, name, label)
+
     async def renew_leadership(self) -> bool:
         return True
 
@@ -123,6 +130,15 @@ class MemoryStateStore:
     def activity_marks(self) -> None:
         return None
 
+    async def acquire_lease(self, name: str) -> bool:
+        return True
+
+    async def release_lease(self, name: str) -> None:
+        pass
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return []
+
     def rate_windows(self) -> None:
         return None
 
@@ -142,3 +158,6 @@ class ReadOnlyStateStore(MemoryStateStore):
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
         raise StateNotShared(f"the cordon of replica {quote_text(replica)}")
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        raise StateNotShared(f"model {quote_text(model)}")

@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
 import { promptForKey, withKey } from "./key.js";
+import { describeLabels } from "./labels.js";
 import * as upload from "./upload.js";
 
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
@@ -78,7 +79,7 @@ function stateCell(name, more = "") {
 }
 
 function updateColumns(addresses) {
-  const names = ["Model", "Versions", ...addresses, "Last error", "Actions"];
+  const names = ["Model", "Versions", "Labels", ...addresses, "Last error", "Actions"];
   if (columns === names.join("\n")) return;
   columns = names.join("\n");
   $("models").tHead.rows[0].replaceChildren(...names.map((name) => el("th", { scope: "col", text: name })));
@@ -92,17 +93,18 @@ function modelCells(model, addresses) {
   return [
     model.name,
     {
-      text: (versions.join(", ") || "not loaded") + (missing ? ", load pending" : ""),
+      text: (versions.join(", ") || model.state || "not loaded") + (missing ? ", load pending" : ""),
       class: model.ready ? "state good" : "state quiet",
     },
+    { text: describeLabels(model.labels), class: "long" },
     ...addresses.map((address) => stateCell(model.replicas?.[address] ?? "–")),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
-    actionButtons(model.name, model.ready, missing),
+    actionButtons(model.name, model.ready, missing, model.on_demand),
   ];
 }
 
 /** Unloading a missing model cancels the pending load. */
-function actionButtons(model, ready, missing) {
+function actionButtons(model, ready, missing, onDemand) {
   if (!buttons.has(model)) {
     const makeButton = (action) =>
       el("button", {
@@ -119,7 +121,7 @@ function actionButtons(model, ready, missing) {
   const action = busy.get(model);
   load.disabled = Boolean(action);
   unload.disabled = Boolean(action) || !(ready || missing);
-  trial.hidden = !ready;
+  trial.hidden = !(ready || onDemand);
   setText(load, ready ? "Reload" : "Load");
   load.setAttribute("aria-label", `${load.textContent} ${model}`);
   setText(status, action ? ACTIONS[action][1] : "");

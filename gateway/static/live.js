@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
 import { promptForKey } from "./key.js";
+import { describeVersion } from "./labels.js";
 import { increase, parseSamples, quantile, sumBy } from "./metrics.js";
 
 const BUCKET = "gateway_request_duration_seconds_bucket";
@@ -18,6 +19,7 @@ let previous = null; // the last metrics: {at, samples}
 let history = []; // {at, models}
 let knownModels = []; // models with requests
 let charts = [];
+let labelsOf = new Map(); // model → its version labels
 
 export function start() {
   $("live-model").addEventListener("change", draw);
@@ -30,7 +32,7 @@ export function reset() {
   history = [];
   knownModels = [];
   $("live-model").replaceChildren(el("option", { value: ALL, text: "all" }));
-  for (const id of ["by-model", "by-replica"]) $(id).tBodies[0].replaceChildren();
+  for (const id of ["by-model", "by-version", "by-replica"]) $(id).tBodies[0].replaceChildren();
   destroyCharts();
 }
 
@@ -45,6 +47,7 @@ export async function show() {
 export async function refresh() {
   try {
     const page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
+    labelsOf = await readLabels();
     addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING]) });
     showNotice($("live-notice"));
   } catch (error) {
@@ -53,10 +56,18 @@ export async function refresh() {
   }
 }
 
+/** Return the version labels by model; none for a key that sees metrics only. */
+async function readLabels() {
+  const models = await api.listModels().catch(() => []);
+  return new Map(models.map((model) => [model.name, model.labels]));
+}
+
 const SEPARATOR = "\n";
 const joinKey = (...parts) => parts.join(SEPARATOR);
 /** Ignore requests without a model, such as those of this page. */
-const modelKey = (rest) => (labels) => (labels.model ? joinKey(labels.model, rest(labels)) : null);
+const modelName = (labels) => labels.model || null;
+const VERSION_SEPARATOR = "\t";
+const versionName = ({ model, version }) => (model && version ? model + VERSION_SEPARATOR + version : null);
 
 function addMetrics(current) {
   if (previous && current.at - previous.at > 0.2) {
@@ -64,15 +75,17 @@ function addMetrics(current) {
     const models = byModel(current.samples, previous.samples, seconds);
     history = [...history, { at: Date.now() / 1000, models }].slice(-MAX_POINTS);
     updateTables(models, byReplica(current.samples, previous.samples, seconds));
+    updateVersions(byModel(current.samples, previous.samples, seconds, versionName));
     draw();
   }
   previous = current;
 }
 
-/** Return the requests and errors per second and the quantiles in ms, for each model and for all. */
-function byModel(current, last, seconds) {
-  const counts = [current, last].map((samples) => sumBy(samples.get(COUNT), modelKey(({ status }) => status)));
-  const buckets = [current, last].map((samples) => sumBy(samples.get(BUCKET), modelKey(({ le }) => le)));
+/** Return the requests and errors per second and the quantiles in ms, for each name and for all. */
+function byModel(current, last, seconds, nameOf = modelName) {
+  const keyOf = (rest) => (labels) => (nameOf(labels) === null ? null : joinKey(nameOf(labels), rest(labels)));
+  const counts = [current, last].map((samples) => sumBy(samples.get(COUNT), keyOf(({ status }) => status)));
+  const buckets = [current, last].map((samples) => sumBy(samples.get(BUCKET), keyOf(({ le }) => le)));
   const models = new Map();
   const entry = (model) => models.get(model) ?? models.set(model, { requests: 0, errors: 0, buckets: new Map() }).get(model);
   for (const key of counts[0].keys()) {
@@ -122,6 +135,17 @@ function updateTables(models, replicas) {
   const newModels = named.map(([model]) => model).filter((model) => !knownModels.includes(model));
   knownModels = [...knownModels, ...newModels];
   $("live-model").append(...newModels.map((model) => el("option", { value: model, text: model })));
+}
+
+/** Show the versions with requests, and what labels give them. */
+function updateVersions(versions) {
+  const named = [...versions].filter(([name]) => name !== ALL).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
+  $("versions").hidden = named.length === 0;
+  updateRows($("by-version").tBodies[0], named, ([name]) => name, ([name, stats]) => {
+    const [model, version] = name.split(VERSION_SEPARATOR);
+    const labels = describeVersion(labelsOf.get(model), version);
+    return [model, version, labels, numberCell(stats.requests), numberCell(stats.errors), numberCell(stats.quantiles.at(-1))];
+  });
 }
 
 // Charts. The tables show the same data to screen readers.

@@ -25,12 +25,15 @@ DTYPES: Final = {
 
 
 def build_version_status(entries: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return `model_version_status` for the entries of a repository index."""
+    """Return `model_version_status` for the entries of a repository index.
+
+    Their reasons are left out, because they name replicas.
+    """
     return [
         {
             "version": entry["version"],
             "state": VERSION_STATES.get(entry.get("state", ""), "UNKNOWN"),
-            "status": {"error_code": "OK", "error_message": entry.get("reason", "")},
+            "status": {"error_code": "OK", "error_message": ""},
         }
         for entry in entries
         if "version" in entry

@@ -77,6 +77,7 @@ class LoadFailed(GatewayError):
 
     def __init__(self, model: str, reason: str, verb: str = "load") -> None:
         super().__init__(f"failed to {verb} {quote_text(model)}: {reason}")
+        self.reason = reason
 
 
 class RequestTarget(NamedTuple):
@@ -88,6 +89,7 @@ class RequestTarget(NamedTuple):
     is_health_check: bool = False
     sequence_step: SequenceStep | None = None
     not_found_error: type[UnknownModel] = UnknownModel  # the error for a model that is not found
+    can_activate: bool = False  # the request waits for a model that is loaded on demand
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ ERROR_RULES = (
         r"decoupled transaction",
         lambda _, target: RefusedByModel(
             f"model '{target.model}' is decoupled: it returns any number of responses; stream them with "
-            f"POST /v1/models/{target.model}/infer and Accept: text/event-stream"
+            f"POST /v1/models/{target.model}/infer and Accept: text/event-stream, or over gRPC with "
+            "ModelStreamInfer"
         ),
     ),
     make_error_rule(

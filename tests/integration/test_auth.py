@@ -36,8 +36,13 @@ from tests.support.keys import (
     ADMIN,
     BOTH,
     ENTRIES,
+    FREE,
     INFER,
+    INFERENCE,
+    MANAGEMENT,
+    MAY,
     METRICS,
+    SCRAPING,
     SECRETS,
     TEXTS,
     TEXTS_ADMIN,
@@ -71,14 +76,6 @@ def client(guarded: tuple[httpx.Client, Command]) -> httpx.Client:
 
 
 # Every route.
-
-FREE, INFERENCE, SCRAPING, MANAGEMENT = "open", "infer", "metrics", "admin"
-MAY = {
-    FREE: {"", INFER, METRICS, ADMIN},
-    INFERENCE: {INFER, ADMIN},
-    SCRAPING: {METRICS, ADMIN},
-    MANAGEMENT: {ADMIN},
-}
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,14 @@ ROWS = (
     Row("POST", "/v1/rerank", INFERENCE, 422, b'{"model": "core", "query": "a", "documents": ["b"]}'),
     Row("POST", "/v1/completions", INFERENCE, 501),
     Row("POST", "/v1/chat/completions", INFERENCE, 501),
+    Row(
+        "POST", "/v1/models/{model}/labels/{version}:predict", INFERENCE,
+        body=b'{"instances": ["a text"]}',
+    ),
+    Row("GET", "/v1/models/{model}/labels", INFERENCE),
+    Row("GET", "/v1/models/{model}/labels/{label}", INFERENCE, 404),
+    Row("PUT", "/v1/models/{model}/labels/{label}", MANAGEMENT, 409, b'{"version": "9"}'),
+    Row("DELETE", "/v1/models/{model}/labels/{label}", MANAGEMENT, 404),
     Row("PUT", "/v1/models/{model}", MANAGEMENT, 501),
     Row("PUT", "/v1/models/{model}/versions/{version}", MANAGEMENT, 501),
     Row("DELETE", "/v1/models/{model}", MANAGEMENT, 501),
@@ -170,6 +175,7 @@ def filled(path: str, model: str) -> str:
         path.replace("docs/{name:path}", "docs/docs.js")
         .replace("{name:path}", "main.js")
         .replace("{operation}", "0" * 32)
+        .replace("{label}", "stable")
     )
     return path.replace("{model}", model).replace("{version}", "1")
 

@@ -160,12 +160,15 @@ def test_an_unknown_model_is_404(demo: httpx.Client) -> None:
     assert_error(response, 404, "MODEL_NOT_FOUND", "'nobody'")
 
 
-@pytest.mark.parametrize("version", ["99", "abc"])
-def test_an_unknown_version_is_404(demo: httpx.Client, version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "code"),
+    [("99", "MODEL_NOT_FOUND"), ("1.5", "MODEL_NOT_FOUND"), ("abc", "LABEL_NOT_FOUND")],
+)
+def test_an_unknown_version_is_404(demo: httpx.Client, version: str, code: str) -> None:
     response = demo.post(
         f"/v1/models/ensemble/versions/{version}/infer", content=SEVEN, headers=PNG
     )
-    assert_error(response, 404, "MODEL_NOT_FOUND", version)
+    assert_error(response, 404, code, version)
 
 
 def test_a_named_version_answers(demo: httpx.Client) -> None:

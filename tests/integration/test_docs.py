@@ -13,11 +13,18 @@ from gateway import errors
 from gateway.app import create_app
 from gateway.error_responses import FRAMEWORK_ERRORS
 from gateway.settings import Settings
-from tests.support.documents import DOCUMENTS, OWN_SERVER, READMES, assert_prints, examples
+from tests.support.documents import (
+    DOCUMENTS,
+    ON_DEMAND,
+    OWN_SERVER,
+    READMES,
+    assert_prints,
+    examples,
+)
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THE_DEMO = [path for path in DOCUMENTS if path.name != OWN_SERVER]
+OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in (OWN_SERVER, ON_DEMAND)]
 
 
 @pytest.mark.parametrize(("document", "command", "answer"), list(examples(OF_THE_DEMO)))

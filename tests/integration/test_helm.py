@@ -51,10 +51,13 @@ COMPONENTS: dict[str, Values] = {
     "gateway-api": {"gatewayApi": ENABLED},
     "ingress": {"ingress": ENABLED},
     "keda": {"keda": ENABLED},
+    "keda-zero": {"keda": {"enabled": True, "scaleToZero": True}, "redis": ENABLED},
     "monitoring": {"monitoring": ENABLED},
     "redis-state": {"redis": ENABLED},
     "s3-repository": S3,
 }
+# Components that change others.
+REQUIRED = {"keda-zero": ("keda", "redis-state")}
 DEV: Values = {
     **CPU_ONLY,
     "keys": {"enabled": False},
@@ -114,7 +117,7 @@ UNKNOWN = "additional properties"
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_the_chart_makes_the_objects_of_each_component(component: str) -> None:
     assert comparable(render_chart(COMPONENTS[component])) == comparable(
-        Manifests.of("base", component)
+        Manifests.of("base", *REQUIRED.get(component, ()), component)
     )
 
 
@@ -177,6 +180,8 @@ def test_custom_resources_of_the_chart_fit_their_schemas() -> None:
         ({"triton": {"exitTimeoutSeconds": 90}}, "must exceed triton.exitTimeoutSeconds"),
         ({"triton": {"replicas": 2, "maxUnavailable": 2}}, "eviction of every Triton"),
         ({"keda": {"enabled": True, "minReplicas": 9}}, "exceeds keda.maxReplicas"),
+        ({"keda": {"enabled": True, "scaleToZero": True}}, "requires Redis"),
+        ({"keda": {"scaleToZero": True}, "redis": ENABLED}, "requires keda.enabled"),
         ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),
     ],
 )

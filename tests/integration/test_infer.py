@@ -837,7 +837,7 @@ def test_a_name_that_is_none_is_404(zoo: Zoo, name: str) -> None:
 
 # A request with a query is served by the framework, any other by the same handler without it.
 
-VERBS = ("/infer", "/versions/1/infer", ":predict", "/versions/1:predict")
+VERBS = ("/infer", "/versions/1/infer", ":predict", "/versions/1:predict", "/labels/1:predict")
 JSON_REQUESTS: dict[str, dict[str, Any]] = {
     "rows or inputs": {"json": {"inputs": [[[1.0, 2.0]]]}},
     "no JSON": {"content": b"{", "headers": {"Content-Type": "application/json"}},

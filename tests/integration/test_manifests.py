@@ -18,8 +18,10 @@ import yaml
 from deploy.monitoring import prometheusrule
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.fleet.models_file import parse_models_file
+from gateway.grpc_server.methods import TRITON_METHODS
 from gateway.keys import read_keys_file
 from gateway.settings import Settings
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.manifests import (
     K8S,
@@ -72,6 +74,10 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found(version: str) -> N
     assert complaints({**service, "spec": {"ports": [{"prot": 80}]}}, version)
     with pytest.raises(AssertionError, match="has no Servise"):
         complaints({**service, "kind": "Servise"}, version)
+
+
+STREAMS_AND_READINESS = ("ModelStreamInfer", "ServerReady")
+PRIVATE_METHODS = ("Repository", "TraceSetting", "LogSettings", "SystemShared", "CudaShared")
 
 
 def test_custom_resources_fit_their_schemas(prod: Manifests) -> None:
@@ -322,6 +328,37 @@ def test_administration_and_metrics_are_not_shown_to_the_outside(made: Manifests
             )
 
 
+def test_only_inference_over_grpc_is_shown_to_the_outside(prod: Manifests) -> None:
+    (route,) = prod.kind("GRPCRoute")
+    (rule,) = route["spec"]["rules"]
+    methods = {match["method"]["method"] for match in rule["matches"]}
+    assert {match["method"]["service"] for match in rule["matches"]} == {GRPC_SERVICE[1:]}
+    assert {"ModelInfer", "ModelStreamInfer"} < methods <= {*TRITON_METHODS, *STREAMS_AND_READINESS}
+    assert not any(method.startswith(PRIVATE_METHODS) for method in methods)
+
+
+def test_grpc_is_served_where_the_services_say(made: Manifests) -> None:
+    port = settings_of(made).grpc_port
+    services = [
+        (service, each)
+        for service in made.kind("Service")
+        for each in service["spec"]["ports"]
+        if each["name"] == "grpc" and "gateway" in service["metadata"]["name"]
+    ]
+    assert [service["spec"].get("clusterIP") for service, _ in services] == [None, "None"]
+    for service, each in services:
+        assert (each["port"], each["appProtocol"]) == (port, "kubernetes.io/h2c")
+        for workload in made.selected(service["spec"]["selector"]):
+            assert ports(workload)[each["targetPort"]] == port
+    routes = made.kind("GRPCRoute")
+    assert all(
+        backend["port"] == port
+        for route in routes
+        for rule in route["spec"]["rules"]
+        for backend in rule["backendRefs"]
+    )
+
+
 def open_paths(paths: list[tuple[str, str]]) -> None:
     assert paths
     closed = ("/metrics", "/v2/repository/index", "/v2/logging", "/v1/replicas", "/v1/operations/1")
@@ -541,6 +578,31 @@ def test_triton_is_not_scaled_in_because_nobody_can_measure(prod: Manifests) -> 
     for trigger in spec["triggers"]:
         assert trigger["metadata"]["ignoreNullValues"] == "false"
         assert trigger.get("metricType", "AverageValue") == "AverageValue"  # what a fallback is for
+
+
+def test_a_fleet_that_scales_to_zero_is_woken_by_the_requests_that_wait() -> None:
+    made = Manifests.of("from zero")
+    (scaling,) = made.kind("ScaledObject")
+    assert scaling["spec"]["minReplicaCount"] == 0
+    (push,) = [each for each in scaling["spec"]["triggers"] if each["type"] == "external-push"]
+    name, _, port = push["metadata"]["scalerAddress"].partition(".triton-gateway.svc:")
+    service = made.get("Service", name)
+    (gateway,) = made.selected(service["spec"]["selector"])
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    settings = {each["name"]: each.get("value") for each in container["env"]}
+    assert str(service["spec"]["ports"][0]["port"]) == port == settings["GATEWAY_SCALER_PORT"]
+    assert 0 < float(settings["GATEWAY_HOLD_S"]) <= float(settings["GATEWAY_REQUEST_TIMEOUT_S"])
+    assert settings["GATEWAY_STATE"].startswith("redis")  # KEDA asks one gateway for all of them
+    policy = made.get("NetworkPolicy", "triton-gateway-scaler")["spec"]
+    assert made.selected(policy["podSelector"]["matchLabels"]) == [gateway]
+    (rule,) = policy["ingress"]
+    (source,) = rule["from"]
+    assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+
+
+def test_the_scaling_to_zero_fits_its_schema() -> None:
+    (scaling,) = Manifests.of("from zero").kind("ScaledObject")
+    assert check_custom([scaling]) == ""
 
 
 def test_the_operator_of_kube_prometheus_stack_finds_what_is_for_it(made: Manifests) -> None:

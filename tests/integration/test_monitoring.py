@@ -34,6 +34,7 @@ VALUES = {
     ("gateway_model_actions", "action"): {"load", "unload"},
     ("gateway_model_actions", "by"): {"api", "reconciler"},
     ("gateway_model_actions", "outcome"): {"done", "failed"},
+    ("gateway_shadow_requests", "result"): {"equal", "close", "different", "failed", "dropped"},
 }
 # Triton's only on a machine with a GPU (docs/user_guide/metrics.md of its repository).
 GPU = dict.fromkeys(

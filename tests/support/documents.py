@@ -23,8 +23,10 @@ PROGRAMS = {"curl": ["curl"], "triton-gateway": [sys.executable, "-m", "gateway"
 READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
 
 
-# Its examples are about models that it makes; tests/system/test_bring_your_model.py runs them.
+# Their examples are about models that they make; tests/system runs them: test_bring_your_model.py and
+# test_on_demand_walkthrough.py.
 OWN_SERVER = "bring-your-model.md"
+ON_DEMAND = "on-demand.md"
 
 
 def examples(documents: Iterable[Path]) -> Iterator[tuple[str, str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 
-def assert_error(response: httpx.Response, status: int, code: str, words: str) -> None:
+def assert_error(response: httpx.Response, status: int, code: str, words: str = "") -> None:
     """The shape of every error, and that it tells nothing of the inside."""
     assert response.status_code == status, response.text
     body = response.json()

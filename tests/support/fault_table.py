@@ -150,6 +150,39 @@ TRITON = (
         },
     ),
     Row(
+        "a staged load fails on a replica",
+        "502 names the replica; the others are not loaded, and all keep serving what they had",
+        {
+            "system/test_staged_load": [
+                "a_failure_stops_a_staged_load_and_says_where",
+                "what_is_loaded_keeps_serving_while_a_staged_load_fails",
+                "a_probe_that_fails_stops_the_load",
+            ]
+        },
+    ),
+    Row(
+        "a version that a label means is unloaded, or its Triton or the gateway restarts",
+        "the other versions of a split take its share; a label without a ready version is 503 until "
+        "it has one again",
+        {
+            "integration/test_labels": [
+                "a_version_that_disappears",
+                "a_split_answers_while_a_version_of_it_goes_and_comes",
+            ]
+        },
+    ),
+    Row(
+        "a shadow version hangs, fails or responds differently",
+        "no request notices; the results are counted, and further copies are dropped",
+        {
+            "integration/test_shadows": [
+                "a_slow_shadow_delays_no_request",
+                "other_results_are_counted_as_what_they_are",
+                "a_busy_gateway_copies_one_percent_and_one_at_its_limit_none",
+            ]
+        },
+    ),
+    Row(
         "fifty concurrent loads and unloads of one model",
         "they run one after another; the last one takes effect",
         {
@@ -177,6 +210,30 @@ TRITON = (
         "the new shape applies at once, or from the first response that contradicts the old one; "
         "nothing is reshaped",
         {"integration/test_models": ["a_model_replaced_by_one_of_another_shape_is_seen"]},
+    ),
+    Row(
+        "the load of an on-demand model fails",
+        "422 with Triton's reason for all requests that waited, after one attempt; further attempts "
+        "are 1 s, 2 s, up to 5 minutes apart",
+        {"system/test_on_demand": ["a_model_whose_load_fails_costs_one_attempt"]},
+    ),
+    Row(
+        "the only Triton with an on-demand model is killed",
+        "the model is loaded on another one; only requests in progress fail",
+        {"system/test_on_demand": ["a_model_is_loaded_elsewhere_when_its_only_replica_vanishes"]},
+    ),
+    Row(
+        "no Triton is up, with `GATEWAY_HOLD_S`",
+        "requests wait, 14 KiB each, and are answered by the first Triton; 503 after that time, 429 "
+        "above `GATEWAY_MAX_QUEUE`",
+        {
+            "system/test_from_zero": [
+                "a_hundred_requests_wait_for_the_first_replica",
+                "ten_thousand_waiting_requests_take_little_memory",
+                "requests_that_waited_in_vain_are_503",
+                "more_requests_than_places_are_429",
+            ]
+        },
     ),
     Row(
         "a Triton's metrics page hangs or is garbage",
@@ -879,9 +936,86 @@ ATTACKS = (
     ),
 )
 
+GRPC = (
+    Row(
+        "a gRPC client does not read its stream",
+        "it is disconnected after `GATEWAY_WRITE_TIMEOUT_S`; memory stays bounded",
+        {"faults/test_grpc": ["a_client_that_does_not_read_its_stream_is_disconnected"]},
+    ),
+    Row(
+        "thousands of gRPC streams on one connection",
+        "`GATEWAY_GRPC_MAX_STREAMS` of them start; other clients are served",
+        {"faults/test_grpc": ["a_flood_of_streams_leaves_other_clients_alone"]},
+    ),
+    Row(
+        "gRPC messages over the limit, compressed ones that decompress beyond it, large metadata",
+        "`RESOURCE_EXHAUSTED`, with bounded memory",
+        {
+            "faults/test_grpc": [
+                "a_message_over_the_limit_is_refused",
+                "a_compressed_message_over_the_limit_is_refused",
+                "compressed_messages_are_served",
+                "large_metadata_is_refused",
+            ]
+        },
+    ),
+    Row(
+        "gRPC messages that never end, calls without a message, half-closed streams",
+        "`RESOURCE_EXHAUSTED` when they hold `GATEWAY_MAX_BYTES_IN_FLIGHT`, or `DEADLINE_EXCEEDED` at "
+        "their deadline; small requests are served",
+        {
+            "faults/test_grpc": [
+                "messages_that_never_end_hold_bounded_memory",
+                "calls_without_a_request_end",
+            ]
+        },
+    ),
+    Row(
+        "bytes that are not the protobuf message of the method, unknown methods",
+        "`INVALID_ARGUMENT`, `UNIMPLEMENTED`; Triton keeps running",
+        {
+            "faults/test_grpc": ["arbitrary_bytes_are_answered"],
+            "integration/test_grpc": ["an_unknown_method_is_unimplemented"],
+        },
+    ),
+    Row(
+        "gRPC requests that crash a Triton: shapes that overflow, classes of texts, thousands of "
+        "parameters and inputs, regions of shared memory",
+        "`INVALID_ARGUMENT` or `PERMISSION_DENIED`; they never reach Triton",
+        {
+            "faults/test_grpc": [
+                "requests_that_crash_triton_do_not_reach_it",
+                "shared_memory_in_a_request_is_refused",
+            ]
+        },
+    ),
+    Row(
+        "thousands of gRPC calls that are reset at once, pings without end",
+        "other clients are served; GOAWAY for too many pings",
+        {
+            "faults/test_grpc": [
+                "rapid_resets_leave_other_clients_alone",
+                "a_client_that_pings_too_often_is_disconnected",
+            ]
+        },
+    ),
+    Row(
+        "a Triton is killed while it serves a gRPC stream",
+        "only its requests in progress fail, with messages of the stream; the stream continues on the "
+        "other Tritons",
+        {"faults/test_grpc": ["a_replica_that_is_killed_in_a_stream_costs_only_its_requests"]},
+    ),
+    Row(
+        "the gateway is stopped while it serves gRPC calls and streams",
+        "requests that it received are answered, then streams end with `UNAVAILABLE`",
+        {"faults/test_grpc": ["a_gateway_that_is_stopped_answers_what_it_received"]},
+    ),
+)
+
 ROWS: dict[str, tuple[Row, ...]] = {
     "Triton and the network": TRITON,
     "The gateway and its clients": OURSELVES,
     "Bad input": BAD_INPUT,
     "Attacks": ATTACKS,
+    "gRPC": GRPC,
 }

@@ -9,9 +9,12 @@ from io import BytesIO
 from tempfile import TemporaryFile
 from typing import Any
 
+from tritonclient.grpc import service_pb2
+
 from gateway.errors import GatewayError
 from gateway.exposition.families import InvalidExposition
 from gateway.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.grpc_server.infer_request import MAX_DECODED_BYTES, read_infer_request
 from gateway.model_files.archives import PIECE_BYTES, ArchiveLimits, read_archive
 from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.model_config import check_data_config, parse_model_config
@@ -113,9 +116,23 @@ def targets() -> list[Target]:
             "metrics pages", lambda data: parse_families(split_page_lines(decode_page(data))), [page],
             (InvalidExposition,),
         ),
+        Target("gRPC inference requests", read_infer_request, infer_messages(), REFUSALS),
         *screening_targets(),
         *upload_targets(),
     ]  # fmt: skip
+
+
+def infer_messages() -> list[bytes]:
+    """A request that is decoded as a whole, and one whose tensors are skipped."""
+    request = service_pb2.ModelInferRequest(model_name="m", model_version="1", id="i")
+    request.parameters["sequence_id"].int64_param = 7
+    tensor = request.inputs.add(name="X", datatype="FP32", shape=[2, 3])
+    tensor.parameters["p"].string_param = "v"
+    request.outputs.add(name="Y").parameters["classification"].int64_param = 2
+    request.raw_input_contents.append(bytes(24))
+    small = request.SerializeToString()
+    request.raw_input_contents.append(bytes(MAX_DECODED_BYTES))
+    return [small, request.SerializeToString()]
 
 
 def upload_targets() -> Iterator[Target]:

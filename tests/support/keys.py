@@ -15,6 +15,16 @@ INFER, METRICS, ADMIN = "tgw_infer-secret", "tgw_metrics-secret", "tgw_admin-sec
 TEXTS, TEXTS_ADMIN, BOTH = "tgw_texts-secret", "tgw_texts-admin-secret", "tgw_both-secret"
 
 
+# For whom a route or method is.
+FREE, INFERENCE, SCRAPING, MANAGEMENT = "open", "infer", "metrics", "admin"
+MAY = {
+    FREE: {"", INFER, METRICS, ADMIN},
+    INFERENCE: {INFER, ADMIN},
+    SCRAPING: {METRICS, ADMIN},
+    MANAGEMENT: {ADMIN},
+}
+
+
 SECRETS = (INFER, METRICS, ADMIN, TEXTS, TEXTS_ADMIN, BOTH)
 
 

@@ -19,7 +19,7 @@ from tests.support.manifests import Resource
 from tests.support.servers import ROOT
 
 KUBERNETES = ("1.33", "1.35", "1.37")
-CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
+CUSTOM = {"GRPCRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 
 
 @cache

@@ -26,6 +26,7 @@ VARIANTS = {
     "base": (),
     "s3 and ingress": ("s3-repository", "ingress", "egress"),
     "redis and keda": ("redis-state", "keda"),
+    "from zero": ("redis-state", "monitoring", "keda", "keda-zero"),
     "everything on a CPU": ("cpu-only", "redis-state", "monitoring", "keda", "gateway-api"),
 }
 

@@ -169,6 +169,7 @@ class Command:
                 **os.environ,
                 "GATEWAY_STATE": "memory:",
                 "GATEWAY_DRAIN_S": "0",
+                "GATEWAY_GRPC_PORT": "0",
                 # Requests that are written byte by byte name any host.
                 "GATEWAY_ALLOWED_HOSTS": "*",
                 **(environment or {}),

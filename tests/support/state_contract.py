@@ -16,10 +16,14 @@ from gateway.state.activity import MARK_TTL_S
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
+from gateway.version_labels import Shadow, VersionLabel
+from tests.support.wait import wait_until_async
 
 Scenario = Coroutine[Any, Any, None]
 Fresh = Callable[[], str]  # the address of a state that nobody has used
 ID = "0123456789abcdef" * 2
+STABLE = VersionLabel({"2": 1})
+CANARY = VersionLabel({"9": 90, "10": 10}, is_sticky_by_key=True, shadow=Shadow("3", 12.5, 0.0))
 LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 
 
@@ -175,6 +179,40 @@ class StateContract:
 
         asyncio.run(scenario())
 
+    def test_a_label_is_kept_until_it_is_deleted(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.read_labels() == {}
+                await kept.set_desired_model("core", LOADED)
+                await kept.set_label("core", "stable", STABLE)
+                await kept.set_label("core", "canary", STABLE)
+                await kept.set_label("core", "canary", CANARY)
+                await kept.set_label('é"\0', "stable", CANARY)
+                labels = await kept.read_labels()
+                core = {"stable": STABLE, "canary": CANARY}
+                assert labels == {"core": core, 'é"\0': {"stable": CANARY}}
+                assert list(labels["core"]["canary"].shares) == ["9", "10"]
+                await kept.set_label("core", "stable", None)
+                await kept.set_label("core", "nobody knows it", None)
+                await kept.set_label('é"\0', "stable", None)
+                assert await kept.read_labels() == {"core": {"canary": CANARY}}
+                assert list(await kept.read_desired_models()) == ["core"]
+
+        asyncio.run(scenario())
+
+    def test_who_is_alone_has_any_lease(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.acquire_lease("replica:a")
+                assert await kept.acquire_lease("replica:a")  # renewed
+                assert await kept.acquire_lease("replica:b")
+                await kept.release_lease("replica:a")
+                await kept.release_lease("never taken")
+                assert await kept.acquire_lease("replica:a")
+                assert await kept.exchange_reports({"own": 1}) == []
+
+        asyncio.run(scenario())
+
     def test_who_is_alone_leads(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (one,):
@@ -254,6 +292,19 @@ class SharedStateContract:
 
         asyncio.run(scenario())
 
+    def test_a_label_that_one_sets_another_reads(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 2) as (one, other):
+                assert await other.read_labels() == {}
+                await one.set_label("core", "stable", STABLE)
+                await other.set_label("core", "canary", CANARY)
+                both = {"core": {"stable": STABLE, "canary": CANARY}}
+                assert await one.read_labels() == await other.read_labels() == both
+                found = await one.read_labels()
+                assert await one.read_labels() is found
+
+        asyncio.run(scenario())
+
     def test_what_has_not_changed_is_not_read_again(self, shared: Fresh) -> None:
         async def scenario() -> None:
             async with opened(shared(), 2) as (writer, reader):
@@ -262,6 +313,35 @@ class SharedStateContract:
                 assert await reader.read_desired_models() is found
                 await writer.set_desired_model("core", LOADED)
                 assert await reader.read_desired_models() is not found
+
+        asyncio.run(scenario())
+
+    def test_a_lease_is_one_process_s_until_it_is_given_back_or_closes(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            url = shared()
+            async with opened(url, 2) as (first, second):
+                assert await first.acquire_lease("replica:a")
+                assert not await second.acquire_lease("replica:a")
+                assert await second.acquire_lease("replica:b")
+                await second.release_lease("replica:a")  # not its own
+                async with opened(url) as (third,):
+                    assert not await third.acquire_lease("replica:a")
+                    await first.release_lease("replica:a")
+                    assert await third.acquire_lease("replica:a")
+                await wait_until_async(lambda: first.acquire_lease("replica:a"))
+
+        asyncio.run(scenario())
+
+    def test_each_process_reads_the_last_reports_of_the_others(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 3) as (first, second, third):
+                assert await first.exchange_reports({"of": "first", "ages": {"a b": 1.5}}) == []
+                await first.exchange_reports({"of": "first", "ages": {}})
+                assert await second.exchange_reports({"of": "second"}) == [
+                    {"of": "first", "ages": {}}
+                ]
+                found = await third.exchange_reports({"of": "third"})
+                assert sorted(each["of"] for each in found) == ["first", "second"]
 
         asyncio.run(scenario())
 

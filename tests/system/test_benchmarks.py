@@ -13,11 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks import in_process, servers
+from benchmarks import grpc_calls, in_process, peers, servers
 from benchmarks.requests import Request, encode_v2_infer
 from benchmarks.startup import IMPORTS
 from benchmarks.workloads import EVENTS, Workload, build_workloads
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.grpc_gateway import INFER, call_bytes, grpc_gateway
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 WORKLOADS = build_workloads()
@@ -105,3 +106,29 @@ def test_an_unknown_table_is_refused() -> None:
     ended = run_module("-m", "benchmarks", "--only", "no-such-table")
     assert ended.returncode == 2
     assert "pass-through" in ended.stderr
+
+
+def test_the_grpc_forwarder_and_the_gateway_return_the_same_bytes(stage: Stage) -> None:
+    message = grpc_calls.encode_infer_message(np.arange(256, dtype=np.float32).reshape(1, -1))
+    with (
+        grpc_gateway(stage.triton.options.url) as gateway,
+        grpc_calls.grpc_forwarder(stage.triton) as (forwarder, _),
+    ):
+        responses = [call_bytes(each, INFER, message) for each in (gateway.address, forwarder)]
+    assert responses[0] == responses[1]
+
+
+@pytest.mark.parametrize("arguments", [["--async"], ["--sync"], ["--async", "--streaming"]])
+def test_perf_analyzer_measures_the_gateway_over_grpc(stage: Stage, arguments: list[str]) -> None:
+    try:
+        program = peers.find_program("perf_analyzer")
+    except servers.ServerNotStarted as exc:
+        pytest.skip(str(exc))
+    with grpc_gateway(stage.triton.options.url) as gateway:
+        command = [program, "-i", "grpc", "-u", gateway.address, "-m", "small", "-b", "1"]
+        command += ["--measurement-interval", "500", "--max-trials", "3", "-s", "999"]
+        ended = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "throughput" in ended.stdout

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from gateway.cli import root_cli
 from gateway.embedded.log_filter import LogFilter
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from gateway.launch import exclude_startup_models
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
 from tests.support.wait import TIMEOUT_S
@@ -108,6 +109,33 @@ def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match="s3://, gs:// and as://"):
         TritonOptions((tmp_path, "hdfs://x/y")).validate()
     TritonOptions((tmp_path, "s3://bucket/x", "gs://bucket/x", "as://account/x")).validate()
+
+
+@pytest.mark.parametrize(
+    ("load", "patterns", "started"),
+    [
+        (("*",), ["*"], ()),
+        (("*",), ["b*"], ("alpha",)),
+        (("alpha", "beta"), ["beta"], ("alpha",)),
+    ],
+)
+def test_models_on_demand_are_not_loaded_at_the_start(
+    tmp_path: Path, load: tuple[str, ...], patterns: list[str], started: tuple[str, ...]
+) -> None:
+    for name in ("alpha", "beta"):
+        (tmp_path / name / "1").mkdir(parents=True)
+    options = exclude_startup_models(TritonOptions((tmp_path,), load), patterns)
+    assert options.load_models == started
+
+
+def test_models_on_demand_need_a_repository_that_can_be_listed(tmp_path: Path) -> None:
+    remote = TritonOptions(("s3://bucket/models",), ("*",))
+    assert exclude_startup_models(remote, ["*"]).load_models == ()
+    with pytest.raises(CannotStart, match="name those to load at startup with --load"):
+        exclude_startup_models(remote, ["b*"])
+    polled = TritonOptions((tmp_path,), model_control=ModelControl.poll)
+    with pytest.raises(CannotStart, match="--on-demand requires --model-control explicit"):
+        exclude_startup_models(polled, ["*"])
 
 
 def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from selenium.webdriver.common.keys import Keys
 
 from gateway.state.desired import DesiredModel
 from gateway.state.store import open_state_store
-from tests.support import browser
+from tests.support import browser, versioned
 from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import MODELS, TICKING, Model, Names, write_repository
-from tests.support.servers import ROOT, gateway_before, triton_with
+from tests.support.servers import ROOT, Triton, gateway_before, triton_with
 from tests.support.uploads import FIRST, SECOND, triton_of
+from tests.support.wait import wait_until
 
 needs_browser = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
 STATIC = ROOT / "gateway" / "static"
@@ -613,6 +614,35 @@ def test_requests_are_seen_live(page: browser.Page, strangers: Strangers) -> Non
     row = page.see("#by-model tbody", strangers.names.model("single_BYTES"))
     assert re.search(r" \d+\.\d", row)
     page.see("#live-now", "requests/s")
+
+
+@needs_browser
+def test_the_versions_of_a_split_are_seen_with_their_shares(
+    page: browser.Page, tmp_path: Path
+) -> None:
+    with Triton(versioned.write_versions(tmp_path), versioned.NAME) as triton:
+        triton.wait()
+        with gateway_before(triton.options.url) as client:
+            wait_until(lambda: client.get(f"/v1/models/{versioned.NAME}").status_code == 200)
+            split = {"versions": {"1": 90, "2": 10}, "shadow": {"version": "3"}}
+            client.put(f"{versioned.LABELS}/canary", json=split).raise_for_status()
+            client.put(f"{versioned.LABELS}/stable", json={"version": "1"}).raise_for_status()
+            url = str(client.base_url)
+            page.open(url, "#fleet")
+            labels = "canary 1 (90 %), 2 (10 %), shadow 3; stable 1"
+            page.see(f'#models tr[data-key="{versioned.NAME}"]', labels)
+            page.open(url, "#live")
+
+            def is_counted() -> bool:
+                path = f"/v2/models/{versioned.NAME}/versions/canary/infer"
+                for _ in range(10):
+                    client.post(path, json=versioned.V2_BODY).raise_for_status()
+                return len(page.all("#by-version tbody tr")) == 2
+
+            page.until(is_counted, "both versions")
+            table = page.see("#by-version tbody", "canary 10 %")
+            assert re.search(r"split 1 canary 90 %, stable \d+\.\d \d+\.\d", table)
+            assert re.search(r"split 2 canary 10 % \d+\.\d \d+\.\d", table)
 
 
 @needs_browser

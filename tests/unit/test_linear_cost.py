@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway.errors import GatewayError
+from gateway.grpc_server.infer_request import read_infer_request
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.decode import read_payload
 from gateway.tensors.image_header import read_image_header, strip_metadata
@@ -157,6 +158,17 @@ PARSERS = (
     ),
     Parser("values: lists in lists", repeated_value([[1]]), convert_to("INT32")),
     Parser("values: texts for numbers", lambda size: ["data:,"] * (size // 8) + [1], convert_to("FP32")),
+    *(
+        Parser(f"gRPC: {name}", repeated_bytes(unit), read_infer_request)
+        for name, unit in {
+            "empty inputs": b"\x2a\0",
+            "empty tensors": b"\x3a\0",
+            "inputs in inputs": b"\x2a\x08\x2a\x06\x2a\x04\x2a\x02\x2a\0",
+            "parameters": b"\x22\x05\x0a\x01a\x12\0",
+            "versions": b"\x12\x011",
+            "unknown fields": b"\x78\x01",
+        }.items()
+    ),
     *(
         Parser(f"text: {charset}", repeated_bytes(unit), read_text(charset))
         for charset, unit in {

@@ -38,6 +38,7 @@ from gateway.fleet.index import (
     parse_index,
 )
 from gateway.fleet.models_file import BadModelsFile, DeclaredModel, ModelsFile, parse_models_file
+from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.fleet.readiness import (
     Readiness,
     ReplicaStatus,
@@ -512,6 +513,19 @@ def test_a_version_is_ready_in_the_fleet_if_it_is_on_every_replica(
             {"a": DeclaredModel("a", (), {"max_batch_size": 4})},
         ),
         ("models: [{name: a, config: '{}'}]", {"a": DeclaredModel("a", (), "{}")}),
+        ("models: [{name: a, on_demand: false}]", {"a": DeclaredModel("a")}),
+        (
+            "models: [{name: a, on_demand: true}]",
+            {"a": DeclaredModel("a", copies=CopyLimits(1, 1))},
+        ),
+        (
+            "models: [{name: a, on_demand: true, replicas: {min: 1, max: 3}}]",
+            {"a": DeclaredModel("a", copies=CopyLimits(1, 3))},
+        ),
+        (
+            "models: [{name: a, on_demand: true, replicas: 2}]",
+            {"a": DeclaredModel("a", copies=CopyLimits(2, 2))},
+        ),
         ("models: ['no', '1', grün]", {name: DeclaredModel(name) for name in ("no", "1", "grün")}),
     ],
 )
@@ -561,6 +575,14 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
         "models: [{name: a, versions: [1.5]}]",
         "models: [{name: a, versions: ['²']}]",
         "models: [{name: a, config: 7}]",
+        "models: [{name: a, on_demand: 1}]",
+        "models: [{name: a, on_demand: true, versions: [1]}]",
+        "models: [{name: a, replicas: 2}]",
+        "models: [{name: a, on_demand: true, replicas: 0}]",
+        "models: [{name: a, on_demand: true, replicas: true}]",
+        "models: [{name: a, on_demand: true, replicas: {min: 2, max: 1}}]",
+        "models: [{name: a, on_demand: true, replicas: {most: 3}}]",
+        "models: [{name: a, on_demand: true, replicas: {min: x}}]",
         "models: [{name: a, config: [x]}]",
         "models: [a, a]",
         "models: [a, {name: a}]",

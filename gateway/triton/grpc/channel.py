@@ -1,4 +1,4 @@
-"""A replica's gRPC channel for inference, with its encoding, decoding and error mapping."""
+"""A replica's gRPC channels for inference, with their encoding, decoding and error mapping."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Coroutine
 from random import random
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -57,16 +57,23 @@ CUT_OFF_MESSAGE: Final = re.compile(
 )
 
 
-class GrpcChannel:
+class GrpcClient(Protocol):
+    async def close(self) -> None: ...
+
+
+ClientT = TypeVar("ClientT", bound=GrpcClient)
+
+
+class IdleChannel(Generic[ClientT]):
     """A channel to one replica. It is closed when idle, because Triton's shutdown waits for open ones."""
 
     def __init__(
         self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int = MAX_RESPONSE_BYTES
     ) -> None:
-        self._address = address
-        self._tls = tls
+        self.address = address
+        self.tls = tls
         self.max_answer_bytes = max_answer_bytes
-        self._client: InferenceServerClient | None = None
+        self._client: ClientT | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._has_abandoned_call = False  # one that was abandoned before it was complete
         self._unavailable_until = 0.0
@@ -88,16 +95,16 @@ class GrpcChannel:
         self.is_new = False
         self._unavailable_until = 0.0
 
-    def acquire(self) -> InferenceServerClient:
+    def connect(self) -> ClientT:
+        raise NotImplementedError
+
+    def acquire(self) -> ClientT:
         """Return the client, connected on first use; every call needs a `release`."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
         if self._client is None:
-            options = channel_options(self.max_answer_bytes)
-            self._client = InferenceServerClient(
-                self._address, channel_args=options, **build_tls_arguments(self._tls)
-            )
+            self._client = self.connect()
             self.is_new = True
         self.active_calls += 1
         return self._client
@@ -118,6 +125,16 @@ class GrpcChannel:
                 # The cancellation's traceback keeps the call in a cycle, and the call keeps the connection.
                 self._has_abandoned_call = False
                 gc.collect()
+
+
+class GrpcChannel(IdleChannel[InferenceServerClient]):
+    """A channel for tensors that the gateway encodes and decodes."""
+
+    def connect(self) -> InferenceServerClient:
+        options = channel_options(self.max_answer_bytes)
+        return InferenceServerClient(
+            self.address, channel_args=options, **build_tls_arguments(self.tls)
+        )
 
 
 def choose_grace_s() -> float:

@@ -72,7 +72,7 @@ priorityClassName: {{ . }}
 {{- $gateway := .Values.gateway -}}
 {{- $triton := .Values.triton -}}
 {{- $settings := $gateway.settings -}}
-{{- range $name := list "GATEWAY_TRITON_URLS" "GATEWAY_MODELS_FILE" "GATEWAY_KEYS_FILE" -}}
+{{- range $name := list "GATEWAY_TRITON_URLS" "GATEWAY_MODELS_FILE" "GATEWAY_KEYS_FILE" "GATEWAY_GRPC_PORT" -}}
 {{- if hasKey $settings $name }}{{ fail (printf "gateway.settings.%s is set by the chart; use triton.urls, models and keys" $name) }}{{ end -}}
 {{- end -}}
 {{- $stop := add $gateway.preStopSeconds (int (get $settings "GATEWAY_DRAIN_S" | default 10)) (int (get $settings "GATEWAY_SHUTDOWN_S" | default 30)) -}}
@@ -99,6 +99,8 @@ priorityClassName: {{ . }}
 {{- end -}}
 {{- if and .Values.keda.enabled (not $triton.enabled) }}{{ fail "keda.enabled scales the Tritons of the chart: it requires triton.enabled" }}{{ end -}}
 {{- if and .Values.keda.enabled (gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) }}{{ fail "keda.minReplicas exceeds keda.maxReplicas" }}{{ end -}}
+{{- if and .Values.keda.scaleToZero (not .Values.keda.enabled) }}{{ fail "keda.scaleToZero requires keda.enabled" }}{{ end -}}
+{{- if and .Values.keda.scaleToZero (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "keda.scaleToZero requires Redis, which makes the demand known to every gateway" }}{{ end -}}
 {{- $least := ternary .Values.keda.minReplicas $triton.replicas .Values.keda.enabled -}}
 {{- if and (gt (int $least) 1) (ge (int $triton.maxUnavailable) (int $least)) }}{{ fail "triton.maxUnavailable would allow the eviction of every Triton" }}{{ end -}}
 {{- end -}}

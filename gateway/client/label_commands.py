@@ -1,0 +1,148 @@
+"""The commands `label set`, `label list`, `label delete` and `rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+from urllib.parse import quote
+
+import typer
+
+from gateway.client.errors import UsageError
+from gateway.client.flags import add_flags
+from gateway.client.target import Target
+from gateway.messages import escape_unprintable
+
+label_cli = typer.Typer(no_args_is_help=True, help="Manage the version labels of models.")
+rollout_cli = typer.Typer()
+
+LABEL_COLUMNS: Final = ("MODEL", "LABEL", "VERSIONS", "SHADOW", "NOT READY")
+LabelledModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
+LabelName = Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label.")]
+PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@label_cli.command("set")
+@add_flags(Target)
+def set_model_label(
+    target: Target,
+    model: LabelledModel,
+    label: LabelName,
+    versions: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="VERSIONS", help="A version, or several with their shares, such as 1=90 2=10."
+        ),
+    ],
+    sticky: Annotated[
+        bool, typer.Option("--sticky", help="Each API key keeps its version of a split.")
+    ] = False,
+    json: PrintJson = False,
+) -> None:
+    """Let a label mean a version, or split its requests between versions."""
+    print_labels(target, "PUT", label_path(model, label), build_label(versions, sticky), json=json)
+
+
+@label_cli.command("list")
+@add_flags(Target)
+def list_model_labels(target: Target, model: LabelledModel, json: PrintJson = False) -> None:
+    """List the labels of a model."""
+    print_labels(target, "GET", label_path(model), None, json=json)
+
+
+@label_cli.command("delete")
+@add_flags(Target)
+def delete_model_label(
+    target: Target, model: LabelledModel, label: LabelName, json: PrintJson = False
+) -> None:
+    """Delete a label of a model."""
+    print_labels(target, "DELETE", label_path(model, label), None, json=json)
+
+
+@rollout_cli.command()
+@add_flags(Target)
+def rollout(
+    target: Target,
+    model: LabelledModel,
+    old: Annotated[str, typer.Option("--from", metavar="VERSION", help="The old version.")],
+    new: Annotated[str, typer.Option("--to", metavar="VERSION", help="The new version.")],
+    label: Annotated[str, typer.Option(help="Label that is moved.")] = "default",
+    steps: Annotated[
+        str, typer.Option(help="Shares of the new version, in percent.")
+    ] = "5,25,50,100",
+    every: Annotated[float, typer.Option(min=0.1, help="Duration of a step, in seconds.")] = 60.0,
+    max_errors: Annotated[
+        str, typer.Option("--max-errors", help="Maximum share of failed requests.")
+    ] = "1%",
+    max_p99: Annotated[
+        str,
+        typer.Option(
+            "--max-p99", help="Maximum p99, such as 250ms, or 2x that of the old version."
+        ),
+    ] = "2x",
+    min_requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests without which no step ends.")
+    ] = 20,
+) -> None:
+    """Move a label to another version step by step, and back if errors or latencies exceed the limits."""
+    from gateway.client.api import ApiClient
+    from gateway.client.rollout import Rollout, RolloutPlan, parse_limits, parse_steps
+
+    limits = parse_limits(max_errors, max_p99, min_requests)
+    plan = RolloutPlan(model, label, old, new, parse_steps(steps), every, limits)
+    with ApiClient(target) as api:
+        Rollout(api, plan).run()
+
+
+def label_path(model: str, label: str = "") -> str:
+    path = f"/v1/models/{quote(model, safe='')}/labels"
+    return f"{path}/{quote(label, safe='')}" if label else path
+
+
+def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:
+    """Return the body of a label. Raises `UsageError`."""
+    document: dict[str, Any] = {"version": versions[0]}
+    if len(versions) > 1 or "=" in versions[0]:
+        document = {"versions": dict(map(parse_share, versions))}
+        if len(document["versions"]) < len(versions):
+            raise UsageError("a version is given twice")
+    if sticky:
+        document["sticky"] = "key"
+    return document
+
+
+def parse_share(text: str) -> tuple[str, int]:
+    version, _, share = text.partition("=")
+    if not (version.isdecimal() and share.isdecimal()):
+        raise UsageError(f"expected VERSION=SHARE, such as 1=90, not {text!r}")
+    return version, int(share)
+
+
+def print_labels(target: Target, method: str, path: str, body: Any, *, json: bool) -> None:
+    from gateway.client import tables
+    from gateway.client.api import ApiClient, decode_json_response
+
+    with ApiClient(target) as api:
+        document = decode_json_response(api.request(method, path, body))
+    labels = document.get("labels", [document])
+    if json:
+        tables.print_json(labels)
+    elif method == "DELETE":
+        typer.echo(f"deleted {escape_unprintable(document['label'])}")
+    else:
+        tables.print_table(LABEL_COLUMNS, map(format_label_row, labels))
+
+
+def format_label_row(label: Mapping[str, Any]) -> tuple[str, ...]:
+    shares = label.get("versions") or {label.get("version", ""): 1}
+    total = sum(shares.values())
+    if len(shares) == 1:
+        versions = next(iter(shares))
+    else:
+        versions = ", ".join(
+            f"{each}: {100 * share / total:.4g} %" for each, share in shares.items()
+        )
+    shadow = label.get("shadow")
+    shadowed = f"{shadow['version']}: {shadow['percent']:g} %" if shadow else ""
+    missing = ", ".join(each for each, is_ready in label["ready"].items() if not is_ready)
+    return label["model"], label["label"], versions, shadowed, missing

@@ -1,0 +1,257 @@
+"""`triton-gateway rollout`: moves a label to another version step by step, and back if that fails."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Final
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+
+from gateway.client.api import ApiClient, check_status, decode_json_response
+from gateway.client.errors import ClientError, GatewayUnreachable, UsageError
+from gateway.client.top import REQUEST_DURATION_METRIC, ModelTraffic
+from gateway.exposition.families import LABEL_PAIR, InvalidExposition, Sample
+from gateway.exposition.parser import parse_families, split_page_lines
+from gateway.messages import escape_unprintable
+
+POLL_S: Final = 1.0
+MAX_UNREACHABLE_POLLS: Final = 10
+INFERENCE_ROUTE: Final = re.compile(r"/v[12]/models/.*(/infer|/generate|/generate_stream|:predict)")
+FAILURE_STATUS: Final = "5xx"
+QUANTILE: Final = 0.99
+PERCENT: Final = re.compile(r"(\d+(?:\.\d+)?)%")
+LATENCY_LIMIT: Final = re.compile(r"(\d+(?:\.\d+)?)(x|ms|s)")
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Limits of the new version; the p99 is limited in seconds, or relative to that of the old version."""
+
+    max_failed_share: float = 0.01
+    max_p99_s: float = inf
+    max_p99_ratio: float = inf
+    min_requests: int = 20  # before a step is judged
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The label, its versions, and the steps of the new version's share in percent."""
+
+    model: str
+    label: str
+    old: str
+    new: str
+    steps: Sequence[int]
+    step_s: float
+    limits: RolloutLimits
+
+
+class RolledBack(ClientError):
+    """The new version exceeded a limit, or the rollout was interrupted."""
+
+
+@dataclass
+class VersionTraffic:
+    """The inferences of both versions since the beginning of a step, and the old version's last known p99."""
+
+    old: ModelTraffic = field(default_factory=ModelTraffic)
+    new: ModelTraffic = field(default_factory=ModelTraffic)
+    old_p99_s: float = inf
+
+
+def parse_steps(text: str) -> list[int]:
+    words = text.split(",")
+    steps = [int(word) for word in words if word.isdecimal()]
+    is_valid = len(steps) == len(words) and steps == sorted(set(steps)) and steps[0] > 0
+    if not is_valid or steps[-1] > 100:
+        raise UsageError(f"--steps must be rising percentages such as 5,25,50,100, not {text!r}")
+    return steps
+
+
+def parse_limits(max_errors: str, max_p99: str, min_requests: int) -> RolloutLimits:
+    percent = PERCENT.fullmatch(max_errors)
+    if percent is None:
+        raise UsageError(f"--max-errors must be a percentage such as 1%, not {max_errors!r}")
+    limits = RolloutLimits(float(percent[1]) / 100, min_requests=min_requests)
+    limit = LATENCY_LIMIT.fullmatch(max_p99)
+    if limit is None:
+        raise UsageError(f"--max-p99 must be such as 2x, 250ms or 1.5s, not {max_p99!r}")
+    value, unit = float(limit[1]), limit[2]
+    if unit == "x":
+        return replace(limits, max_p99_ratio=value)
+    return replace(limits, max_p99_s=value / 1000 if unit == "ms" else value)
+
+
+def compute_quantile_s(traffic: ModelTraffic, quantile: float = QUANTILE) -> float:
+    """Return a quantile of the durations, interpolated within its bucket as in PromQL; inf if unknown."""
+    bounds = sorted(traffic.buckets)
+    if not bounds or not traffic.count:
+        return inf
+    rank, lower, below = quantile * traffic.buckets[bounds[-1]], 0.0, 0.0
+    for bound in bounds:
+        count = traffic.buckets[bound]
+        if count >= rank:
+            if bound == inf:
+                return lower
+            return lower + (bound - lower) * (rank - below) / max(count - below, 1e-9)
+        lower, below = bound, count
+    return inf
+
+
+def find_violation(traffic: VersionTraffic, limits: RolloutLimits) -> str:
+    """Return the limit that the new version exceeds; empty if it exceeds none, or had too few requests."""
+    new = traffic.new
+    if new.count < limits.min_requests:
+        return ""
+    share = new.failed / new.count
+    if share > limits.max_failed_share:
+        return (
+            f"{new.failed:.0f} of {new.count:.0f} requests failed ({share:.1%}, "
+            f"the limit is {limits.max_failed_share:.1%})"
+        )
+    p99_s = compute_quantile_s(new)
+    if p99_s > limits.max_p99_s:
+        return f"its p99 is {p99_s * 1000:.0f} ms, the limit is {limits.max_p99_s * 1000:.0f} ms"
+    if traffic.old_p99_s < inf and p99_s > limits.max_p99_ratio * traffic.old_p99_s:
+        return (
+            f"its p99 is {p99_s * 1000:.0f} ms, the limit is {limits.max_p99_ratio:g} times the "
+            f"{traffic.old_p99_s * 1000:.0f} ms of the old version"
+        )
+    return ""
+
+
+def count_traffic(samples: Sequence[Sample], model: str, version: str) -> ModelTraffic:
+    """Return the inferences of a version; only those with status 5xx count as failed."""
+    traffic = ModelTraffic()
+    for name, label_text, rest in samples:
+        labels = dict(LABEL_PAIR.findall(label_text))
+        is_inference = INFERENCE_ROUTE.fullmatch(labels.get("route", "")) is not None
+        if not is_inference or (labels.get("model"), labels.get("version")) != (model, version):
+            continue
+        value = float(rest.split()[0])
+        if name.endswith("_bucket"):
+            bound = float(labels["le"])
+            traffic.buckets[bound] = traffic.buckets.get(bound, 0) + value
+        elif name.endswith("_sum"):
+            traffic.total_s += value
+        else:
+            traffic.count += value
+            traffic.failed += value if labels.get("status") == FAILURE_STATUS else 0
+    return traffic
+
+
+class Rollout:
+    """A rollout in progress."""
+
+    def __init__(self, api: ApiClient, plan: RolloutPlan) -> None:
+        self._api = api
+        self._plan = plan
+        self._path = f"/v1/models/{quote(plan.model, safe='')}/labels/{quote(plan.label, safe='')}"
+        self._kept: dict[str, Any] = {}  # fields of the label that the rollout does not change
+        self._old_p99_s = inf
+
+    def run(self) -> None:
+        """Move the label through all steps. Raises `RolledBack` after it was moved back."""
+        plan = self._plan
+        self._check_label()
+        for percent in plan.steps:
+            try:
+                self._set_share(percent)
+                traffic = self._watch_step(percent)
+            except (RolledBack, KeyboardInterrupt) as exc:
+                reason = str(exc) or "interrupted"
+                self._set_share(0)
+                raise RolledBack(
+                    f"label {plan.label} of model {plan.model} is back on version {plan.old}: {reason}"
+                ) from None
+            typer.echo(escape_unprintable(describe_step(plan, percent, traffic)))
+
+    def _check_label(self) -> None:
+        """Raise `ClientError` if the label does not mean the old version."""
+        response = self._api.request("GET", self._path)
+        if response.status_code == 404 and response.json().get("code") == "LABEL_NOT_FOUND":
+            return
+        label: Mapping[str, Any] = decode_json_response(response)
+        shares = label.get("versions") or {label["version"]: 1}
+        if not shares.keys() <= {self._plan.old, self._plan.new}:
+            raise ClientError(
+                f"label {self._plan.label} means version {' and '.join(shares)}; set it to version "
+                f"{self._plan.old} first"
+            )
+        self._kept = {key: label[key] for key in ("sticky", "shadow") if key in label}
+        if self._kept.get("shadow", {}).get("version") in (self._plan.old, self._plan.new):
+            del self._kept["shadow"]
+
+    def _set_share(self, percent: int) -> None:
+        """Give the new version a share of the requests; 0 moves all of them back."""
+        plan = self._plan
+        versions: dict[str, Any] = {"versions": {plan.old: 100 - percent, plan.new: percent}}
+        if percent in (0, 100):
+            versions = {"version": plan.new if percent else plan.old}
+        check_status(self._api.request("PUT", self._path, {**self._kept, **versions}))
+
+    def _watch_step(self, percent: int) -> VersionTraffic:
+        """Wait until the step is over and judged. Raises `RolledBack`, with the reason only."""
+        plan, start = self._plan, self._read_traffic()
+        end = time.monotonic() + plan.step_s
+        unreachable_polls = 0
+        with Console(stderr=True, quiet=not sys.stderr.isatty()).status("") as status:
+            while True:
+                time.sleep(min(POLL_S, plan.step_s))
+                try:
+                    traffic = self._read_traffic(start)
+                    self._check_ready()
+                except GatewayUnreachable as exc:
+                    unreachable_polls += 1
+                    if unreachable_polls > MAX_UNREACHABLE_POLLS:
+                        raise RolledBack(str(exc)) from None
+                    continue
+                unreachable_polls = 0
+                if violation := find_violation(traffic, plan.limits):
+                    raise RolledBack(f"at {percent} % for version {plan.new}, {violation}")
+                left_s = max(end - time.monotonic(), 0)
+                text = f"{describe_step(plan, percent, traffic)}; {left_s:.0f} s left"
+                status.update(escape_unprintable(text))
+                if time.monotonic() >= end and traffic.new.count >= plan.limits.min_requests:
+                    return traffic
+
+    def _check_ready(self) -> None:
+        label = decode_json_response(self._api.request("GET", self._path))
+        if not label["ready"].get(self._plan.new, True):
+            raise RolledBack(f"version {self._plan.new} is not ready on any replica")
+
+    def _read_traffic(self, start: VersionTraffic | None = None) -> VersionTraffic:
+        """Return the traffic since `start`, or since the gateway's."""
+        try:
+            families = parse_families(split_page_lines(self._api.get_text("/metrics")))
+        except InvalidExposition as exc:
+            raise ClientError(f"the metrics page cannot be read: {exc}") from None
+        requests = families.get(REQUEST_DURATION_METRIC)
+        samples = requests.samples if requests else []
+        plan = self._plan
+        old, new = (count_traffic(samples, plan.model, each) for each in (plan.old, plan.new))
+        if start is None:
+            return VersionTraffic(old, new)
+        old, new = old.subtract(start.old), new.subtract(start.new)
+        if old.count >= plan.limits.min_requests:
+            self._old_p99_s = compute_quantile_s(old)
+        return VersionTraffic(old, new, self._old_p99_s)
+
+
+def describe_step(plan: RolloutPlan, percent: int, traffic: VersionTraffic) -> str:
+    def describe(version: str, counts: ModelTraffic) -> str:
+        if not counts.count:
+            return f"version {version}: no requests"
+        p99_ms = compute_quantile_s(counts) * 1000
+        failed = counts.failed / counts.count
+        return f"version {version}: {counts.count:.0f} requests, {failed:.1%} failed, p99 {p99_ms:.0f} ms"
+
+    versions = describe(plan.new, traffic.new), describe(plan.old, traffic.old)
+    return f"{percent} %: {'; '.join(versions)}"

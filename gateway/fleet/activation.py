@@ -1,0 +1,288 @@
+"""Requests that wait until their model can be used: for a replica, and for a load on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+import anyio
+
+from gateway.admission import AdmissionQueueFull
+from gateway.errors import (
+    BadUpstream,
+    DeadlinePassed,
+    GatewayError,
+    ModelControlModeConflict,
+    ModelNotReady,
+    UnknownModel,
+)
+from gateway.fleet.model_copies import ModelCopies
+from gateway.fleet.on_demand import OnDemandLoader
+from gateway.fleet.on_demand_models import ModelLoading, NoRoom
+from gateway.fleet.on_demand_plan import (
+    NoPlacement,
+    Placement,
+    compute_retry_after_s,
+    update_load_time,
+)
+from gateway.fleet.pool import NoReplica, ReplicaPool, cancel_tasks
+from gateway.fleet.reconcile_plan import Backoff
+from gateway.fleet.reconciler import Reconciler
+from gateway.http_client.connection import RequestNotSent
+from gateway.request_info import current_request_info
+from gateway.triton.error_mapping import LoadFailed
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
+EXIT_PAUSE_S: Final = 0.005
+EXITS_PER_PAUSE: Final = 32
+MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline
+MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
+
+
+@dataclass
+class SharedLoad:
+    """A load that all requests of a model wait for."""
+
+    task: asyncio.Task[NoPlacement | None]
+    started_at: float
+    waiters: int = 0
+    exits: int = 0  # requests that went on
+    exit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # they go on one after another
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """The reason of a failed load, which is not tried again for a while."""
+
+    reason: str
+    backoff: Backoff
+
+
+@dataclass(eq=False, repr=False)
+class ModelActivator:
+    """Lets requests wait for a replica and for the load of their model, which they share."""
+
+    _pool: ReplicaPool
+    _loader: OnDemandLoader
+    _reconciler: Reconciler
+    waiting: int = 0
+    _loads: dict[str, SharedLoad] = field(default_factory=dict)
+    _obstacles: dict[str, NoPlacement] = field(default_factory=dict)
+    _failures: dict[str, FailedLoad] = field(default_factory=dict)
+    _load_times_s: dict[str, float] = field(default_factory=dict)
+    _maintenance: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def can_activate(self, model: str) -> bool:
+        """Return whether requests for the model wait while no replica has it ready."""
+        if not self._pool.has_live_replica:
+            return self._loader.options.hold_s > 0
+        return self._is_loadable(model) or self._is_expected(model)
+
+    def _is_loadable(self, model: str) -> bool:
+        return (
+            self._pool.has_live_replica
+            and self._loader.models.is_on_demand(model)
+            and self._pool.has_model(model)
+        )
+
+    def _is_expected(self, model: str) -> bool:
+        """Return whether requests wait until the reconciler has loaded the model on a new replica."""
+        return self._loader.options.hold_s > 0 and self._loader.models.is_desired(model)
+
+    async def activate(self, model: str, timeout_s: float) -> float:
+        """Wait until the model is ready on a replica, or cannot be activated; return the remaining seconds.
+
+        Raises `NoReplica`, `ModelNotReady`, `ModelLoading` or `NoRoom` after the timeout, `LoadFailed`, or
+        `AdmissionQueueFull`.
+        """
+        if self._pool.is_usable(model) or not self.can_activate(model):
+            return timeout_s
+        metrics, options = self._pool.metrics, self._loader.options
+        if self.waiting >= options.max_waiting:
+            metrics.shed.labels("queue_full").inc()
+            raise AdmissionQueueFull(model, 0, self.waiting)
+        wait_metric = metrics.on_demand_wait if self._is_loadable(model) else metrics.hold
+        started_at = perf_counter()
+        self._count_waiting(1)
+        try:
+            await self._wait(model, timeout_s)
+        finally:
+            self._count_waiting(-1)
+            waited_s = perf_counter() - started_at
+            wait_metric.observe(waited_s)
+        return max(timeout_s - waited_s, MIN_REMAINING_S)
+
+    def _count_waiting(self, change: int) -> None:
+        self.waiting += change
+        self._loader.usage.held_requests = self.waiting
+        self._pool.metrics.held_requests.set(self.waiting)
+
+    async def _wait(self, model: str, timeout_s: float) -> None:
+        self._check_backoff(model)
+        load = self._loads.get(model) or self._start_load(model)
+        started_at = perf_counter()
+        hold_s = min(timeout_s, self._loader.options.hold_s)
+        load.waiters += 1
+        try:
+            while not load.task.done():
+                # The whole timeout applies to a load, the shorter one as long as there is no replica.
+                limit_s = timeout_s if self._is_loadable(model) else hold_s
+                remaining_s = started_at + limit_s - perf_counter()
+                if remaining_s <= 0:
+                    raise self._build_timeout_error(model, load)
+                await asyncio.wait([load.task], timeout=remaining_s)
+            obstacle = load.task.result()
+            if obstacle is not None:
+                raise build_no_room_error(model, obstacle)
+            with anyio.move_on_after(started_at + timeout_s - perf_counter()):
+                return await self._go_on(model, load)
+            raise self._build_timeout_error(model, load)
+        finally:
+            load.waiters -= 1
+
+    async def _go_on(self, model: str, load: SharedLoad) -> None:
+        """Wait for the turn of a request: thousands at once would find the admission queue full."""
+        async with load.exit_lock:
+            # Polled, because an event would cost something for each request that ends.
+            while (  # noqa: ASYNC110
+                load.waiters > EXITS_PER_PAUSE and self._loader.usage.is_crowded(model)
+            ):
+                await asyncio.sleep(EXIT_PAUSE_S)
+            load.exits += 1
+            if load.exits % EXITS_PER_PAUSE == 0:
+                await asyncio.sleep(EXIT_PAUSE_S)  # those before are admitted meanwhile
+
+    def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
+        if not self._is_loadable(model):
+            return ModelNotReady(model) if self._pool.has_live_replica else NoReplica()
+        obstacle = self._obstacles.get(model)
+        if obstacle is not None:
+            return build_no_room_error(model, obstacle)
+        elapsed_s, expected_s = perf_counter() - load.started_at, self._load_times_s.get(model)
+        return ModelLoading(model, compute_retry_after_s(expected_s, elapsed_s))
+
+    def _check_backoff(self, model: str) -> None:
+        failure = self._failures.get(model)
+        if failure is not None and perf_counter() < failure.backoff.not_before:
+            raise LoadFailed(model, failure.reason)
+
+    # The load.
+
+    async def __aenter__(self) -> ModelActivator:
+        copies = ModelCopies(self._pool, self._loader, self._reconciler)
+        self._maintenance = [
+            asyncio.create_task(work) for work in (self._loader.run(), copies.run())
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel_tasks([*self._maintenance, *(load.task for load in self._loads.values())])
+
+    @property
+    def loader(self) -> OnDemandLoader:
+        return self._loader
+
+    def _start_load(self, model: str) -> SharedLoad:
+        task = asyncio.create_task(self._load(model))
+        load = self._loads[model] = SharedLoad(task, perf_counter())
+        self._loader.awaited.add(model)
+        task.add_done_callback(lambda task: self._finish_load(model, task))
+        return load
+
+    def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
+        del self._loads[model]
+        self._obstacles.pop(model, None)
+        self._loader.awaited.discard(model)
+        if not task.cancelled():
+            task.exception()  # the requests that waited may have gone
+
+    async def _load(self, model: str) -> NoPlacement | None:
+        """Wait for a replica and load the model, or return why there is no room for it."""
+        current_request_info.set(None)  # the load serves all requests, not only the first
+        unreachable = 0
+        while not self._pool.is_usable(model) and self._has_waiters(model):
+            if not self.can_activate(model):
+                return None  # Triton's error tells why
+            if not self._pool.has_live_replica:
+                await self._pool.look_up_replicas()
+                continue
+            placement = await self._find_place(model) if self._is_loadable(model) else None
+            if isinstance(placement, NoPlacement) and placement.is_final:
+                return placement
+            if isinstance(placement, Placement):
+                try:
+                    if await self._load_once(model, placement.replica):
+                        continue
+                except ModelControlModeConflict:
+                    continue  # the loader does not choose this replica again
+                except (RequestNotSent, BadUpstream):
+                    unreachable += 1
+                    if unreachable == MAX_UNREACHABLE:
+                        raise
+            await asyncio.sleep(RETRY_PAUSE_S)
+        return None
+
+    async def _find_place(self, model: str) -> Placement | NoPlacement | None:
+        """Return the place for the load; None while the model or the replicas are changing."""
+        self._obstacles.pop(model, None)
+        if self._loader.is_loading(model):
+            return None
+        if not self._loader.list_candidates(model):
+            if self._loader.has_replicas:
+                return None
+            raise ModelNotReady(model)
+        placement = await self._loader.find_place(model)
+        if isinstance(placement, NoPlacement):
+            self._obstacles[model] = placement
+        return placement
+
+    async def _load_once(self, model: str, replica: str) -> bool:
+        """Load the model unless there is no room any longer. Raises the error of a failed load."""
+        started_at = perf_counter()
+        async with self._reconciler.lock_model(model):
+            if self._pool.is_usable(model) or not self._is_loadable(model):
+                return True  # an administrator loaded or unloaded it
+            try:
+                is_loaded = await self._loader.load(model, replica)
+            except DeadlinePassed as exc:
+                error = LoadFailed(model, "it did not become ready within GATEWAY_LOAD_TIMEOUT_S")
+                self._record_failure(model, error)
+                raise error from exc
+            except LoadFailed as exc:
+                self._record_failure(model, exc)
+                raise
+        if not is_loaded:
+            return False
+        self._failures.pop(model, None)
+        duration_s = perf_counter() - started_at
+        expected_s = self._load_times_s.get(model)
+        self._load_times_s[model] = update_load_time(expected_s, duration_s)
+        return True
+
+    def _record_failure(self, model: str, error: LoadFailed) -> None:
+        failure = self._failures.get(model)
+        backoff = Backoff() if failure is None else failure.backoff
+        self._failures[model] = FailedLoad(error.reason, backoff.with_failure(perf_counter()))
+
+    def _has_waiters(self, model: str) -> bool:
+        load = self._loads.get(model)
+        return load is not None and load.waiters > 0
+
+    def build_error(self, model: str, version: str) -> GatewayError:
+        """Return the error of a request that does not wait."""
+        if self._pool.has_live_replica:
+            known = self._pool.has_model(model)
+            return ModelNotReady(model, version) if known else UnknownModel(model, version)
+        return NoReplica()
+
+
+def build_no_room_error(model: str, obstacle: NoPlacement) -> NoRoom:
+    """Return the error without the names of models that the caller cannot see."""
+    info = current_request_info.get()
+    visible = [name for name in obstacle.holders if info is None or info.caller.can_see(name)]
+    return NoRoom(model, visible, has_hidden=len(visible) < len(obstacle.holders))

@@ -1,0 +1,93 @@
+"""More copies of an on-demand model while it has many concurrent requests, fewer when it has not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+from gateway.errors import GatewayError
+from gateway.fleet.on_demand import OnDemandLoader
+from gateway.fleet.on_demand_plan import Placement, plan_copies, update_mean_demand
+from gateway.fleet.pool import ReplicaPool, cancel_tasks
+from gateway.fleet.reconcile_plan import Backoff
+from gateway.fleet.reconciler import Reconciler
+from gateway.fleet.replica import Replica
+
+log = logging.getLogger(__name__)
+
+DEMAND_INTERVAL_S: Final = 0.5
+
+
+@dataclass(eq=False, repr=False)
+class ModelCopies:
+    """Keeps the number of copies of each model within its limits, while this gateway holds the lease.
+
+    A copy is loaded only where there is room, so that it displaces no other model.
+    """
+
+    _pool: ReplicaPool
+    _loader: OnDemandLoader
+    _reconciler: Reconciler
+    _mean_demand: dict[str, float] = field(default_factory=dict)
+    _changes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _backoffs: dict[str, Backoff] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(DEMAND_INTERVAL_S)
+                if self._loader.models.is_enabled and self._reconciler.is_leader:
+                    self._start_changes()
+        finally:
+            await cancel_tasks(self._changes.values())
+
+    def _start_changes(self) -> None:
+        models = {name for each in self._pool.replicas.values() for name in each.index.ready_models}
+        for model in models:
+            limits = self._loader.models.get_copy_limits(model)
+            if limits.maximum > 1 and self._loader.models.is_on_demand(model):
+                requests = self._loader.usage.count_requests(model)
+                mean = update_mean_demand(self._mean_demand.get(model, 0.0), requests)
+                self._mean_demand[model] = mean
+                holders = self._loader.list_holders(model)
+                target = plan_copies(mean, len(holders), limits)
+                if target != len(holders) and self._can_change(model):
+                    self._start_change(model, holders, is_load=target > len(holders))
+
+    def _can_change(self, model: str) -> bool:
+        backoff = self._backoffs.get(model)
+        is_early = backoff is not None and perf_counter() < backoff.not_before
+        is_busy = model in self._loader.awaited or self._reconciler.is_locked(model)
+        return not (is_early or is_busy or model in self._changes)
+
+    def _start_change(self, model: str, holders: list[Replica], *, is_load: bool) -> None:
+        work = self._load(model) if is_load else self._unload(model, holders)
+        self._changes[model] = asyncio.create_task(work)
+        self._changes[model].add_done_callback(lambda _: self._changes.pop(model, None))
+
+    async def _load(self, model: str) -> None:
+        placement = await self._loader.find_place(model)
+        if not isinstance(placement, Placement) or placement.victims:
+            return
+        try:
+            async with self._reconciler.lock_model(model):
+                await self._loader.load(model, placement.replica, is_copy=True)
+        except GatewayError:  # the loader has logged it
+            backoff = self._backoffs.get(model, Backoff())
+            self._backoffs[model] = backoff.with_failure(perf_counter())
+        else:
+            self._backoffs.pop(model, None)
+
+    async def _unload(self, model: str, holders: list[Replica]) -> None:
+        """Unload the copy on the replica that holds most. It waits until the model has no request."""
+        fullest = max(
+            holders, key=lambda replica: len(self._loader.describe_replica(replica).models)
+        )
+        async with self._loader.lock_replica(fullest) as is_granted:
+            if is_granted and not self._loader.usage.count_requests(model):
+                await self._loader.evict(
+                    fullest, [model], "because fewer copies are enough", "copies"
+                )

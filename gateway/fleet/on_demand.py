@@ -1,0 +1,299 @@
+"""Loads on demand: the choice of a replica, room for the model, the load; unloads of idle models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+from gateway.errors import GatewayError
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import UNLOADING, Index
+from gateway.fleet.loader import ModelLoader
+from gateway.fleet.model_facts import ModelFactsCache
+from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
+from gateway.fleet.on_demand_plan import (
+    Eviction,
+    LoadedModel,
+    NoPlacement,
+    Placement,
+    ReplicaLoad,
+    choose_placement,
+    find_idle_models,
+    plan_excess,
+)
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.reconcile_plan import ModelAction
+from gateway.fleet.reconciler import Reconciler
+from gateway.fleet.replica import Replica
+from gateway.fleet.shared_state import SharedState, StartedLoad
+from gateway.state.loads import is_in_progress
+
+log = logging.getLogger(__name__)
+
+INITIATOR: Final = "on_demand"
+MAINTENANCE_INTERVAL_S: Final = 0.5
+
+
+@dataclass(eq=False, repr=False)
+class OnDemandLoader:
+    """Loads models on one replica each, within the replica's budget."""
+
+    _pool: ReplicaPool
+    _state: SharedState
+    _loader: ModelLoader
+    _reconciler: Reconciler
+    models: OnDemandModels
+    usage: ModelUsage
+    facts: ModelFactsCache
+    options: OnDemandOptions
+    awaited: set[str] = field(default_factory=set)  # models that requests wait for
+    _starting: dict[str, set[str]] = field(default_factory=dict)  # replica → own loads in progress
+    _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
+
+    # What the replicas hold.
+
+    def describe_replica(self, replica: Replica) -> ReplicaLoad:
+        """Return what the replica holds, what is being loaded, and what must be loaded there."""
+        index, loads = replica.index, self._state.loads.get(replica.name, {})
+        started = {name for name, load in loads.items() if is_in_progress(load)}
+        started |= self._starting.get(replica.name, set())
+        desired = {
+            name
+            for name, model in self._state.merge_models().items()
+            if model.is_loaded and name in index.models
+        }
+        parts = {part for name in started for part in self.facts.find_parts(name)}
+        held = index.ready_models | index.changing_models | started | desired | parts
+        brought = self._find_brought_parts()
+        models = (
+            LoadedModel(
+                name,
+                self.facts.get_memory_mb(name),
+                self.usage.get_last_used(name),
+                self._check_eviction(name, index, name in started, name in brought),
+                self.facts.find_parts(name),
+            )
+            for name in sorted(held)
+        )
+        return ReplicaLoad(replica.name, tuple(models), replica.outstanding)
+
+    def _find_brought_parts(self) -> set[str]:
+        """Return the models that ensembles brought, which are evicted as their ensembles are."""
+        return {
+            part
+            for name in self.facts.facts
+            if self.models.is_on_demand(name)
+            for part in self.facts.find_parts(name)
+        }
+
+    def _check_eviction(
+        self, model: str, index: Index, is_started: bool, is_brought: bool
+    ) -> Eviction:
+        is_kept = model in self._state.declared_models or model in self._state.desired_models
+        if is_kept or not (is_brought or self.models.is_on_demand(model)):
+            return Eviction.NEVER
+        is_busy = (
+            is_started
+            or index.is_changing(model)
+            or model in self.awaited
+            or self._reconciler.is_locked(model)
+            or not self.facts.is_current(model)  # it may be an ensemble
+            or self.usage.count_requests(model) > 0
+        )
+        return Eviction.BUSY if is_busy else Eviction.FREE
+
+    def list_candidates(self, model: str) -> list[Replica]:
+        """Return the replicas that can load the model."""
+        return [
+            replica
+            for replica in self._list_live_replicas()
+            if model in replica.index.models and not self.is_held(replica, model)
+        ]
+
+    @property
+    def has_replicas(self) -> bool:
+        """Return whether a live replica permits loads."""
+        return any(
+            self._pool.replica_state(replica) is not HealthState.DOWN
+            and replica.name not in self._loader.uncontrollable_replicas
+            for replica in self._pool.replicas.values()
+        )
+
+    def list_holders(self, model: str) -> list[Replica]:
+        """Return the live replicas that have the model, or load it."""
+        return [each for each in self._list_live_replicas() if self.is_held(each, model)]
+
+    def is_held(self, replica: Replica, model: str) -> bool:
+        return replica.index.is_ready(model) or replica.index.is_changing(model)
+
+    def is_loading(self, model: str) -> bool:
+        """Return whether another process loads the model on a live replica."""
+        return any(
+            replica.index.is_changing(model)
+            and replica.index.model_state(model).state != UNLOADING
+            and self._pool.replica_state(replica) is HealthState.UP
+            for replica in self._pool.replicas.values()
+        )
+
+    async def update_facts(self) -> None:
+        ready = {name for each in self._pool.replicas.values() for name in each.index.ready_models}
+        await self.facts.update(ready)
+
+    # Loads.
+
+    async def find_place(self, model: str) -> Placement | NoPlacement:
+        """Return the replica for a load, judging by the last known indexes."""
+        await self.update_facts()
+        return self._choose_place(model)
+
+    def _choose_place(self, model: str) -> Placement | NoPlacement:
+        replicas = [self.describe_replica(replica) for replica in self.list_candidates(model)]
+        wanted = self.facts.build_wanted_model(model)
+        return choose_placement(replicas, wanted, self.options.budget)
+
+    async def load(self, model: str, replica_name: str, *, is_copy: bool = False) -> bool:
+        """Make room on the replica and load the model. Returns whether there was room.
+
+        A copy is loaded only if it needs no room of others.
+        Raises the `GatewayError` of a failed load.
+        """
+        replica = self._find_replica(replica_name)
+        if replica is None:
+            return False
+        starting = self._starting.setdefault(replica.name, set())
+        async with AsyncExitStack() as stack:
+            # Of gateways that share a state, only one at a time changes what a replica or a model has.
+            if not await stack.enter_async_context(self._state.lease(f"model:{model}")):
+                return False
+            async with self.lock_replica(replica) as is_granted:
+                if not is_granted or not await self._make_room(model, replica, is_copy=is_copy):
+                    return False
+                starting.add(model)
+                stack.callback(starting.discard, model)
+                started_load = await self._state.begin_load(replica.name, model)
+            await self._run_load(model, replica, started_load)
+            async with self.lock_replica(replica) as is_granted:
+                if is_granted:
+                    await self._trim(replica, model)
+        return True
+
+    @asynccontextmanager
+    async def lock_replica(self, replica: Replica) -> AsyncIterator[bool]:
+        """Serialize the decisions on a replica; yield False while another gateway makes one."""
+        async with (
+            self._locks.setdefault(replica.name, asyncio.Lock()),
+            self._state.lease(f"replica:{replica.name}") as is_granted,
+        ):
+            if is_granted:
+                await self._state.refresh_loads()
+                await self.exchange_usage()
+            yield is_granted
+
+    async def exchange_usage(self) -> None:
+        reports = await self._state.exchange_reports(self.usage.build_report())
+        self.usage.read_reports(reports)
+
+    async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
+        """Unload victims until the model fits. Returns False if another replica is the better one now."""
+        await asyncio.gather(*map(self._pool.monitor.probe, self._list_live_replicas()))
+        await self.update_facts()
+        if self._pool.is_usable(model) and not is_copy:
+            return False  # another gateway has loaded it
+        placement = self._choose_place(model)
+        if isinstance(placement, NoPlacement) or placement.replica != replica.name:
+            return False
+        if is_copy and placement.victims:
+            return False
+        return await self.evict(replica, placement.victims, f"to make room for {model}", "room")
+
+    async def _run_load(self, model: str, replica: Replica, started_load: StartedLoad) -> None:
+        log.info("loading model %s on %s on demand", model, replica.name)
+        started_at = perf_counter()
+        parameters = self.models.get_load_parameters(model)
+        metric = self._pool.metrics.on_demand_loads
+        try:
+            action = ModelAction(model, True, parameters)
+            await self._loader.run(replica, action, INITIATOR, started_load)
+        except GatewayError as exc:
+            metric.labels("failed").inc()
+            log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
+            raise
+        metric.labels("done").inc()
+        self.usage.record_use(model)
+        self.facts.invalidate(model)
+        await self.update_facts()
+        duration_s = perf_counter() - started_at
+        log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
+
+    async def _trim(self, replica: Replica, model: str) -> None:
+        """Unload others if the model brought parts that were not known before."""
+        victims = plan_excess(self.describe_replica(replica), self.options.budget)
+        await self.evict(replica, victims, f"because {model} brought its parts", "room")
+
+    # What is unloaded without a request for another model.
+
+    async def run(self) -> None:
+        """Unload idle models, and what exceeds the budget, for ever."""
+        while True:
+            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+            if self.models.is_enabled or self.options.scaler_port:
+                await self.exchange_usage()
+            self._pool.metrics.demand.set(self.usage.count_own_demand())
+            if self.models.is_enabled and self._reconciler.is_leader:
+                await self.update_facts()
+                await asyncio.gather(*map(self._unload_surplus, self._list_live_replicas()))
+
+    async def _unload_surplus(self, replica: Replica) -> None:
+        async with self.lock_replica(replica) as is_granted:
+            if not is_granted:
+                return
+            if idle_s := self.options.idle_unload_s:
+                idle = find_idle_models(self.describe_replica(replica), perf_counter() - idle_s)
+                await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
+            excess = plan_excess(self.describe_replica(replica), self.options.budget)
+            await self.evict(replica, excess, "because the replica exceeds its budget", "room")
+
+    def _list_live_replicas(self) -> list[Replica]:
+        return [
+            replica
+            for replica in self._pool.replicas.values()
+            if self._pool.replica_state(replica) is HealthState.UP
+            and replica.name not in self._loader.uncontrollable_replicas
+        ]
+
+    async def evict(self, replica: Replica, models: Iterable[str], reason: str, label: str) -> bool:
+        """Unload models that have no request in progress. Returns whether all are unloaded."""
+        victims = list(models)
+        for model in victims:  # before anything is awaited, so that no new request arrives there
+            self._pool.set_draining(replica, model, is_draining=True)
+        try:
+            for model in victims:
+                if not await self._unload(replica, model, reason):
+                    return False
+                self._pool.metrics.on_demand_evictions.labels(label).inc()
+        finally:
+            for model in victims:
+                self._pool.set_draining(replica, model, is_draining=False)
+        return True
+
+    async def _unload(self, replica: Replica, model: str, reason: str) -> bool:
+        if replica.index.is_unloaded(model):
+            return True  # Triton unloaded it together with its ensemble
+        log.info("unloading model %s from %s %s", model, replica.name, reason)
+        self.facts.invalidate(model)
+        try:
+            action = ModelAction(model, False, {})
+            await asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))
+        except GatewayError as exc:
+            log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
+            return False
+        return True
+
+    def _find_replica(self, name: str) -> Replica | None:
+        replicas = self._pool.replicas.values()
+        return next((replica for replica in replicas if replica.name == name), None)

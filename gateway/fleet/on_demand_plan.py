@@ -1,0 +1,253 @@
+"""Decisions of loading on demand, as pure functions: which replica, which victims, how many copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+MEMORY_PARAMETER: Final = "gateway.memory_mb"
+UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
+LOAD_TIME_WEIGHT: Final = 0.5  # of the last load in the expected time
+DEMAND_WEIGHT: Final = 0.3  # of the last sample in the mean demand
+# Concurrent requests per copy above which another copy is loaded, and below which one is unloaded.
+DEMAND_FOR_COPY: Final = 4.0
+DEMAND_WITHOUT_COPY: Final = 1.0
+
+
+@dataclass(frozen=True)
+class ModelBudget:
+    """The limits of the models on each replica; 0 means no limit."""
+
+    max_models: int = 0
+    memory_mb: int = 0
+
+    def allows(self, costs_mb: Iterable[int]) -> bool:
+        """Return whether models of these sizes fit together."""
+        costs = list(costs_mb)
+        is_count_allowed = not self.max_models or len(costs) <= self.max_models
+        return is_count_allowed and (not self.memory_mb or sum(costs) <= self.memory_mb)
+
+
+class Eviction(Enum):
+    """The possibility to evict a loaded model."""
+
+    FREE = "idle"
+    BUSY = "in use"  # later, when its requests and changes have finished
+    NEVER = "kept loaded"  # declared, or loaded through the API
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that a replica holds, or is about to hold."""
+
+    name: str
+    memory_mb: int = 0
+    last_used: float = 0.0
+    eviction: Eviction = Eviction.FREE
+    parts: frozenset[str] = frozenset()  # the models that an ensemble uses
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """A replica that can load a model, and what it holds when its actions in progress are done."""
+
+    name: str
+    models: tuple[LoadedModel, ...] = ()
+    outstanding: int = 0
+
+
+@dataclass(frozen=True)
+class WantedModel:
+    """A model to load, with the parts that it brings."""
+
+    name: str
+    memory_mb: int = 0
+    parts: Mapping[str, int] = field(default_factory=dict)  # name → memory_mb
+
+    @property
+    def costs_mb(self) -> dict[str, int]:
+        return {**self.parts, self.name: self.memory_mb}
+
+
+class Placement(NamedTuple):
+    """The replica for a load, and the models to unload there first."""
+
+    replica: str
+    victims: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NoPlacement:
+    """The reason why no replica has room."""
+
+    holders: tuple[str, ...]  # the models that hold the memory
+    is_final: bool  # waiting does not help
+
+
+def choose_placement(
+    replicas: Sequence[ReplicaLoad], wanted: WantedModel, budget: ModelBudget
+) -> Placement | NoPlacement:
+    """Return the replica with the most room, or else the one whose victims were used least recently."""
+    plans = [(replica, plan_victims(replica, wanted, budget)) for replica in replicas]
+    possible = [(replica, victims) for replica, victims in plans if victims is not None]
+    if possible:
+        replica, victims = min(possible, key=lambda plan: rank_plan(*plan))
+        return Placement(replica.name, tuple(model.name for model in victims))
+    later = (plan_victims(each, wanted, budget, is_patient=True) for each in replicas)
+    holders = {model.name for replica in replicas for model in replica.models}
+    return NoPlacement(tuple(sorted(holders)), all(victims is None for victims in later))
+
+
+def rank_plan(
+    replica: ReplicaLoad, victims: Sequence[LoadedModel]
+) -> tuple[float, int, int, int, str]:
+    last_used = max((victim.last_used for victim in victims), default=-math.inf)
+    memory_mb = sum(model.memory_mb for model in replica.models)
+    return last_used, len(replica.models), memory_mb, replica.outstanding, replica.name
+
+
+def plan_victims(
+    replica: ReplicaLoad, wanted: WantedModel, budget: ModelBudget, *, is_patient: bool = False
+) -> tuple[LoadedModel, ...] | None:
+    """Return the models to unload before the load; None if there is no room for it.
+
+    A part of an ensemble that stays is never a victim. With `is_patient`, models that are in use count as
+    victims, too: they will be, when their requests have finished.
+    """
+    held = {model.name: model for model in replica.models}
+    costs_mb = wanted.costs_mb
+    victims: list[LoadedModel] = []
+    while not is_within(budget, held, costs_mb):
+        victim = choose_victim(held, costs_mb.keys(), is_patient=is_patient)
+        if victim is None:
+            return None
+        victims.append(victim)
+        remove_victim(held, victim)
+    # A large victim may have made room for smaller ones, of which the last used ones stay.
+    for victim in sorted(victims, key=lambda model: model.last_used, reverse=True):
+        restored = {**held, victim.name: victim}
+        if victim.parts <= held.keys() and is_within(budget, restored, costs_mb):
+            held = restored
+    return tuple(victim for victim in victims if victim.name not in held)
+
+
+def is_within(
+    budget: ModelBudget, held: Mapping[str, LoadedModel], added_mb: Mapping[str, int]
+) -> bool:
+    costs_mb = {name: model.memory_mb for name, model in held.items()}
+    return budget.allows({**added_mb, **costs_mb}.values())
+
+
+def choose_victim(
+    held: Mapping[str, LoadedModel], protected: Iterable[str], *, is_patient: bool = False
+) -> LoadedModel | None:
+    """Return the least recently used model that can be evicted."""
+    needed = {part for model in held.values() for part in model.parts}.union(protected)
+    accepted = (Eviction.FREE, Eviction.BUSY) if is_patient else (Eviction.FREE,)
+    candidates = [
+        model for model in held.values() if model.eviction in accepted and model.name not in needed
+    ]
+    return min(candidates, key=lambda model: (model.last_used, model.name), default=None)
+
+
+def remove_victim(held: dict[str, LoadedModel], model: LoadedModel) -> None:
+    """Remove a model; its parts were used when it was."""
+    del held[model.name]
+    for part in model.parts & held.keys():
+        last_used = max(held[part].last_used, model.last_used)
+        held[part] = replace(held[part], last_used=last_used)
+
+
+def plan_excess(replica: ReplicaLoad, budget: ModelBudget) -> tuple[str, ...]:
+    """Return the victims that bring a replica back within its budget, as far as possible.
+
+    A replica exceeds it when an ensemble brought parts that were not known before.
+    """
+    held = {model.name: model for model in replica.models}
+    victims = []
+    while not is_within(budget, held, {}):
+        victim = choose_victim(held, ())
+        if victim is None:
+            break
+        victims.append(victim.name)
+        remove_victim(held, victim)
+    return tuple(victims)
+
+
+def find_idle_models(replica: ReplicaLoad, idle_since: float) -> tuple[str, ...]:
+    """Return the models that nobody used since then, an ensemble before its parts."""
+    held = {model.name: model for model in replica.models}
+    idle = []
+    while (victim := choose_victim(held, ())) is not None and victim.last_used <= idle_since:
+        idle.append(victim.name)
+        remove_victim(held, victim)
+    return tuple(idle)
+
+
+@dataclass(frozen=True)
+class CopyLimits:
+    """The number of replicas that may hold an on-demand model."""
+
+    minimum: int = 1
+    maximum: int = 1
+
+
+def plan_copies(mean_demand: float, copies: int, limits: CopyLimits) -> int:
+    """Return the number of copies that a model needs for its mean number of concurrent requests."""
+    if copies < limits.minimum or (
+        copies < limits.maximum and mean_demand > DEMAND_FOR_COPY * copies
+    ):
+        return copies + 1
+    is_excess = copies > limits.minimum and mean_demand < DEMAND_WITHOUT_COPY * (copies - 1)
+    return copies - 1 if is_excess or copies > limits.maximum else copies
+
+
+def update_mean_demand(mean: float, sample: float) -> float:
+    return mean + DEMAND_WEIGHT * (sample - mean)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of a model's config that decide on its place."""
+
+    memory_mb: int | None = None
+    parts: frozenset[str] = frozenset()
+
+
+def parse_model_facts(config: Any) -> ModelFacts:
+    """Return the facts of Triton's config of a model; an invalid size counts as unknown."""
+    if not isinstance(config, dict):
+        return ModelFacts()
+    parameter = config.get("parameters", {}).get(MEMORY_PARAMETER, {})
+    written = str(parameter.get("string_value", "")).strip()
+    steps = config.get("ensemble_scheduling", {}).get("step", ())
+    return ModelFacts(
+        int(written) if written.isascii() and written.isdecimal() and len(written) < 10 else None,
+        frozenset(str(step.get("model_name", "")) for step in steps),
+    )
+
+
+def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:
+    """Return the parts of an ensemble and the parts of these."""
+    found: set[str] = set()
+    pending = [model]
+    while pending:
+        parts = facts.get(pending.pop(), ModelFacts()).parts - found
+        found |= parts
+        pending += parts
+    return frozenset(found - {model})
+
+
+def update_load_time(expected_s: float | None, duration_s: float) -> float:
+    if expected_s is None:
+        return duration_s
+    return expected_s + LOAD_TIME_WEIGHT * (duration_s - expected_s)
+
+
+def compute_retry_after_s(expected_s: float | None, elapsed_s: float) -> int:
+    """Return when a load will be finished, judging by earlier loads: at least one second."""
+    remaining_s = (UNKNOWN_LOAD_S if expected_s is None else expected_s) - elapsed_s
+    return max(math.ceil(remaining_s), 1)

@@ -1,0 +1,98 @@
+"""Staged loads: one replica after the other, each with a probe request; the first failure stops the load."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import orjson
+
+from gateway.errors import BadUpstream, GatewayError
+from gateway.fleet.health import HealthState
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.report import OperationReport, Outcome
+from gateway.fleet.transports import triton_model_path
+from gateway.messages import quote_text
+from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.response import MAX_METADATA_BYTES
+
+PROBE_PARAMETER: Final = "gateway.probe"  # in the model's config: the JSON body of an inference
+PROBE_TIMEOUT_S: Final = 60.0
+JSON_HEADERS: Final = [(b"content-type", b"application/json")]
+
+
+class StagedLoadFailed(GatewayError):
+    status, code = 502, "STAGED_LOAD_FAILED"
+
+    def __init__(self, report: OperationReport, replica: str, error: GatewayError) -> None:
+        loaded = sum(outcome.error is None for outcome in report.outcomes.values())
+        super().__init__(
+            f"the staged load of model {quote_text(report.model)} stopped at {replica}: {error.detail}; "
+            f"the model is loaded on {loaded} of {report.replica_count} replicas, and the others keep what "
+            "they had"
+        )
+        self.report = report.to_dict()
+
+
+async def run_staged_load(
+    pool: ReplicaPool,
+    report: OperationReport,
+    replicas: list[Replica],
+    run_on_replica: Callable[[Replica], Awaitable[None]],
+) -> list[Replica]:
+    """Load the model on one reachable replica after the other; return the unreachable ones.
+
+    Raises `StagedLoadFailed` after the first failure.
+    """
+    report.replica_count = len(replicas)
+    reachable = [each for each in replicas if pool.replica_state(each) <= HealthState.EJECTED]
+    for replica in sorted(reachable, key=lambda each: each.name):
+        await run_on_replica(replica)
+        outcome = report.outcomes[replica.name]
+        if outcome.error is None:
+            try:
+                await send_probe(replica, report.model)
+            except GatewayError as exc:
+                outcome = report.outcomes[replica.name] = Outcome(outcome.state, exc)
+        if outcome.error is not None:
+            raise StagedLoadFailed(report, replica.name, outcome.error)
+    return [replica for replica in replicas if replica not in reachable]
+
+
+async def send_probe(replica: Replica, model: str) -> None:
+    """Send the inference that the model's config contains, if any, to one replica. Raises its error."""
+    path = triton_model_path(model)
+    body = find_probe(await request(replica, model, b"GET", f"{path}/config"))
+    if body:
+        await request(replica, model, b"POST", f"{path}/infer", body.encode())
+
+
+def find_probe(config: Mapping[str, Any]) -> str:
+    try:
+        return str(config["parameters"][PROBE_PARAMETER]["string_value"])
+    except (KeyError, TypeError):
+        return ""
+
+
+async def request(
+    replica: Replica, model: str, method: bytes, path: str, body: bytes = b""
+) -> Mapping[str, Any]:
+    """Return the JSON object of a response. Raises Triton's error, or `BadUpstream`."""
+    response = await replica.http.request(
+        method,
+        path.encode(),
+        body,
+        JSON_HEADERS,
+        timeout_s=PROBE_TIMEOUT_S,
+        max_bytes=MAX_METADATA_BYTES,
+    )
+    if response.status != 200:
+        raise map_triton_error(response.status, response.body, RequestTarget(model))
+    try:
+        document = orjson.loads(response.body)
+    except orjson.JSONDecodeError:
+        document = None
+    if not isinstance(document, dict):
+        raise BadUpstream("the replica returned invalid JSON")
+    return document

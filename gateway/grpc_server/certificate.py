@@ -1,0 +1,46 @@
+"""The certificate of the gRPC server, which is that of HTTPS, reloaded when its files change."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from gateway.config_files import WatchedFile
+from gateway.messages import CommandError
+from gateway.settings.server import describe_os_error, load_certificate
+
+
+class UnusableCertificate(CommandError):
+    """The certificate or its key changed, and cannot be loaded."""
+
+
+class GrpcCertificate:
+    """A certificate chain and its key, in the form that gRPC takes."""
+
+    def __init__(self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None) -> None:
+        self._key_file = key_file or cert_file
+        self._client_ca = None if client_ca_file is None else client_ca_file.read_bytes()
+        self._file: WatchedFile[Any] = WatchedFile(cert_file, self._load, self._key_file)
+
+    def create_credentials(self) -> Any:
+        return grpc.dynamic_ssl_server_credentials(
+            self._file.value, self._reload_if_changed, self._client_ca is not None
+        )
+
+    def _reload_if_changed(self) -> Any:
+        """Return the new certificate, or None to keep the previous one. gRPC asks for each handshake."""
+        return self._file.value if self._file.reload_if_changed() else None
+
+    def _load(self, cert_file: Path) -> Any:
+        try:
+            # A pair that does not match would make gRPC refuse every connection.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            load_certificate(context, cert_file, self._key_file)
+            pair = (self._key_file.read_bytes(), cert_file.read_bytes())
+        except OSError as exc:
+            reason = describe_os_error(exc)
+            raise UnusableCertificate(f"the certificate {cert_file}: {reason}") from None
+        return grpc.ssl_server_certificate_configuration((pair,), self._client_ca)

@@ -1,0 +1,64 @@
+"""The handler of `ModelInfer`: rights, checks, slot, Triton, response."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Final
+
+from gateway.fleet.grpc_calls import GrpcBytesCall
+from gateway.fleet.resolver import ModelTarget, with_sequence
+from gateway.grpc_server.call import IncomingCall
+from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
+from gateway.keys import Right
+from gateway.services import Services
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+from gateway.triton.inference import find_outputs_without_classes
+
+INFER_METHOD: Final = f"{GRPC_SERVICE}/ModelInfer"
+
+
+async def serve_infer(call: IncomingCall) -> bytes:
+    services, timeout_s = call.services, call.find_timeout_s()
+    started_at = perf_counter()
+    message = await call.read_message(timeout_s)
+    head = read_infer_request(message)
+    target = with_sequence(call.resolve(Right.infer, head.model, head.version), head.step)
+    if target.version != head.version:
+        message = set_version(message, target.version)
+    remaining_s = timeout_s - (perf_counter() - started_at)
+    try:
+        remaining_s = await services.activate_model(*target, remaining_s)
+        deadline = perf_counter() + remaining_s
+        await check_classification(services, target, head)
+        metadata = call.select_metadata()
+        if not services.admission.try_acquire(target.model):
+            remaining_s = deadline - perf_counter()
+            await services.admission.acquire(target.model, remaining_s, call.info.key)
+        try:
+            upstream = RequestTarget(
+                target.model,
+                target.version,
+                call.info.timeout_s,
+                sequence_step=head.step,
+                can_activate=True,
+            )
+            request = GrpcBytesCall(upstream, INFER_METHOD, message, metadata)
+            return await services.dispatcher.send(request, deadline - perf_counter())
+        finally:
+            services.admission.release(target.model)
+    finally:
+        set_model_labels(call, target)
+
+
+async def check_classification(services: Services, target: ModelTarget, head: InferHead) -> None:
+    """Raise `InputMismatch` if an output cannot be classified: Triton would divide by 0."""
+    if head.class_outputs:
+        signature = await services.models.get_signature(*target)
+        find_outputs_without_classes(signature, head.class_outputs)
+
+
+def set_model_labels(call: IncomingCall, target: ModelTarget) -> None:
+    # Only models that exist become label values.
+    if call.services.pool.has_model(*target):
+        call.info.model, call.info.version = target

@@ -1,0 +1,119 @@
+"""The standard server reflection, grpc.reflection.v1 and v1alpha, whose messages are the same.
+
+It lets tools such as grpcurl call the methods without Triton's proto files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, cast
+
+import grpc
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor_pool import DescriptorPool
+from tritonclient.grpc import service_pb2
+
+from gateway.grpc_server.call import IncomingCall
+from gateway.grpc_server.health import HEALTH_SERVICE
+from gateway.grpc_server.wire import LENGTH_DELIMITED, encode_field, encode_varint, iterate_fields
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+
+REFLECTION_VERSIONS: Final = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
+SERVICES: Final = (GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
+# Fields of ServerReflectionRequest.
+FILE_BY_FILENAME, FILE_CONTAINING_SYMBOL, LIST_SERVICES = 3, 4, 7
+# Fields of ServerReflectionResponse.
+ORIGINAL_REQUEST, FILE_DESCRIPTORS, SERVICE_LIST, ERROR = 2, 4, 6, 7
+HEALTH_FILE: Final = "grpc/health/v1/health.proto"
+
+
+def build_health_file() -> descriptor_pb2.FileDescriptorProto:
+    """Return the description of grpc/health/v1/health.proto."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name=HEALTH_FILE, package="grpc.health.v1", syntax="proto3"
+    )
+    types = descriptor_pb2.FieldDescriptorProto
+    request = file.message_type.add(name="HealthCheckRequest")
+    request.field.add(name="service", number=1, type=types.TYPE_STRING, label=types.LABEL_OPTIONAL)
+    response = file.message_type.add(name="HealthCheckResponse")
+    response.field.add(
+        name="status",
+        number=1,
+        type=types.TYPE_ENUM,
+        label=types.LABEL_OPTIONAL,
+        type_name=".grpc.health.v1.HealthCheckResponse.ServingStatus",
+    )
+    statuses = response.enum_type.add(name="ServingStatus")
+    for number, name in enumerate(("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")):
+        statuses.value.add(name=name, number=number)
+    service = file.service.add(name="Health")
+    for name, is_stream in (("Check", False), ("Watch", True)):
+        service.method.add(
+            name=name,
+            input_type=".grpc.health.v1.HealthCheckRequest",
+            output_type=".grpc.health.v1.HealthCheckResponse",
+            server_streaming=is_stream,
+        )
+    return file
+
+
+class ReflectionService:
+    """Describes the services of the gateway."""
+
+    def __init__(self) -> None:
+        self._pool = DescriptorPool()
+        for file in (*list_files(service_pb2.DESCRIPTOR), build_health_file()):
+            self._pool.Add(file)
+
+    async def serve(self, call: IncomingCall) -> None:
+        while True:
+            message = await call.context.read()
+            if message is grpc.aio.EOF:
+                break
+            call.count_message(cast(bytes, message))
+            response = self.answer(message)
+            await call.context.write(response)
+            call.succeed(response)
+        call.succeed(b"")
+
+    def answer(self, message: bytes) -> bytes:
+        """Return the response to one request. Raises `MalformedRequest`."""
+        original = encode_field(ORIGINAL_REQUEST, message)
+        for field in iterate_fields(message, 0, len(message)):
+            if field.wire_type != LENGTH_DELIMITED:
+                continue
+            name = message[field.value_start : field.end].decode(errors="replace")
+            if field.number == LIST_SERVICES:
+                names = (encode_field(1, encode_field(1, each.encode())) for each in SERVICES)
+                return original + encode_field(SERVICE_LIST, b"".join(names))
+            if field.number in (FILE_BY_FILENAME, FILE_CONTAINING_SYMBOL):
+                return original + self._describe_file(field.number, name)
+        return original + encode_error(grpc.StatusCode.UNIMPLEMENTED, "not supported")
+
+    def _describe_file(self, kind: int, name: str) -> bytes:
+        find: Any = (
+            self._pool.FindFileByName
+            if kind == FILE_BY_FILENAME
+            else self._pool.FindFileContainingSymbol
+        )
+        try:
+            file = find(name)
+        except KeyError:
+            return encode_error(grpc.StatusCode.NOT_FOUND, "unknown file or symbol")
+        contents = (encode_field(1, each.SerializeToString()) for each in list_files(file))
+        return encode_field(FILE_DESCRIPTORS, b"".join(contents))
+
+
+def list_files(descriptor: Any) -> Iterator[descriptor_pb2.FileDescriptorProto]:
+    """Yield the descriptions of the files that a file imports, and then its own."""
+    for dependency in descriptor.dependencies:
+        yield from list_files(dependency)
+    file = descriptor_pb2.FileDescriptorProto()
+    descriptor.CopyToProto(file)
+    yield file
+
+
+def encode_error(code: grpc.StatusCode, message: str) -> bytes:
+    number: int = code.value[0]
+    error = b"\x08%b%b" % (encode_varint(number), encode_field(2, message.encode()))
+    return encode_field(ERROR, error)

@@ -1,0 +1,80 @@
+"""Model management over gRPC. It acts on the whole fleet, as over HTTP."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Final
+
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import Forbidden, UnknownModel, UnknownModelToLoad
+from gateway.fleet.index import READY, merge_indexes
+from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.grpc_server.call import IncomingCall
+from gateway.grpc_server.models import EMPTY_MESSAGE, decode
+from gateway.keys import Right
+from gateway.messages import quote_text
+from gateway.settings.access import ModelUploads
+
+INDEX_FIELDS: Final = ("name", "version", "state", "reason")
+
+
+async def serve_index(call: IncomingCall) -> bytes:
+    message = await call.read_message(call.find_timeout_s())
+    request = decode(service_pb2.RepositoryIndexRequest, message)
+    call.authorize(Right.fleet)
+    indexes = await call.services.repository.read_indexes()
+    caller = call.info.caller
+    response = service_pb2.RepositoryIndexResponse()
+    for entry in merge_indexes(indexes):
+        if caller.can_see(entry["name"]) and (not request.ready or entry.get("state") == READY):
+            response.models.add(**{name: entry.get(name, "") for name in INDEX_FIELDS})
+    return bytes(response.SerializeToString())
+
+
+async def serve_load(call: IncomingCall) -> bytes:
+    message = await call.read_message(call.find_timeout_s())
+    request = decode(service_pb2.RepositoryModelLoadRequest, message)
+    settings, caller = call.services.settings, call.info.caller
+    # Uploaded configs and files can contain code, which can access every model.
+    can_upload = settings.accepted_uploads is ModelUploads.code and caller.can_see_all
+    model, parameters = prepare_change(call, request, UnknownModelToLoad, can_upload=can_upload)
+    await call.services.repository.load(model, parameters)
+    return EMPTY_MESSAGE
+
+
+async def serve_unload(call: IncomingCall) -> bytes:
+    message = await call.read_message(call.find_timeout_s())
+    request = decode(service_pb2.RepositoryModelUnloadRequest, message)
+    model, parameters = prepare_change(call, request, UnknownModel, can_upload=False)
+    dependents = bool(parameters.get(UNLOAD_DEPENDENTS))
+    can_see = call.info.caller.can_see
+    await call.services.repository.unload(model, dependents, can_see)
+    return EMPTY_MESSAGE
+
+
+def prepare_change(
+    call: IncomingCall, request: Any, not_found_error: type[UnknownModel], *, can_upload: bool
+) -> tuple[str, dict[str, Any]]:
+    """Return the model and the parameters of a load or unload, which the caller may request."""
+    services, info = call.services, call.info
+    model = call.resolve(Right.manage, request.model_name, not_found_error=not_found_error).model
+    parameters = {name: read_value(value) for name, value in request.parameters.items()}
+    if services.pool.has_model(model):
+        info.model = model
+    if info.management_call is not None:
+        info.management_call.parameters = tuple(parameters)
+    caller = info.caller
+    check_load_parameters(parameters, can_upload=can_upload)
+    if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
+        raise Forbidden(
+            f"{UNLOAD_DEPENDENTS} requires access to all models; key {quote_text(caller.name)} lacks it"
+        )
+    return model, parameters
+
+
+def read_value(parameter: Any) -> Any:
+    """Return the value of a `ModelRepositoryParameter` as in the JSON API: bytes are in base64."""
+    choice = parameter.WhichOneof("parameter_choice")
+    value = None if choice is None else getattr(parameter, choice)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value

@@ -1,0 +1,231 @@
+"""The handler of `ModelStreamInfer`: many requests on one stream, each sent to a replica of its own.
+
+Like Triton's, the responses of models with one response per request come in the order of the requests, and
+those of decoupled models as they arrive. The steps of a sequence run one after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Final, cast
+
+import anyio
+import grpc
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import GatewayError, RequestTooSlow, Unauthenticated
+from gateway.fleet.grpc_calls import GrpcBytesStreamCall
+from gateway.fleet.pool import cancel_tasks
+from gateway.fleet.resolver import ModelTarget, with_sequence
+from gateway.fleet.sequences import SequenceKey
+from gateway.grpc_server.call import IncomingCall, ShuttingDown
+from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
+from gateway.grpc_server.inference import check_classification, set_model_labels
+from gateway.keys import Right
+from gateway.request_info import current_request_info
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.byte_channel import ByteStream
+
+MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
+
+
+class ResponseNotRead(RequestTooSlow):
+    message = "the responses were not read in time"
+
+
+NO_HEAD: Final = InferHead("", "", "", None, ())
+NO_MODEL: Final = ModelTarget("")
+
+
+@dataclass
+class StreamRequest:
+    """One request of a stream, and what it waits for."""
+
+    call: IncomingCall
+    message: bytes
+    is_done: asyncio.Event
+    head: InferHead = NO_HEAD
+    target: ModelTarget = NO_MODEL
+    failure: GatewayError | None = None  # found before it was sent
+    sequence: SequenceKey | None = None
+    previous_step: asyncio.Event | None = None  # of its sequence
+    previous_response: asyncio.Event | None = None  # that must be written first
+
+
+class InferStream:
+    """The requests and responses of one stream."""
+
+    def __init__(self, opening: IncomingCall, start_request: Callable[[], IncomingCall]) -> None:
+        self._context = opening.context
+        self._services = opening.services
+        self._start_request = start_request
+        self._stopping = opening.environment.stopping
+        self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
+        self._write_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_response: asyncio.Event | None = None
+        self._last_steps: dict[SequenceKey, asyncio.Event] = {}
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve the stream until the client ends it. Raises the error with which the stream ends."""
+        requests = asyncio.ensure_future(self._read_requests())
+        try:
+            await asyncio.wait({requests, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            requests.result()
+        finally:
+            self._failure.cancel()
+            await cancel_tasks([requests, *self._tasks])
+
+    async def _read_requests(self) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            while True:
+                await self._window.acquire()
+                reading = asyncio.ensure_future(self._context.read())
+                await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    reading.cancel()
+                    break
+                message = reading.result()
+                if message is grpc.aio.EOF:
+                    break
+                await self._accept(cast(bytes, message))
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            if self._stopping.is_set():
+                raise ShuttingDown
+        finally:
+            await cancel_tasks([stopping])
+
+    async def _accept(self, message: bytes) -> None:
+        """Start a request in the order in which it came. Raises `Unauthenticated` for a revoked key."""
+        call = self._start_request()
+        request = StreamRequest(call, message, asyncio.Event())
+        is_ordered = True
+        try:
+            await call.identify_caller()
+            call.count_message(message)
+            is_ordered = await self._prepare(request)
+        except GatewayError as exc:
+            if isinstance(exc, Unauthenticated):
+                call.fail(exc)
+                call.end()
+                raise
+            request.failure = exc
+        except BaseException:
+            call.end()
+            raise
+        if is_ordered:
+            request.previous_response, self._last_response = self._last_response, request.is_done
+        task = asyncio.create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._finish, request))
+
+    async def _prepare(self, request: StreamRequest) -> bool:
+        """Check a request; return whether its response comes in the order of the requests."""
+        request.head = head = read_infer_request(request.message)
+        target = request.call.resolve(Right.infer, head.model, head.version)
+        request.target = target = with_sequence(target, head.step)
+        if target.version != head.version:
+            request.message = set_version(request.message, target.version)
+        if head.step is not None:
+            request.sequence = key = (target.model, head.step.sequence_id)
+            request.previous_step = self._last_steps.get(key)
+            self._last_steps[key] = request.is_done
+        await self._services.activate_model(*target, request.call.find_timeout_s())
+        models = self._services.models
+        signature = models.find_signature(*target) or await models.get_signature(*target)
+        await check_classification(self._services, target, head)
+        return not signature.is_decoupled
+
+    def _finish(self, request: StreamRequest, task: asyncio.Task[None]) -> None:
+        request.is_done.set()
+        if self._last_response is request.is_done:
+            self._last_response = None
+        if request.sequence and self._last_steps.get(request.sequence) is request.is_done:
+            del self._last_steps[request.sequence]
+        set_model_labels(request.call, request.target)
+        request.call.end()
+        self._tasks.discard(task)
+        self._window.release()
+        if task.cancelled() or self._failure.done():
+            return
+        if (failure := task.exception()) is not None:
+            self._failure.set_exception(failure)
+
+    async def _answer(self, request: StreamRequest) -> None:
+        """Send the request to Triton and relay its responses; errors become messages of the stream."""
+        call, target = request.call, request.target
+        current_request_info.set(call.info)
+        try:
+            if request.failure is not None:
+                raise request.failure
+            if request.previous_step is not None:
+                await request.previous_step.wait()
+            timeout_s = call.find_timeout_s()
+            started_at = perf_counter()
+            await self._services.admission.acquire(target.model, timeout_s, call.info.key)
+            try:
+                timeout_s -= perf_counter() - started_at
+                await self._relay(request, target, timeout_s)
+            finally:
+                self._services.admission.release(target.model)
+        except ResponseNotRead:
+            raise
+        except GatewayError as exc:
+            await self._write_error(request, exc)
+
+    async def _relay(self, request: StreamRequest, target: ModelTarget, timeout_s: float) -> None:
+        call, head = request.call, request.head
+        upstream = RequestTarget(
+            *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
+        )
+        stream_call = GrpcBytesStreamCall(upstream, request.message, call.select_metadata())
+        stream, response = await self._services.dispatcher.send(stream_call, timeout_s)
+        try:
+            while response is not None:
+                await self._write(request, response)
+                call.succeed(response)
+                response = await self._read_response(request, stream)
+            if not call.info.bytes_out:
+                call.succeed(b"")  # a decoupled model may send no response
+        finally:
+            stream.close()
+
+    async def _read_response(self, request: StreamRequest, stream: ByteStream) -> bytes | None:
+        """Return the next response. A message that is an error is written here, and others may follow."""
+        while True:
+            try:
+                return await stream.read_response(request.call.info.timeout_s)
+            except GatewayError as exc:
+                if not exc.is_event:
+                    raise
+                await self._write_error(request, exc)
+
+    async def _write_error(self, request: StreamRequest, exc: GatewayError) -> None:
+        status = request.call.fail(exc)
+        response: Any = service_pb2.ModelStreamInferResponse(error_message=status.detail)
+        if request.head.request_id:
+            response.infer_response.id = request.head.request_id
+        await self._write(request, response.SerializeToString())
+
+    async def _write(self, request: StreamRequest, response: bytes) -> None:
+        """Write a response. Raises `ResponseNotRead` if the client does not read."""
+        if request.previous_response is not None:
+            await request.previous_response.wait()
+            request.previous_response = None
+        services = self._services
+        async with self._write_lock:
+            try:
+                with anyio.fail_after(services.settings.write_timeout_s):
+                    await self._context.write(response)
+            except TimeoutError:
+                services.metrics.refusals.labels("answer_not_taken").inc()
+                raise ResponseNotRead from None

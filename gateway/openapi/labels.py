@@ -1,0 +1,85 @@
+"""The routes of version labels."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.media_types import JSON
+from gateway.openapi.models import VERSION_STATUS_SCHEMA
+from gateway.openapi.responses import build_responses
+from gateway.openapi.schemas import build_map_schema
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
+from gateway.version_labels import (
+    DEFAULT_TOLERANCE,
+    LABEL_NAME,
+    MAX_SHARE,
+    MAX_VERSIONS,
+    STICKY_BY_KEY,
+)
+
+VERSION_NUMBER_SCHEMA: Final[dict[str, Any]] = {"type": "string", "pattern": "^[0-9]{1,19}$"}
+SHARES_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "minProperties": 1,
+    "maxProperties": MAX_VERSIONS,
+    "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+    "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MAX_SHARE},
+    "description": "Versions and their shares of the requests, which need not add up to 100.",
+}
+SHADOW_SCHEMA: Final = build_object_schema(
+    {
+        "version": VERSION_NUMBER_SCHEMA,
+        "percent": {"type": "number", "exclusiveMinimum": 0, "maximum": 100, "default": 100},
+        "tolerance": {"type": "number", "minimum": 0, "maximum": 1, "default": DEFAULT_TOLERANCE},
+    },
+    optional=("percent", "tolerance"),
+    additionalProperties=False,
+    description="A version that gets a copy of some requests. Its responses are compared and dropped.",
+)
+LABEL_PROPERTIES: Final = {
+    "version": VERSION_NUMBER_SCHEMA,
+    "versions": SHARES_SCHEMA,
+    "sticky": {
+        "const": STICKY_BY_KEY,
+        "description": "Without X-Split-Key, the name of the caller's key decides on the version.",
+    },
+    "shadow": SHADOW_SCHEMA,
+}
+LABEL_SCHEMA: Final = build_object_schema(
+    {
+        "model": STRING_SCHEMA,
+        "label": {"type": "string", "pattern": f"^{LABEL_NAME.pattern}$"},
+        **LABEL_PROPERTIES,
+        "declared": {"const": True, "description": "The models file contains the label."},
+        "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
+        "model_version_status": {
+            "type": "array",
+            "items": VERSION_STATUS_SCHEMA,
+            "description": "The same in TensorFlow Serving's format.",
+        },
+    },
+    optional=("version", "versions", "sticky", "shadow", "declared"),
+)
+LABEL_LIST_SCHEMA: Final = build_object_schema(
+    {"model": STRING_SCHEMA, "labels": {"type": "array", "items": LABEL_SCHEMA}}
+)
+LABEL_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404)
+LABEL_CHANGE_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404, 409)
+LABEL_LIST_RESPONSES: Final = build_responses(LABEL_LIST_SCHEMA, "The labels of the model.", 404)
+LABEL_OPENAPI: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            JSON: {
+                "schema": {
+                    "type": "object",
+                    "properties": LABEL_PROPERTIES,
+                    "additionalProperties": False,
+                    "oneOf": [{"required": ["version"]}, {"required": ["versions"]}],
+                },
+                "example": {"versions": {"1": 90, "2": 10}},
+            }
+        },
+    }
+}

@@ -1,0 +1,59 @@
+"""Leases and reports of the processes of one machine: locked files, and a file for each process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+REPORT_TTL_S: Final = 5.0
+
+
+class FileLeases:
+    """Leases as locks that end with their process. The methods block, and raise `OSError`."""
+
+    def __init__(self, folder: Path, owner: str, try_lock: Callable[[Path], int | None]) -> None:
+        self._folder = folder
+        self._owner = owner
+        self._try_lock = try_lock
+        self._locks: dict[str, int] = {}  # name → descriptor
+
+    def acquire(self, name: str) -> bool:
+        if name not in self._locks:
+            self._folder.mkdir(0o700, exist_ok=True)
+            digest = blake2b(name.encode(), digest_size=16).hexdigest()
+            descriptor = self._try_lock(self._folder / f"{digest}.lease")
+            if descriptor is None:
+                return False
+            self._locks[name] = descriptor
+        return True
+
+    def release(self, name: str) -> None:
+        descriptor = self._locks.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        self._folder.mkdir(0o700, exist_ok=True)
+        new = self._folder / f"{self._owner}.new"
+        new.write_bytes(orjson.dumps(report))
+        new.replace(self._folder / f"{self._owner}.report")
+        found = []
+        for path in self._folder.glob("*.report"):
+            with suppress(FileNotFoundError, orjson.JSONDecodeError):  # its process has exited
+                if time.time() - path.stat().st_mtime > REPORT_TTL_S:
+                    path.unlink()
+                elif path.stem != self._owner:
+                    found.append(orjson.loads(path.read_bytes()))
+        return found
+
+    def close(self) -> None:
+        for name in list(self._locks):
+            self.release(name)
+        (self._folder / f"{self._owner}.report").unlink(missing_ok=True)

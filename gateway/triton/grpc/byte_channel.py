@@ -1,0 +1,292 @@
+"""A replica's gRPC channel for messages that pass through as bytes.
+
+Cancelling a call cancels it in Triton, like the calls of `unary` and `stream`: not at the moment at which it
+completes (`choose_grace_s`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, Final, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import DeadlinePassed, GatewayError
+from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.grpc.channel import (
+    MAX_CANCEL_GRACE_S,
+    IdleChannel,
+    choose_grace_s,
+    encode_triton_error,
+    map_grpc_error,
+    run_in_background,
+)
+from gateway.triton.grpc.management import (
+    GRPC_CONNECT_TIMEOUT_S,
+    GrpcTlsFiles,
+    GrpcUnreachable,
+    channel_options,
+)
+from gateway.triton.grpc.unary import retrieve_exception
+
+GRPC_SERVICE: Final = "/inference.GRPCInferenceService"
+METADATA_METHOD: Final = f"{GRPC_SERVICE}/ServerMetadata"
+STREAM_METHOD: Final = f"{GRPC_SERVICE}/ModelStreamInfer"
+VERSION: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})")
+SAFE_CANCEL_VERSION: Final = (2, 59)
+# A replica that is back must be usable at once; the probes keep requests away while it is down.
+MAX_RECONNECT_DELAY_MS: Final = 500
+ERROR_MESSAGE_TAG: Final = b"\x0a"  # the first byte of a ModelStreamInferResponse with an error
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class ByteClient:
+    """A connection to one gRPC server, for messages as bytes."""
+
+    def __init__(self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int) -> None:
+        options = [
+            *channel_options(max_answer_bytes),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_DELAY_MS),
+        ]
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, create_credentials(tls), options)
+        self._unary_calls: dict[str, Any] = {}
+        self._stream_call = self._channel.stream_stream(STREAM_METHOD)
+
+    def start_call(
+        self, method: str, message: bytes, timeout_s: float, metadata: Metadata
+    ) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
+        call = self._unary_calls.get(method)
+        if call is None:
+            call = self._unary_calls[method] = self._channel.unary_unary(method)
+        return cast(
+            "grpc.aio.UnaryUnaryCall[bytes, bytes]",
+            call(message, timeout=timeout_s, metadata=metadata),
+        )
+
+    def start_stream(self, metadata: Metadata) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+        return self._stream_call(metadata=metadata)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def create_credentials(tls: GrpcTlsFiles) -> grpc.ChannelCredentials:
+    files = (tls.ca_file, tls.key_file, tls.cert_file)
+    contents = [None if file is None else file.read_bytes() for file in files]
+    if tls.key_file is None:
+        contents[1] = contents[2]  # the key is in the certificate's file
+    return cast("grpc.ChannelCredentials", grpc.ssl_channel_credentials(*contents))
+
+
+class GrpcByteChannel(IdleChannel[ByteClient]):
+    """A channel for messages that the gateway does not decode."""
+
+    can_cancel_at_once = False  # without the crash that `choose_grace_s` avoids
+
+    def connect(self) -> ByteClient:
+        return ByteClient(self.address, self.tls, self.max_answer_bytes)
+
+    async def check_server(self, client: ByteClient) -> None:
+        """Read Triton's version on a new connection.
+
+        Raises `GrpcUnreachable` if the port accepts data without responding, unlike a slow model.
+        """
+        try:
+            call = client.start_call(METADATA_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
+            self.can_cancel_at_once = parse_server_version(await call) >= SAFE_CANCEL_VERSION
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise GrpcUnreachable(
+                    "no response from the replica's gRPC port", is_refused=False
+                ) from None
+            if exc.code() is grpc.StatusCode.UNAVAILABLE:
+                raise map_rpc_error(exc, RequestTarget(), self) from exc
+            self.can_cancel_at_once = False  # the method is restricted
+        self.mark_available()
+
+    def choose_cancel_delay_s(self) -> float:
+        return 0.0 if self.can_cancel_at_once else choose_grace_s()
+
+
+def parse_server_version(server_metadata: bytes) -> tuple[int, ...]:
+    """Return the version of a ServerMetadataResponse, such as (2, 51, 0); empty if it is unknown."""
+    try:
+        version = service_pb2.ServerMetadataResponse.FromString(server_metadata).version
+    except DecodeError:
+        return ()
+    match = VERSION.match(version)
+    return tuple(map(int, match.groups())) if match else ()
+
+
+async def send_bytes(
+    channel: GrpcByteChannel,
+    target: RequestTarget,
+    method: str,
+    message: bytes,
+    metadata: Metadata,
+) -> bytes:
+    """Return Triton's response; cancelling this coroutine cancels the call.
+
+    Raises `GrpcUnreachable` if it cannot have been sent, `DeadlinePassed` after `target.timeout_s`, and
+    the mapped error of Triton.
+    """
+    client = channel.acquire()
+    call: grpc.aio.UnaryUnaryCall[bytes, bytes] | None = None
+    try:
+        if channel.is_new:
+            await channel.check_server(client)
+        # The deadline is enforced here: gRPC would cancel the call in Triton without the grace period.
+        call = client.start_call(
+            method, message, target.timeout_s + 2 * MAX_CANCEL_GRACE_S, metadata
+        )
+        await wait_for_status(call, target.timeout_s)
+        if not call.done():
+            raise DeadlinePassed(target.timeout_s)
+        return cast(bytes, await call)
+    except grpc.aio.AioRpcError as exc:
+        raise map_rpc_error(exc, target, channel) from exc
+    finally:
+        if call is None:
+            channel.release(is_complete=False)
+        elif call.done():
+            channel.release(is_complete=not call.cancelled())
+        else:
+            run_in_background(finish_or_cancel(call, channel))
+
+
+async def wait_for_status(call: grpc.aio.Call, timeout_s: float) -> None:
+    """Return when the call is complete, or after the timeout. A cancellation does not cancel the call."""
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[None] = loop.create_future()
+
+    def finish(_: object = None) -> None:
+        if not finished.done():
+            finished.set_result(None)
+
+    call.add_done_callback(finish)
+    timer = loop.call_later(max(timeout_s, 0), finish)
+    try:
+        await finished
+    finally:
+        timer.cancel()
+
+
+async def finish_or_cancel(call: grpc.aio.Call, channel: GrpcByteChannel) -> None:
+    """Cancel an abandoned call, unless it completes within the grace period."""
+    try:
+        await wait_for_status(call, channel.choose_cancel_delay_s())
+    finally:
+        is_complete = call.done()
+        call.cancel()
+        channel.release(is_complete=is_complete)
+
+
+class ByteStream:
+    """The responses to one request of a stream, as bytes. Its owner must close it, which cancels the rest."""
+
+    def __init__(
+        self,
+        channel: GrpcByteChannel,
+        target: RequestTarget,
+        call: grpc.aio.StreamStreamCall[bytes, bytes],
+    ) -> None:
+        self._channel = channel
+        self._target = target
+        self._call = call
+        self._read_task: asyncio.Task[Any] | None = None
+        self._is_open = True
+        self._has_ended = False
+
+    @classmethod
+    async def open(
+        cls, channel: GrpcByteChannel, target: RequestTarget, metadata: Metadata
+    ) -> ByteStream:
+        """Raises `GrpcUnreachable`."""
+        client = channel.acquire()
+        try:
+            if channel.is_new:
+                await channel.check_server(client)
+            return cls(channel, target, client.start_stream(metadata))
+        except BaseException:
+            channel.release(is_complete=True)
+            raise
+
+    async def send_request(self, message: bytes) -> None:
+        try:
+            await self._call.write(message)
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the next read raises the status
+
+    async def read_response(self, timeout_s: float) -> bytes | None:
+        """Return the next response; None after the last. Raises the mapped error of a failure."""
+        # Read in a separate task: gRPC cancels the whole call if a read is cancelled.
+        task = self._read_task
+        if task is None:
+            task = self._read_task = asyncio.ensure_future(self._call.read())
+            task.add_done_callback(retrieve_exception)
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise DeadlinePassed(self._target.timeout_s)
+        self._read_task = None
+        try:
+            message = task.result()
+        except grpc.aio.AioRpcError as exc:
+            raise map_rpc_error(exc, self._target, self._channel) from exc
+        if message is grpc.aio.EOF:
+            self._has_ended = True
+            return None
+        if message.startswith(ERROR_MESSAGE_TAG):
+            raise map_stream_error(message, self._target)
+        return cast(bytes, message)
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._has_ended:
+            self._channel.release(is_complete=True)
+        else:
+            run_in_background(self._finish_or_cancel())
+
+    async def _finish_or_cancel(self) -> None:
+        drain = asyncio.ensure_future(self._drain())
+        drain.add_done_callback(retrieve_exception)
+        try:
+            await asyncio.wait({drain}, timeout=self._channel.choose_cancel_delay_s())
+        finally:
+            is_complete = drain.done() and drain.exception() is None
+            self._call.cancel()
+            drain.cancel()
+            self._channel.release(is_complete=is_complete)
+
+    async def _drain(self) -> None:
+        while (task := self._read_task) is not None or not self._call.done():
+            self._read_task = None
+            message = await (self._call.read() if task is None else task)
+            if message is grpc.aio.EOF:
+                return
+
+
+def map_rpc_error(
+    exc: grpc.aio.AioRpcError, target: RequestTarget, channel: GrpcByteChannel
+) -> GatewayError:
+    return map_grpc_error(exc.code().name, str(exc.details()), target, channel.max_answer_bytes)
+
+
+def map_stream_error(message: bytes, target: RequestTarget) -> GatewayError:
+    """Return the error that a ModelStreamInferResponse contains."""
+    response = service_pb2.ModelStreamInferResponse.FromString(message)
+    error = map_triton_error(400, encode_triton_error(response.error_message), target)
+    error.is_event = True  # others may follow
+    return error

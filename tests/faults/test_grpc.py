@@ -1,0 +1,336 @@
+"""Bad clients and bad moments of the gRPC front end."""
+
+from __future__ import annotations
+
+import gzip
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as triton_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from tests.support.fleet import url_of
+from tests.support.grpc_gateway import (
+    INFER,
+    STREAM,
+    GrpcGateway,
+    call_bytes,
+    failure,
+    fp32,
+    grpc_gateway,
+    make_input,
+)
+from tests.support.http2 import (
+    CANCEL,
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    Http2Connection,
+    encode_frame,
+    encode_message,
+)
+from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
+from tests.support.servers import Triton
+from tests.support.wait import TIMEOUT_S, wait_until
+
+MODELS = ("plain_FP32", "plain_BYTES", "ticking", "sleeping", "cancellable", "large_FP32")
+LIMITS = {
+    "write_timeout_s": "1",
+    "max_body_bytes": str(8 << 20),
+    "max_bytes_in_flight": str(32 << 20),
+    "grpc_max_streams": "200",
+    "request_timeout_s": "5",
+    "connect_timeout_s": "10",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpc-faults")
+    write_repository(folder, AS_WRITTEN, SHARED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def triton(folder: Path) -> Iterator[Triton]:
+    with Triton(folder, *MODELS) as triton:
+        triton.wait()
+        yield triton
+
+
+@pytest.fixture(scope="module")
+def served(triton: Triton) -> Iterator[GrpcGateway]:
+    with grpc_gateway(url_of(triton), **LIMITS) as gateway:
+        wait_until(lambda: gateway.http.get("/v2/models/plain_FP32/ready").is_success)
+        yield gateway
+
+
+def infer_request(model: str, values: np.ndarray, **fields: Any) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model, **fields)
+    request.inputs.add(name="X", datatype="FP32", shape=values.shape)
+    request.raw_input_contents.append(values.tobytes())
+    return bytes(request.SerializeToString())
+
+
+SMALL = infer_request("plain_FP32", np.zeros((1, 4), np.float32))
+
+
+def serves(gateway: GrpcGateway) -> bool:
+    return len(call_bytes(gateway.address, INFER, SMALL)) > 0
+
+
+def memory_mib(gateway: GrpcGateway) -> float:
+    return float(psutil.Process(gateway.command.pid).memory_info().rss) / (1 << 20)
+
+
+def metric(gateway: GrpcGateway, name: str) -> float:
+    lines = gateway.http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def ticking_request(count: int) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="ticking")
+    for name, datatype, value in (
+        ("COUNT", "INT32", np.array([count], np.int32)),
+        ("SECONDS", "FP32", np.array([0], np.float32)),
+    ):
+        request.inputs.add(name=name, datatype=datatype, shape=[1])
+        request.raw_input_contents.append(value.tobytes())
+    return bytes(request.SerializeToString())
+
+
+def test_a_client_that_does_not_read_its_stream_is_disconnected(served: GrpcGateway) -> None:
+    name = 'gateway_requests_refused_total{reason="answer_not_taken"}'
+    before, memory = metric(served, name), memory_mib(served)
+    with grpc.insecure_channel(served.address) as channel:
+        responses = channel.stream_stream(STREAM)(iter([ticking_request(50_000)]))
+        wait_until(lambda: metric(served, name) == before + 1)
+        assert memory_mib(served) < memory + 64
+        code, message = failure(list, responses)
+    assert (code, message) == ("DEADLINE_EXCEEDED", "the responses were not read in time")
+    assert serves(served)
+
+
+def test_a_flood_of_streams_leaves_other_clients_alone(served: GrpcGateway) -> None:
+    memory = memory_mib(served)
+    with Http2Connection(served.address) as flood:
+        flood.send(*(flood.header(STREAM) for _ in range(2000)))
+        wait_until(lambda: metric(served, 'gateway_requests_in_flight{route="grpc"}') >= 200)
+        assert serves(served)
+        assert metric(served, 'gateway_requests_in_flight{route="grpc"}') <= 200
+        assert memory_mib(served) < memory + 64
+    wait_until(lambda: metric(served, 'gateway_requests_in_flight{route="grpc"}') == 0)
+
+
+def test_a_message_over_the_limit_is_refused(served: GrpcGateway) -> None:
+    values = np.zeros((1, 3 << 20), np.float32)
+    code, message = failure(call_bytes, served.address, INFER, infer_request("plain_FP32", values))
+    assert code == "RESOURCE_EXHAUSTED"
+    assert "larger than max" in message
+    assert serves(served)
+
+
+def test_a_compressed_message_over_the_limit_is_refused(served: GrpcGateway) -> None:
+    memory = memory_mib(served)
+    bomb = gzip.compress(bytes(512 << 20), 9)
+    with Http2Connection(served.address) as client:
+        stream = client.start_call(INFER, grpc_encoding="gzip")
+        client.send_data(stream, encode_message(bomb, is_compressed=True), is_last=True)
+        assert client.wait_for(HEADERS).stream == stream
+    assert memory_mib(served) < memory + 64
+    assert serves(served)
+
+
+def test_compressed_messages_are_served(served: GrpcGateway) -> None:
+    with triton_grpc.InferenceServerClient(served.address) as client:
+        for algorithm in ("gzip", "deflate"):
+            result = client.infer(
+                "plain_FP32", [fp32(1, 2, shape=(1, 2))], compression_algorithm=algorithm
+            )
+            assert result.as_numpy("Y").tolist() == [[1, 2]]
+
+
+def test_messages_that_never_end_hold_bounded_memory(served: GrpcGateway) -> None:
+    """Four may be received slowly: 32 MiB of messages of at most 8 MiB."""
+    connections = [Http2Connection(served.address) for _ in range(8)]
+    try:
+        for client in connections:
+            stream = client.start_call(INFER)
+            client.send_data(stream, encode_message(bytes(40_000), length=7 << 20))
+        refused = [client for client in connections if client.wait_for(HEADERS)]
+        assert len(refused) == len(connections)
+        assert serves(served)
+    finally:
+        for client in connections:
+            client.__exit__()
+    assert metric(served, 'gateway_requests_shed_total{reason="memory"}') >= 4
+
+
+def test_calls_without_a_request_end(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as client:
+        client.start_call(INFER)  # neither a message nor an end
+        assert client.wait_for(HEADERS, 30).stream == 1
+        stream = client.start_call(INFER)
+        client.send(encode_frame(DATA, 1, stream, b""))  # an end without a message
+        assert client.wait_for(HEADERS).stream == stream
+    with grpc.insecure_channel(served.address) as channel:
+        assert list(channel.stream_stream(STREAM)(iter([]), timeout=TIMEOUT_S)) == []
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=200) | st.binary(max_size=40).map(lambda end: SMALL + end))
+def test_arbitrary_bytes_are_answered(served: GrpcGateway, message: bytes) -> None:
+    with grpc.insecure_channel(served.address) as channel:
+        for method in (INFER, f"{INFER[:-5]}Metadata"):
+            call = channel.unary_unary(method).future(message, timeout=TIMEOUT_S)
+            assert call.code().name in ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED")
+
+
+def crashing_requests() -> dict[str, service_pb2.ModelInferRequest]:
+    """Requests that crash tritonserver 2.51 or a model's process, or that come close to it."""
+    requests = {}
+    for name, shape in (
+        ("overflow", [1 << 62, 4]),
+        ("too many elements", [1 << 31, 1 << 31]),
+        ("negative", [-1, -4]),
+        ("many dimensions", [1] * 100_000),
+        ("empty, but huge", [0, 1 << 62, 1 << 62]),
+    ):
+        request = service_pb2.ModelInferRequest(model_name="plain_FP32")
+        request.inputs.add(name="X", datatype="FP32", shape=shape)
+        request.raw_input_contents.append(b"")
+        requests[name] = request
+    request = service_pb2.ModelInferRequest(model_name="plain_BYTES")
+    tensor = request.inputs.add(name="X", datatype="BYTES", shape=[1, 1])
+    tensor.contents.bytes_contents.append(b"a")
+    request.outputs.add(name="Y").parameters["classification"].int64_param = 2
+    requests["classes of texts"] = request
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    for number in range(20_000):
+        request.parameters[f"p{number}"].int64_param = number
+    requests["many parameters"] = request
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    request.parameters["p" * 100_000].int64_param = 1
+    requests["a long parameter"] = request
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    for number in range(20_000):
+        request.inputs.add(name=f"X{number}")
+    requests["many inputs"] = request
+    return requests
+
+
+@pytest.mark.parametrize("name", crashing_requests())
+def test_requests_that_crash_triton_do_not_reach_it(served: GrpcGateway, name: str) -> None:
+    message = crashing_requests()[name].SerializeToString()
+    code, _ = failure(call_bytes, served.address, INFER, message)
+    assert code == "INVALID_ARGUMENT"
+    with grpc.insecure_channel(served.address) as channel:
+        (response,) = channel.stream_stream(STREAM)(iter([message]), timeout=TIMEOUT_S)
+    assert service_pb2.ModelStreamInferResponse.FromString(response).error_message
+    assert serves(served)
+
+
+@pytest.mark.parametrize("place", ["inputs", "outputs"])
+def test_shared_memory_in_a_request_is_refused(served: GrpcGateway, place: str) -> None:
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    if place == "outputs":
+        request.outputs.add(name="Y")
+    tensor = getattr(request, place)[0]
+    tensor.parameters["shared_memory_region"].string_param = "any"
+    code, _ = failure(call_bytes, served.address, INFER, request.SerializeToString())
+    assert code == "PERMISSION_DENIED"
+
+
+def test_rapid_resets_leave_other_clients_alone(served: GrpcGateway) -> None:
+    memory = memory_mib(served)
+    with Http2Connection(served.address) as client:
+        cancel = CANCEL.to_bytes(4, "big")
+        for number in range(5000):
+            message = encode_frame(DATA, 1, 2 * number + 1, encode_message(SMALL))
+            reset = encode_frame(RST_STREAM, 0, 2 * number + 1, cancel)
+            try:
+                client.send(client.header(INFER), message, reset)
+            except ConnectionError:
+                break  # the server may have had enough
+            if number % 1000 == 0:
+                assert serves(served)
+    assert serves(served)
+    wait_until(lambda: metric(served, 'gateway_requests_in_flight{route="grpc"}') == 0)
+    assert memory_mib(served) < memory + 64
+
+
+def test_a_client_that_pings_too_often_is_disconnected(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as client:
+        client.send(*(encode_frame(PING, 0, 0, bytes(8)) for _ in range(20)))
+        assert b"too_many_pings" in client.wait_for(GOAWAY).payload
+    assert serves(served)
+
+
+def test_large_metadata_is_refused(served: GrpcGateway) -> None:
+    metadata = [("x-large", "a" * 200_000)]
+    code, _ = failure(call_bytes, served.address, INFER, SMALL, metadata=metadata)
+    assert code == "RESOURCE_EXHAUSTED"
+    assert serves(served)
+
+
+def test_a_replica_that_is_killed_in_a_stream_costs_only_its_requests(folder: Path) -> None:
+    tritons = [Triton(folder, *MODELS) for _ in range(2)]
+    with tritons[0], tritons[1]:
+        for triton in tritons:
+            triton.wait()
+        with grpc_gateway(*map(url_of, tritons), **LIMITS) as gateway:
+            outcomes: Queue[tuple[Any, Any]] = Queue()
+            with triton_grpc.InferenceServerClient(gateway.address) as client:
+                client.start_stream(lambda result, error: outcomes.put((result, error)))
+                seconds = make_input("SECONDS", np.full((1, 1), 1, np.float32), "FP32")
+                for _ in range(4):
+                    client.async_stream_infer("cancellable", [seconds])
+                wait_until(lambda: all(outstanding(gateway).values()))
+                tritons[0].kill()
+                first = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
+                failed = [str(error) for _, error in first if error is not None]
+                assert 0 < len(failed) < 4
+                assert all("closed its gRPC connection" in text for text in failed)
+                for _ in range(10):
+                    client.async_stream_infer("plain_FP32", [fp32(1, shape=(1, 1))])
+                assert [outcomes.get(timeout=TIMEOUT_S)[1] for _ in range(10)] == [None] * 10
+                client.stop_stream()
+
+
+def outstanding(gateway: GrpcGateway) -> dict[str, int]:
+    replicas = gateway.http.get("/v1/replicas").json()["replicas"]
+    return {each["address"]: each["outstanding"] for each in replicas}
+
+
+def test_a_gateway_that_is_stopped_answers_what_it_received(triton: Triton) -> None:
+    environment = {**LIMITS, "request_timeout_s": "30", "shutdown_s": "20", "drain_s": "1"}
+    with grpc_gateway(url_of(triton), **environment) as gateway:
+        wait_until(lambda: serves(gateway))
+        outcomes: Queue[tuple[Any, Any]] = Queue()
+        with triton_grpc.InferenceServerClient(gateway.address) as client:
+            client.start_stream(lambda result, error: outcomes.put((result, error)))
+            seconds = make_input("SECONDS", np.full((1, 1), 4, np.float32), "FP32")
+            for _ in range(2):
+                client.async_stream_infer("sleeping", [seconds])
+            call = client.async_infer(
+                "cancellable", [seconds], lambda result, error: outcomes.put((result, error))
+            )
+            wait_until(lambda: sum(outstanding(gateway).values()) >= 3)
+            psutil.Process(gateway.command.pid).send_signal(signal.SIGTERM)
+            ends = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
+            assert call is not None
+        errors = [str(error) for _, error in ends if error is not None]
+        assert len(errors) == 1, errors
+        assert "the gateway is shutting down; open the stream again" in errors[0]
+        assert gateway.command.end() == 0

@@ -1,0 +1,134 @@
+"""The standard services of the gRPC front end, called with the standard packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from tritonclient.grpc import service_pb2
+
+from gateway.grpc_server.reflection import build_health_file
+from tests.support.fleet import url_of, write_echo
+from tests.support.grpc_gateway import SERVICE, GrpcGateway, grpc_gateway
+from tests.support.servers import Triton
+from tests.support.wait import TIMEOUT_S, wait_until
+
+HealthStub: Any = health_pb2_grpc.HealthStub  # has no types
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    folder = tmp_path_factory.mktemp("grpc-services")
+    write_echo(folder, "echo")
+    with Triton(folder, "echo") as triton:
+        triton.wait()
+        yield triton
+
+
+@pytest.fixture(scope="module")
+def served(triton: Triton) -> Iterator[GrpcGateway]:
+    with grpc_gateway(url_of(triton), poll_interval_s="0.1") as gateway:
+        wait_until(lambda: gateway.http.get("/readyz").is_success)
+        yield gateway
+
+
+@pytest.fixture
+def channel(served: GrpcGateway) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+def check(channel: grpc.Channel, service: str = "") -> int:
+    stub = HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=service)
+    return int(stub.Check(request, timeout=TIMEOUT_S).status)
+
+
+def test_health_is_that_of_the_fleet(channel: grpc.Channel) -> None:
+    for service in ("", SERVICE.removeprefix("/"), "grpc.health.v1.Health"):
+        assert check(channel, service) == SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        check(channel, "no.such.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_watch_follows_the_fleet(tmp_path: Path) -> None:
+    write_echo(tmp_path, "echo")
+    with Triton(tmp_path, "echo") as triton:
+        triton.wait()
+        with (
+            grpc_gateway(url_of(triton), poll_interval_s="0.1") as gateway,
+            grpc.insecure_channel(gateway.address) as channel,
+        ):
+            wait_until(lambda: check(channel) == SERVING)
+            watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            assert next(watch).status == SERVING
+            triton.kill()
+            assert next(watch).status == NOT_SERVING
+            assert check(channel) == NOT_SERVING
+
+
+def test_a_watch_of_an_unknown_service_says_so(channel: grpc.Channel) -> None:
+    stub = HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="no"), timeout=TIMEOUT_S)
+    assert next(watch).status == SERVICE_UNKNOWN
+    watch.cancel()
+
+
+def test_the_described_health_service_is_the_standard_one() -> None:
+    standard = health_pb2.DESCRIPTOR
+    ours = build_health_file()
+    for message in ours.message_type:
+        fields = standard.message_types_by_name[message.name].fields
+        assert [(field.name, field.number) for field in fields] == [
+            (field.name, field.number) for field in message.field
+        ]
+    methods = standard.services_by_name["Health"].methods_by_name
+    for method in ours.service[0].method:
+        assert methods[method.name].server_streaming == method.server_streaming
+
+
+def test_a_model_is_called_through_reflection(channel: grpc.Channel) -> None:
+    """As grpcurl does: without any proto file."""
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert set(database.get_services()) == {SERVICE.removeprefix("/"), "grpc.health.v1.Health"}
+    pool = descriptor_pool.DescriptorPool(database)
+    method = pool.FindServiceByName(SERVICE.removeprefix("/")).FindMethodByName("ModelInfer")
+    request = message_factory.GetMessageClass(method.input_type)(model_name="echo")
+    request.inputs.add(name="X", datatype="FP32", shape=[2])
+    request.inputs[0].contents.fp32_contents.extend([1.5, 2.5])
+    response = channel.unary_unary(
+        f"{SERVICE}/ModelInfer",
+        type(request).SerializeToString,
+        message_factory.GetMessageClass(method.output_type).FromString,
+    )(request, timeout=TIMEOUT_S)
+    assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [1.5, 2.5]
+
+
+def test_reflection_describes_all_of_tritons_methods(channel: grpc.Channel) -> None:
+    pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+    name = SERVICE.removeprefix("/")
+    ours, theirs = (
+        [method.name for method in service.methods]
+        for service in (
+            pool.FindServiceByName(name),
+            service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+        )
+    )
+    assert ours == theirs
+    health = pool.FindServiceByName("grpc.health.v1.Health")
+    assert sorted(health.methods_by_name) == ["Check", "Watch"]
+    with pytest.raises(KeyError):
+        pool.FindServiceByName("no.such.Service")

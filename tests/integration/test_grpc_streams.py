@@ -1,0 +1,283 @@
+"""Streams of Triton's gRPC API through the gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.grpc_gateway import STREAM, GrpcGateway, failure, fp32, grpc_gateway, make_input
+from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, SHARED, write_repository
+from tests.support.servers import triton_with
+from tests.support.wait import TIMEOUT_S, wait_until
+
+Outcome = tuple[triton_grpc.InferResult | None, InferenceServerException | None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("streams")
+    write_repository(folder, AS_WRITTEN, (*SHARED, COUNTING))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def triton(folder: Path) -> Iterator[EmbeddedTriton]:
+    with triton_with(
+        (folder,), ("plain_FP32", "ticking", "counting", "failing", "sleeping", "cancellable")
+    ) as triton:
+        yield triton
+
+
+@pytest.fixture(scope="module")
+def served(triton: EmbeddedTriton) -> Iterator[GrpcGateway]:
+    with grpc_gateway(triton.options.url, connect_timeout_s="10") as gateway:
+        yield gateway
+
+
+class Stream:
+    """A stream of Triton's own client."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self.client = triton_grpc.InferenceServerClient(address)
+        self.outcomes: Queue[Outcome] = Queue()
+        self.client.start_stream(
+            lambda result, error: self.outcomes.put((result, error)), **options
+        )
+
+    def send(self, model: str, *inputs: triton_grpc.InferInput, **options: Any) -> None:
+        self.client.async_stream_infer(model, list(inputs), **options)
+
+    def receive(self) -> Any:
+        """The next result. Raises the error of the stream or of a request."""
+        result, error = self.outcomes.get(timeout=TIMEOUT_S)
+        if error is not None:
+            raise error
+        return result
+
+
+@contextmanager
+def open_stream(address: str, **options: Any) -> Iterator[Stream]:
+    stream = Stream(address, **options)
+    try:
+        yield stream
+    finally:
+        stream.client.stop_stream(cancel_requests=True)
+        stream.client.close()
+
+
+def int32(value: int, name: str = "X", shape: tuple[int, ...] = (1, 1)) -> triton_grpc.InferInput:
+    return make_input(name, np.full(shape, value, np.int32), "INT32")
+
+
+def ticks(count: int, seconds: float) -> list[triton_grpc.InferInput]:
+    return [int32(count, "COUNT", (1,)), fp32(seconds, name="SECONDS")]
+
+
+def test_models_with_one_response_answer_in_the_order_of_the_requests(served: GrpcGateway) -> None:
+    with open_stream(served.address) as stream:
+        for number in range(40):
+            seconds = 0.3 if number == 0 else 0.0
+            stream.send(
+                "sleeping", fp32(seconds, shape=(1, 1), name="SECONDS"), request_id=f"s{number}"
+            )
+            stream.send("plain_FP32", fp32(number, shape=(1, 1)), request_id=f"p{number}")
+        got = [stream.receive().get_response().id for _ in range(80)]
+    assert got == [f"{letter}{number}" for number in range(40) for letter in "sp"]
+
+
+def test_a_decoupled_model_answers_as_directly(served: GrpcGateway, triton: EmbeddedTriton) -> None:
+    answers = []
+    for address in (served.address, f"127.0.0.1:{triton.options.grpc_port}"):
+        with open_stream(address) as stream:
+            stream.send(
+                "ticking", *ticks(3, 0.01), request_id="t", enable_empty_final_response=True
+            )
+            responses = [stream.receive().get_response() for _ in range(4)]
+            answers.append(
+                [
+                    (
+                        each.id,
+                        len(each.outputs),
+                        each.parameters["triton_final_response"].bool_param,
+                    )
+                    for each in responses
+                ]
+            )
+    assert answers[0] == answers[1] == [*[("t", 2, False)] * 3, ("t", 0, True)]
+
+
+def test_the_responses_of_a_decoupled_model_arrive_as_they_are_made(served: GrpcGateway) -> None:
+    with open_stream(served.address) as stream:
+        stream.send("ticking", *ticks(3, 0.3))
+        stream.send("plain_FP32", fp32(1, shape=(1, 1)), request_id="quick")
+        received = [(stream.receive().get_response().id, time.monotonic()) for _ in range(4)]
+    assert "quick" in [each for each, _ in received[:2]]
+    assert received[3][1] - received[1][1] > 0.25
+
+
+def test_an_error_of_a_request_is_a_message_and_the_stream_continues(served: GrpcGateway) -> None:
+    with open_stream(served.address) as stream:
+        for model, words in (
+            ("no_such_model", "unknown model: 'no_such_model'"),
+            ("failing", "boom"),
+            ("", "names no model"),
+        ):
+            stream.send(model, fp32(1, shape=(1, 1)))
+            with pytest.raises(InferenceServerException, match=words) as caught:
+                stream.receive()
+            assert "/" not in str(caught.value).replace("/v1/models", "")
+        stream.send("plain_FP32", fp32(4, shape=(1, 1)))
+        assert stream.receive().as_numpy("Y").tolist() == [[4]]
+
+
+def test_an_error_message_has_the_id_of_its_request(served: GrpcGateway) -> None:
+    requests = [
+        service_pb2.ModelInferRequest(model_name="no_such_model", id="mine").SerializeToString(),
+        b"\xff\xff",
+    ]
+    with grpc.insecure_channel(served.address) as channel:
+        messages = list(channel.stream_stream(STREAM)(iter(requests), timeout=TIMEOUT_S))
+    responses = [service_pb2.ModelStreamInferResponse.FromString(each) for each in messages]
+    assert responses[0].infer_response.id == "mine"
+    assert "not a valid protobuf message" in responses[1].error_message
+
+
+def test_sequences_count_in_order_on_one_stream(served: GrpcGateway) -> None:
+    with open_stream(served.address) as stream:
+        for step in range(10):
+            for sequence in (1001, "named-sequence"):
+                stream.send(
+                    "counting",
+                    int32(1),
+                    request_id=str(sequence),
+                    sequence_id=sequence,
+                    sequence_start=step == 0,
+                    sequence_end=step == 9,
+                )
+        counts: dict[str, list[int]] = {}
+        for _ in range(20):
+            result = stream.receive()
+            counts.setdefault(result.get_response().id, []).append(result.as_numpy("COUNT").item())
+    assert counts == {"1001": list(range(1, 11)), "named-sequence": list(range(1, 11))}
+
+
+def test_sequences_of_one_stream_stay_on_their_replicas(
+    triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    write_repository(tmp_path, AS_WRITTEN, (COUNTING,))
+    with (
+        triton_with((tmp_path,), ("counting",)) as other,
+        grpc_gateway(triton.options.url, other.options.url, connect_timeout_s="10") as gateway,
+        open_stream(gateway.address) as stream,
+    ):
+        wait_until(lambda: ready_replicas(gateway) == 2)
+        sequences = range(5001, 5013)
+        for step in range(6):
+            for sequence in sequences:
+                stream.send(
+                    "counting",
+                    int32(1),
+                    request_id=str(sequence),
+                    sequence_id=sequence,
+                    sequence_start=step == 0,
+                    sequence_end=step == 5,
+                )
+        counts: dict[str, list[int]] = {}
+        processes: dict[str, set[int]] = {}
+        for _ in range(6 * len(sequences)):
+            result = stream.receive()
+            name = result.get_response().id
+            counts.setdefault(name, []).append(result.as_numpy("COUNT").item())
+            processes.setdefault(name, set()).add(result.as_numpy("PROCESS").item())
+    assert counts == {str(sequence): [1, 2, 3, 4, 5, 6] for sequence in sequences}
+    assert {len(each) for each in processes.values()} == {1}
+    assert len(set().union(*processes.values())) == 2
+
+
+def ready_replicas(gateway: GrpcGateway) -> int:
+    replicas = gateway.http.get("/v1/replicas").json()["replicas"]
+    return sum(each["models"].get("counting") == "READY" for each in replicas)
+
+
+def test_a_step_of_an_unknown_sequence_says_so(served: GrpcGateway) -> None:
+    with open_stream(served.address) as stream:
+        stream.send("counting", int32(1), sequence_id=4711)
+        with pytest.raises(InferenceServerException, match=r"sequence 4711 .* is not running"):
+            stream.receive()
+
+
+# Cancellation: the model writes down how its inferences end.
+
+
+def waiting(seconds: float) -> triton_grpc.InferInput:
+    return fp32(seconds, name="SECONDS", shape=(1, 1))
+
+
+def forget_ends(folder: Path) -> None:
+    for note in ("begun", "ends"):
+        (folder / "cancellable" / note).unlink(missing_ok=True)
+
+
+def wait_for_begin(folder: Path) -> None:
+    wait_until((folder / "cancellable" / "begun").exists)
+
+
+def cancelled_after(folder: Path) -> float:
+    """Wait for the end of the only inference; return after how many seconds it was cancelled."""
+    ends = folder / "cancellable" / "ends"
+    wait_until(lambda: ends.exists() and ends.read_text().endswith("\n"))
+    ((how, seconds, _),) = (line.split() for line in ends.read_text().splitlines())
+    assert how == "cancelled"
+    return float(seconds)
+
+
+def test_a_cancelled_call_stops_in_triton(served: GrpcGateway, folder: Path) -> None:
+    forget_ends(folder)
+    outcomes: Queue[Outcome] = Queue()
+    with triton_grpc.InferenceServerClient(served.address) as client:
+        call = client.async_infer(
+            "cancellable", [waiting(600)], lambda result, error: outcomes.put((result, error))
+        )
+        wait_for_begin(folder)
+        call.cancel()
+        assert cancelled_after(folder) < 60
+        assert "CANCELLED" in str(outcomes.get(timeout=TIMEOUT_S)[1])
+
+
+def test_the_deadline_of_the_client_stops_a_call_in_triton(
+    served: GrpcGateway, folder: Path
+) -> None:
+    forget_ends(folder)
+    with triton_grpc.InferenceServerClient(served.address) as client:
+        code, _ = failure(client.infer, "cancellable", [waiting(600)], client_timeout=1.0)
+        assert code == "DEADLINE_EXCEEDED"
+        assert cancelled_after(folder) < 60
+
+
+def test_a_cancelled_stream_stops_its_requests_in_triton(served: GrpcGateway, folder: Path) -> None:
+    forget_ends(folder)
+    with open_stream(served.address) as stream:
+        stream.send("cancellable", waiting(600))
+        wait_for_begin(folder)
+    assert cancelled_after(folder) < 60
+
+
+def test_a_timeout_in_the_metadata_ends_a_request(served: GrpcGateway, folder: Path) -> None:
+    forget_ends(folder)
+    with triton_grpc.InferenceServerClient(served.address) as client:
+        headers = {"x-request-timeout": "0.5"}
+        code, message = failure(client.infer, "cancellable", [waiting(600)], headers=headers)
+        assert (code, "no response within 0.5 s" in message) == ("DEADLINE_EXCEEDED", True)
+    assert cancelled_after(folder) < 60

@@ -1,0 +1,123 @@
+"""A client that writes HTTP/2 frames as it likes (RFC 9113), to be a bad gRPC client."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.support.wait import TIMEOUT_S
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
+CANCEL = 8
+MAX_FRAME_BYTES = 16_384
+
+
+class Frame(NamedTuple):
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+class Http2Connection:
+    """One connection to a gRPC server."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), TIMEOUT_S)
+        self._buffer = b""
+        self._next_stream = 1
+        self._socket.sendall(PREFACE + encode_frame(SETTINGS, 0, 0, b""))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.sendall(b"".join(frames))
+
+    def start_call(self, method: str, **metadata: str) -> int:
+        """Send the header of a call; return its stream."""
+        stream = self._next_stream
+        self.send(self.header(method, **metadata))
+        return stream
+
+    def header(self, method: str, **metadata: str) -> bytes:
+        """A HEADERS frame on a new stream."""
+        fields = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": method,
+            ":authority": "localhost",
+            "te": "trailers",
+            "content-type": "application/grpc",
+            **{name.replace("_", "-"): value for name, value in metadata.items()},
+        }
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        block = b"".join(encode_header(name, value) for name, value in fields.items())
+        return encode_frame(HEADERS, END_HEADERS, stream, block)
+
+    def send_data(self, stream: int, data: bytes, *, is_last: bool = False) -> None:
+        """Send data without waiting for the server's flow control."""
+        pieces = [
+            data[start : start + MAX_FRAME_BYTES] for start in range(0, len(data), MAX_FRAME_BYTES)
+        ]
+        for number, piece in enumerate(pieces):
+            flags = END_STREAM if is_last and number == len(pieces) - 1 else 0
+            self.send(encode_frame(DATA, flags, stream, piece))
+
+    def read_frame(self, timeout_s: float = TIMEOUT_S) -> Frame | None:
+        """The next frame; None when the server has closed the connection. Raises `TimeoutError`."""
+        self._socket.settimeout(timeout_s)
+        with suppress(ConnectionError):
+            header = self._read(9)
+            if len(header) == 9:
+                length = int.from_bytes(header[:3], "big")
+                kind, flags, stream = struct.unpack("!BBI", header[3:])
+                return Frame(kind, flags, stream, self._read(length))
+        return None
+
+    def wait_for(self, kind: int, timeout_s: float = TIMEOUT_S) -> Frame:
+        """Read until a frame of this kind; settings are confirmed on the way."""
+        deadline = time.monotonic() + timeout_s
+        while (frame := self.read_frame(max(deadline - time.monotonic(), 0.01))) is not None:
+            if frame.kind == SETTINGS and not frame.flags & ACK:
+                self.send(encode_frame(SETTINGS, ACK, 0, b""))
+            if frame.kind == kind:
+                return frame
+        raise AssertionError("the server closed the connection")
+
+    def _read(self, length: int) -> bytes:
+        while len(self._buffer) < length:
+            chunk = self._socket.recv(65_536)
+            if not chunk:
+                return b""
+            self._buffer += chunk
+        data, self._buffer = self._buffer[:length], self._buffer[length:]
+        return data
+
+
+def encode_frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + struct.pack("!BBI", kind, flags, stream) + payload
+
+
+def encode_header(name: str, value: str) -> bytes:
+    """A literal field without indexing (RFC 7541, section 6.2.2), below 127 characters each."""
+    return b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in (name, value))
+
+
+def encode_message(
+    message: bytes, length: int | None = None, *, is_compressed: bool = False
+) -> bytes:
+    """A gRPC message with its prefix, which may claim another length."""
+    return struct.pack("!BI", is_compressed, len(message) if length is None else length) + message

@@ -1,0 +1,244 @@
+"""Models are loaded by their first request and unloaded for others: three real tritonservers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.fleet import V2_BODY
+from tests.support.on_demand import (
+    IndexWatch,
+    Trace,
+    count_lru_loads,
+    evictions,
+    list_held,
+    loads,
+    metric,
+    model_names,
+    on_demand_fleet,
+    on_demand_gateway,
+    tritons_with,
+)
+from tests.support.servers import Triton
+from tests.support.wait import wait_until
+
+MODELS = model_names(12)
+TRACE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Triton]]:
+    with tritons_with(tmp_path_factory.mktemp("three"), 3, MODELS) as tritons:
+        yield tritons
+
+
+def test_a_hundred_first_requests_share_one_load(three: list[Triton]) -> None:
+    with on_demand_fleet(three, max_loaded_models="4") as fleet:
+        listed = {model["name"]: model for model in fleet.client.get("/v1/models").json()["models"]}
+        assert listed["model00"]["state"] == "ON_DEMAND"
+        assert set(listed["model00"]["replicas"].values()) == {"ON_DEMAND"}
+        assert fleet.client.get("/readyz").status_code == 200
+        calls = [
+            lambda: fleet.infer("model00"),
+            lambda: fleet.client.post("/v2/models/model00/infer", json=V2_BODY),
+            lambda: fleet.client.post(
+                "/v1/models/model00:predict", json={"inputs": {"X": [1.0, 2.0]}}
+            ),
+            lambda: fleet.client.get("/v2/models/model00"),
+        ]
+        with ThreadPoolExecutor(100) as pool:
+            answers = list(pool.map(lambda number: calls[number % 4](), range(100)))
+        assert [answer.status_code for answer in answers] == [200] * 100
+        assert loads(fleet) == 1
+        assert sum("model00" in list_held(triton) for triton in three) == 1
+        listed = {model["name"]: model for model in fleet.client.get("/v1/models").json()["models"]}
+        assert (listed["model00"]["state"], listed["model00"]["on_demand"]) == ("READY", True)
+        assert metric(fleet, "gateway_on_demand_wait_seconds_count") >= 1
+
+
+@pytest.mark.parametrize("budget", [4, 2])
+def test_the_budget_is_kept_and_loads_are_as_few_as_those_of_one_lru_cache(
+    three: list[Triton], budget: int
+) -> None:
+    trace = Trace(MODELS)
+    with on_demand_fleet(three, max_loaded_models=str(budget), log_level="warning") as fleet:
+        with IndexWatch(three) as watch:
+            trace.run([str(fleet.client.base_url)], TRACE_S)
+        loaded, expected = loads(fleet), count_lru_loads(trace.began, 3 * budget)
+        print(
+            f"budget {budget}: {len(trace.began)} requests, {loaded} loads, {expected} of one LRU, "
+            f"{evictions(fleet)} evictions, at most {watch.most} in {watch.samples} samples"
+        )
+        assert not trace.failures
+        assert max(watch.most.values()) <= budget
+        assert loaded <= 1.2 * expected + 1
+        assert evictions(fleet) == loaded - sum(len(list_held(triton)) for triton in three)
+
+
+def test_a_model_whose_load_fails_costs_one_attempt(three: list[Triton]) -> None:
+    for triton in three:
+        (triton.repository / "model11" / "trouble").write_text("broken")
+    try:
+        with on_demand_fleet(three) as fleet:
+            with ThreadPoolExecutor(20) as pool:
+                answers = list(pool.map(lambda _: fleet.infer("model11"), range(20)))
+            assert {answer.status_code for answer in answers} == {422}
+            error = answers[0].json()
+            assert error["code"] == "LOAD_FAILED"
+            assert "weights.bin are broken" in error["error"]
+            assert "/opt/secret" not in error["error"]
+            assert fleet.infer("model11").json()["error"] == error["error"]
+            assert metric(fleet, 'gateway_on_demand_loads_total{outcome="failed"}') == 1
+            for triton in three:
+                (triton.repository / "model11" / "trouble").unlink()
+            wait_until(lambda: fleet.infer("model11").status_code == 200)
+    finally:
+        for triton in three:
+            (triton.repository / "model11" / "trouble").unlink(missing_ok=True)
+
+
+def test_a_request_does_not_wait_longer_than_its_deadline(
+    three: list[Triton], tmp_path: Path
+) -> None:
+    holds = [triton.repository / "model10" / "trouble" for triton in three]
+    for hold in holds:
+        hold.write_text("hold")
+    try:
+        with on_demand_fleet(three) as fleet:
+            refused = fleet.infer("model10", headers={"X-Request-Timeout": "0.5"})
+            assert refused.status_code == 503
+            assert refused.json()["code"] == "MODEL_LOADING"
+            assert int(refused.headers["Retry-After"]) >= 1
+            # Others are served meanwhile.
+            assert fleet.infer("model00").status_code == 200
+            for hold in holds:
+                hold.unlink()
+            assert fleet.infer("model10").status_code == 200
+            assert loads(fleet) == 2  # the first request's load was used
+    finally:
+        for hold in holds:
+            hold.unlink(missing_ok=True)
+
+
+def test_a_model_in_use_and_one_loaded_by_the_api_are_never_evicted(three: list[Triton]) -> None:
+    (triton, *_) = three
+    hold, held = (triton.repository / "model01" / name for name in ("hold", "held"))
+    with on_demand_fleet([triton], max_loaded_models="2") as fleet, ThreadPoolExecutor(1) as pool:
+        assert fleet.load("model00").status_code == 200
+        hold.touch()
+        try:
+            body = {"inputs": {"X": [-1000.0, 0.0]}}
+            waiting = pool.submit(fleet.client.post, "/v1/models/model01/infer", json=body)
+            wait_until(held.exists)
+            refused = fleet.infer("model02", headers={"X-Request-Timeout": "1"})
+            assert refused.status_code == 503
+            assert refused.json()["code"] == "NO_ROOM"
+            assert "'model00'" in refused.json()["error"]
+            assert "'model01'" in refused.json()["error"]
+            assert list_held(triton) == {"model00", "model01"}
+        finally:
+            hold.unlink()
+        assert waiting.result().status_code == 200
+        assert fleet.infer("model02").status_code == 200
+        assert list_held(triton) == {"model00", "model02"}
+        # Unloaded by the API, a model is one on demand again.
+        assert fleet.unload("model00").status_code == 200
+        assert fleet.infer("model00").status_code == 200
+        held.unlink()
+
+
+def test_a_model_is_described_without_another_load(three: list[Triton]) -> None:
+    with on_demand_fleet(three) as fleet:
+        first = fleet.client.get("/v1/models/model00").json()
+        assert (first["ready"], first["inputs"][0]["shape"]) == (True, [2])
+        assert fleet.unload("model00").status_code == 200
+        again = fleet.client.get("/v1/models/model00").json()
+        assert again["ready"] is False
+        assert all(again[key] == first[key] for key in ("inputs", "outputs", "curl", "platform"))
+        assert fleet.client.get("/v2/models/model00/ready").status_code == 503
+        assert loads(fleet) == 1
+
+
+def test_an_idle_model_is_unloaded(three: list[Triton]) -> None:
+    with on_demand_fleet(three, idle_unload_s="1") as fleet:
+        assert fleet.load("model05").status_code == 200
+        assert fleet.infer("model00").status_code == 200
+        wait_until(lambda: not any("model00" in list_held(triton) for triton in three))
+        assert evictions(fleet, "idle") == 1
+        assert all("model05" in list_held(triton) for triton in three)  # the API wants it
+        assert fleet.infer("model00").status_code == 200
+
+
+def test_a_slow_load_delays_no_other_model(three: list[Triton]) -> None:
+    holds = [triton.repository / "model10" / "trouble" for triton in three]
+    with on_demand_fleet(three) as fleet, ThreadPoolExecutor(1) as pool:
+        for model in MODELS[:4]:
+            assert fleet.infer(model).status_code == 200
+        before = Trace(MODELS[:4])
+        before.run([str(fleet.client.base_url)], 6, clients=2)
+        for hold in holds:
+            hold.write_text("hold")
+        try:
+            waiting = pool.submit(fleet.infer, "model10")
+            wait_until(lambda: any("model10" in list_held(triton) for triton in three))
+            meanwhile = Trace(MODELS[:4])
+            meanwhile.run([str(fleet.client.base_url)], 6, clients=2)
+            assert not waiting.done()
+        finally:
+            for hold in holds:
+                hold.unlink()
+        assert waiting.result().status_code == 200
+        print(
+            f"p99 of others: {before.p99_s * 1e3:.1f} ms before ({len(before.took_s)} requests), "
+            f"{meanwhile.p99_s * 1e3:.1f} ms during a load of 6 s ({len(meanwhile.took_s)})"
+        )
+        assert not before.failures + meanwhile.failures
+        assert max(meanwhile.took_s) < 6  # none waited for the load
+
+
+def test_a_model_is_loaded_elsewhere_when_its_only_replica_vanishes(three: list[Triton]) -> None:
+    with on_demand_fleet(three) as fleet:
+        assert fleet.infer("model00").status_code == 200
+        (holder,) = [triton for triton in three if "model00" in list_held(triton)]
+        holder.kill()
+        try:
+            answers = [fleet.infer("model00") for _ in range(5)]
+            assert {answer.status_code for answer in answers} <= {200, 502}
+            assert answers[-1].status_code == 200
+            others = [triton for triton in three if triton is not holder]
+            assert sum("model00" in list_held(triton) for triton in others) == 1
+        finally:
+            holder.start()
+            holder.wait()
+
+
+def test_a_gateway_killed_in_the_middle_of_a_load_leaves_it_to_the_next_one(
+    three: list[Triton],
+) -> None:
+    holds = [triton.repository / "model10" / "trouble" for triton in three]
+    for hold in holds:
+        hold.write_text("hold")
+    try:
+        with on_demand_fleet(three) as fleet, ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(fleet.infer, "model10")
+            wait_until(lambda: any("model10" in list_held(triton) for triton in three))
+            os.kill(fleet.command.pid, signal.SIGKILL)
+            with pytest.raises(httpx.HTTPError):
+                waiting.result()
+        with on_demand_gateway(three) as fleet, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(fleet.infer, "model10")
+            wait_until(lambda: metric(fleet, "gateway_requests_held") == 1)
+            for hold in holds:
+                hold.unlink()
+            assert waiting.result().status_code == 200
+            assert loads(fleet) == 0  # it waited for the load that was in progress
+            assert sum("model10" in list_held(triton) for triton in three) == 1
+    finally:
+        for hold in holds:
+            hold.unlink(missing_ok=True)

@@ -1,0 +1,115 @@
+"""Two gateways on one Redis agree on what they load on demand, and two without one do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.support.fleet import BODY, Fleet, url_of
+from tests.support.on_demand import (
+    IndexWatch,
+    Trace,
+    clear,
+    count_lru_loads,
+    list_held,
+    loads,
+    model_names,
+    on_demand_fleet,
+    on_demand_gateway,
+    tritons_with,
+)
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.servers import Command, Triton, free_ports
+from tests.support.wait import wait_until
+
+MODELS = model_names(12)
+BUDGET = 2
+TRACE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Triton]]:
+    with tritons_with(tmp_path_factory.mktemp("three"), 3, MODELS) as tritons:
+        yield tritons
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@contextmanager
+def two_gateways(tritons: list[Triton], state: str, **settings: str) -> Iterator[list[Fleet]]:
+    with (
+        on_demand_fleet(tritons, state=state, log_level="warning", **settings) as first,
+        on_demand_gateway(tritons, state=state, log_level="warning", **settings) as second,
+    ):
+        yield [first, second]
+
+
+def test_first_requests_at_two_gateways_share_one_load(
+    three: list[Triton], redis: RedisServer
+) -> None:
+    with two_gateways(three, redis.url()) as gateways, ThreadPoolExecutor(40) as pool:
+        for model in MODELS[:4]:
+            answers = pool.map(
+                lambda number, model=model: gateways[number % 2].infer(model), range(40)
+            )
+            assert {answer.status_code for answer in answers} == {200}
+        assert sum(map(loads, gateways)) == 4
+        assert sum(len(list_held(triton)) for triton in three) == 4
+
+
+def test_first_requests_at_two_workers_share_one_load(three: list[Triton]) -> None:
+    for triton in three:
+        clear(triton)
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": ",".join(map(url_of, three)),
+        "GATEWAY_ON_DEMAND_MODELS": "*",
+        "GATEWAY_LOG_LEVEL": "warning",
+    }
+    url = f"http://127.0.0.1:{port}"
+    with (
+        Command("serve", "--port", str(port), "--workers", "2", environment=environment) as command,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        command.wait_for("serving")
+        for model in MODELS[:4]:
+            path = f"{url}/v1/models/{model}/infer"
+            answers = pool.map(
+                lambda _, path=path: httpx.post(path, json=BODY, timeout=60), range(40)
+            )
+            assert {answer.status_code for answer in answers} == {200}
+        with httpx.Client(base_url=url) as client:
+            wait_until(lambda: loads(Fleet(three, client, command)) == 4)
+        assert sum(len(list_held(triton)) for triton in three) == 4
+
+
+def test_two_gateways_keep_one_budget_and_do_not_thrash(
+    three: list[Triton], redis: RedisServer
+) -> None:
+    trace = Trace(MODELS, seed=2)
+    with two_gateways(three, redis.url(), max_loaded_models=str(BUDGET)) as gateways:
+        with IndexWatch(three) as watch:
+            trace.run([str(each.client.base_url) for each in gateways], TRACE_S)
+        loaded, expected = sum(map(loads, gateways)), count_lru_loads(trace.began, 3 * BUDGET)
+        print(
+            f"two gateways: {len(trace.began)} requests, {loaded} loads, {expected} of one LRU, "
+            f"at most {watch.most} in {watch.samples} samples"
+        )
+        assert not trace.failures
+        assert max(watch.most.values()) <= BUDGET
+        assert loaded <= 1.2 * expected + 1
+
+
+def test_without_a_shared_state_both_gateways_serve_all_models(three: list[Triton]) -> None:
+    trace = Trace(MODELS, seed=3)
+    with two_gateways(three, "none:", max_loaded_models="4") as gateways:
+        trace.run([str(each.client.base_url) for each in gateways], 15)
+        assert not trace.failures

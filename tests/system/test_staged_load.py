@@ -1,0 +1,136 @@
+"""Staged loads on three real Tritons: one after the other, a probe on each, and a failure stops them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.errors import assert_error
+from tests.support.fleet import QUICK, Fleet, fleet_of, write_echo
+from tests.support.wait import wait_until
+
+STAGED = {"parameters": {"staged": True}}
+PROBE = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet_of(tmp_path_factory.mktemp("fleet"), 3, **QUICK) as running:
+        wait_until(lambda: set(running.replicas().values()) == {"UP"})
+        yield running
+
+
+@pytest.fixture
+def fleet(shared: Fleet) -> Iterator[Fleet]:
+    yield shared
+    shared.restore()
+
+
+def in_order(fleet: Fleet) -> list[int]:
+    """Return the Tritons by their address, in which they are loaded."""
+    return sorted(range(3), key=lambda number: fleet.tritons[number].address)
+
+
+def states(fleet: Fleet, model: str) -> list[str]:
+    found = fleet.states(model)
+    return [found[fleet.tritons[number].address] for number in in_order(fleet)]
+
+
+def trouble_at(fleet: Fleet, model: str, position: int, text: str) -> Path:
+    files = fleet.write_model(model)
+    place = files[in_order(fleet)[position]]
+    place.write_text(text)
+    return place
+
+
+def operation_of(fleet: Fleet, location: str) -> dict[str, Any]:
+    document: dict[str, Any] = fleet.client.get(location).raise_for_status().json()
+    return document
+
+
+def test_a_staged_load_takes_one_replica_after_the_other(fleet: Fleet) -> None:
+    held = trouble_at(fleet, "steps", 1, "hold")
+    headers = {"Prefer": "respond-async"}
+    answer = fleet.load("steps", json=STAGED, headers=headers)
+    assert answer.status_code == 202
+    location = answer.headers["location"]
+    wait_until(lambda: len(operation_of(fleet, location)["replicas"]) == 1)
+    running = operation_of(fleet, location)
+    assert running["operation"] == "running"
+    first = fleet.tritons[in_order(fleet)[0]].address
+    assert running["replicas"] == {first: {"state": "READY"}}
+    # The third one waits for the second one.
+    assert states(fleet, "steps")[0] == "READY"
+    assert states(fleet, "steps")[2] == "never"
+    held.unlink()
+    wait_until(lambda: operation_of(fleet, location)["operation"] != "running")
+    done = operation_of(fleet, location)
+    assert (done["operation"], done["state"]) == ("succeeded", "READY")
+    assert len(done["replicas"]) == 3
+    assert states(fleet, "steps") == ["READY"] * 3
+
+
+def test_a_failure_stops_a_staged_load_and_says_where(fleet: Fleet) -> None:
+    trouble_at(fleet, "stopped", 1, "missing")
+    second = fleet.tritons[in_order(fleet)[1]].address
+    answer = fleet.load("stopped", json=STAGED)
+    body = answer.json()
+    assert (answer.status_code, body["code"]) == (502, "STAGED_LOAD_FAILED")
+    assert f"stopped at {second}: " in body["error"]
+    assert "is loaded on 1 of 3 replicas" in body["error"]
+    assert set(body["replicas"]) == {fleet.tritons[each].address for each in in_order(fleet)[:2]}
+    assert states(fleet, "stopped")[0] == "READY"
+    assert states(fleet, "stopped")[2] == "never"
+    # It is not desired: no gateway loads the rest later.
+    models = {each["name"]: each for each in fleet.client.get("/v1/models").json()["models"]}
+    assert "wished" not in models["stopped"]
+    fleet.unload("stopped")
+
+
+def test_what_is_loaded_keeps_serving_while_a_staged_load_fails(fleet: Fleet) -> None:
+    fleet.write_model("served")
+    assert fleet.load("served").status_code == 200
+    trouble_at(fleet, "served", 0, "missing")
+    answer = fleet.load("served", json=STAGED)
+    assert answer.json()["code"] == "STAGED_LOAD_FAILED"
+    assert "is loaded on 0 of 3 replicas" in answer.json()["error"]
+    assert states(fleet, "served") == ["READY"] * 3
+    for _ in range(6):
+        assert fleet.infer("served").status_code == 200
+    models = {each["name"]: each for each in fleet.client.get("/v1/models").json()["models"]}
+    assert models["served"]["wished"] == "loaded"
+    assert "behind" not in models["served"]
+
+
+def write_probe(fleet: Fleet, model: str, probe: Any) -> None:
+    value = json.dumps(json.dumps(probe))
+    for triton in fleet.tritons:
+        write_echo(triton.repository, model)
+        config = triton.repository / model / "config.pbtxt"
+        entry = f'parameters {{ key: "gateway.probe" value {{ string_value: {value} }} }}'
+        config.write_text(f"{config.read_text()}\n{entry}")
+
+
+def test_each_replica_gets_the_probe_of_the_models_config(fleet: Fleet) -> None:
+    write_probe(fleet, "probed", PROBE)
+    assert fleet.load("probed", json=STAGED).status_code == 200
+    assert set(fleet.served("probed").values()) == {1}
+
+
+def test_a_probe_that_fails_stops_the_load(fleet: Fleet) -> None:
+    write_probe(fleet, "wrong", {"inputs": [{**PROBE["inputs"][0], "shape": [3]}]})
+    answer = fleet.load("wrong", json=STAGED)
+    assert answer.json()["code"] == "STAGED_LOAD_FAILED"
+    assert len(answer.json()["replicas"]) == 1
+    assert states(fleet, "wrong")[1:] == ["never", "never"]
+    fleet.unload("wrong")
+
+
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_staged_is_true_or_false(fleet: Fleet, value: Any) -> None:
+    answer = fleet.load("echo", json={"parameters": {"staged": value}})
+    assert_error(answer, 400, "MALFORMED_REQUEST", "staged must be true or false")

@@ -1,0 +1,212 @@
+"""What the gateway reads of gRPC messages, and the statuses of its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from gateway import errors
+from gateway.errors import Forbidden, GatewayError, InputMismatch, MalformedRequest, Overloaded
+from gateway.grpc_server.infer_request import (
+    MAX_DECODED_BYTES,
+    RAW_CONTENTS,
+    TYPED_CONTENTS,
+    read_infer_request,
+    set_version,
+)
+from gateway.grpc_server.status import GRPC_CODES, describe_failure
+from gateway.grpc_server.wire import encode_field, encode_varint, iterate_fields, remove_fields
+from gateway.tensors.sequence import SequenceStep
+from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION, parse_version
+
+NAMES = st.text(max_size=20)
+
+
+@st.composite
+def infer_requests(draw: st.DrawFn) -> Any:
+    request = service_pb2.ModelInferRequest(
+        model_name=draw(NAMES), model_version=draw(NAMES), id=draw(NAMES)
+    )
+    for name in draw(st.lists(NAMES, max_size=3)):
+        request.parameters[name].string_param = draw(NAMES)
+    for name in draw(st.lists(NAMES, max_size=4)):
+        tensor = request.inputs.add(name=name, datatype="FP32", shape=[draw(st.integers(0, 9))])
+        tensor.contents.fp32_contents.extend([1.0] * draw(st.integers(0, 5)))
+        tensor.contents.bytes_contents.extend(draw(st.lists(st.binary(max_size=9), max_size=3)))
+        request.raw_input_contents.append(draw(st.binary(max_size=400)))
+    for name in draw(st.lists(NAMES, max_size=3)):
+        request.outputs.add(name=name).parameters["classification"].int64_param = 2
+    return request
+
+
+@given(infer_requests())
+def test_a_request_without_its_tensors_is_otherwise_the_same(request: Any) -> None:
+    head = service_pb2.ModelInferRequest.FromString(
+        remove_fields(request.SerializeToString(), RAW_CONTENTS, TYPED_CONTENTS)
+    )
+    del request.raw_input_contents[:]
+    for tensor in request.inputs:
+        tensor.ClearField("contents")
+    assert head == request
+
+
+@given(st.binary(max_size=300))
+def test_fields_cover_a_message_or_it_is_refused(data: bytes) -> None:
+    try:
+        spans = list(iterate_fields(data, 0, len(data)))
+    except MalformedRequest:
+        return
+    assert b"".join(data[span.start : span.end] for span in spans) == data
+
+
+@given(st.integers(0, 2**63), st.binary(max_size=300))
+def test_fields_are_encoded_as_by_protobuf(number: int, value: bytes) -> None:
+    request = service_pb2.ModelInferRequest(raw_input_contents=[value])
+    assert encode_field(7, value) == request.SerializeToString()
+    parameter = service_pb2.InferParameter(uint64_param=number)
+    assert b"\x28" + encode_varint(number) == parameter.SerializeToString()
+
+
+def large(request: Any) -> bytes:
+    """The request with a tensor that is too large to be decoded."""
+    request.raw_input_contents.append(bytes(MAX_DECODED_BYTES))
+    return bytes(request.SerializeToString())
+
+
+def small(request: Any) -> bytes:
+    return bytes(request.SerializeToString())
+
+
+@pytest.mark.parametrize("encode", [small, large])
+def test_a_request_is_read_the_same_whatever_its_size(encode: Any) -> None:
+    request = service_pb2.ModelInferRequest(model_name="m", model_version="3", id="mine")
+    request.parameters["sequence_id"].int64_param = -1
+    request.parameters["sequence_start"].bool_param = True
+    request.inputs.add(name="X", datatype="INT8", shape=[2, 3])
+    request.outputs.add(name="Y").parameters["classification"].int64_param = 1
+    request.outputs.add(name="Z")
+    request.raw_input_contents.append(bytes(6))
+    head = read_infer_request(encode(request))
+    step = SequenceStep((1 << 64) - 1, is_start=True)
+    assert head == ("m", "3", "mine", step, ("Y",))
+
+
+def test_the_last_of_several_values_counts_as_in_protobuf() -> None:
+    message = service_pb2.ModelInferRequest(model_name="m", model_version="1").SerializeToString()
+    changed = set_version(message, "42")
+    assert read_infer_request(changed).version == "42"
+    assert service_pb2.ModelInferRequest.FromString(changed).model_version == "42"
+
+
+@pytest.mark.parametrize("encode", [small, large])
+@pytest.mark.parametrize(
+    ("shape", "is_valid"),
+    [
+        ([2, 3], True),
+        ([0], True),
+        ([], True),
+        ([1 << 62, 4], False),
+        ([-1], False),
+        ([0, 1 << 62], False),
+        ([1] * 1001, False),
+    ],
+)
+def test_shapes_that_the_message_cannot_hold_are_refused(
+    encode: Any, shape: list[int], is_valid: bool
+) -> None:
+    request = service_pb2.ModelInferRequest(model_name="m")
+    request.inputs.add(name="X", datatype="INT8", shape=shape)
+    request.raw_input_contents.append(bytes(6))
+    if is_valid:
+        assert read_infer_request(encode(request)).model == "m"
+    else:
+        with pytest.raises((InputMismatch, MalformedRequest)):
+            read_infer_request(encode(request))
+
+
+def test_too_many_fields_parameters_and_tensors_are_refused() -> None:
+    many_fields = large(service_pb2.ModelInferRequest()) + encode_field(7, b"") * 5000
+    parameters, inputs, tensor = (service_pb2.ModelInferRequest() for _ in range(3))
+    for number in range(1001):
+        parameters.parameters[str(number)].bool_param = True
+        inputs.inputs.add(name=str(number))
+    tensor.inputs.add(name="X").parameters["p" * 300].bool_param = True
+    for message in (many_fields, small(parameters), small(inputs), small(tensor)):
+        with pytest.raises(MalformedRequest):
+            read_infer_request(message)
+
+
+def test_shared_memory_is_refused_wherever_it_is_named() -> None:
+    for place in ("inputs", "outputs"):
+        for encode in (small, large):
+            request = service_pb2.ModelInferRequest(model_name="m")
+            tensor = getattr(request, place).add(name="X")
+            tensor.parameters["shared_memory_region"].string_param = "any"
+            with pytest.raises(Forbidden):
+                read_infer_request(encode(request))
+
+
+def family(kind: type[GatewayError]) -> set[type[GatewayError]]:
+    return {kind, *(each for child in kind.__subclasses__() for each in family(child))}
+
+
+def test_every_status_has_a_grpc_code() -> None:
+    assert {each.status for each in family(errors.GatewayError)} <= GRPC_CODES.keys()
+
+
+def test_the_details_of_an_error_are_those_of_google_rpc() -> None:
+    status = describe_failure(Overloaded("too much ü", headers={"Retry-After": "7"}), "my-id")
+    assert (status.http_status, status.code) == (429, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    trailers = dict(status.trailers)
+    details = trailers.pop("grpc-status-details-bin")
+    assert trailers == {
+        "x-request-id": "my-id",
+        "gateway-error-code": "OVERLOADED",
+        "grpc-retry-pushback-ms": "7000",
+    }
+    assert isinstance(details, bytes)
+    rich = status_pb2.Status.FromString(details)
+    assert (rich.code, rich.message) == (8, "too much ü")
+    reason, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert rich.details[0].Unpack(reason)
+    assert (reason.reason, reason.domain) == ("OVERLOADED", "triton-gateway")
+    assert rich.details[1].Unpack(retry)
+    assert retry.retry_delay.seconds == 7
+
+
+def test_an_unexpected_error_is_internal_and_tells_nothing() -> None:
+    status = describe_failure(ValueError("a secret"), "my-id")
+    assert (status.http_status, status.code) == (500, grpc.StatusCode.INTERNAL)
+    assert "secret" not in str(status)
+    memory = describe_failure(MemoryError(), "my-id")
+    assert memory.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_large_request_is_read_without_its_tensors() -> None:
+    values = np.zeros(4_000_000, np.float32)
+    request = service_pb2.ModelInferRequest(model_name="m")
+    request.inputs.add(name="X", datatype="FP32", shape=values.shape)
+    request.raw_input_contents.append(values.tobytes())
+    message = request.SerializeToString()
+    assert len(remove_fields(message, RAW_CONTENTS, TYPED_CONTENTS)) < 100
+    assert read_infer_request(message).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("version", "parsed"),
+    [("2.51.0", (2, 51, 0)), ("2.59.1-rc", (2, 59, 1)), ("2.100.0", (2, 100, 0)), ("new", ())],
+)
+def test_the_version_of_triton_decides_how_calls_are_cancelled(
+    version: str, parsed: tuple[int, ...]
+) -> None:
+    metadata = service_pb2.ServerMetadataResponse(name="triton", version=version)
+    assert parse_version(metadata.SerializeToString()) == parsed
+    assert parse_version(b"\xff") == ()
+    assert (parsed >= SAFE_CANCEL_VERSION) == (parsed[1:2] > (58,))
