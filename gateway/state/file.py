@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import SplitResult, unquote
 
 import orjson
@@ -39,6 +38,7 @@ from gateway.state.desired import (
     require_operation_id,
 )
 from gateway.state.file_leases import FileLeases
+from gateway.state.file_locks import LOCK_TIMEOUT_S, is_same_file, lock_file, try_lock_file
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,
@@ -54,7 +54,6 @@ from gateway.version_labels import LabelTable, VersionLabel
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait means a stopped process
 
 
 def open_file_store(url: SplitResult) -> FileStateStore | None:
@@ -382,37 +381,3 @@ def remove_old_operations(folder: Path) -> None:
     for path in folder.iterdir():
         if time.time() - path.stat().st_mtime > OPERATION_TTL_S:
             path.unlink()
-
-
-def is_same_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def try_lock_file(path: Path) -> int | None:
-    """Return the descriptor of a lock that ends with this process; None if another process holds it."""
-    with ExitStack() as stack:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        stack.callback(os.close, descriptor)
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_same_file(path, descriptor):
-                stack.pop_all()
-                return descriptor
-    return None
-
-
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Hold a lock. Raises `TimeoutError`; it polls because a blocking `flock` has no timeout."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (descriptor := try_lock_file(path)) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
-        time.sleep(0.005)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
