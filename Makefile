@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+SITE := .venv-site
+RELEASE := .venv-release
 RESNET50 := .venv-resnet50
 # Number of parallel test processes: tests wait more than they compute. JOBS=0 uses one process, for a debugger.
 JOBS ?= 4
@@ -16,7 +18,7 @@ SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: bench bench-count bench-peers resnet50 manifests crds lock clean models examples
+.PHONY: bench bench-count bench-peers resnet50 manifests interface site dist audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +111,18 @@ $(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
 
+$(SITE)/.ready: requirements/site.txt
+	@echo "preparing the environment of the documentation site in $(SITE)"
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/site.txt
+	@touch $@
+
+$(RELEASE)/.ready: requirements/release.txt requirements/build.txt
+	@echo "preparing the environment of releases in $(RELEASE)"
+	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/release.txt -r requirements/build.txt
+	@touch $@
+
 # For benchmarks only; pinned separately. perf_analyzer needs a newer C library than the rest of the project.
 $(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
 	@echo "preparing the peers' environment in $(PEERS)"
@@ -132,10 +146,31 @@ $(RESNET50)/.ready: requirements/resnet50.txt
 	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
 	@touch $@
 
-# Generate k8s/components/monitoring/rules.yaml from deploy/monitoring; a test compares them. RUNBOOKS=https://…
-# is the address where docs/ is published, for the links in alerts.
-manifests: $(VENV)/.dev ## Generate k8s/components/monitoring from deploy/monitoring
+# Generate k8s/components/monitoring/rules.yaml from deploy/monitoring, and the chart's copies and README; tests
+# compare them. RUNBOOKS=https://… is the address where docs/ is published, for the links in alerts.
+manifests: $(VENV)/.dev ## Generate the files of k8s/ and the Helm chart that have another source
 	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
+	@$(BIN)/python -m deploy.helm.chart
+
+# Packages, checks of an index, and the SBOM. The same commit always gives the same files.
+dist: $(RELEASE)/.ready ## Build and check the packages of a release in dist/
+	@rm -rf dist && $(RELEASE)/bin/python -m hatchling build
+	@$(RELEASE)/bin/python -m twine check --strict dist/*
+	@$(RELEASE)/bin/python -m deploy.sbom requirements/image.txt 3.11 > dist/sbom.cdx.json
+
+audit: $(RELEASE)/.ready ## Look up known vulnerabilities of the locked packages, and check the workflows
+	@$(RELEASE)/bin/zizmor --offline --quiet .github
+	@$(RELEASE)/bin/python -m pip_audit --strict --disable-pip --require-hashes -r requirements/image.txt
+
+# Warnings, such as a link or an anchor that does not exist, fail the build.
+site: $(SITE)/.ready ## Build the documentation site in build/site
+	@rm -rf build/docs && $(SITE)/bin/python -m deploy.site.prepare build/docs
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
+	@echo "the site is in build/site"
+
+# Record docs/openapi.json and docs/interface.txt, which tests compare; ARGS=--breaking also records removals.
+interface: $(VENV)/.dev ## Record the public interface
+	@$(BIN)/python -m tests.interface $(ARGS)
 
 # Schemas of custom resources, locked by hash; without them, their test is skipped.
 crds: ## Install the schemas of custom resources
@@ -146,6 +181,8 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) pyproject.toml --extra redis --extra otel --extra s3 -c requirements/gateway.txt -o requirements/image.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
+	$(LOCK) --group site -o requirements/site.txt
+	$(LOCK) --group release -c requirements/build.txt -o requirements/release.txt
 	$(LOCK) --group models -o requirements/models.txt
 	$(LOCK) --group resnet50 -o requirements/resnet50.txt
 	$(LOCK) --group peers -o requirements/peers.txt
@@ -154,4 +191,4 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
 clean: ## Remove the environments and caches
-	rm -rf $(VENV) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build $(VENV) $(SITE) $(RELEASE) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache

@@ -34,6 +34,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.label_router import LabelRouter
 from gateway.fleet.labels import LabelManager
 from gateway.fleet.loader import ManagementOptions
+from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand_services import open_activator
 from gateway.fleet.openai_servers import OpenAIServers
@@ -55,7 +56,18 @@ from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.rate_limit import RateLimiter
-from gateway.routes import health, infer, labels, models, openai, repository, ui, uploads
+from gateway.routes import (
+    health,
+    infer,
+    labels,
+    log_level,
+    models,
+    openai,
+    replicas,
+    repository,
+    ui,
+    uploads,
+)
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
@@ -88,7 +100,18 @@ ERROR_SCHEMAS = {
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
     "OpenAIError": OPENAI_ERROR_SCHEMA,
 }
-ROUTE_MODULES = (infer, models, labels, openai, repository, uploads, health, metrics_page)
+ROUTE_MODULES = (
+    infer,
+    models,
+    labels,
+    openai,
+    replicas,
+    repository,
+    uploads,
+    log_level,
+    health,
+    metrics_page,
+)
 ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
@@ -289,6 +312,8 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             stack.callback(components.tracer.close)
         restricted = components.connection_options.restricted_api
         tune_interpreter()
+        maintenance = Maintenance(pool, dispatcher, repository)
+        stack.callback(asyncio.create_task(maintenance.mark_activity()).cancel)
         yield Services(
             settings,
             pool,

@@ -19,6 +19,7 @@ from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
+from gateway.state_commands import state_commands
 
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
@@ -26,6 +27,7 @@ CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAG
 root_cli = CliGroup(pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 root_cli.add_typer(key_commands, name="key")
+root_cli.add_typer(state_commands, name="state")
 root_cli.add_typer(label_cli, name="label")
 root_cli.add_typer(rollout_cli)
 root_cli.add_typer(commands.cli)

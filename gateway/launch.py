@@ -23,6 +23,7 @@ from pydantic import SecretStr
 
 from gateway import logs
 from gateway.auth import is_loopback
+from gateway.embedded.demonstration import resolve_repositories
 from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
 from gateway.embedded.options import (
     LOAD_ALL,
@@ -35,7 +36,7 @@ from gateway.embedded.options import (
     is_remote_repository,
 )
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
-from gateway.messages import CommandError
+from gateway.messages import CommandError, print_message
 from gateway.process_exit import prompt_exit
 from gateway.settings import ENV_PREFIX, Settings, describe_unknown_settings, read_settings
 from gateway.settings.access import ModelUploads
@@ -59,6 +60,7 @@ def run_with_embedded_triton(
 ) -> None:
     """Run Tritons and a gateway; the overrides are settings that flags set."""
     started_at = time.monotonic()
+    options = with_demonstration(options)
     fleet = [options.for_replica(number) for number in range(replicas)]
     ports = {"--port": port, **collect_ports(fleet)}
     check_distinct_ports(ports)
@@ -182,7 +184,14 @@ def is_repository_folder(place: Path | str) -> bool:
     return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
 
 
+def with_demonstration(options: TritonOptions) -> TritonOptions:
+    """Return the options with the packaged models if no others are given. Raises `CannotInstall`."""
+    repositories = resolve_repositories(options.model_repositories, print_message)
+    return replace(options, model_repositories=repositories)
+
+
 def run_triton(options: TritonOptions, host: str) -> None:
+    options = with_demonstration(options)
     settings, print_line = configure_process()
     restricted = read_restricted_api(settings)
     if warning := describe_exposure(host, restricted=restricted is not None):

@@ -16,7 +16,7 @@ from gateway.linewriter import LineWriter, format_dropped_notice
 from gateway.messages import escape_unprintable, escape_unprintable_json
 from gateway.request_info import current_request_info
 from gateway.settings import Settings
-from gateway.settings.observability import LogFormat
+from gateway.settings.observability import LogFormat, LogLevel
 
 STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0
@@ -141,14 +141,23 @@ def configure(settings: Settings) -> LineWriter:
     handler = QueuedLogHandler(STDERR, JsonFormatter() if is_json else ConsoleFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(settings.log_level.value.upper())
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
+    set_level(settings.log_level)
     audit.log.setLevel(audit.AUDIT_LEVEL)
     return handler.writer
+
+
+def get_level() -> LogLevel:
+    return LogLevel(logging.getLevelName(logging.getLogger().level).lower())
+
+
+def set_level(level: LogLevel) -> None:
+    root = logging.getLogger()
+    root.setLevel(level.value.upper())
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
 
 
 def log_fields(

@@ -13,6 +13,7 @@ from gateway.errors import MalformedRequest
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.labels import LabelManager
+from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
@@ -71,6 +72,10 @@ class Services:
     def large_body_turn(self) -> asyncio.Lock:
         """Held while a piece of a large body is checked on the event loop."""
         return asyncio.Lock()
+
+    @cached_property
+    def maintenance(self) -> Maintenance:
+        return Maintenance(self.pool, self.dispatcher, self.repository)
 
     @cached_property
     def payload_limits(self) -> PayloadLimits:

@@ -11,10 +11,12 @@ import typer
 
 from gateway.client.errors import ClientError, UsageError, make_client_error
 from gateway.client.flags import InferFlags, TimeoutOption, add_flags
+from gateway.client.replica_commands import replica_commands
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
 cli = typer.Typer()
+cli.add_typer(replica_commands, name="replicas")
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 ModelsArgument = Annotated[list[str], typer.Argument(metavar="MODELS", help="Names of the models.")]
@@ -69,27 +71,9 @@ def infer(
 @add_flags(Target)
 def models(target: Target, json: JsonOption = False) -> None:
     """List the models and whether each is ready."""
+    from gateway.client.listing import print_resource_list
+
     print_resource_list("models", target, json=json)
-
-
-@cli.command()
-@add_flags(Target)
-def replicas(target: Target, json: JsonOption = False) -> None:
-    """List the Triton replicas and their state."""
-    print_resource_list("replicas", target, json=json)
-
-
-def print_resource_list(resource: str, target: Target, *, json: bool) -> None:
-    from gateway.client import tables
-    from gateway.client.api import ApiClient
-
-    with ApiClient(target) as api:
-        entries = api.get(f"/v1/{resource}")[resource]
-    if json:
-        tables.print_json(entries)
-    else:
-        columns, format_row = tables.RESOURCE_TABLES[resource]
-        tables.print_table(columns, map(format_row, entries))
 
 
 @cli.command()

@@ -85,9 +85,10 @@ def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
     reason = replica.get("reason", "")
     if "ejected_for_s" in replica:
         reason = f"ejected for {replica['ejected_for_s']:g} s; {reason}"
+    cordon = ", CORDONED" if replica.get("cordoned") else ""
     return (
         replica["address"],
-        replica["state"],
+        f"{replica['state']}{cordon}",
         str(replica["outstanding"]),
         f"{replica['slowness']:g}",
         format_state_counts(replica["models"].values()),

@@ -7,9 +7,9 @@ from typing import Annotated, Final
 
 import typer
 
+from gateway.embedded.demonstration import DEFAULT_REPOSITORY
 from gateway.embedded.options import LOAD_ALL, ModelControl, TritonOptions
 
-DEFAULT_REPOSITORY: Final = "triton_repo"
 DEFAULT_MODELS: Final = ("ensemble", "text_ensemble")
 
 

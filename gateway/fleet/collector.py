@@ -40,6 +40,10 @@ class FleetCollector(Collector):
             "gateway_upstream_outstanding", "Requests sent to the replica and not yet answered."
         )
         models = state_gauge("gateway_replica_models", "Number of models on the replica, by state.")
+        cordoned = replica_gauge(
+            "gateway_replica_cordoned",
+            "1 if the replica gets no new requests, because of a cordon.",
+        )
         ready: Counter[str] = Counter()
         versions: dict[str, set[frozenset[str]]] = {}
         for replica in replicas:
@@ -51,13 +55,15 @@ class FleetCollector(Collector):
             states = Counter(index.model_state(name).state for name in index.models)
             for name in STATE_RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
-            usable = current <= HealthState.EJECTED
+            is_cordoned = replica.name in self._pool.cordoned
+            cordoned.add_metric([address], float(is_cordoned))
+            usable = current <= HealthState.EJECTED and not is_cordoned
             for name in replica.index.models:
                 is_ready = usable and replica.index.is_ready(name)
                 ready[name] += is_ready
                 if is_ready:
                     versions.setdefault(name, set()).add(replica.index.ready_versions(name))
-        yield from (state, outstanding, models)
+        yield from (state, outstanding, models, cordoned)
         yield from self._collect_models(ready, versions)
 
     def _collect_models(

@@ -106,11 +106,12 @@ class Dispatcher:
         history = NO_ATTEMPTS if step is None else self._begin_step(target.model, step)
         info = current_request_info.get()
         trace = None if info is None else info.trace
+        pool = self._pool
         while True:
+            is_new = step is None or step.is_start
+            find = pool.get_candidates if is_new else pool.get_sequence_candidates
             try:
-                candidates = self._pool.get_candidates(
-                    target.model, target.version, history.failed_replica
-                )
+                candidates = find(target.model, target.version, history.failed_replica)
             except NoReplica:
                 remaining_s = await self._wait_for_model(target, remaining_s)
                 continue
@@ -148,6 +149,10 @@ class Dispatcher:
     def _begin_step(self, model: str, step: SequenceStep) -> AttemptHistory:
         is_known = self._sequences.is_known(model, step)
         return NO_ATTEMPTS if is_known else AttemptHistory(is_sequence_guessed=True)
+
+    def count_sequences(self, replica: str) -> int:
+        """Return how many sequences of this process run on a replica."""
+        return self._sequences.count_on(replica)
 
     async def request_json(self, target: RequestTarget, path: str) -> Any:
         """Return Triton's JSON response to a GET. Raises `BadUpstream` if it is not valid JSON."""
@@ -204,7 +209,7 @@ class Dispatcher:
         is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
         if step is not None and is_wrong_guess and call.is_resendable:
             refusing = (*history.refusing_replicas, replica)
-            candidates = self._pool.get_candidates(target.model, target.version)
+            candidates = self._pool.get_sequence_candidates(target.model, target.version)
             if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
                 raise error
             self._sequences.forget(target.model, step)

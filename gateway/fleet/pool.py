@@ -43,6 +43,7 @@ class ReplicaPool:
         dns_interval_s: float = 5.0,
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
+        self.cordoned: frozenset[str] = frozenset()  # replicas that get no new requests
         self.changes = asyncio.Event()  # set when a replica's state or models change
         self.change_count = 0
         self.metrics = metrics or Metrics()
@@ -93,6 +94,14 @@ class ReplicaPool:
         self.change_count += 1
         self.changes.set()
 
+    def set_cordoned(self, names: frozenset[str]) -> None:
+        for name in names ^ self.cordoned:
+            action = "cordoned: it gets no new requests" if name in names else "uncordoned"
+            log.warning("replica %s is %s", name, action)
+        if names != self.cordoned:
+            self.cordoned = names
+            self._notify_change()
+
     @property
     def has_live_replica(self) -> bool:
         return any(
@@ -124,6 +133,7 @@ class ReplicaPool:
             replica.name: replica.index
             for replica in self.replicas.values()
             if self.replica_state(replica) <= HealthState.EJECTED
+            and replica.name not in self.cordoned
         }
         if not indexes:
             raise NoReplica
@@ -172,14 +182,38 @@ class ReplicaPool:
             raise NoReplica
         return candidates
 
+    def get_sequence_candidates(
+        self, model: str, version: str = "", excluded: Replica | None = None
+    ) -> Sequence[Replica]:
+        """Return the replicas on which a sequence may be running, cordoned ones included."""
+        if not self.cordoned:
+            return self.get_candidates(model, version, excluded)
+        found = self._find_candidates(model, version, self.replicas.values())
+        if candidates := tuple(replica for replica in found if replica is not excluded):
+            return candidates
+        raise NoReplica
+
     def update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
+        """Find the candidates for a model again, and return them."""
+        allowed = (
+            replica for replica in self.replicas.values() if replica.name not in self.cordoned
+        )
+        candidates = self._find_candidates(model, version, allowed)
+        if len(self._candidates) > MAX_CANDIDATE_LISTS:
+            self._candidates.clear()
+        self._candidates[model, version] = candidates
+        return candidates
+
+    def _find_candidates(
+        self, model: str, version: str, replicas: Iterable[Replica]
+    ) -> tuple[Replica, ...]:
         """Return the healthiest replicas on which the model is ready.
 
         If it is ready nowhere, return all that are not down, because Triton's error tells why; or none if
         requests wait for the model.
         """
         now = self._loop.time()
-        states = {replica: replica.health.state(now) for replica in self.replicas.values()}
+        states = {replica: replica.health.state(now) for replica in replicas}
         alive = [replica for replica, state in states.items() if state != HealthState.DOWN]
         ready = [
             replica
@@ -190,11 +224,7 @@ class ReplicaPool:
         worst = HealthState.UP
         if not any(states[replica] == HealthState.UP for replica in usable):
             worst = HealthState.SLOW  # no healthy replica: accept any that may be alive
-        candidates = tuple(replica for replica in usable if states[replica] <= worst)
-        if len(self._candidates) > MAX_CANDIDATE_LISTS:
-            self._candidates.clear()
-        self._candidates[model, version] = candidates
-        return candidates
+        return tuple(replica for replica in usable if states[replica] <= worst)
 
     def is_awaited(self, model: str) -> bool:
         """Return whether no replica can serve the model, and requests wait until one can."""
@@ -206,6 +236,7 @@ class ReplicaPool:
         """Return whether a live replica has the model ready for new requests."""
         return any(
             self.replica_state(replica) is not HealthState.DOWN
+            and replica.name not in self.cordoned
             and replica.index.is_ready(model)
             and model not in replica.draining_models
             for replica in self.replicas.values()

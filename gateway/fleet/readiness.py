@@ -55,7 +55,11 @@ class ReadinessMonitor:
     def _list_statuses(self) -> list[ReplicaStatus]:
         return [
             ReplicaStatus(
-                replica.name, self._pool.replica_state(replica), replica.index, replica.reason
+                replica.name,
+                self._pool.replica_state(replica),
+                replica.index,
+                replica.reason,
+                is_cordoned=replica.name in self._pool.cordoned,
             )
             for replica in self._pool.replicas.values()
         ]
@@ -69,6 +73,11 @@ class ReplicaStatus:
     state: HealthState
     index: Index
     reason: str = ""
+    is_cordoned: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        return self.state <= HealthState.EJECTED and not self.is_cordoned
 
 
 @dataclass(frozen=True)
@@ -95,15 +104,12 @@ def check_readiness(
     missing = find_unready_models(replicas, required, quorum)
     optional = {name: model for name, model in declared.items() if required.get(name) != model}
     pending = find_unready_models(replicas, optional, quorum)
-    alive = any(replica.state <= HealthState.EJECTED for replica in replicas)
+    alive = any(replica.is_usable for replica in replicas)
     ready = alive and not missing and not is_draining
     document: dict[str, Any] = {"ready": ready}
     if is_draining:
         document["draining"] = True
-    document["replicas"] = {
-        replica.address: "ready" if replica.state == HealthState.UP else describe_state(replica)
-        for replica in replicas
-    }
+    document["replicas"] = {replica.address: describe_state(replica) for replica in replicas}
     if missing:
         document["missing"] = missing
     if pending:
@@ -115,13 +121,12 @@ def find_unready_models(
     replicas: Collection[ReplicaStatus], models: Mapping[str, DeclaredModel], quorum: int
 ) -> dict[str, dict[str, str]]:
     """Return model → replica → reason for the models that are ready on fewer than `quorum` replicas."""
-    required_count = max(min(quorum, len(replicas)), 1)
+    # A cordon must not make the gateway unready: the quorum is one of the others.
+    required_count = max(min(quorum, sum(not replica.is_cordoned for replica in replicas)), 1)
     unready = {}
     for name, model in models.items():
         serving = [
-            replica
-            for replica in replicas
-            if replica.state <= HealthState.EJECTED and has_model(replica.index, model)
+            replica for replica in replicas if replica.is_usable and has_model(replica.index, model)
         ]
         if len(serving) < required_count:
             unready[name] = {
@@ -152,11 +157,15 @@ def has_model(index: Index, model: DeclaredModel) -> bool:
 
 
 def describe_state(replica: ReplicaStatus) -> str:
+    if replica.is_cordoned and replica.state <= HealthState.EJECTED:
+        return "cordoned"
     state = replica.state.name.lower()
+    if replica.state is HealthState.UP:
+        return "ready"
     return f"{state}: {replica.reason}" if replica.reason else state
 
 
 def explain_unready(replica: ReplicaStatus, model: DeclaredModel) -> str:
-    if replica.state > HealthState.EJECTED:
+    if not replica.is_usable:
         return describe_state(replica)
     return str(replica.index.model_state(model.name))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.health import HealthState
 from gateway.fleet.loader import ModelLoader
 from gateway.fleet.pool import ReplicaPool
@@ -52,6 +52,7 @@ class Reconciler:
     async def run(self) -> None:
         while True:
             await self._state.refresh()
+            self._pool.set_cordoned(self._state.cordoned)
             self._readiness.update_required_models()
             self.is_leader = await self._state.store.renew_leadership()
             await self._forget_removed_replicas(is_leader=self.is_leader)
@@ -109,6 +110,9 @@ class Reconciler:
         self._loader.uncontrollable_replicas &= current
         for name in {key[0] for key in self._backoffs} - current:
             self.forget_failures(replica=name)
+        for name in removed & self._state.cordoned if is_leader else ():
+            with suppress(StateUnavailable):  # another replica may get the address
+                await self._state.set_cordon(name, is_cordoned=False)
         removed |= {replica.name for replica in replicas if replica.health.has_exited}
         for name in removed & self._state.loads.keys() if is_leader else ():
             await self._state.forget_loads(name)

@@ -37,7 +37,7 @@ from gateway.fleet.signatures import ModelService
 from gateway.fleet.staged_load import StagedLoadFailed, run_staged_load
 from gateway.fleet.uploads import STAGED
 from gateway.messages import join_names, quote_text
-from gateway.state.desired import DesiredModel, StateStore
+from gateway.state.desired import ActivityMarks, DesiredModel, StateStore
 from gateway.triton.error_mapping import RequestTarget
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class Repository:
 
     async def __aenter__(self) -> Repository:
         await self._state.refresh()
+        self._pool.set_cordoned(self._state.cordoned)
         if self.desired_models:
             log.info("restored desired state: %s", self._state.summarize_desired_models())
         self._tasks.start(self._reconciler.run())
@@ -162,6 +163,14 @@ class Repository:
             if model in self.desired_models:
                 await self._set_desired_model(model, None)
             self._loader.load_errors.pop(model, None)
+
+    def activity_marks(self) -> ActivityMarks | None:
+        return self._store.activity_marks()
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        """Store the cordon of a replica, or its end, and apply it."""
+        await self._state.set_cordon(replica, is_cordoned=is_cordoned)
+        self._pool.set_cordoned(self._state.cordoned)
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""

@@ -21,6 +21,7 @@ from gateway.tensors.sequence import SequenceStep
 
 # Triton drops an idle sequence after one second, unless the model's config changes that.
 SEQUENCE_IDLE_S: Final = 3600.0
+ACTIVE_S: Final = 60.0  # a sequence that is idle for longer holds up no drain
 MAX_SEQUENCES: Final = 65_536
 
 SequenceKey = tuple[str, int | str]
@@ -45,6 +46,14 @@ class SequenceRouter:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    def count_on(self, replica: str) -> int:
+        """Return the number of sequences on a replica that were used in the last minute.
+
+        One that was abandoned, or that another gateway ended, is never ended here.
+        """
+        oldest = self.clock() - ACTIVE_S
+        return sum(name == replica and used >= oldest for name, used in self._running.values())
 
     def is_known(self, model: str, step: SequenceStep) -> bool:
         """Return whether this process knows the replica of the sequence, or chooses it in this step."""

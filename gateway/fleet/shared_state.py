@@ -42,6 +42,7 @@ class SharedState:
         self.store = store
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
+        self.cordoned: frozenset[str] = frozenset()
         self.labels: LabelTable = {}  # of the store and of the models file
         self._stored_labels: LabelTable = {}
         self._models_file = models_file
@@ -66,6 +67,7 @@ class SharedState:
             self._ignored_models = ignored
             self._stored_labels = await self.store.read_labels()
             self.loads = await self.store.read_loads()
+            self.cordoned = await self.store.read_cordons()
         self._models_file.reload_if_changed()
         self.labels = merge_labels(self._stored_labels, self.declared_models)
 
@@ -100,6 +102,10 @@ class SharedState:
         return "; ".join(
             f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
         )
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        await self.store.set_cordon(replica, is_cordoned=is_cordoned)
+        self.cordoned = self.cordoned | {replica} if is_cordoned else self.cordoned - {replica}
 
     # Agreement between gateways.
 

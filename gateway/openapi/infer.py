@@ -7,6 +7,7 @@ from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     STREAM_CONTENT,
+    TIMEOUT_PARAMETER,
     build_header_parameter,
 )
 from gateway.tensors.codecs import CODECS, STRING_SCHEMA
@@ -70,11 +71,7 @@ PREDICT_RESPONSES = build_responses(
 )
 PREDICT_RESPONSES[200]["headers"] = PREDICT_RESPONSES[200]["headers"] | LABEL_HEADER
 REQUEST_HEADER_PARAMETERS = [
-    build_header_parameter(
-        "X-Request-Timeout",
-        "Timeout of the request in seconds, up to the gateway's own maximum.",
-        {"type": "number", "exclusiveMinimum": 0},
-    ),
+    TIMEOUT_PARAMETER,
     build_header_parameter(
         "X-Request-ID", "ID of the request in the response and in the logs.", STRING_SCHEMA
     ),

@@ -68,10 +68,11 @@ REPLICA_SCHEMA = build_object_schema(
         "models": build_map_schema(
             STRING_SCHEMA, "State of each model, by name. Empty if the replica is DOWN."
         ),
+        "cordoned": {"const": True, "description": "The replica gets no new requests."},
         "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
         "reason": STRING_SCHEMA,
     },
-    optional=("ejected_for_s", "reason"),
+    optional=("cordoned", "ejected_for_s", "reason"),
 )
 IMAGE_SCHEMA = build_object_schema(
     {

@@ -41,3 +41,10 @@ def build_header_parameter(name: str, description: str, schema: Schema) -> Schem
         "description": description,
         "schema": schema,
     }
+
+
+TIMEOUT_PARAMETER: Final = build_header_parameter(
+    "X-Request-Timeout",
+    "Timeout of the request in seconds, up to the gateway's own maximum.",
+    {"type": "number", "exclusiveMinimum": 0},
+)

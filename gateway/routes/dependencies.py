@@ -64,6 +64,8 @@ ServicesForInference = Annotated[Services, require_right(Right.infer)]
 ServicesForMetrics = Annotated[Services, require_right(Right.metrics, for_all_models=True)]
 ServicesForFleet = Annotated[Services, require_right(Right.fleet)]
 ServicesForManagement = Annotated[Services, require_right(Right.manage)]
+# Changes that affect every model, such as a cordon or the log level.
+ServicesForAdministration = Annotated[Services, require_right(Right.manage, for_all_models=True)]
 ServicesForLoad = Annotated[
     Services, require_right(Right.manage, not_found_error=UnknownModelToLoad)
 ]

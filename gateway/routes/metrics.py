@@ -38,6 +38,7 @@ from gateway.fleet.replica import Replica
 from gateway.messages import join_names
 from gateway.openapi.metrics import METRICS_RESPONSES
 from gateway.routes.dependencies import ServicesForMetrics
+from gateway.services import Services
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])
@@ -79,7 +80,7 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
     """Return the merged metrics. If a replica does not respond, only its samples are missing."""
     headers = request.headers
     timeout_s = parse_scrape_timeout(headers.get("x-prometheus-scrape-timeout-seconds", ""))
-    replicas = sorted(services.pool.replicas.values(), key=attrgetter("name"))
+    replicas = list_scraped_replicas(services)
     scrapes = await asyncio.gather(
         *(scrape_replica(services.pool, replica, timeout_s) for replica in replicas)
     )
@@ -100,6 +101,12 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
 
 
 # Scraping.
+
+
+def list_scraped_replicas(services: Services) -> list[Replica]:
+    if not services.settings.metrics_replicas:
+        return []
+    return sorted(services.pool.replicas.values(), key=attrgetter("name"))
 
 
 def parse_scrape_timeout(header: str) -> float:

@@ -148,6 +148,8 @@ def build_replica_description(
             if caller.can_see(name)
         },
     }
+    if replica.name in pool.cordoned:
+        description["cordoned"] = True
     if state is HealthState.EJECTED:
         description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
     if replica.reason:

@@ -27,6 +27,8 @@ class ObservabilitySettings(SettingsGroup):
     """debug, info, warning or error."""
     log_format: LogFormat = LogFormat.console
     """console for people, json for one JSON object per line."""
+    metrics_replicas: bool = True
+    """Include the metrics of all replicas in /metrics. Set false if Prometheus scrapes the Tritons itself."""
     otlp_endpoint: str = ""
     """OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. Requires the
     extra triton-gateway[otel]."""

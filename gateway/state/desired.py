@@ -81,11 +81,20 @@ class StateStore(Protocol):
     async def forget_loads(self, replica: str) -> None:
         """Delete the confirmed loads of a replica that restarted or was removed."""
 
+    async def read_cordons(self) -> frozenset[str]:
+        """Return the replicas that get no new requests."""
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        """Store that a replica gets no new requests, or that it gets them again."""
+
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         """Store the progress of an operation for an hour. Raises `ValueError` for an invalid id."""
 
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
+
+    def activity_marks(self) -> ActivityMarks | None:
+        """Return the marks of all processes with this state; None if there is only one process."""
 
     async def acquire_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether this process has it.
@@ -108,6 +117,16 @@ class StateStore(Protocol):
         """Return whether the last read and write succeeded."""
 
     async def close(self) -> None: ...
+
+
+class ActivityMarks(Protocol):
+    """The marks of all processes that have work on a replica. Methods raise `StateUnavailable`."""
+
+    async def mark(self, replica: str) -> None:
+        """Record for a few seconds that this process has work on the replica."""
+
+    async def count_others(self, replica: str) -> int:
+        """Return how many other processes have work on the replica."""
 
 
 class RateWindows(Protocol):

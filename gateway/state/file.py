@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import SplitResult, unquote
 
 import orjson
 
 from gateway.errors import StateUnavailable
+from gateway.state.activity import FileActivityMarks
+from gateway.state.cordons import encode_cordons, parse_cordons, with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
     READ_ACTION,
@@ -37,6 +38,7 @@ from gateway.state.desired import (
     require_operation_id,
 )
 from gateway.state.file_leases import FileLeases
+from gateway.state.file_locks import LOCK_TIMEOUT_S, is_same_file, lock_file, try_lock_file
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,
@@ -52,7 +54,6 @@ from gateway.version_labels import LabelTable, VersionLabel
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait means a stopped process
 
 
 def open_file_store(url: SplitResult) -> FileStateStore | None:
@@ -87,6 +88,7 @@ class FileStateStore:
         self._leader_path = path.with_name(f"{path.name}.leader")
         self._operations_folder = path.with_name(f"{path.name}.operations")
         self._loads_path = path.with_name(f"{path.name}.loads")
+        self._cordons_path = path.with_name(f"{path.name}.cordons")
         self._alive_folder = path.with_name(f"{path.name}.processes")
         self._owner = secrets.token_hex(8)
         self._alive_lock: int | None = None
@@ -94,6 +96,8 @@ class FileStateStore:
         self._snapshot: FileSnapshot | None = None
         self._leader_lock: int | None = None
         self._outages = OutageLog(str(path))
+        activity = path.with_name(f"{path.name}.activity")
+        self._activity_marks = FileActivityMarks(activity, self._owner, self._run_action)
         folder = path.with_name(f"{path.name}.leases")
         self._leases = FileLeases(folder, self._owner, try_lock_file)
 
@@ -170,6 +174,17 @@ class FileStateStore:
 
         return await self._run_action(WRITE_ACTION, run)
 
+    async def read_cordons(self) -> frozenset[str]:
+        return await self._run_action(READ_ACTION, self._read_cordons)
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        def run() -> None:
+            with lock_file(self._lock_path):
+                cordons = with_cordon(self._read_cordons(), replica, is_cordoned=is_cordoned)
+                replace_file(self._cordons_path, encode_cordons(cordons))
+
+        await self._run_action(WRITE_ACTION, run)
+
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         raw = orjson.dumps(document)
@@ -179,6 +194,9 @@ class FileStateStore:
         if not is_operation_id(operation_id):
             return None
         return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
+
+    def activity_marks(self) -> FileActivityMarks:
+        return self._activity_marks
 
     async def acquire_lease(self, name: str) -> bool:
         return await self._run_action(WRITE_ACTION, lambda: self._leases.acquire(name))
@@ -244,6 +262,12 @@ class FileStateStore:
             return parse_loads(decode_state(self._loads_path.read_bytes()))
         except (FileNotFoundError, UnreadableState):
             return {}
+
+    def _read_cordons(self) -> frozenset[str]:
+        try:
+            return parse_cordons(self._cordons_path.read_bytes())
+        except FileNotFoundError:
+            return frozenset()
 
     def _read_live_loads(self) -> Loads:
         loads = self._read_loads()
@@ -357,37 +381,3 @@ def remove_old_operations(folder: Path) -> None:
     for path in folder.iterdir():
         if time.time() - path.stat().st_mtime > OPERATION_TTL_S:
             path.unlink()
-
-
-def is_same_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def try_lock_file(path: Path) -> int | None:
-    """Return the descriptor of a lock that ends with this process; None if another process holds it."""
-    with ExitStack() as stack:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        stack.callback(os.close, descriptor)
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_same_file(path, descriptor):
-                stack.pop_all()
-                return descriptor
-    return None
-
-
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Hold a lock. Raises `TimeoutError`; it polls because a blocking `flock` has no timeout."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (descriptor := try_lock_file(path)) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
-        time.sleep(0.005)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

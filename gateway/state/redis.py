@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import orjson
 
 from gateway.errors import StateUnavailable
 from gateway.state import redis_scripts
+from gateway.state.activity import RedisActivityMarks
 from gateway.state.desired import (
     OPERATION_TTL_S,
     READ_ACTION,
@@ -43,6 +44,7 @@ LEASE_MS: Final = 5000
 DEFAULT_KEY_PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 LEADER_KEY: Final = "leader"
+CORDONS_KEY: Final = "cordons"
 MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
 
 
@@ -92,6 +94,7 @@ class RedisStateStore:
         self._redis = RedisConnection(server, prefix)
         self._rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
+        self._activity_marks = RedisActivityMarks(self._redis, self._token)
         self._alive_key = format_alive_key(self._token)
         self._is_leader = False
         self._has_loaded = False
@@ -173,6 +176,15 @@ class RedisStateStore:
             change = secrets.token_hex(8)
             await self._write(redis_scripts.FORGET_LOADS, self._loads.keys, change, *batch)
 
+    async def read_cordons(self) -> frozenset[str]:
+        key = self._redis.full_key(CORDONS_KEY)
+        return await self._redis.execute(READ_ACTION, "SMEMBERS", key, decode=decode_names)
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        command = "SADD" if is_cordoned else "SREM"
+        key = self._redis.full_key(CORDONS_KEY)
+        await self._redis.execute(WRITE_ACTION, command, key, replica, decode=bool)
+
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         command = ("SET", self._operation_key(operation_id), orjson.dumps(document))
@@ -185,6 +197,9 @@ class RedisStateStore:
         return await self._redis.execute(
             READ_ACTION, "GET", key, decode=lambda raw: raw and decode_state(raw)
         )
+
+    def activity_marks(self) -> RedisActivityMarks:
+        return self._activity_marks
 
     async def acquire_lease(self, name: str) -> bool:
         keys = (f"lease:{name}",)
@@ -242,6 +257,10 @@ def load_field(replica: str, model: str) -> bytes:
 
 def decode_desired_models(entries: Mapping[bytes, bytes]) -> Mapping[str, DesiredModel]:
     return {name.decode(): parse_desired_model(decode_state(raw)) for name, raw in entries.items()}
+
+
+def decode_names(members: Iterable[bytes]) -> frozenset[str]:
+    return frozenset(member.decode() for member in members)
 
 
 def decode_labels(entries: Mapping[bytes, bytes]) -> LabelTable:

@@ -11,6 +11,7 @@ import orjson
 
 from gateway.errors import Conflict
 from gateway.messages import quote_text
+from gateway.state.cordons import with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
     BadState,
@@ -61,9 +62,9 @@ def open_state_store(url: str) -> StateStore:
 class StateNotShared(Conflict):
     code = "STATE_NOT_SHARED"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, subject: str) -> None:
         super().__init__(
-            f"model {quote_text(model)} cannot be changed through the API, because GATEWAY_STATE is none:; "
+            f"{subject} cannot be changed through the API, because GATEWAY_STATE is none:; "
             "change the models file, or share the state of the gateways in Redis"
         )
 
@@ -75,6 +76,7 @@ class MemoryStateStore:
         self._state = DesiredState()
         self._operations: dict[str, tuple[float, bytes]] = {}
         self._loads: Loads = {}
+        self._cordons: frozenset[str] = frozenset()
 
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
         return self._state.models
@@ -106,6 +108,12 @@ class MemoryStateStore:
     async def forget_loads(self, replica: str) -> None:
         self._loads = without_replica(self._loads, replica)
 
+    async def read_cordons(self) -> frozenset[str]:
+        return self._cordons
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        self._cordons = with_cordon(self._cordons, replica, is_cordoned=is_cordoned)
+
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         now = time.monotonic()
@@ -118,6 +126,9 @@ class MemoryStateStore:
         _, raw = self._operations.get(operation_id, (0, b"null"))
         document: Mapping[str, Any] | None = orjson.loads(raw)
         return document
+
+    def activity_marks(self) -> None:
+        return None
 
     async def acquire_lease(self, name: str) -> bool:
         return True
@@ -143,7 +154,10 @@ class ReadOnlyStateStore(MemoryStateStore):
     """State for gateways that do not share any: only the models file decides what is loaded."""
 
     async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        raise StateNotShared(model)
+        raise StateNotShared(f"model {quote_text(model)}")
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        raise StateNotShared(f"the cordon of replica {quote_text(replica)}")
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        raise StateNotShared(model)
+        raise StateNotShared(f"model {quote_text(model)}")

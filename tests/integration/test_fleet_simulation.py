@@ -652,6 +652,30 @@ async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
             assert len(replicas_in_metrics(pool)) == 2
 
 
+@on_uvloop
+async def test_a_cordon_ends_when_the_address_leaves_and_not_when_its_process_does() -> None:
+    async with simulated_replicas(3) as fakes:
+        names = Names([fake.host for fake in fakes])
+        async with names.pool(fakes[0]) as pool, managing(pool) as repository:
+            leaving, restarting = (replica_of(pool, fake).name for fake in fakes[:2])
+            for name in (leaving, restarting):
+                await repository.set_cordon(name, is_cordoned=True)
+            for _ in range(20):
+                await infer(pool)
+            assert [fake.inferences["m"] for fake in fakes] == [0, 0, 20]
+            await fakes[1].stop()
+            await wait_until_async(is_in(pool, fakes[1], HealthState.DOWN))
+            await fakes[1].start()
+            await wait_until_async(is_in(pool, fakes[1], HealthState.UP))
+            names.hosts = [fake.host for fake in fakes[1:]]
+            await wait_until_async(lambda: pool.cordoned == {restarting})
+            # Another replica may get the address.
+            names.hosts = [fake.host for fake in fakes]
+            await wait_until_async(lambda: len(pool.replicas) == 3)
+            await wait_until_async(is_in(pool, fakes[0], HealthState.UP))
+            assert pool.cordoned == {restarting}
+
+
 def replicas_in_metrics(pool: ReplicaPool) -> set[str]:
     pool.metrics.flush()
     samples = (sample for metric in pool.metrics.collect() for sample in metric.samples)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
-from referencing import Registry
-from referencing.jsonschema import DRAFT202012
 
 from deploy.monitoring import prometheusrule
 from gateway.embedded.supervisor import EmbeddedTriton
@@ -28,6 +22,7 @@ from gateway.grpc_server.methods import TRITON_METHODS
 from gateway.keys import read_keys_file
 from gateway.settings import Settings
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.manifests import (
     K8S,
     VARIANTS,
@@ -38,13 +33,10 @@ from tests.support.manifests import (
     ports,
     quantity,
     text,
-    tool,
 )
 from tests.support.servers import ROOT
 from tests.support.wait import TIMEOUT_S
 
-KUBERNETES = ("1.33", "1.35", "1.37")
-CUSTOM = {"GRPCRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 GATEWAY, TRITON = "triton-gateway", "triton"
 # Where they are kept apart from what a cluster's users may read.
 SECRETS_OF_USERS = {
@@ -68,40 +60,6 @@ def prod() -> Manifests:
 # Schemas
 
 
-@cache
-def schema_of(version: str, name: str) -> Any:
-    """As kubernetes-validate --strict finds it; None for a kind that it does not know."""
-    folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}.0-local-strict"
-    path = folder / f"{name}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-@cache
-def definitions(version: str) -> Registry[Any]:
-    shared = DRAFT202012.create_resource(schema_of(version, "_definitions"))
-    registry: Registry[Any] = Registry().with_resource("_definitions.json", shared)
-    return registry.crawl()
-
-
-@cache
-def validator(version: str, kind: str, api_version: str) -> Any:
-    api = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
-    schema = schema_of(version, f"{kind.lower()}-{api}")
-    assert schema is not None, f"Kubernetes {version} has no {kind} of {api_version}"
-    return jsonschema.Draft202012Validator(schema, registry=definitions(version))
-
-
-def complaints(resource: Resource, version: str) -> list[str]:
-    return complaints_of(json.dumps(resource), version)
-
-
-@cache  # the variants have most of their resources in common
-def complaints_of(document: str, version: str) -> list[str]:
-    resource = json.loads(document)
-    found = validator(version, resource["kind"], resource["apiVersion"]).iter_errors(resource)
-    return [f"{resource['kind']} {resource['metadata']['name']}: {each.message}" for each in found]
-
-
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_knows_every_field(made: Manifests, version: str) -> None:
     known = [resource for resource in made.resources if resource["kind"] not in CUSTOM]
@@ -120,20 +78,6 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found(version: str) -> N
 
 STREAMS_AND_READINESS = ("ModelStreamInfer", "ServerReady")
 PRIVATE_METHODS = ("Repository", "TraceSetting", "LogSettings", "SystemShared", "CudaShared")
-
-
-def check_custom(resources: list[Resource]) -> str:
-    folder = ROOT / "tests" / "crds"
-    if shutil.which("node") is None or not (folder / "node_modules").is_dir():
-        pytest.skip("the schemas of custom resources are fetched by: make crds (it needs npm)")
-    return subprocess.run(
-        ["node", "check.mjs"],
-        cwd=folder,
-        input=json.dumps(resources),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stderr
 
 
 def test_custom_resources_fit_their_schemas(prod: Manifests) -> None:
@@ -263,7 +207,6 @@ def test_what_is_mounted_or_read_is_there(made: Manifests) -> None:
 
 
 def test_no_component_is_forgotten_by_these_tests() -> None:
-    tool()
     folders = {path.name for path in (K8S / "components").iterdir()}
     overlays = "".join(
         (K8S / "overlays" / name / "kustomization.yaml").read_text() for name in ("dev", "prod")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import yaml
 
+from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.servers import ROOT
 
 K8S = ROOT / "k8s"
@@ -33,32 +31,19 @@ VARIANTS = {
 }
 
 
-def tool() -> list[str]:
-    if shutil.which("kubectl") and kubectl_minor() >= 24:  # an older one knows no components
-        return ["kubectl", "kustomize"]
-    if shutil.which("kustomize"):
-        return ["kustomize", "build"]
-    pytest.skip("neither kubectl (1.24 or newer) nor kustomize is installed")
-
-
-@cache
-def kubectl_minor() -> int:
-    command = ["kubectl", "version", "--client", "--output=json"]
-    told = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    return int(json.loads(told)["clientVersion"]["minor"].rstrip("+"))
-
-
 def build(folder: Path) -> str:
-    run = subprocess.run([*tool(), str(folder)], capture_output=True, text=True, timeout=60)
+    command = [kubernetes_program("kubectl"), "kustomize", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert not run.stderr, run.stderr  # what is deprecated is said there
     return run.stdout
 
 
 @cache
-def text(variant: str) -> str:
+def text(variant: str, *components: str) -> str:
+    parts = components or VARIANTS[variant]
     for folder in (K8S / "overlays" / variant, K8S / variant):
-        if folder.is_dir():
+        if folder.is_dir() and not parts:
             return build(folder)
     with TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -67,7 +52,7 @@ def text(variant: str) -> str:
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
             "resources": [f"{base}/base"],
-            "components": [f"{base}/components/{part}" for part in VARIANTS[variant]],
+            "components": [f"{base}/components/{part}" for part in parts],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(document))
         return build(folder)
@@ -81,8 +66,9 @@ class Manifests:
     resources: tuple[Resource, ...]
 
     @classmethod
-    def of(cls, variant: str) -> Manifests:
-        return cls(variant, tuple(yaml.safe_load_all(text(variant))))
+    def of(cls, variant: str, *components: str) -> Manifests:
+        """What an overlay or the base makes; with components, those instead of the variant's."""
+        return cls(variant, tuple(yaml.load_all(text(variant, *components), yaml.CSafeLoader)))
 
     def kind(self, *kinds: str) -> list[Resource]:
         return [resource for resource in self.resources if resource["kind"] in kinds]

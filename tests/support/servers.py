@@ -149,9 +149,14 @@ class Command:
     """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests."""
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, guarded: bool = True
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        guarded: bool = True,
+        program: Sequence[str] = (sys.executable, "-m", "gateway"),
+        folder: Path = ROOT,
     ) -> None:
-        command = [sys.executable, "-m", "gateway", *arguments]
+        command = [*program, *arguments]
         guards = [sys.executable, "-I", "-S", reaper.__file__, "10", f"none{os.getpid()}"]
         self._guarded = guarded
         self.process = subprocess.Popen(
@@ -169,7 +174,7 @@ class Command:
                 "GATEWAY_ALLOWED_HOSTS": "*",
                 **(environment or {}),
             },
-            cwd=ROOT,
+            cwd=folder,
             start_new_session=True,
         )
         self.lines: list[str] = []

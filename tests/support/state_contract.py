@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.state.activity import MARK_TTL_S
 from gateway.state.desired import DesiredModel, StateStore
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
@@ -141,6 +142,19 @@ class StateContract:
 
         asyncio.run(scenario())
 
+    def test_a_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.read_cordons() == frozenset()
+                for name in ("a:8000", "[::1]:8000", "a:8000"):
+                    await kept.set_cordon(name, is_cordoned=True)
+                assert await kept.read_cordons() == {"a:8000", "[::1]:8000"}
+                for name in ("a:8000", "unknown:1"):
+                    await kept.set_cordon(name, is_cordoned=False)
+                assert await kept.read_cordons() == {"[::1]:8000"}
+
+        asyncio.run(scenario())
+
     def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
@@ -253,8 +267,28 @@ class SharedStateContract:
                 assert await other.read_desired_models() == {}
                 await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
                 await one.record_operation(ID, {"state": "running"})
+                await one.set_cordon("a:8000", is_cordoned=True)
+                assert await other.read_cordons() == {"a:8000"}
                 assert await other.read_desired_models() == await one.read_desired_models()
                 assert await other.read_operation(ID) == {"state": "running"}
+
+        asyncio.run(scenario())
+
+    def test_marks_tell_the_others_of_work_until_they_expire(self, shared: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(shared(), 3) as (one, other, third):
+                marks = [kept.activity_marks() for kept in (one, other, third)]
+                first, second, last = (each for each in marks if each is not None)
+                assert await second.count_others("a:8000") == 0
+                await first.mark("a:8000")
+                await second.mark("a:8000")
+                await first.mark("[::1]:8000")
+                counts = [await each.count_others("a:8000") for each in (first, second, last)]
+                assert counts == [1, 1, 2]
+                assert await first.count_others("[::1]:8000") == 0
+                assert await last.count_others("b:8000") == 0
+                await asyncio.sleep(MARK_TTL_S)
+                assert await last.count_others("a:8000") == 0
 
         asyncio.run(scenario())
 

@@ -53,7 +53,8 @@ def test_a_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None
         name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service
     }
     assert profiles == {"embedded": ["cpu"], "triton": ["gpu"]}
-    assert SERVICES["gateway"]["environment"]["GATEWAY_TRITON_URLS"] == "dns+http://triton:8000"
+    urls = SERVICES["gateway"]["environment"]["GATEWAY_TRITON_URLS"]
+    assert urls == "${GATEWAY_TRITON_URLS:-dns+http://triton:8000}"
     assert SERVICES["embedded"]["networks"]["back"]["aliases"] == ["triton"]
     assert "--strict-readiness=false" in SERVICES["triton"]["command"]
     assert '"--strict-readiness=false"' in stage("triton")
@@ -80,7 +81,7 @@ def test_every_setting_is_one_and_a_stop_waits_for_the_longest_request() -> None
 def test_what_is_mounted_is_there() -> None:
     for service in SERVICES.values():
         for volume in service.get("volumes", []):
-            source = volume.partition(":")[0]
+            source = re.sub(r"^\$\{\w+:-(.*?)\}", r"\1", volume).partition(":")[0]
             if source.startswith("."):
                 assert (ROOT / source).is_file(), source
                 assert volume.endswith(":ro")
@@ -128,8 +129,16 @@ def test_a_base_is_an_argument_of_an_exact_version() -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_is_labelled_runs_as_nobody_special_and_tells_its_health(image: str) -> None:
     text = stage(image)
-    for label in ("title", "description", "version", "revision", "licenses"):
-        assert f"org.opencontainers.image.{label}=" in text
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', text))
+    assert labels.keys() == {
+        *("title", "description", "version", "revision", "licenses", "vendor"),
+        *("source", "url", "documentation", "base.name", "base.digest"),
+    }
+    (base,) = re.findall(rf"^FROM \$\{{(\w+)_IMAGE\}} AS {image}$", DOCKERFILE, re.MULTILINE)
+    assert labels["base.name"] == f"${{{base}_IMAGE}}"
+    assert labels["base.digest"] == f"${{{base}_DIGEST}}"
+    for name in ("VERSION", "REVISION", f"{base}_IMAGE", f"{base}_DIGEST"):
+        assert re.search(rf"^ARG .*\b{name}\b", text, re.MULTILINE)
     assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", text, re.MULTILINE)
     assert "\nHEALTHCHECK " in text
     assert "\nSTOPSIGNAL SIGTERM\n" in text

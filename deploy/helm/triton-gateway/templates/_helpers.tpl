@@ -1,0 +1,106 @@
+{{/* Labels of an object; the argument is a list of the root context and the component's name. */}}
+{{- define "triton-gateway.labels" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ index . 1 }}
+app.kubernetes.io/part-of: triton-gateway
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version | replace "+" "_" }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Reference of an image; the argument is a list of its values and the default tag. */}}
+{{- define "triton-gateway.image" -}}
+{{- $image := index . 0 -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ $image.tag | default (index . 1) }}
+{{- end -}}
+{{- end -}}
+
+{{- define "triton-gateway.confined" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* A topology spread constraint; the argument is a list of the key and the component's name. */}}
+{{- define "triton-gateway.spread" -}}
+- maxSkew: 1
+  topologyKey: {{ index . 0 }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector: {matchLabels: {app.kubernetes.io/name: {{ index . 1 }}}}
+  matchLabelKeys: [pod-template-hash]
+{{- end -}}
+
+{{/* Placement of pods; the argument is the component's values. */}}
+{{- define "triton-gateway.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Egress rule for DNS at any address. */}}
+{{- define "triton-gateway.dns" -}}
+- ports:
+    {{- range .Values.networkPolicy.dnsPorts }}
+    - {port: {{ . }}, protocol: UDP}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
+{{- end -}}
+
+{{/* "true" if Triton reads its models from a store in the network. */}}
+{{- define "triton-gateway.remote" -}}
+{{- if and (not .Values.triton.cpuOnly.enabled) (has .Values.triton.repository.type (list "s3" "gcs" "azure")) }}true{{ end -}}
+{{- end -}}
+
+{{- define "triton-gateway.urls" -}}
+{{- if .Values.triton.enabled }}dns+http://triton:8000{{ else }}{{ .Values.triton.urls }}{{ end -}}
+{{- end -}}
+
+{{/* Values that the schema cannot check, because they depend on each other. */}}
+{{- define "triton-gateway.check" -}}
+{{- $gateway := .Values.gateway -}}
+{{- $triton := .Values.triton -}}
+{{- $settings := $gateway.settings -}}
+{{- range $name := list "GATEWAY_TRITON_URLS" "GATEWAY_MODELS_FILE" "GATEWAY_KEYS_FILE" "GATEWAY_GRPC_PORT" -}}
+{{- if hasKey $settings $name }}{{ fail (printf "gateway.settings.%s is set by the chart; use triton.urls, models and keys" $name) }}{{ end -}}
+{{- end -}}
+{{- $stop := add $gateway.preStopSeconds (int (get $settings "GATEWAY_DRAIN_S" | default 10)) (int (get $settings "GATEWAY_SHUTDOWN_S" | default 30)) -}}
+{{- if le (int $gateway.terminationGracePeriodSeconds) (int $stop) -}}
+{{ fail (printf "gateway.terminationGracePeriodSeconds must exceed preStopSeconds + GATEWAY_DRAIN_S + GATEWAY_SHUTDOWN_S = %d" (int $stop)) }}
+{{- end -}}
+{{- if le (int $triton.terminationGracePeriodSeconds) (int $triton.exitTimeoutSeconds) -}}
+{{ fail "triton.terminationGracePeriodSeconds must exceed triton.exitTimeoutSeconds" }}
+{{- end -}}
+{{- $many := or $gateway.autoscaling.enabled (gt (int $gateway.replicas) 1) -}}
+{{- $state := get $settings "GATEWAY_STATE" -}}
+{{- $shared := or (eq $state "none:") (hasPrefix "redis" $state) .Values.redis.enabled .Values.redis.externalUrl -}}
+{{- if and $many (not $shared) -}}
+{{ fail "several gateways would undo each other's loads: set redis.enabled, redis.externalUrl or GATEWAY_STATE=none:" }}
+{{- end -}}
+{{- if and .Values.redis.enabled .Values.redis.externalUrl }}{{ fail "set redis.enabled or redis.externalUrl, not both" }}{{ end -}}
+{{- if and .Values.redis.enabled (not .Values.redis.secretName) }}{{ fail "redis.enabled requires redis.secretName" }}{{ end -}}
+{{- if and (not $triton.enabled) (not $triton.urls) }}{{ fail "triton.enabled=false requires triton.urls" }}{{ end -}}
+{{- if and $triton.enabled $triton.urls }}{{ fail "triton.urls is for triton.enabled=false" }}{{ end -}}
+{{- if and (eq $triton.repository.type "pvc") (not $triton.repository.claimName) }}{{ fail "triton.repository.type=pvc requires triton.repository.claimName" }}{{ end -}}
+{{- $schemes := dict "s3" "s3://" "gcs" "gs://" "azure" "as://" "image" "/" -}}
+{{- with get $schemes $triton.repository.type -}}
+{{- if not (hasPrefix . $triton.repository.url) }}{{ fail (printf "triton.repository.url must begin with %s for the type %s" . $triton.repository.type) }}{{ end -}}
+{{- end -}}
+{{- if and .Values.keda.enabled (not $triton.enabled) }}{{ fail "keda.enabled scales the Tritons of the chart: it requires triton.enabled" }}{{ end -}}
+{{- if and .Values.keda.enabled (gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) }}{{ fail "keda.minReplicas exceeds keda.maxReplicas" }}{{ end -}}
+{{- if and .Values.keda.scaleToZero (not .Values.keda.enabled) }}{{ fail "keda.scaleToZero requires keda.enabled" }}{{ end -}}
+{{- if and .Values.keda.scaleToZero (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "keda.scaleToZero requires Redis, which makes the demand known to every gateway" }}{{ end -}}
+{{- $least := ternary .Values.keda.minReplicas $triton.replicas .Values.keda.enabled -}}
+{{- if and (gt (int $least) 1) (ge (int $triton.maxUnavailable) (int $least)) }}{{ fail "triton.maxUnavailable would allow the eviction of every Triton" }}{{ end -}}
+{{- end -}}

@@ -1,0 +1,70 @@
+"""The demonstration models of an installed package, copied to where Triton and uploads can write."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from gateway.embedded.installation import CannotInstall, build_once, cache_folder
+
+DEFAULT_REPOSITORY: Final = "triton_repo"
+# The wheel has the same layout there as a checkout: triton_repo, models/sentences, requirements.
+PACKAGED: Final = Path(__file__).resolve().parents[1] / "demonstration"
+ERROR_PREFIX: Final = "error: "
+
+
+def resolve_repositories(
+    repositories: Sequence[Path | str], on_message: Callable[[str], None]
+) -> tuple[Path | str, ...]:
+    """Replace the default repository with the packaged one if the working directory has none.
+
+    Raises `CannotInstall` if its models cannot be built.
+    """
+    is_default = [*repositories] == [DEFAULT_REPOSITORY]
+    if (
+        not is_default
+        or Path(DEFAULT_REPOSITORY).is_dir()
+        or not (PACKAGED / DEFAULT_REPOSITORY).is_dir()
+    ):
+        return tuple(repositories)
+    return (prepare_demonstration(PACKAGED, on_message),)
+
+
+def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Path:
+    """Return the folder of the demonstration models, which are copied and built once."""
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    with build_once(cache / f"demonstration-{hash_folder(source)}") as (folder, needed):
+        if needed:
+            on_message("building the demonstration models (first start only)")
+            shutil.copytree(source, folder)
+            build_models(folder)
+    return folder / DEFAULT_REPOSITORY
+
+
+def hash_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            name = path.relative_to(folder).as_posix()
+            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build_models(folder: Path) -> None:
+    """Convert the weights of the sentence model, in a process that imports nothing of the gateway."""
+    command = [sys.executable, "-m", "models.sentences"]
+    ended = subprocess.run(
+        command, cwd=folder, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+    )
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or ["its build failed"]
+        raise CannotInstall(
+            f"the demonstration is incomplete: {lines[-1].removeprefix(ERROR_PREFIX)}"
+        )

@@ -1,0 +1,128 @@
+"""Maintenance of a replica: a cordoned one gets no new requests, and a drained one has finished the last."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import anyio
+
+from gateway.errors import Conflict, GatewayError, NotFound, StateUnavailable
+from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.health import HealthState
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.repository import Repository
+from gateway.messages import quote_text
+
+DRAIN_POLL_S: Final = 0.1
+MARK_INTERVAL_S: Final = 0.5
+# Until every gateway has read the cordon (once a second) and marked the work that it still has.
+NOTICE_S: Final = 2.5
+
+
+class UnknownReplica(NotFound):
+    code = "REPLICA_NOT_FOUND"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"replica {quote_text(name)} not found; GET /v1/replicas lists the replicas"
+        )
+
+
+class DrainTimeout(GatewayError):
+    """The replica stays cordoned, so that the call can be repeated."""
+
+    status, code = 504, "DRAIN_TIMEOUT"
+
+    def __init__(self, replica: str, progress: DrainProgress) -> None:
+        super().__init__(
+            f"replica {replica} is cordoned, but {progress.outstanding} requests and "
+            f"{progress.sequences} sequences of this gateway, and those of {progress.other_gateways} "
+            "others, are still running; drain it again to wait longer"
+        )
+
+
+@dataclass(frozen=True)
+class DrainProgress:
+    """The work that the gateways still have on a replica."""
+
+    outstanding: int
+    sequences: int
+    other_gateways: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return not (self.outstanding or self.sequences or self.other_gateways)
+
+
+@dataclass(frozen=True)
+class Maintenance:
+    """Cordons, uncordons and drains replicas. A cordon applies to all gateways that share the state."""
+
+    pool: ReplicaPool
+    dispatcher: Dispatcher
+    repository: Repository
+
+    async def cordon(self, name: str) -> DrainProgress:
+        """Send no new requests to the replica. Raises `UnknownReplica`, or `Conflict` if it is the last."""
+        replica = self._find_replica(name)
+        if name not in self.pool.cordoned:
+            others = (other for other in self.pool.replicas.values() if other is not replica)
+            if not any(self._is_usable(other) for other in others):
+                raise Conflict(
+                    f"replica {name} is the last one that can serve requests; add or uncordon another first"
+                )
+            await self.repository.set_cordon(name, is_cordoned=True)
+        return self._measure_progress(replica)
+
+    async def uncordon(self, name: str) -> DrainProgress:
+        """Send requests to the replica again. Raises `UnknownReplica`."""
+        replica = self._find_replica(name)
+        await self.repository.set_cordon(name, is_cordoned=False)
+        return self._measure_progress(replica)
+
+    async def drain(self, name: str, timeout_s: float) -> DrainProgress:
+        """Cordon the replica and wait for its requests and sequences. Raises `DrainTimeout`."""
+        progress = await self.cordon(name)
+        is_finished = False
+        with anyio.move_on_after(timeout_s):
+            marks = self.repository.activity_marks()
+            if marks is not None:
+                await asyncio.sleep(NOTICE_S)
+            while not is_finished:
+                progress = self._measure_progress(self._find_replica(name))
+                if progress.is_finished and marks is not None:
+                    progress = replace(progress, other_gateways=await marks.count_others(name))
+                is_finished = progress.is_finished
+                await asyncio.sleep(0 if is_finished else DRAIN_POLL_S)
+        if not is_finished:
+            raise DrainTimeout(name, progress)
+        return progress
+
+    async def mark_activity(self) -> None:
+        """Tell the other gateways, for ever, on which cordoned replicas this one still has work."""
+        marks = self.repository.activity_marks()
+        while marks is not None:
+            await asyncio.sleep(MARK_INTERVAL_S)
+            for replica in list(self.pool.replicas.values()):
+                is_cordoned = replica.name in self.pool.cordoned
+                if is_cordoned and not self._measure_progress(replica).is_finished:
+                    with suppress(StateUnavailable):  # the store logs it
+                        await marks.mark(replica.name)
+
+    def _find_replica(self, name: str) -> Replica:
+        for replica in self.pool.replicas.values():
+            if replica.name == name:
+                return replica
+        raise UnknownReplica(name)
+
+    def _is_usable(self, replica: Replica) -> bool:
+        is_alive = self.pool.replica_state(replica) <= HealthState.EJECTED
+        return is_alive and replica.name not in self.pool.cordoned
+
+    def _measure_progress(self, replica: Replica) -> DrainProgress:
+        sequences = self.dispatcher.count_sequences(replica.name)
+        return DrainProgress(replica.outstanding, sequences)

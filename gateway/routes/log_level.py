@@ -1,0 +1,55 @@
+"""The level of the gateway's log, while it runs."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from gateway.errors import MalformedRequest
+from gateway.logs import get_level, set_level
+from gateway.openapi.log_level import LOG_LEVEL_OPENAPI, LOG_LEVEL_RESPONSES
+from gateway.routes.dependencies import ServicesForAdministration
+from gateway.routes.repository import MAX_MANAGEMENT_BODY_BYTES, read_management_body
+from gateway.settings.observability import LogLevel
+
+log = logging.getLogger(__name__)
+router = APIRouter(tags=["management"])
+LEVELS = {level.value: level for level in LogLevel}
+
+
+@router.get(
+    "/v1/log-level",
+    operation_id="get_log_level",
+    summary="Level of the log",
+    responses=LOG_LEVEL_RESPONSES,
+)
+async def get_log_level(services: ServicesForAdministration) -> dict[str, Any]:
+    """Return the level of this process."""
+    return build_document(get_level())
+
+
+@router.put(
+    "/v1/log-level",
+    operation_id="set_log_level",
+    summary="Change the level of the log",
+    responses=LOG_LEVEL_RESPONSES,
+    openapi_extra=LOG_LEVEL_OPENAPI,
+)
+async def set_log_level(request: Request, services: ServicesForAdministration) -> dict[str, Any]:
+    """Change the level of this process until it exits; `GATEWAY_LOG_LEVEL` is not changed."""
+    document = await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
+    name = document.get("level")
+    level = LEVELS.get(name) if isinstance(name, str) else None
+    if level is None:
+        raise MalformedRequest(f'"level" must be one of {", ".join(LEVELS)}')
+    previous = get_level()
+    set_level(level)
+    log.warning("log level changed from %s to %s", previous.value, level.value)
+    return build_document(level)
+
+
+def build_document(level: Enum) -> dict[str, Any]:
+    return {"level": level.value}

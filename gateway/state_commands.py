@@ -1,0 +1,91 @@
+"""The commands `state`: export and import of what `GATEWAY_STATE` stores, with or without a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from gateway.messages import CommandError, print_message
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from gateway.state.desired import StateStore
+
+T = TypeVar("T")
+state_commands = typer.Typer(no_args_is_help=True, help="Export or import the desired state.")
+
+StateUrl = Annotated[
+    str,
+    typer.Option("--state", help="URL of the state. Default: GATEWAY_STATE.", show_default=False),
+]
+
+
+@state_commands.command("export")
+def export_command(state: StateUrl = "") -> None:
+    """Print the models that were loaded and unloaded through the API, and the cordons, as JSON."""
+    from gateway.state.transfer import ExportedState, export_state
+
+    async def export() -> ExportedState:
+        async with open_store(state) as store:
+            return await export_state(store)
+
+    sys.stdout.buffer.write(run(export()).to_json())
+
+
+@state_commands.command("import")
+def import_command(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Exported state; - is standard input.")
+    ],
+    state: StateUrl = "",
+) -> None:
+    """Replace the state with an exported one; running gateways apply it within seconds."""
+    from gateway.state.transfer import import_state, parse_export
+
+    try:
+        raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as exc:
+        raise CommandError(f"cannot read {file}: {exc.strerror}") from None
+    exported = parse_export(raw)
+
+    async def replace() -> None:
+        async with open_store(state) as store:
+            await import_state(store, exported)
+
+    run(replace())
+    print_message(f"imported {len(exported.models)} models and {len(exported.cordons)} cordons")
+
+
+@asynccontextmanager
+async def open_store(url: str) -> AsyncIterator[StateStore]:
+    """Open the state of the URL or of GATEWAY_STATE. Raises `CommandError`."""
+    from gateway.settings import read_settings
+    from gateway.state.store import open_state_store
+
+    url = url or read_settings().state
+    if not url.startswith(("file:", "redis:", "rediss:")):
+        raise CommandError(
+            "only a state in a file or in Redis can be exported and imported; "
+            "set --state or GATEWAY_STATE to its URL"
+        )
+    store = open_state_store(url)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def run(work: Coroutine[None, None, T]) -> T:
+    from gateway.errors import GatewayError
+
+    try:
+        return asyncio.run(work)
+    except GatewayError as exc:
+        raise CommandError(exc.detail) from None

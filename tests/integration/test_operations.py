@@ -1,0 +1,141 @@
+"""Operations on a running gateway: log level, metrics without replicas, export and import of the state."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written
+from tests.support.redis_server import redis_server
+from tests.support.servers import ROOT, gateway, gateway_before
+from tests.support.wait import TIMEOUT_S, wait_until
+
+EXPORTED = {
+    "format": 1,
+    "models": {
+        "core": {"loaded": False, "parameters": {}},
+        "resnet": {"loaded": True, "parameters": {"config": "{}"}},
+    },
+    "cordons": ["10.0.0.7:8000"],
+}
+
+
+def test_the_log_level_changes_while_the_gateway_runs(demo_triton: EmbeddedTriton) -> None:
+    url = demo_triton.options.url
+    with gateway(url, state="memory:", log_level="warning") as (client, command):
+        assert client.get("/v1/log-level").json() == {"level": "warning"}
+        assert client.get("/livez", headers={"X-Request-ID": "unlogged"}).status_code == 200
+        changed = client.put("/v1/log-level", json={"level": "info"})
+        assert (changed.status_code, changed.json()) == (200, {"level": "info"})
+        command.wait_for("log level changed from warning to info")
+        client.get("/v1/models", headers={"X-Request-ID": "logged"})
+        command.wait_for("logged")
+        assert "unlogged" not in command.output
+        refused = client.put("/v1/log-level", json={"level": "loud"})
+        assert (refused.status_code, refused.json()["code"]) == (400, "MALFORMED_REQUEST")
+        assert client.get("/v1/log-level").json() == {"level": "info"}
+
+
+def test_metrics_can_leave_the_replicas_out(demo_triton: EmbeddedTriton) -> None:
+    pages = {}
+    for flag in ("true", "false"):
+        with gateway_before(
+            demo_triton.options.url, state="memory:", metrics_replicas=flag
+        ) as client:
+            pages[flag] = client.get("/metrics").text
+    assert "\nnv_inference_count{" in pages["true"]
+    assert "nv_" not in pages["false"]
+    assert "\ngateway_scrape_up{" not in pages["false"]
+    assert "\ngateway_replica_state{" in pages["false"]
+
+
+def state(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway", "state", *words],
+        cwd=ROOT,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "exported.json"
+    file.write_text(json.dumps(EXPORTED))
+    first, second = f"file://{tmp_path}/one.json", f"file://{tmp_path}/two.json"
+    assert state("import", str(file), "--state", first).returncode == 0
+    with redis_server(tmp_path) as redis:
+        shared = redis.url()
+        for source, target in ((first, shared), (shared, second)):
+            exported = state("export", "--state", source)
+            assert json.loads(exported.stdout) == EXPORTED
+            imported = state("import", "-", "--state", target, given=exported.stdout)
+            assert imported.stderr == "imported 2 models and 1 cordons\n"
+    assert json.loads(state("export", "--state", second).stdout) == EXPORTED
+    # An import replaces what was there.
+    empty = {"format": 1, "models": {}, "cordons": []}
+    assert state("import", "-", "--state", second, given=json.dumps(empty)).returncode == 0
+    assert json.loads(state("export", "--state", second).stdout) == empty
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "message"),
+    [
+        ("{", ("--state", "file:///tmp/x.json"), "the file is not an exported state: invalid JSON"),
+        ("[]", ("--state", "file:///tmp/x.json"), "unexpected structure"),
+        ('{"format": 2}', ("--state", "file:///tmp/x.json"), "format 2 is not supported"),
+        (
+            '{"format": 1, "models": {"a": {}}, "cordons": []}',
+            ("--state", "file:///tmp/x.json"),
+            "unexpected structure of model 'a'",
+        ),
+        (json.dumps(EXPORTED), ("--state", "memory:"), "only a state in a file or in Redis"),
+        (json.dumps(EXPORTED), (), "only a state in a file or in Redis"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_in_a_sentence(
+    given: str, words: tuple[str, ...], message: str
+) -> None:
+    ended = state("import", "-", *words, given=given)
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_running_gateway_applies_an_imported_state(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/state.json"
+    document = {
+        "format": 1,
+        "models": {"absent": {"loaded": True, "parameters": {}}},
+        "cordons": [],
+    }
+    with gateway_before(demo_triton.options.url, state=url, log_level="error") as client:
+        assert state("import", "-", "--state", url, given=json.dumps(document)).returncode == 0
+
+        def wished() -> dict[str, str]:
+            models = client.get("/v1/models").json()["models"]
+            return {each["name"]: each["wished"] for each in models if "wished" in each}
+
+        wait_until(lambda: wished() == {"absent": "loaded"})
+
+
+def test_a_key_that_is_limited_to_some_models_cannot_change_all_of_them(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    keys = written(tmp_path / "keys.yaml", ENTRIES)
+    url = demo_triton.options.url
+    with gateway_before(url, state="memory:", keys_file=str(keys), log_level="error") as client:
+        for method, path in (("PUT", "/v1/log-level"), ("POST", "/v1/replicas/a:1/cordon")):
+            body = {"level": "debug"}
+            refused = client.request(method, path, json=body, headers=bearer(TEXTS_ADMIN))
+            assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
+        assert client.get("/v1/log-level", headers=bearer(ADMIN)).json() == {"level": "error"}

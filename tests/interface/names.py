@@ -1,0 +1,75 @@
+"""The public names: settings, paths, error codes, metrics, commands and flags, one per line.
+
+Settings, codes and metrics are read from their tables in docs/, which other tests compare with the code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+
+from gateway.cli import root_cli
+from tests.support.servers import ROOT
+
+NAMES_FILE = ROOT / "docs" / "interface.txt"
+HEADER = "# Public names, recorded by `make interface`; docs/stability.md says what is promised of them.\n"
+
+
+def read(document: str) -> str:
+    return (ROOT / "docs" / document).read_text()
+
+
+def list_settings() -> Iterator[str]:
+    for name in re.findall(r"^\| `(GATEWAY_\w+)`", read("settings.md"), re.M):
+        yield f"setting {name}"
+
+
+def list_codes() -> Iterator[str]:
+    for status, code in re.findall(r"^\| (\d{3}) \| `(\w+)` \|", read("errors.md"), re.M):
+        yield f"code {status} {code}"
+
+
+def list_metrics() -> Iterator[str]:
+    rows = re.findall(r"^\| `(gateway_\w+)` \| (\w+) \| ([^|]*) \|", read("metrics.md"), re.M)
+    for name, kind, labels in rows:
+        yield f"metric {kind} {name}{{{labels.strip()}}}"
+
+
+def list_paths(document: dict[str, Any]) -> Iterator[str]:
+    for path, operations in document["paths"].items():
+        for method in operations:
+            yield f"path {method.upper()} {path}"
+
+
+def list_commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[str]:
+    command = typer.main.get_command(root_cli) if command is None else command
+    name = " ".join(("triton-gateway", *words))
+    yield f"command {name}"
+    for parameter in command.params:
+        for flag in (*parameter.opts, *parameter.secondary_opts):
+            if flag.startswith("-"):
+                yield f"flag {name} {flag}"
+    for word, child in getattr(command, "commands", {}).items():
+        yield from list_commands(child, (*words, word))
+
+
+def list_names(document: dict[str, Any]) -> set[str]:
+    return {
+        *list_settings(),
+        *list_codes(),
+        *list_metrics(),
+        *list_paths(document),
+        *list_commands(),
+    }
+
+
+def format_names(names: set[str]) -> str:
+    return HEADER + "".join(f"{name}\n" for name in sorted(names))
+
+
+def read_recorded_names() -> set[str]:
+    lines = NAMES_FILE.read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}

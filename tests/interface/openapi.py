@@ -1,0 +1,96 @@
+"""The OpenAPI document, the recorded one, and what a client of the recorded one would miss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gateway.app import create_app
+from gateway.settings import Settings
+from tests.support.servers import ROOT
+
+DOCUMENT_FILE = ROOT / "docs" / "openapi.json"
+# What people read; a change of it breaks no program.
+TEXTS = {"description", "summary", "title", "example", "examples", "links", "info", "tags"}
+# Bounds of numbers and lengths: wider or narrower is a change of values, not of the form.
+BOUNDS = {
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("minLength", "maxLength", "minItems", "maxItems"),
+}
+REQUEST_PARTS = {"requestBody", "parameters"}
+
+
+def build_document() -> dict[str, Any]:
+    edge: Any = create_app(Settings(state="memory:"))
+    return dict(json.loads(json.dumps(edge._framework.openapi())))
+
+
+def read_recorded_document() -> dict[str, Any]:
+    return dict(json.loads(DOCUMENT_FILE.read_text()))
+
+
+def format_document(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def find_breaks(old: Any, new: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield what the new document lacks, or newly requires."""
+    where = " ".join(place)
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        yield from find_breaks_of_objects(old, new, place)
+    elif isinstance(old, list) and isinstance(new, list):
+        yield from find_breaks_of_lists(old, new, place)
+    elif type(old) is not type(new) or (old != new and place[-1] not in BOUNDS):
+        yield f"{where}: changed from {old!r} to {new!r}"
+
+
+def find_breaks_of_objects(
+    old: Mapping[str, Any], new: Mapping[str, Any], place: tuple[str, ...]
+) -> Iterator[str]:
+    is_named = bool(place) and place[-1] in ("properties", "paths", "schemas", "headers")
+    for key, value in old.items():
+        if key in TEXTS and not is_named:
+            continue
+        if key not in new:
+            if key == "required" or key in BOUNDS:
+                continue  # less is required
+            yield f"{' '.join((*place, key))}: removed"
+        else:
+            yield from find_breaks(value, new[key], (*place, key))
+    if REQUEST_PARTS & set(place) and new.get("required") and not old.get("required"):
+        yield f"{' '.join(place)}: now required"
+
+
+def find_breaks_of_lists(
+    old: Sequence[Any], new: Sequence[Any], place: tuple[str, ...]
+) -> Iterator[str]:
+    where = " ".join(place)
+    key = place[-1]
+    if key == "parameters":
+        named = {(each["in"], each["name"]): each for each in new}
+        for each in old:
+            name = each["in"], each["name"]
+            if name in named:
+                yield from find_breaks(each, named.pop(name), (*place, each["name"]))
+            else:
+                yield f"{where} {each['name']}: removed"
+        yield from (
+            f"{where} {each['name']}: now required"
+            for each in named.values()
+            if each.get("required")
+        )
+    elif key == "required":
+        is_request = bool(REQUEST_PARTS & set(place))
+        # A client relies on the fields of a response, and on what a request may leave out.
+        lost = set(new) - set(old) if is_request else set(old) - set(new)
+        yield from (
+            f"{where} {name}: {'now' if is_request else 'no longer'} required" for name in lost
+        )
+    elif all(isinstance(each, str | int | float | bool | None) for each in (*old, *new)):
+        yield from (f"{where} {each}: removed" for each in old if each not in new)
+    else:
+        if len(new) < len(old):
+            yield f"{where}: {len(old) - len(new)} alternatives removed"
+        for number, pair in enumerate(zip(old, new, strict=False)):
+            yield from find_breaks(*pair, (*place, str(number)))

@@ -1,0 +1,59 @@
+"""The documentation site has every page, and its links lead somewhere outside of the repository as well."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy.site.prepare import REPOSITORY, prepare
+from tests.support.servers import ROOT
+
+CONFIG = (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site") / "docs"
+    prepare(target)
+    return target
+
+
+def test_every_page_is_in_the_navigation(pages: Path) -> None:
+    listed = re.findall(r"^ +- ([\w-]+\.md)$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
+    written = {path.name for path in pages.glob("**/*.md")}
+    assert set(listed) == written, "nav in mkdocs.yml lists every page"
+    assert len(listed) == len(written)
+
+
+def test_links_out_of_the_documents_lead_to_files_of_the_repository(pages: Path) -> None:
+    found = set()
+    for page in pages.glob("**/*.md"):
+        text = page.read_text()
+        assert not re.findall(r"\]\(\.\./", text), page.name
+        found |= set(re.findall(rf"\]\({REPOSITORY}/(?:blob|tree)/main/([^)#]+)", text))
+    assert len(found) >= 5
+    assert [path for path in found if not (ROOT / path).exists()] == []
+
+
+def test_the_page_of_the_api_has_every_operation_and_status(pages: Path) -> None:
+    text = (pages / "api.md").read_text()
+    document = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            _, found, section = text.partition(f"### `{method.upper()} {path}`\n")
+            assert found
+            section = section.partition("\n### ")[0]
+            assert operation["summary"] in section
+            for status in operation["responses"]:
+                assert f"\n| {status} | " in section
+
+
+def test_broken_links_fail_the_build() -> None:
+    """`--quiet` would hide warnings from `--strict`."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert "mkdocs build --strict\n" in makefile
+    for check in ("omitted_files", "unrecognized_links", "anchors"):
+        assert f"  {check}: warn\n" in CONFIG
