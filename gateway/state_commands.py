@@ -29,7 +29,7 @@ StateUrl = Annotated[
 
 @state_commands.command("export")
 def export_command(state: StateUrl = "") -> None:
-    """Print the models that were loaded and unloaded through the API, and the cordons, as JSON."""
+    """Print what the API changed (loaded and unloaded models, labels, cordons) as JSON."""
     from gateway.state.transfer import ExportedState, export_state
 
     async def export() -> ExportedState:

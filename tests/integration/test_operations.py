@@ -21,6 +21,7 @@ EXPORTED = {
         "core": {"loaded": False, "parameters": {}},
         "resnet": {"loaded": True, "parameters": {"config": "{}"}},
     },
+    "labels": {"a": {"stable": {"version": "2"}, "split": {"versions": {"1": 9, "2": 1}}}},
     "cordons": ["10.0.0.7:8000"],
 }
 
@@ -80,7 +81,7 @@ def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
             assert imported.stderr == "imported 2 models and 1 cordons\n"
     assert json.loads(state("export", "--state", second).stdout) == EXPORTED
     # An import replaces what was there.
-    empty = {"format": 1, "models": {}, "cordons": []}
+    empty = {"format": 1, "models": {}, "labels": {}, "cordons": []}
     assert state("import", "-", "--state", second, given=json.dumps(empty)).returncode == 0
     assert json.loads(state("export", "--state", second).stdout) == empty
 
@@ -95,6 +96,11 @@ def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
             '{"format": 1, "models": {"a": {}}, "cordons": []}',
             ("--state", "file:///tmp/x.json"),
             "unexpected structure of model 'a'",
+        ),
+        (
+            '{"format": 1, "models": {}, "labels": {"a": {"x": {"version": "b"}}}, "cordons": []}',
+            ("--state", "file:///tmp/x.json"),
+            "'b' is not a version",
         ),
         (json.dumps(EXPORTED), ("--state", "memory:"), "only a state in a file or in Redis"),
         (json.dumps(EXPORTED), (), "only a state in a file or in Redis"),
