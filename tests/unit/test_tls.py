@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway.app import create_tls_context
+from gateway.components import create_tls_context
 from gateway.errors import GatewayError
 from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient

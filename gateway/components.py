@@ -1,0 +1,281 @@
+"""The components of the application: built from the settings, run and closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+import ssl
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from gateway import __version__, logs
+from gateway.admission import AdmissionQueue
+from gateway.auth import Authenticator
+from gateway.decoding.executor import DecodeExecutor
+from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
+from gateway.fleet.discovery import ReplicaSource, parse_replica_source
+from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.label_router import LabelRouter
+from gateway.fleet.labels import LabelManager
+from gateway.fleet.loader import ManagementOptions
+from gateway.fleet.maintenance import Maintenance
+from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.on_demand_services import open_activator
+from gateway.fleet.openai_servers import OpenAIServers
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.publisher import ModelPublisher
+from gateway.fleet.replica import ReplicaConnectionOptions
+from gateway.fleet.repository import Repository
+from gateway.fleet.resolver import ModelResolver
+from gateway.fleet.shadows import ShadowRunner
+from gateway.fleet.signatures import ModelService
+from gateway.keys import KeysFile
+from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
+from gateway.metrics import Metrics
+from gateway.model_files.bucket_store import BucketStore
+from gateway.model_files.folder_store import FolderStore
+from gateway.model_files.store import ModelStore
+from gateway.rate_limit import RateLimiter
+from gateway.services import Services
+from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
+from gateway.state.desired import BadState, StateStore
+from gateway.state.store import open_state_store
+from gateway.tracing import Tracer
+from gateway.triton.grpc.management import GrpcTlsFiles
+from gateway.triton.restricted_api import parse_restricted_api
+
+log = logging.getLogger(__name__)
+
+METRICS_INTERVAL_S = 0.5
+THREAD_SWITCH_INTERVAL_S = 0.0005
+LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
+
+
+def tune_interpreter() -> None:
+    # Scanning the objects of the start would take 50 ms each time. Hardly any of them is garbage.
+    gc.freeze()
+    # The default threshold of 700 new objects is reached every few requests, whose objects have no cycles.
+    gc.set_threshold(10_000, 20, 50)
+    # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
+    limit_heap_growth()
+
+
+async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: MemoryBudget) -> None:
+    """Measure the event loop's lag and flush the metrics, for the pages of other workers, for ever."""
+    loop = asyncio.get_running_loop()
+    lags: deque[float] = deque(maxlen=LAG_SAMPLES)
+    while True:
+        due = loop.time() + METRICS_INTERVAL_S
+        await asyncio.sleep(METRICS_INTERVAL_S)
+        lags.append(max(loop.time() - due, 0.0))
+        metrics.loop_lag.set(max(lags))
+        metrics.waiting.set(admission.waiting)
+        metrics.request_memory.set(memory.used_bytes)
+        metrics.update_dropped_lines(logs.count_dropped_lines())
+        metrics.flush()
+
+
+def create_tls_context(
+    settings: Settings, sources: Sequence[ReplicaSource]
+) -> ssl.SSLContext | None:
+    if not any(source.tls for source in sources):
+        return None
+    context = ssl.create_default_context(cafile=settings.triton_ca_file)
+    if settings.triton_cert_file is not None:
+        context.load_cert_chain(settings.triton_cert_file, settings.triton_key_file)
+    return context
+
+
+def open_configured_store(settings: Settings) -> StateStore:
+    """Open the store of the desired state. Raises `BadState`."""
+    if settings.state:
+        return open_state_store(settings.state)
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    # Each fleet has its own file: models that were loaded on another one do not concern it.
+    fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
+    try:
+        return open_state_store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
+    except BadState as exc:
+        log.warning("models loaded through the API will be forgotten at the next start: %s", exc)
+        return open_state_store("memory:")
+
+
+class AppComponents(NamedTuple):
+    """The validated components that the settings name, before anything runs."""
+
+    sources: Sequence[ReplicaSource]
+    connection_options: ReplicaConnectionOptions
+    management_options: ManagementOptions
+    models_file: ModelsFile
+    keys_file: KeysFile | None
+    store: StateStore
+    tracer: Tracer | None
+    model_store: ModelStore | None
+
+
+def build_components(settings: Settings) -> AppComponents:
+    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or `CannotUseBucket`."""
+    sources = [parse_replica_source(url) for url in settings.triton_urls]
+    tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
+    secret = settings.triton_restricted_api
+    connection_options = ReplicaConnectionOptions(
+        settings.connect_timeout_s,
+        create_tls_context(settings, sources),
+        tls,
+        None if secret is None else parse_restricted_api(secret.get_secret_value()),
+        max_response_bytes=settings.max_answer_bytes,
+    )
+    tracer = None
+    if settings.otlp_endpoint:
+        tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
+    return AppComponents(
+        sources,
+        connection_options,
+        ManagementOptions(
+            settings.load_timeout_s,
+            tls,
+            settings.accepted_uploads is ModelUploads.code,
+            settings.ready_quorum,
+            settings.hold_s,
+        ),
+        ModelsFile(settings.models_file),
+        None if settings.keys_file is None else KeysFile(settings.keys_file),
+        open_configured_store(settings),
+        tracer,
+        create_model_store(settings),
+    )
+
+
+def create_model_store(settings: Settings) -> ModelStore | None:
+    """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
+    can_write = settings.accepted_uploads is not ModelUploads.off
+    max_bytes = settings.max_repository_bytes
+    if (folder := settings.repository_folder) is not None:
+        return FolderStore(folder, can_write=can_write, max_bytes=max_bytes)
+    if (bucket := settings.repository_bucket) is not None:
+        return BucketStore(bucket, can_write=can_write, max_bytes=max_bytes)
+    return None
+
+
+async def open_publisher(
+    files: ModelStore | None, repository: Repository, stack: AsyncExitStack
+) -> ModelPublisher | None:
+    """Return the publisher of uploaded models; None without GATEWAY_REPOSITORY."""
+    if files is None:
+        return None
+    publisher = ModelPublisher(files, repository)
+    await files.run(files.open)
+    stack.callback(files.close)
+    stack.push_async_callback(publisher.close)
+    publisher.start()
+    return publisher
+
+
+def open_openai_servers(
+    settings: Settings, options: ReplicaConnectionOptions, stack: AsyncExitStack
+) -> OpenAIServers | None:
+    if not settings.openai_urls:
+        return None
+    servers = OpenAIServers(settings.openai_urls, options)
+    stack.callback(servers.close)
+    return servers
+
+
+class FleetServices(NamedTuple):
+    """The components that know the replicas and their models."""
+
+    pool: ReplicaPool
+    dispatcher: Dispatcher
+    models: ModelService
+    repository: Repository
+
+
+async def open_fleet(
+    settings: Settings, components: AppComponents, metrics: Metrics, stack: AsyncExitStack
+) -> FleetServices:
+    pool = ReplicaPool(
+        components.sources,
+        components.connection_options,
+        metrics=metrics,
+        probe_interval_s=settings.poll_interval_s,
+        dns_interval_s=settings.dns_interval_s,
+    )
+    await stack.enter_async_context(pool)
+    dispatcher = Dispatcher(pool)
+    models = ModelService(dispatcher, settings.cancellable_models)
+    stack.callback(models.close)
+    repository = Repository(
+        pool, models, components.store, components.models_file, components.management_options
+    )
+    await stack.enter_async_context(repository)
+    metrics.collector_registry.register(FleetCollector(pool, repository))
+    # By their label in `gateway_file_valid`.
+    files = {"keys": components.keys_file, "models": components.models_file.file}
+    metrics.collector_registry.register(StateCollector(components.store, files))
+    return FleetServices(pool, dispatcher, models, repository)
+
+
+@asynccontextmanager
+async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
+    """Run the services; they are closed in reverse order."""
+    async with AsyncExitStack() as stack:
+        stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
+        metrics = Metrics()
+        fleet = await open_fleet(settings, components, metrics, stack)
+        pool, dispatcher, _, repository = fleet
+        decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
+        stack.push_async_callback(decoders.close)
+        admission = AdmissionQueue(
+            settings.max_inflight,
+            settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+            settings.max_queue,
+            metrics,
+        )
+        shadows = ShadowRunner(pool, admission, metrics, settings.max_shadow_bytes)
+        stack.push_async_callback(shadows.close)
+        activator = await open_activator(settings, dispatcher, repository, admission, stack)
+        metrics.collector_registry.register(OnDemandCollector(pool, activator))
+        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
+        stack.callback(metrics.flush)
+        authenticator = Authenticator(
+            components.keys_file, settings.allowed_hosts, local_admin=settings.local_admin
+        )
+        maintenance = Maintenance(pool, dispatcher, repository)
+        for work in (
+            update_metrics(metrics, admission, memory),
+            authenticator.watch_keys_file(),
+            maintenance.mark_activity(),
+        ):
+            stack.callback(asyncio.create_task(work).cancel)
+        if components.tracer is not None:
+            stack.callback(components.tracer.close)
+        restricted = components.connection_options.restricted_api
+        tune_interpreter()
+        yield Services(
+            settings,
+            *fleet,
+            decoders,
+            admission,
+            memory,
+            metrics,
+            authenticator,
+            ModelResolver(LabelRouter(pool, repository.state)),
+            LabelManager(pool, repository.state, settings.ready_quorum),
+            shadows,
+            RateLimiter(metrics, components.store.rate_windows()),
+            components.tracer,
+            open_openai_servers(settings, components.connection_options, stack),
+            activator,
+            await open_publisher(components.model_store, repository, stack),
+            [] if restricted is None else restricted.headers,
+        )
