@@ -10,7 +10,7 @@ import os
 import ssl
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -350,9 +350,10 @@ async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
         yield
 
 
-def create_app(settings: Settings) -> ASGIApp:
+def create_app(settings: Settings, on_open: Callable[[Services], None] | None = None) -> ASGIApp:
     """Return the gateway's ASGI application for the replicas of `settings.triton_urls`.
 
+    `on_open` is called with the services when they are open, before the first request.
     Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or
     `CannotUseBucket` for invalid settings.
     """
@@ -362,6 +363,8 @@ def create_app(settings: Settings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with run_services(settings, components) as services:
             edge.services = app.state.services = services
+            if on_open is not None:
+                on_open(services)
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 async with serve_grpc(services, drain):
                     # The HTTP server counts connections and closes them while draining.

@@ -130,7 +130,7 @@ def check_open_files() -> Iterator[Finding]:
 # The settings.
 
 
-def check_names(settings: Settings) -> Iterator[Finding]:
+def check_setting_names(settings: Settings) -> Iterator[Finding]:
     del settings  # the names are those of the environment
     warnings = describe_unknown_settings(os.environ)
     for warning in warnings:
@@ -189,7 +189,7 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         is_forgotten, count = asyncio.run(read_state())
     except (CommandError, GatewayError) as exc:
         advice = "see GATEWAY_STATE in docs/settings.md"
-        yield Finding(check, CheckStatus.failed, explain_error(exc), advice)
+        yield Finding(check, CheckStatus.failed, describe_error(exc), advice)
         return
     if is_forgotten:
         message = "no folder for the state file: loaded models are forgotten at a restart"
@@ -198,7 +198,7 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         yield Finding(check, CheckStatus.ok, f"readable, with the desired state of {count} models")
 
 
-def check_repository(settings: Settings) -> Iterator[Finding]:
+def check_model_repository(settings: Settings) -> Iterator[Finding]:
     check = "repository"
     if settings.repository_bucket is not None:
         yield from check_bucket(settings.repository_bucket)
@@ -221,12 +221,12 @@ def check_bucket(location: BucketLocation) -> Iterator[Finding]:
         Bucket(location).list_top_level()
     except (CommandError, GatewayError) as exc:
         advice = "see GATEWAY_REPOSITORY in docs/settings.md"
-        yield Finding("repository", CheckStatus.failed, explain_error(exc), advice)
+        yield Finding("repository", CheckStatus.failed, describe_error(exc), advice)
     else:
         yield Finding("repository", CheckStatus.ok, f"bucket {location.bucket} can be listed")
 
 
-def explain_error(exc: CommandError | GatewayError) -> str:
+def describe_error(exc: CommandError | GatewayError) -> str:
     return exc.detail if isinstance(exc, GatewayError) else str(exc)
 
 
@@ -317,11 +317,11 @@ def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: Check
 
 
 SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterator[Finding]]]] = (
-    check_names,
+    check_setting_names,
     check_keys,
     check_models_file,
     check_state,
-    check_repository,
+    check_model_repository,
     check_replicas,
 )
 

@@ -29,7 +29,7 @@ def describe_properties(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("model", model["name"]),
         ("state", "ready" if model["ready"] else "not ready"),
-        ("versions", ", ".join(model["versions"]) or "unknown"),
+        ("versions", ", ".join(map(str, model["versions"])) or "unknown"),
         ("platform", model["platform"] or "unknown"),
         ("batch", f"up to {batch} items per request" if batch else "one item per request"),
         ("responses", "a stream" if model["decoupled"] else "one per request"),
@@ -46,9 +46,9 @@ def format_tensor_row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
         remarks.append(tensor["content_type"])
     if tensor.get("labels"):
         remarks.append("labels")
-    return tensor["name"], tensor["datatype"], format_shape(tensor["shape"]), ", ".join(remarks)
+    return tensor["name"], tensor["datatype"], format_sizes(tensor["shape"]), ", ".join(remarks)
 
 
-def format_shape(shape: Sequence[int]) -> str:
+def format_sizes(shape: Sequence[int]) -> str:
     sizes = [ANY_SIZE if size < 0 else str(size) for size in shape]
     return " x ".join(sizes) or "scalar"
