@@ -78,7 +78,7 @@ fuzz: $(VENV)/.dev ## Mutate bytes for every parser for ten minutes; MINUTES=1 f
 containers: $(VENV)/.dev ## Build and run the images without a registry
 	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
 
-# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURE=FILE saves a screenshot.
+# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=docs saves the pictures of docs/page.md.
 page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/system/test_page.py $(ARGS)
 
