@@ -140,7 +140,7 @@ def check_setting_names(settings: Settings) -> Iterator[Finding]:
         yield Finding("settings", CheckStatus.ok, f"valid, {count} set in the environment")
 
 
-def check_keys(settings: Settings) -> Iterator[Finding]:
+def check_keys_file(settings: Settings) -> Iterator[Finding]:
     check, path = "keys file", settings.keys_file
     if path is None:
         yield Finding(
@@ -318,7 +318,7 @@ def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: Check
 
 SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterator[Finding]]]] = (
     check_setting_names,
-    check_keys,
+    check_keys_file,
     check_models_file,
     check_state,
     check_model_repository,

@@ -365,7 +365,7 @@ def bench(
     benchmark = bench.Benchmark(
         target, model, version, body, seconds, timeout, is_decoupled=model_info["decoupled"]
     )
-    results = benchmark.measure(parse_concurrencies(concurrency))
+    results = benchmark.measure(bench.parse_concurrencies(concurrency))
     if json:
         tables.print_json(results)
     else:
@@ -373,13 +373,3 @@ def bench(
         typer.echo(bench.plot_results(results))
     if any(result.failed for result in results):
         raise ClientError("some requests failed")
-
-
-def parse_concurrencies(text: str) -> list[int]:
-    try:
-        levels = [int(word) for word in text.split(",")]
-    except ValueError:
-        levels = []
-    if not levels or min(levels) < 1 or max(levels) > 1024:
-        raise UsageError(f"--concurrency must be numbers up to 1024, such as 1,2,4, not {text!r}")
-    return levels

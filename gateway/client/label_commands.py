@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.client.errors import UsageError
 from gateway.client.completion import complete_model_name
+from gateway.client.errors import UsageError
 from gateway.client.flags import MODELS_PANEL, add_flags, format_examples
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable

@@ -126,12 +126,13 @@ function byReplica(current, last, seconds) {
   return replicas;
 }
 
+const rangeCell = (range) => ({ text: formatRange(range), class: "number" });
 const numberCell = (value, digits = 1) => ({ text: value === null || value === undefined ? "–" : value.toFixed(digits), class: "number" });
 
 function updateTables(models, replicas) {
   const named = [...models].filter(([model]) => model !== ALL).sort(([a], [b]) => a.localeCompare(b));
   updateRows($("by-model").tBodies[0], named, ([model]) => model, ([model, stats]) =>
-    [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.ranges.map((range) => ({ text: formatRange(range), class: "number" }))]);
+    [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.ranges.map(rangeCell)]);
   updateRows($("by-replica").tBodies[0], [...replicas], ([replica]) => replica, ([replica, stats]) =>
     [replica, numberCell(stats.requests), numberCell(stats.failed), numberCell(stats.outstanding, 0)]);
   const newModels = named.map(([model]) => model).filter((model) => !knownModels.includes(model));
@@ -146,7 +147,7 @@ function updateVersions(versions) {
   updateRows($("by-version").tBodies[0], named, ([name]) => name, ([name, stats]) => {
     const [model, version] = name.split(VERSION_SEPARATOR);
     const labels = describeVersion(labelsOf.get(model), version);
-    return [model, version, labels, numberCell(stats.requests), numberCell(stats.errors), numberCell(stats.quantiles.at(-1))];
+    return [model, version, labels, numberCell(stats.requests), numberCell(stats.errors), rangeCell(stats.ranges.at(-1))];
   });
 }
 
