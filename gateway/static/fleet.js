@@ -38,7 +38,8 @@ export async function refresh() {
       throw error;
     });
     draw(models, replicas);
-    if (replicas) showNotice($("fleet-notice"));
+    const isEmpty = replicas && models.length === 0;
+    if (replicas) showNotice($("fleet-notice"), isEmpty ? "The repository has no models yet. Drop a model file at the end of this page." : "");
     else showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
   } catch (error) {
     showNotice($("fleet-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? useAnotherKey : null);

@@ -168,7 +168,7 @@ function draw() {
   const last = points.at(-1);
   const [p50, , p99] = last?.ranges ?? [];
   const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
-  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "no requests");
+  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "No request to this model yet. Send one under Try it, and see it here.");
 }
 
 function destroyCharts() {
