@@ -939,6 +939,33 @@ def test_the_theme_is_switched_and_kept(page: browser.Page, demo_url: str) -> No
 
 
 @needs_browser
+def test_operators_see_more_rows_if_they_want(page: browser.Page, demo_url: str) -> None:
+    height = "return document.querySelector('#models tbody tr').getBoundingClientRect().height"
+    page.open(demo_url, "#fleet")
+    page.find("#models tbody tr")
+    normal = page.run(height)
+    page.click("#density-button")
+    assert page.run(height) < 0.85 * normal
+    assert not faults(page)
+    page.click("#density-button")
+    assert page.run(height) == normal
+
+
+@needs_browser
+def test_a_repository_without_models_says_what_to_do(page: browser.Page, tmp_path: Path) -> None:
+    with triton_of(tmp_path) as triton:
+        triton.wait()
+        settings = {"repository": f"file://{tmp_path}", "model_uploads": "artifacts"}
+        with gateway_before(triton.options.url, **settings) as client:
+            page.open(str(client.base_url), "#fleet")
+            page.see("#fleet-notice", "Drop a model file")
+            page.open(str(client.base_url), "#try")
+            page.see("#try-notice", "No model is ready yet")
+            page.click("#try-notice button")
+            page.find("#upload-form")
+
+
+@needs_browser
 def test_the_page_names_its_version_and_its_documents(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url)
     assert f"triton-gateway {__version__}" in page.text("footer")
