@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import httpx
 
-from gateway.app import create_tls_context, open_configured_store
+from gateway.app import create_tls_context
 from gateway.client import tables
 from gateway.client.api import ERRNO_PREFIX
 from gateway.embedded import installation
@@ -29,7 +29,7 @@ from gateway.messages import CommandError, join_names
 from gateway.model_files.bucket import Bucket
 from gateway.settings import Settings, describe_unknown_settings, read_settings
 from gateway.settings.bucket_url import BucketLocation
-from gateway.state.store import MemoryStateStore
+from gateway.state.store import MemoryStateStore, open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0
 MIN_OPEN_FILES: Final = 4096
