@@ -336,8 +336,11 @@ def print_findings(findings: Sequence[Finding], *, json: bool) -> None:
         return
     rows = [(each.status.value, each.check, describe_finding(each)) for each in findings]
     tables.print_table(("STATUS", "CHECK", "FINDING"), rows)
-    counts = [sum(each.status is status for each in findings) for status in CheckStatus]
-    sys.stdout.write("{} ok, {} warnings, {} failed\n".format(*counts))
+    ok, warnings, failed = (
+        sum(each.status is status for each in findings) for status in CheckStatus
+    )
+    plural = "" if warnings == 1 else "s"
+    sys.stdout.write(f"{ok} ok, {warnings} warning{plural}, {failed} failed\n")
 
 
 def describe_finding(finding: Finding) -> str:
