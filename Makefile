@@ -14,6 +14,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
+# The embedded Triton has no Python backend for other versions.
+define CHECK_PYTHON
+$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || { \
+	echo "triton-gateway needs CPython 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1)"; \
+	for found in python3.12 python3.11 python3.10; do \
+		if command -v $$found > /dev/null; then echo "use: make $(MAKECMDGOALS) PYTHON=$$found"; exit 1; fi; \
+	done; \
+	echo "install one (Debian, Ubuntu: apt-get install python3.12 python3.12-venv; elsewhere: uv python install 3.12)"; \
+	echo "then use: make $(MAKECMDGOALS) PYTHON=python3.12"; \
+	exit 1; \
+} >&2
+endef
+
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
@@ -65,7 +78,7 @@ fuzz: $(VENV)/.dev ## Mutate bytes for every parser for ten minutes; MINUTES=1 f
 containers: $(VENV)/.dev ## Build and run the images without a registry
 	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
 
-# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURE=FILE saves a screenshot.
+# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=docs saves the pictures of docs/page.md.
 page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/system/test_page.py $(ARGS)
 
@@ -99,7 +112,7 @@ examples: $(OWN_ENV)/.ready ## Build the environment of the example model that b
 
 # Hash-locked installs; repeated when a lock file changes.
 $(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "triton-gateway needs Python 3.10 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(CHECK_PYTHON)
 	@echo "preparing the gateway's environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/build.txt -r requirements/gateway.txt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -99,8 +99,8 @@ async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
         yield
 
 
-def create_app(settings: Settings) -> ASGIApp:
-    """Return the gateway's ASGI application for the replicas of `settings.triton_urls`.
+def create_app(settings: Settings, on_open: Callable[[Services], None] | None = None) -> ASGIApp:
+    """Return the ASGI application for the replicas of `settings.triton_urls`; `on_open` gets its services.
 
     Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or
     `CannotUseBucket` for invalid settings.
@@ -111,6 +111,8 @@ def create_app(settings: Settings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with run_services(settings, components) as services:
             edge.services = app.state.services = services
+            if on_open is not None:
+                on_open(services)
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 async with serve_grpc(services, drain):
                     # The HTTP server counts connections and closes them while draining.

@@ -14,7 +14,7 @@ import typer
 
 from gateway import __version__
 from gateway.client import commands
-from gateway.client.flags import add_flags
+from gateway.client.flags import MODELS_PANEL, OPERATION_PANEL, add_flags, format_examples
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
@@ -26,11 +26,14 @@ HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
 root_cli = CliGroup(pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
-root_cli.add_typer(key_commands, name="key")
-root_cli.add_typer(state_commands, name="state")
-root_cli.add_typer(label_cli, name="label")
-root_cli.add_typer(rollout_cli)
+START_PANEL = "Start a gateway"
+root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(commands.cli)
+root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
+root_cli.add_typer(rollout_cli)
+root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)
+diagnosis_commands = typer.Typer()  # the last group of the help, which lists groups in this order
+root_cli.add_typer(diagnosis_commands)
 
 Host = Annotated[str, typer.Option(help="Address that the gateway listens on.")]
 Port = Annotated[int, typer.Option(help="Port that the gateway listens on.")]
@@ -106,7 +109,14 @@ def command(
     """The REST front door of NVIDIA Triton Inference Server."""
 
 
-@root_cli.command()
+@root_cli.command(
+    rich_help_panel=START_PANEL,
+    epilog=format_examples(
+        "triton-gateway up model.onnx",
+        "triton-gateway up path/to/repository --port 9000",
+        "triton-gateway up --replicas 2",
+    ),
+)
 @add_flags(TritonFlags)
 def up(
     flags: TritonFlags,
@@ -130,7 +140,7 @@ def up(
     launch.run_with_embedded_triton(options, host, port, replicas, settings)
 
 
-@root_cli.command()
+@root_cli.command(rich_help_panel=START_PANEL)
 @add_flags(TritonFlags)
 def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     """Start an embedded Triton without a gateway."""
@@ -139,7 +149,10 @@ def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     launch.run_triton(flags.to_options(), host)
 
 
-@root_cli.command()
+@root_cli.command(
+    rich_help_panel=START_PANEL,
+    epilog=format_examples("GATEWAY_TRITON_URLS=http://triton:8000 triton-gateway serve"),
+)
 def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1) -> None:
     """Start the gateway for the Tritons of GATEWAY_TRITON_URLS."""
     from gateway import launch
@@ -147,7 +160,27 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
     launch.run_gateway(host, port, workers)
 
 
-@key_commands.command("create")
+@diagnosis_commands.command(
+    rich_help_panel=OPERATION_PANEL,
+    epilog=format_examples("triton-gateway doctor", "triton-gateway doctor --port 9000 --json"),
+)
+def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: commands.JsonOption = False) -> None:
+    """Check this machine and its settings. The exit status is 1 if a check fails."""
+    from gateway.doctor import CheckStatus, print_findings, run_checks
+
+    findings = run_checks(host, port)
+    print_findings(findings, json=json)
+    if any(finding.status is CheckStatus.failed for finding in findings):
+        raise SystemExit(1)
+
+
+@key_commands.command(
+    "create",
+    epilog=format_examples(
+        "triton-gateway key create team-a --file keys.yaml",
+        "triton-gateway key create team-a --model 'res*' --requests-per-second 50",
+    ),
+)
 def create_key(
     name: KeyName,
     role: Roles = [Role.infer],  # noqa: B006 - typer's convention

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import logging
-import os
 import ssl
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
 from gateway import __version__, logs
 from gateway.admission import AdmissionQueue
@@ -47,8 +43,8 @@ from gateway.rate_limit import RateLimiter
 from gateway.services import Services
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
-from gateway.state.desired import BadState, StateStore
-from gateway.state.store import open_state_store
+from gateway.state.desired import StateStore
+from gateway.state.store import open_configured_store
 from gateway.tracing import Tracer
 from gateway.triton.grpc.management import GrpcTlsFiles
 from gateway.triton.restricted_api import parse_restricted_api
@@ -94,20 +90,6 @@ def create_tls_context(
     if settings.triton_cert_file is not None:
         context.load_cert_chain(settings.triton_cert_file, settings.triton_key_file)
     return context
-
-
-def open_configured_store(settings: Settings) -> StateStore:
-    """Open the store of the desired state. Raises `BadState`."""
-    if settings.state:
-        return open_state_store(settings.state)
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    # Each fleet has its own file: models that were loaded on another one do not concern it.
-    fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
-    try:
-        return open_state_store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
-    except BadState as exc:
-        log.warning("models loaded through the API will be forgotten at the next start: %s", exc)
-        return open_state_store("memory:")
 
 
 class AppComponents(NamedTuple):

@@ -82,15 +82,20 @@ def run_with_embedded_triton(
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
     from gateway.app import create_app
     from gateway.server import create_server
+    from gateway.welcome import Welcome
+
+    settings = restrict_allowed_hosts(host, settings)
+    warn_if_exposed(settings, host)
+    welcome = Welcome(host, port, print_line)
 
     def on_ready() -> None:
         elapsed_s = time.monotonic() - started_at
         places = describe_places(host, port, settings)
         print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
+        welcome.start()
 
-    settings = restrict_allowed_hosts(host, settings)
-    warn_if_exposed(settings, host)
-    gateway = create_server(create_app(settings), settings, host, port, on_ready)
+    app = create_app(settings, welcome.receive_services)
+    gateway = create_server(app, settings, host, port, on_ready)
     reasons: list[str] = []
 
     def on_failure(reason: str) -> None:
@@ -212,6 +217,9 @@ def run_triton(options: TritonOptions, host: str) -> None:
         print_line(f"Triton is ready: {options.url}  (press Ctrl-C to stop)")
         try:
             signal.pause()
+        except KeyboardInterrupt:
+            print_line("stopping Triton")
+            raise
         except SystemExit:
             if reasons:
                 raise CommandError(reasons[0]) from None

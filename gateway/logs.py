@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -20,6 +21,8 @@ from gateway.settings.observability import LogFormat, LogLevel
 
 STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0
+ACCESS_LOGGER: Final = "gateway.access"
+READING_METHODS: Final = ("GET", "HEAD", "OPTIONS")
 
 OWN_RECORD_FIELDS = {"message", "asctime", "request_id", "color_message"}
 STANDARD_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys() | OWN_RECORD_FIELDS
@@ -97,6 +100,29 @@ class ConsoleFormatter(LineFormatter):
         return "\n".join(f"  {escape_unprintable(line)}" for line in lines)
 
 
+class TerminalFormatter(ConsoleFormatter):
+    """Short lines for requests: `POST ensemble 200 12 ms`.
+
+    Successful reads of information are omitted, so that the page, which refreshes itself, writes nothing.
+    """
+
+    def format_line(
+        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
+    ) -> str:
+        is_detailed = logging.getLogger().isEnabledFor(logging.DEBUG)
+        if is_detailed or fields.get("logger") != ACCESS_LOGGER:
+            return super().format_line(time_s, level, message, fields)
+        method, _, target = message.partition(" ")
+        path, _, status = target.rpartition(" ")
+        is_success = status < "400"
+        if is_success and method in READING_METHODS:
+            return ""
+        name = escape_unprintable(fields["model"] or path)
+        suffix = "" if is_success else f" request_id={escape_unprintable(fields['request_id'])}"
+        time = format_local_second(int(time_s))
+        return f"{time} {method} {name} {status} {fields['duration_ms']:.0f} ms{suffix}"
+
+
 @lru_cache(4)
 def format_utc_second(second: int) -> str:
     return datetime.fromtimestamp(second, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
@@ -124,7 +150,8 @@ class QueuedLogHandler(logging.Handler):
             self.handleError(record)
 
     def write_line(self, level: str, message: str, fields: Mapping[str, Any]) -> None:
-        self.writer.enqueue(f"{self.line_formatter.format_line(time(), level, message, fields)}\n")
+        if line := self.line_formatter.format_line(time(), level, message, fields):
+            self.writer.enqueue(f"{line}\n")
 
     def flush(self) -> None:
         self.writer.flush(LOG_FLUSH_TIMEOUT_S)
@@ -137,8 +164,7 @@ class QueuedLogHandler(logging.Handler):
 
 def configure(settings: Settings) -> LineWriter:
     """Configure logging; return the writer of standard error, for other lines in the same order."""
-    is_json = settings.log_format is LogFormat.json
-    handler = QueuedLogHandler(STDERR, JsonFormatter() if is_json else ConsoleFormatter())
+    handler = QueuedLogHandler(STDERR, choose_formatter(settings))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
@@ -158,6 +184,12 @@ def set_level(level: LogLevel) -> None:
     root = logging.getLogger()
     root.setLevel(level.value.upper())
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
+
+
+def choose_formatter(settings: Settings) -> LineFormatter:
+    if settings.log_format is LogFormat.json:
+        return JsonFormatter()
+    return TerminalFormatter() if os.isatty(STDERR) else ConsoleFormatter()
 
 
 def log_fields(

@@ -27,7 +27,7 @@ class ApiClient:
             base_url=target.base_url,
             headers=target.headers,
             verify=target.ssl_context or False,  # without TLS, skip loading the CA certificates
-            timeout=httpx.Timeout(timeout_s, connect=API_CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, API_CONNECT_TIMEOUT_S)),
             trust_env=False,
         )
 

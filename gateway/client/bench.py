@@ -159,3 +159,13 @@ def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:
 def format_bar(length: float) -> str:
     whole, eighths = divmod(round(length * 8), 8)
     return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
+
+
+def parse_concurrencies(text: str) -> list[int]:
+    try:
+        levels = [int(word) for word in text.split(",")]
+    except ValueError:
+        levels = []
+    if not levels or min(levels) < 1 or max(levels) > 1024:
+        raise UsageError(f"--concurrency must be numbers up to 1024, such as 1,2,4, not {text!r}")
+    return levels

@@ -9,17 +9,34 @@ from typing import Annotated, Any
 
 import typer
 
+from gateway.client.completion import complete_model_name
 from gateway.client.errors import ClientError, UsageError, make_client_error
-from gateway.client.flags import InferFlags, TimeoutOption, add_flags
+from gateway.client.flags import (
+    INFERENCE_PANEL,
+    MODELS_PANEL,
+    OPERATION_PANEL,
+    InferFlags,
+    TimeoutOption,
+    add_flags,
+    format_examples,
+)
 from gateway.client.replica_commands import replica_commands
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
 cli = typer.Typer()
-cli.add_typer(replica_commands, name="replicas")
+cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
-ModelsArgument = Annotated[list[str], typer.Argument(metavar="MODELS", help="Names of the models.")]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Name of the model.", autocompletion=complete_model_name),
+]
+ModelsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODELS", help="Names of the models.", autocompletion=complete_model_name
+    ),
+]
 VersionOption = Annotated[
     str, typer.Option("--version", help="Model version. Default: the newest.")
 ]
@@ -29,7 +46,14 @@ TextsOption = Annotated[
 ]
 
 
-@cli.command()
+@cli.command(
+    rich_help_panel=INFERENCE_PANEL,
+    epilog=format_examples(
+        "triton-gateway infer MODEL photos/ --output results.jsonl",
+        "triton-gateway infer MODEL --text 'some text' --text 'another'",
+        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output results.csv",
+    ),
+)
 @add_flags(Target)
 @add_flags(InferFlags)
 def infer(
@@ -67,7 +91,7 @@ def infer(
     raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form)))
 
 
-@cli.command()
+@cli.command(rich_help_panel=MODELS_PANEL)
 @add_flags(Target)
 def models(target: Target, json: JsonOption = False) -> None:
     """List the models and whether each is ready."""
@@ -76,7 +100,7 @@ def models(target: Target, json: JsonOption = False) -> None:
     print_resource_list("models", target, json=json)
 
 
-@cli.command()
+@cli.command(rich_help_panel=OPERATION_PANEL)
 @add_flags(Target)
 def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
@@ -107,7 +131,7 @@ def explain_not_ready(readiness: dict[str, Any]) -> str:
     return f"not ready: {', '.join(down) or 'no replica is available'}"
 
 
-@cli.command()
+@cli.command(rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway load MODEL"))
 @add_flags(Target)
 def load(
     target: Target,
@@ -122,7 +146,10 @@ def load(
     manage_models("load", models, body, json, target)
 
 
-@cli.command()
+@cli.command(
+    rich_help_panel=MODELS_PANEL,
+    epilog=format_examples("triton-gateway unload ENSEMBLE --dependents"),
+)
 @add_flags(Target)
 def unload(
     target: Target,
@@ -167,7 +194,13 @@ def manage_models(
         raise type(failures[0])("; ".join(map(str, failures)))
 
 
-@cli.command()
+@cli.command(
+    rich_help_panel=MODELS_PANEL,
+    epilog=format_examples(
+        "triton-gateway push model.onnx --name digits",
+        "triton-gateway push model.onnx --name digits --labels labels.txt --version 2",
+    ),
+)
 @add_flags(Target)
 def push(
     target: Target,
@@ -198,7 +231,10 @@ def push(
         typer.echo(escape_unprintable(words.format_map(published)))
 
 
-@cli.command()
+@cli.command(
+    rich_help_panel=MODELS_PANEL,
+    epilog=format_examples("triton-gateway pull digits --output backup/"),
+)
 @add_flags(Target)
 def pull(
     target: Target,
@@ -215,13 +251,19 @@ def pull(
         typer.echo(escape_unprintable(path))
 
 
-@cli.command("rm")
+@cli.command(
+    "rm", rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway rm digits/1")
+)
 @add_flags(Target)
 def remove(
     target: Target,
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAMES", help="Models, or versions of models as NAME/VERSION."),
+        typer.Argument(
+            metavar="NAMES",
+            help="Models, or versions of models as NAME/VERSION.",
+            autocompletion=complete_model_name,
+        ),
     ],
 ) -> None:
     """Unload models and remove their files."""
@@ -231,7 +273,7 @@ def remove(
         typer.echo(f"removed {escape_unprintable(name)}")
 
 
-@cli.command()
+@cli.command(rich_help_panel=OPERATION_PANEL)
 @add_flags(Target)
 def top(
     target: Target,
@@ -245,7 +287,7 @@ def top(
         run_top(api, interval)
 
 
-@cli.command()
+@cli.command(rich_help_panel=INFERENCE_PANEL)
 @add_flags(Target)
 def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> None:
     """Print a curl command for the model."""
@@ -253,12 +295,42 @@ def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> N
 
     with ApiClient(target) as api:
         line = api.get_model(model, version)["curl"]
+    typer.echo(escape_unprintable(line) + format_curl_header(target))
+
+
+def format_curl_header(target: Target) -> str:
     # The key itself is never printed.
-    header = ' -H "Authorization: Bearer $TRITON_GATEWAY_KEY"' if target.key else ""
-    typer.echo(escape_unprintable(line) + header)
+    return ' -H "Authorization: Bearer $TRITON_GATEWAY_KEY"' if target.key else ""
 
 
-@cli.command()
+@cli.command(
+    rich_help_panel=INFERENCE_PANEL,
+    epilog=format_examples("triton-gateway describe MODEL"),
+)
+@add_flags(Target)
+def describe(
+    target: Target, model: ModelArgument, version: VersionOption = "", json: JsonOption = False
+) -> None:
+    """Show the versions, inputs and outputs of a model, and a curl command for it."""
+    from gateway.client import tables
+    from gateway.client.api import ApiClient
+    from gateway.client.describe import print_model
+
+    with ApiClient(target) as api:
+        description = api.get_model(model, version)
+    if json:
+        tables.print_json(description)
+    else:
+        print_model(description, format_curl_header(target))
+
+
+@cli.command(
+    rich_help_panel=INFERENCE_PANEL,
+    epilog=format_examples(
+        "triton-gateway bench MODEL --concurrency 1,4,16 --seconds 5",
+        "triton-gateway bench MODEL photo.jpg",
+    ),
+)
 @add_flags(Target)
 def bench(
     target: Target,
@@ -293,7 +365,7 @@ def bench(
     benchmark = bench.Benchmark(
         target, model, version, body, seconds, timeout, is_decoupled=model_info["decoupled"]
     )
-    results = benchmark.measure(parse_concurrencies(concurrency))
+    results = benchmark.measure(bench.parse_concurrencies(concurrency))
     if json:
         tables.print_json(results)
     else:
@@ -301,13 +373,3 @@ def bench(
         typer.echo(bench.plot_results(results))
     if any(result.failed for result in results):
         raise ClientError("some requests failed")
-
-
-def parse_concurrencies(text: str) -> list[int]:
-    try:
-        levels = [int(word) for word in text.split(",")]
-    except ValueError:
-        levels = []
-    if not levels or min(levels) < 1 or max(levels) > 1024:
-        raise UsageError(f"--concurrency must be numbers up to 1024, such as 1,2,4, not {text!r}")
-    return levels

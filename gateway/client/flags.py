@@ -42,6 +42,19 @@ def add_flags(
     return decorate
 
 
+# Titles of the groups of commands in the help.
+INFERENCE_PANEL = "Use models"
+MODELS_PANEL = "Manage models and replicas"
+OPERATION_PANEL = "Watch and diagnose"
+
+
+def format_examples(*commands: str) -> str:
+    """Return the examples as the last part of a command's help."""
+    # Blank lines separate the lines of the help; backslashes keep brackets from being markup.
+    lines = ("Examples:", *commands)
+    return "\n\n".join(line.replace("[", "\\[") for line in lines)
+
+
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
 ]

@@ -8,8 +8,9 @@ from urllib.parse import quote
 
 import typer
 
+from gateway.client.completion import complete_model_name
 from gateway.client.errors import UsageError
-from gateway.client.flags import add_flags
+from gateway.client.flags import MODELS_PANEL, add_flags, format_examples
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
@@ -17,7 +18,10 @@ label_cli = typer.Typer(no_args_is_help=True, help="Manage the version labels of
 rollout_cli = typer.Typer()
 
 LABEL_COLUMNS: Final = ("MODEL", "LABEL", "VERSIONS", "SHADOW", "NOT READY")
-LabelledModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
+LabelledModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Name of the model.", autocompletion=complete_model_name),
+]
 LabelName = Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label.")]
 PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -59,7 +63,10 @@ def delete_model_label(
     print_labels(target, "DELETE", label_path(model, label), None, json=json)
 
 
-@rollout_cli.command()
+@rollout_cli.command(
+    rich_help_panel=MODELS_PANEL,
+    epilog=format_examples("triton-gateway rollout MODEL --from 1 --to 2"),
+)
 @add_flags(Target)
 def rollout(
     target: Target,

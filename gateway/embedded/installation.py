@@ -181,12 +181,27 @@ def find_lock_file(name: str) -> Path:
     return packaged if packaged.exists() else package.parent / "requirements" / name
 
 
+def name_models_folder(cache: Path) -> Path:
+    return cache / f"models-py{PYTHON_VERSION}-{hash_files([find_lock_file('models.txt')])}"
+
+
+def name_server_folder(cache: Path) -> Path:
+    return cache / f"tritonserver-{hash_files([find_lock_file('tritonserver.txt')])}"
+
+
+def list_missing_parts() -> list[str]:
+    """Return the names of the parts that the next `install_triton` downloads."""
+    cache = cache_folder()
+    folders = {
+        "tritonserver": name_server_folder(cache),
+        "the models' Python environment": name_models_folder(cache),
+    }
+    return [name for name, folder in folders.items() if not (folder / COMPLETE_MARKER).exists()]
+
+
 def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -> Path:
     lock = find_lock_file("models.txt")
-    with build_once(cache / f"models-py{PYTHON_VERSION}-{hash_files([lock])}") as (
-        folder,
-        needed,
-    ):
+    with build_once(name_models_folder(cache)) as (folder, needed):
         if needed:
             on_message("installing the models' Python environment, 35 MB (first start only)")
             venv = [sys.executable, "-m", "venv", str(folder)]
@@ -202,7 +217,7 @@ def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -
 
 def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -> Path:
     lock = find_lock_file("tritonserver.txt")
-    with build_once(cache / f"tritonserver-{hash_files([lock])}") as (folder, needed):
+    with build_once(name_server_folder(cache)) as (folder, needed):
         if needed:
             on_message("downloading tritonserver, 55 MB (first start only)")
             pip_install(models, lock, "--target", str(folder))

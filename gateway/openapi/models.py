@@ -95,8 +95,12 @@ TENSOR_SCHEMA = build_object_schema(
         "content_type": STRING_SCHEMA,
         "image": IMAGE_SCHEMA,
         "labels": {"const": True, "description": "`classification` returns labels of this output."},
+        "example": {
+            "type": "string",
+            "description": "A sample value: a text, JSON, or a file as a data: URI.",
+        },
     },
-    optional=("optional", "content_type", "image", "labels"),
+    optional=("optional", "content_type", "image", "labels", "example"),
 )
 OPENAI_MODEL_PROPERTIES: Final = {
     "id": STRING_SCHEMA,

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway import audit
 from gateway.error_responses import render_error
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
-from gateway.logs import log_fields
+from gateway.logs import ACCESS_LOGGER, log_fields
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
@@ -26,7 +26,7 @@ from gateway.routes.infer import InferenceRoute, find_inference_route
 from gateway.services import Services
 from gateway.tracing import Trace, choose_request_id, is_probe
 
-log = logging.getLogger("gateway.access")
+log = logging.getLogger(ACCESS_LOGGER)
 
 # Browsers must not run a model's output as a page of the gateway's origin.
 MODEL_PATH_PREFIX = "/v1/"

@@ -287,5 +287,6 @@ def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
         "content_type": tensor.content_type,
         "image": image and {name: getattr(image, name) for name in IMAGE_FIELDS},
         "labels": tensor.has_class_labels,
+        "example": tensor.example,
     }
     return description | {name: value for name, value in optional.items() if value}

@@ -13,6 +13,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
+from gateway import __version__
 from gateway.errors import NotFound
 from gateway.media_types import JSON
 from gateway.messages import quote_text
@@ -41,6 +42,7 @@ DOCS_SECURITY_POLICY: Final = (
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
+VERSION_PLACEHOLDER: Final = b"{{version}}"
 # The files have no version in their names, so that browsers revalidate each of them.
 CACHE_CONTROL: Final = "no-cache"
 
@@ -53,10 +55,13 @@ class Asset:
 
 
 def load_assets(folder: Path) -> dict[str, Asset]:
+    """Read the files; HTML may contain the version of the gateway as VERSION_PLACEHOLDER."""
     assets: dict[str, Asset] = {}  # by path, relative to the folder
     for path in folder.rglob("*"):
         if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
             body = path.read_bytes()
+            if path.suffix == ".html":
+                body = body.replace(VERSION_PLACEHOLDER, __version__.encode())
             etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             assets[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
     return assets

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import orjson
 
 from gateway.errors import Conflict
 from gateway.messages import quote_text
+from gateway.settings import Settings
 from gateway.state.cordons import with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
@@ -30,6 +35,8 @@ from gateway.state.loads import (
 )
 from gateway.state.redis import open_redis_store
 from gateway.version_labels import LabelTable, VersionLabel
+
+log = logging.getLogger(__name__)
 
 STATE_URL_HELP: Final = (
     "GATEWAY_STATE must be memory:, none:, file:///FOLDER/state.json or "
@@ -57,6 +64,20 @@ def open_state_store(url: str) -> StateStore:
         # No message contains the URL, because it can contain a password.
         raise BadState(STATE_URL_HELP)
     return store
+
+
+def open_configured_store(settings: Settings) -> StateStore:
+    """Open the store of the desired state. Raises `BadState`."""
+    if settings.state:
+        return open_state_store(settings.state)
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    # Each fleet has its own file: models that were loaded on another one do not concern it.
+    fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
+    try:
+        return open_state_store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
+    except BadState as exc:
+        log.warning("models loaded through the API will be forgotten at the next start: %s", exc)
+        return open_state_store("memory:")
 
 
 class StateNotShared(Conflict):

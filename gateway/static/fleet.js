@@ -8,8 +8,10 @@ import * as upload from "./upload.js";
 
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
 const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
+const links = new Map(); // by model, for the same reason
 const busy = new Map(); // model → action in progress
 let columns = null;
+let canManage = false; // without this right, buttons that would be refused are not there
 
 export function start() {
   $("filter").addEventListener("input", filter);
@@ -36,7 +38,8 @@ export async function refresh() {
       throw error;
     });
     draw(models, replicas);
-    if (replicas) showNotice($("fleet-notice"));
+    const isEmpty = replicas && models.length === 0;
+    if (replicas) showNotice($("fleet-notice"), isEmpty ? "The repository has no models yet. Drop a model file at the end of this page." : "");
     else showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
   } catch (error) {
     showNotice($("fleet-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? useAnotherKey : null);
@@ -51,11 +54,22 @@ async function useAnotherKey() {
 }
 
 function draw(models, replicas) {
+  canManage = replicas !== null;
+  $("upload-form").hidden = $("upload-heading").hidden = !canManage;
   updateRows($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
   const addresses = (replicas ?? []).map((replica) => replica.address);
   updateColumns(addresses);
   updateRows($("models").tBodies[0], models, (model) => model.name, (model) => modelCells(model, addresses));
+  labelCells();
   filter();
+}
+
+/** On a phone, each row is a card, and its cells have the names of their columns. */
+function labelCells() {
+  const names = [...$("models").tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of $("models").tBodies[0].rows) {
+    for (const cell of row.cells) if (cell.cellIndex < row.cells.length - 1) cell.dataset.label = names[cell.cellIndex];
+  }
 }
 
 function replicaCells(replica) {
@@ -69,6 +83,18 @@ function replicaCells(replica) {
     { text: String(ready), class: "number" },
     { text: replica.reason ?? "", class: "long" },
   ];
+}
+
+/** A model that is intentionally not loaded is not a failure. */
+function replicaStateCell(model, address) {
+  const name = model.replicas?.[address] ?? "–";
+  const isIntended = name === "UNAVAILABLE" && !model.last_error && !model.declared && model.wished !== "loaded";
+  return isIntended ? { text: "not loaded", class: "state quiet" } : stateCell(name);
+}
+
+function modelLink(name) {
+  if (!links.has(name)) links.set(name, el("a", { href: `#model/${encodeURIComponent(name)}`, text: name }));
+  return links.get(name);
 }
 
 const GOOD = new Set(["READY", "UP"]);
@@ -87,17 +113,21 @@ function updateColumns(addresses) {
 }
 
 function modelCells(model, addresses) {
-  const versions = model.versions.map(({ version, state: name }) => (version ? `${version} ${name ?? ""}` : name ?? ""));
+  const isUnloaded = ({ state, reason }) => state === "UNAVAILABLE" && (!reason || reason === "unloaded");
+  const versions = model.versions.map((entry) => {
+    const state = isUnloaded(entry) ? "not loaded" : entry.state ?? "";
+    return entry.version ? `${entry.version} ${state}` : state;
+  });
   const missing = model.wished === "loaded" && !model.ready;
   const reasons = model.versions.map((version) => version.reason).filter((reason) => reason && reason !== "unloaded");
   return [
-    model.name,
+    modelLink(model.name),
     {
       text: (versions.join(", ") || model.state || "not loaded") + (missing ? ", load pending" : ""),
       class: model.ready ? "state good" : "state quiet",
     },
     { text: describeLabels(model.labels), class: "long" },
-    ...addresses.map((address) => stateCell(model.replicas?.[address] ?? "–")),
+    ...addresses.map((address) => replicaStateCell(model, address)),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
     actionButtons(model.name, model.ready, missing, model.on_demand),
   ];
@@ -119,6 +149,7 @@ function actionButtons(model, ready, missing, onDemand) {
   }
   const [load, unload, trial, status] = buttons.get(model).children;
   const action = busy.get(model);
+  load.hidden = unload.hidden = !canManage;
   load.disabled = Boolean(action);
   unload.disabled = Boolean(action) || !(ready || missing);
   trial.hidden = !(ready || onDemand);
@@ -167,7 +198,7 @@ function showReport(model, action, document, failure = "") {
   const rows = Object.entries(document.replicas ?? {}).map(([address, result]) =>
     el("tr", {},
       el("th", { scope: "row", text: address }),
-      el("td", { class: stateCell(result.state).class, text: result.state }),
+      el("td", { class: action === "unload" && !failure ? "state quiet" : stateCell(result.state).class, text: result.state }),
       el("td", { class: "long", text: result.reason ?? "" })));
   const parts = [el("h3", { text: heading, class: failure ? "bad" : "" })];
   if (failure) parts.push(el("p", { text: failure }));

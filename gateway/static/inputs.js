@@ -3,8 +3,11 @@
 import { Drawing } from "./draw.js";
 import { el, setText } from "./dom.js";
 import { asJson } from "./numbers.js";
+import { useSample } from "./samples.js";
 
 const LABELS = { file: "File", draw: "Draw", text: "Text", values: "Values" };
+const MAX_FILES = 256;
+const PREVIEW = /^image\/(png|jpeg|webp|gif)$/;
 
 export const formatShape = (tensor) => `${tensor.datatype} [${tensor.shape.map((size) => (size < 0 ? "any" : size)).join(", ")}]`;
 
@@ -18,18 +21,23 @@ export function inputMethods(tensor) {
     if (type.startsWith("text/") || type === "application/json") return ["text", ...lists];
     return ["text", "file", "draw", ...lists];
   }
+  if (!tensor.image && tensor.shape.every((size) => size === 1)) {
+    if (tensor.datatype !== "BOOL") return ["number"];
+    return tensor.shape.length > 1 ? ["values"] : tensor.optional ? ["choice"] : ["flag"]; // a checkbox always has a value
+  }
   if (!tensor.image) return ["values"];
   return tensor.image.layout === "NHW" ? ["values", "file", "draw"] : ["draw", "file", "values"];
 }
 
 export class Field {
-  /** @param {boolean} compares whether a second text can be entered for comparison */
-  constructor(tensor, number, compares, onChange) {
+  /** @param {{compares: boolean, batches: boolean}} options: accept a second text, or several files */
+  constructor(tensor, number, { compares, batches }, onChange) {
     this.tensor = tensor;
+    this.batches = batches;
     this.onChange = onChange;
     this.methods = inputMethods(tensor);
     this.method = this.methods[0];
-    this.selectedFile = null;
+    this.selectedFiles = [];
     this.id = `input-${number}`;
     this.error = el("p", { class: "bad", role: "alert", id: `${this.id}-error` });
     this.panels = Object.fromEntries(this.methods.map((method) => [method, this[method](compares && method === "text")]));
@@ -37,6 +45,7 @@ export class Field {
       el("legend", {}, el("span", { class: "name", text: tensor.name }), " ",
         el("span", { class: "quiet", text: formatShape(tensor) + (tensor.optional ? ", optional" : "") })),
       this.methods.length > 1 ? this.methodChoice() : null,
+      tensor.example ? el("button", { type: "button", class: "sample-value", text: "Use the sample", onclick: () => useSample(this) }) : null,
       ...Object.values(this.panels),
       this.error);
     this.selectMethod(this.method);
@@ -72,6 +81,25 @@ export class Field {
     return el("div", {}, this.valuesArea.element);
   }
 
+  flag() {
+    this.flagInput = el("input", { type: "checkbox", onchange: this.onChange });
+    return el("label", {}, this.flagInput, " true");
+  }
+
+  choice() {
+    this.choiceInput = el("select", { "aria-label": this.tensor.name, onchange: this.onChange },
+      ...["", "true", "false"].map((value) => el("option", { value, text: value || "not sent" })));
+    return el("div", {}, this.choiceInput);
+  }
+
+  number() {
+    const id = `${this.id}-number`;
+    const isInteger = /^U?INT/.test(this.tensor.datatype);
+    this.numberInput = el("input", { type: "number", id, step: isInteger ? "1" : "any", min: this.tensor.datatype.startsWith("U") ? "0" : null,
+      "aria-describedby": this.error.id, oninput: this.onChange });
+    return el("div", {}, el("label", { for: id, text: isInteger ? "Whole number" : "Number" }), " ", this.numberInput);
+  }
+
   area(label, rows) {
     const id = `${this.id}-${label.split(" ").slice(0, 2).join("-").replace(/\W/g, "")}`;
     const area = el("textarea", { id, rows, spellcheck: "false", "aria-describedby": this.error.id, oninput: this.onChange });
@@ -86,33 +114,41 @@ export class Field {
   file() {
     const isImage = this.methods.includes("draw");
     const fileInput = (attributes) =>
-      el("input", { type: "file", accept: isImage ? "image/*" : null, ...attributes,
-        onchange: (event) => this.setFile(event.target.files[0]) });
-    this.preview = el("img", { alt: "Selected image", hidden: true });
+      el("input", { type: "file", accept: isImage ? "image/*" : null, multiple: this.batches, ...attributes,
+        onchange: (event) => this.setFiles(event.target.files) });
+    this.previews = el("div", { class: "thumbnails" });
     this.fileStatus = el("span", { class: "quiet", role: "status", text: "No file selected." });
     const zone = el("div", { class: "drop" },
-      el("label", {}, isImage ? "Choose an image, drop it here, or paste it" : "Choose a file, or drop it here", fileInput({})),
-      isImage ? el("label", { class: "camera" }, "Take a photo", fileInput({ capture: "environment" })) : null,
-      this.fileStatus, this.preview);
+      el("label", {}, this.fileHint(isImage), fileInput({})),
+      isImage ? el("label", { class: "camera" }, "Take a photo", fileInput({ capture: "environment", multiple: null })) : null,
+      this.fileStatus, this.previews);
     zone.addEventListener("dragover", (event) => { event.preventDefault(); zone.classList.add("over"); });
     zone.addEventListener("dragleave", () => zone.classList.remove("over"));
     zone.addEventListener("drop", (event) => {
       event.preventDefault();
       zone.classList.remove("over");
-      this.setFile(event.dataTransfer.files[0]);
+      this.setFiles(event.dataTransfer.files);
     });
     return zone;
   }
 
-  /** Use a file that was chosen, dropped or pasted. */
-  setFile(file) {
-    if (!file) return;
-    this.selectedFile = file;
+  fileHint(isImage) {
+    if (this.batches) return isImage ? "Choose one or several images, drop them here, or paste one" : "Choose one or several files, or drop them here";
+    return isImage ? "Choose an image, drop it here, or paste it" : "Choose a file, or drop it here";
+  }
+
+  /** Use files that were chosen, dropped or pasted. */
+  setFiles(list) {
+    const files = [...list].slice(0, this.batches ? MAX_FILES : 1);
+    if (!files.length) return;
+    this.selectedFiles = files;
     this.selectMethod("file");
-    setText(this.fileStatus, `${file.name || "pasted"}, ${Math.max(Math.round(file.size / 1024), 1)} KB`);
-    if (this.preview.src) URL.revokeObjectURL(this.preview.src);
-    this.preview.hidden = !/^image\/(png|jpeg|webp|gif)$/.test(file.type);
-    if (!this.preview.hidden) this.preview.src = URL.createObjectURL(file);
+    const size = files.reduce((sum, file) => sum + file.size, 0);
+    const name = files.length > 1 ? `${files.length} files` : files[0].name || "pasted";
+    setText(this.fileStatus, `${name}, ${Math.max(Math.round(size / 1024), 1)} KB`);
+    for (const image of this.previews.children) URL.revokeObjectURL(image.src);
+    this.previews.replaceChildren(...files.filter(({ type }) => PREVIEW.test(type)).map((file) =>
+      el("img", { alt: files.length > 1 ? file.name : "Selected image", src: URL.createObjectURL(file) })));
     this.onChange();
   }
 
@@ -128,7 +164,7 @@ export class Field {
     try {
       const value = await this.enteredValue();
       if (value || this.tensor.optional) return value;
-      throw new Error({ file: "choose a file", draw: "draw something", text: "enter a text", values: "enter values" }[this.method]);
+      throw new Error({ file: "choose a file", draw: "draw something", text: "enter a text", values: "enter values", number: "enter a number" }[this.method]);
     } catch (error) {
       setText(this.error, `${this.tensor.name}: ${error.message}.`);
       throw error;
@@ -136,7 +172,16 @@ export class Field {
   }
 
   async enteredValue() {
-    if (this.method === "file") return this.selectedFile ? { file: this.selectedFile } : null;
+    if (this.method === "file") {
+      const [file, ...more] = this.selectedFiles;
+      return more.length ? { files: this.selectedFiles } : file ? { file } : null;
+    }
+    if (this.method === "flag") return { json: asJson(String(this.flagInput.checked), this.tensor.shape) };
+    if (this.method === "choice") return this.choiceInput.value ? { json: asJson(this.choiceInput.value, this.tensor.shape) } : null;
+    if (this.method === "number") {
+      if (this.numberInput.validity.badInput) throw new Error("enter a number");
+      return this.numberInput.value ? { json: asJson(this.numberInput.value, this.tensor.shape) } : null;
+    }
     if (this.method === "draw") return this.drawing.isEmpty ? null : { file: await this.drawing.blob() };
     if (this.method === "text") return this.texts[0].area.value ? { text: this.texts[0].area.value } : null;
     const entered = this.valuesArea.area.value;

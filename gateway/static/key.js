@@ -5,6 +5,12 @@ import { $, setText } from "./dom.js";
 
 let resolvePrompt = null;
 
+/** The API's advice about headers is for programs. */
+const explain = (message) => {
+  const [reason] = message.split(/[:;] /);
+  return reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "";
+};
+
 export function updateButton() {
   setText($("key-button"), key.get() ? "Key: set" : "Key: none");
 }
@@ -12,7 +18,7 @@ export function updateButton() {
 /** Prompt for a key. Resolves to true if the key was changed. Only one prompt can be open. */
 export function promptForKey(message = "") {
   if (resolvePrompt) return Promise.resolve(false);
-  setText($("key-reason"), message);
+  setText($("key-reason"), explain(message));
   setText($("key-error"), "");
   $("key-reason").hidden = !message;
   $("key-remove").hidden = !key.get();

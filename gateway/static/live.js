@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
 import { promptForKey } from "./key.js";
 import { describeVersion } from "./labels.js";
-import { increase, parseSamples, quantile, sumBy } from "./metrics.js";
+import { formatRange, increase, parseSamples, quantile, quantileRange, sumBy } from "./metrics.js";
 
 const BUCKET = "gateway_request_duration_seconds_bucket";
 const COUNT = "gateway_request_duration_seconds_count";
@@ -24,6 +24,7 @@ let labelsOf = new Map(); // model → its version labels
 export function start() {
   $("live-model").addEventListener("change", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { destroyCharts(); draw(); });
+  addEventListener("themechange", () => { destroyCharts(); draw(); });
   addEventListener("resize", () => { destroyCharts(); draw(); });
 }
 
@@ -104,6 +105,7 @@ function byModel(current, last, seconds, nameOf = modelName) {
     }
   }
   for (const stats of models.values()) {
+    stats.ranges = QUANTILES.map((q) => quantileRange(q, stats.buckets));
     stats.quantiles = QUANTILES.map((q) => quantile(q, stats.buckets)).map((value) => (value === null ? null : value * 1000));
   }
   return models;
@@ -124,12 +126,13 @@ function byReplica(current, last, seconds) {
   return replicas;
 }
 
+const rangeCell = (range) => ({ text: formatRange(range), class: "number" });
 const numberCell = (value, digits = 1) => ({ text: value === null || value === undefined ? "–" : value.toFixed(digits), class: "number" });
 
 function updateTables(models, replicas) {
   const named = [...models].filter(([model]) => model !== ALL).sort(([a], [b]) => a.localeCompare(b));
   updateRows($("by-model").tBodies[0], named, ([model]) => model, ([model, stats]) =>
-    [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.quantiles.map((value) => numberCell(value))]);
+    [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.ranges.map(rangeCell)]);
   updateRows($("by-replica").tBodies[0], [...replicas], ([replica]) => replica, ([replica, stats]) =>
     [replica, numberCell(stats.requests), numberCell(stats.failed), numberCell(stats.outstanding, 0)]);
   const newModels = named.map(([model]) => model).filter((model) => !knownModels.includes(model));
@@ -144,7 +147,7 @@ function updateVersions(versions) {
   updateRows($("by-version").tBodies[0], named, ([name]) => name, ([name, stats]) => {
     const [model, version] = name.split(VERSION_SEPARATOR);
     const labels = describeVersion(labelsOf.get(model), version);
-    return [model, version, labels, numberCell(stats.requests), numberCell(stats.errors), numberCell(stats.quantiles.at(-1))];
+    return [model, version, labels, numberCell(stats.requests), numberCell(stats.errors), rangeCell(stats.ranges.at(-1))];
   });
 }
 
@@ -163,9 +166,9 @@ function draw() {
   if (charts.length === 0) charts = [createChart("rate-chart", [["accent"], ["bad"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
   charts.forEach((chart, index) => chart.setData(data[index]));
   const last = points.at(-1);
-  const [p50, , p99] = last?.quantiles ?? [];
-  const ms = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(1)} ms`);
-  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "no requests");
+  const [p50, , p99] = last?.ranges ?? [];
+  const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
+  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "No request to this model yet. Send one under Try it, and see it here.");
 }
 
 function destroyCharts() {

@@ -4,9 +4,11 @@ import { $ } from "./dom.js";
 import * as fleet from "./fleet.js";
 import * as key from "./key.js";
 import * as live from "./live.js";
+import * as model from "./model.js";
 import * as trial from "./try.js";
 
-const VIEWS = { try: trial, fleet, live };
+const VIEWS = { try: trial, model, fleet, live };
+const SECTIONS = { try: "try", model: "model-view", fleet: "fleet", live: "live" };
 const REFRESH_MS = 2000;
 let visible = "";
 
@@ -27,8 +29,8 @@ function decode(text) {
 function show() {
   const [view, detail] = parseHash();
   for (const name of Object.keys(VIEWS)) {
-    $(name).hidden = name !== view;
-    const link = document.querySelector(`nav a[href^="#${name}"]`);
+    $(SECTIONS[name]).hidden = name !== view;
+    const link = document.querySelector(`nav a[href="#${name}"]`);
     if (name === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }

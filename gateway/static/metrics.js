@@ -34,6 +34,22 @@ export const increase = (now, before, key) => {
   return b >= a ? b - a : b;
 };
 
+/** Return the bounds of the bucket that contains the quantile, which is all that a histogram knows; null if empty. */
+export function quantileRange(q, buckets) {
+  const sorted = [...buckets].sort(([a], [b]) => a - b);
+  const total = sorted.at(-1)?.[1] ?? 0;
+  if (!total) return null;
+  const index = sorted.findIndex(([, count]) => count >= q * total);
+  return [index ? sorted[index - 1][0] : 0, sorted[index][0]];
+}
+
+/** Format a range of seconds in ms: `10–25`, `< 1` or `> 10000`. */
+export function formatRange(range) {
+  if (!range) return "–";
+  const [low, high] = range.map((seconds) => Number((seconds * 1000).toPrecision(3)));
+  return high === Infinity ? `> ${low}` : low === 0 ? `< ${high}` : `${low}–${high}`;
+}
+
 /** Interpolate linearly, as histogram_quantile does. `buckets` is `[[upper bound, cumulative count]]`. */
 export function quantile(q, buckets) {
   const sorted = [...buckets].sort(([a], [b]) => a - b);

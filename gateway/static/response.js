@@ -19,13 +19,20 @@ export function renderOutputs(document, description, withJson = true) {
 
 export function renderJson(document) {
   const pre = el("pre", { tabindex: "0" });
-  const details = el("details", {}, el("summary", { text: "JSON" }), pre);
+  const save = el("button", { type: "button", class: "download", text: "Download", onclick: () => download(document) });
+  const details = el("details", {}, el("summary", { text: "JSON" }), save, pre);
   details.addEventListener("toggle", () => {
     const text = JSON.stringify(document, null, 1);
     pre.textContent = text.length > MAX_JSON_LENGTH
       ? `${text.slice(0, MAX_JSON_LENGTH)}\n… ${text.length - MAX_JSON_LENGTH} more characters` : text;
   }, { once: true });
   return details;
+}
+
+function download(document) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(document, null, 1)], { type: "application/json" })), download: "answer.json" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);

@@ -1,17 +1,22 @@
-// The try view: a form for the model, its response, and the equivalent curl command.
+// The try view: a form for the model, its response, and the same request in code.
 
 import * as api from "./api.js";
+import * as codetabs from "./codetabs.js";
 import { $, el, setText, showNotice } from "./dom.js";
+import * as history from "./history.js";
 import { Field } from "./inputs.js";
 import { promptForKey, withKey } from "./key.js";
-import { cosineSimilarity, isNumbers, renderVector } from "./plot.js";
+import { RequestOptions } from "./options.js";
 import { buildRequest } from "./request.js";
-import { renderJson, renderOutputs } from "./response.js";
-import { readEvents } from "./stream.js";
+import * as results from "./results.js";
+import { placeholderValue } from "./samples.js";
 
+const MIN_SEARCHED_MODELS = 6; // with fewer, the search is hidden
 const MAX_DEFAULT_CANDIDATES = 12; // models that are examined to choose the default
 let description = null;
 let fields = [];
+let options = null; // RequestOptions
+let readyModels = [];
 let running = null; // the AbortController of the request in progress
 let generation = 0; // of the form: responses for an older one are ignored
 
@@ -22,25 +27,38 @@ export function start() {
   $("try-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   });
-  $("curl-copy").addEventListener("click", copyCurl);
+  $("model-search").addEventListener("input", listModels);
+  codetabs.start();
   document.addEventListener("paste", handlePaste);
   for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => event.preventDefault());
 }
 
 export function reset() {
   description = null;
+  readyModels = [];
   $("model").replaceChildren();
+  history.reset();
   clear();
+}
+
+/** List the models that the search matches; the current one is always listed. */
+function listModels() {
+  const words = $("model-search").value.trim().toLowerCase();
+  const names = readyModels.filter((name) => name === description?.name || name.toLowerCase().includes(words));
+  $("model-search").hidden = readyModels.length < MIN_SEARCHED_MODELS;
+  $("model").replaceChildren(...names.map((name) => el("option", { value: name, text: name })));
+  if (description) $("model").value = description.name;
 }
 
 export async function show(requestedModel) {
   try {
-    const ready = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
-    $("model").replaceChildren(...ready.map((name) => el("option", { value: name, text: name })));
-    const model = requestedModel || description?.name || (await chooseDefault(ready));
+    readyModels = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
+    $("model-search").value = "";
+    listModels();
+    const model = requestedModel || description?.name || (await chooseDefault(readyModels));
     if (!model) {
       clear();
-      showNotice($("try-notice"), "No model is ready. Administrators can load models under Fleet.");
+      showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
       return;
     }
     $("model").value = model;
@@ -89,12 +107,14 @@ function showError(error) {
 
 function clear() {
   running?.abort();
+  running = null;
   description = null;
   fields = [];
   $("try-form").replaceChildren();
   $("response-body").replaceChildren();
   setText($("response-state"), "No request sent yet.");
-  setText($("curl"), "");
+  codetabs.showCode([]);
+  $("model-details").hidden = $("model-api").hidden = true;
 }
 
 function showModelInfo(version) {
@@ -103,6 +123,9 @@ function showModelInfo(version) {
   $("version").hidden = $("version-label").hidden = !several;
   $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name || "latest" })));
   $("version").value = version;
+  $("model-details").hidden = $("model-api").hidden = false;
+  $("model-details").href = `#model/${encodeURIComponent(description.name)}`;
+  $("model-api").href = `/docs?model=${encodeURIComponent(description.name)}`;
   setText($("model-facts"), [
     platform,
     several ? "" : `version ${versions[0] ?? ""}`,
@@ -116,11 +139,14 @@ const isVector = (tensor) => /^(FP|BF)/.test(tensor.datatype) && tensor.shape.le
 function buildForm() {
   const required = description.inputs.filter((tensor) => !tensor.optional);
   const compares = required.length === 1 && !description.decoupled && description.outputs.some(isVector);
-  fields = description.inputs.map((tensor, index) => new Field(tensor, index, compares && tensor === required[0], updateCurl));
+  const batches = description.max_batch_size > 0 && description.inputs.length === 1 && !description.decoupled;
+  fields = description.inputs.map((tensor, index) =>
+    new Field(tensor, index, { compares: compares && tensor === required[0], batches }, updateCode));
+  options = new RequestOptions(updateCode);
   const infer = el("button", { class: "main", text: "Infer", id: "infer" });
   const stop = el("button", { type: "button", text: "Stop", id: "stop", hidden: true, onclick: () => running?.abort() });
-  $("try-form").replaceChildren(...fields.map(({ element }) => element), el("div", { class: "line" }, infer, stop));
-  updateCurl();
+  $("try-form").replaceChildren(...fields.map(({ element }) => element), options.element, el("div", { class: "line" }, infer, stop));
+  updateCode();
 }
 
 const path = () => api.modelPath(description.name, $("version").hidden ? "" : $("version").value);
@@ -133,34 +159,31 @@ async function readValues() {
   return fields.map((field, index) => [field.tensor, results[index].value]).filter(([, value]) => value);
 }
 
-const requestFor = (values) => buildRequest(description, path(), values, Boolean(api.key.get()));
-
 /** Return the form's request, or two requests if their results are compared. */
 async function buildRequests() {
   const values = await readValues();
+  const read = options.read();
   const secondText = fields.find((field) => field.secondText)?.secondText;
-  return secondText ? [requestFor(values), requestFor([[values[0][0], { text: secondText }]])] : [requestFor(values)];
+  const first = buildRequest(description, path(), values, read);
+  return secondText ? [first, buildRequest(description, path(), [[values[0][0], { text: secondText }]], read)] : [first];
 }
 
-/** Update the curl command, which is empty while the form is incomplete. Shows no errors. */
-async function updateCurl() {
+/** Update the code. Values that were not entered are placeholders. Shows no errors. */
+async function updateCode() {
   const current = description;
   const entered = await Promise.all(fields.map((field) => field.enteredValue().catch(() => null)));
   if (current !== description || !current) return;
   const isComplete = fields.every((field, index) => entered[index] || field.tensor.optional);
-  const values = fields.map((field, index) => [field.tensor, entered[index]]).filter(([, value]) => value);
-  setText($("curl"), isComplete ? requestFor(values).curl : "");
-  $("curl-copy").disabled = !isComplete;
-}
-
-async function copyCurl() {
+  const values = fields.map((field, index) => [field.tensor, entered[index] ?? (field.tensor.optional ? null : placeholderValue(field))]);
+  const present = values.filter(([, value]) => value);
+  const used = present.length ? present : [[fields[0].tensor, placeholderValue(fields[0])]];
+  let read = {};
   try {
-    await navigator.clipboard.writeText($("curl").textContent);
-    setText($("curl-copied"), "copied");
+    read = options.read();
   } catch {
-    getSelection().selectAllChildren($("curl")); // pages without TLS cannot access the clipboard
-    setText($("curl-copied"), "selected; use the keyboard to copy");
+    // The error is shown beside the parameters.
   }
+  codetabs.showCode([buildRequest(description, path(), used, read)], isComplete ? "" : "With placeholders for what is not entered yet.");
 }
 
 function handlePaste(event) {
@@ -168,7 +191,7 @@ function handlePaste(event) {
   const field = fields.find(({ methods }) => methods.includes("file"));
   if (!file || !field || $("try").hidden) return;
   event.preventDefault();
-  field.setFile(file);
+  field.setFiles([file]);
 }
 
 async function submit() {
@@ -181,76 +204,36 @@ async function submit() {
   }
   running?.abort();
   const controller = (running = new AbortController());
-  setText($("curl"), requests.map((request) => request.curl).join("\n"));
+  codetabs.showCode(requests);
   setText($("response-state"), "waiting for the response…");
   $("response-body").replaceChildren();
   $("stop").hidden = false;
   const started = performance.now();
+  let isFailure = false;
   try {
-    if (description.decoupled) await runStream(requests[0], controller.signal, started);
-    else if (requests.length === 2) await runComparison(requests, controller.signal, started);
-    else await runSingle(requests[0], controller.signal, started);
+    await run(requests, controller.signal, started);
   } catch (error) {
-    if (running === controller) showRequestError(error, started);
+    isFailure = true;
+    if (running === controller) results.showRequestError(error, started);
   } finally {
     if (running === controller) {
       running = null;
       $("stop").hidden = true;
+      history.addEntry(description.name, $("response-state").textContent, isFailure, [...$("response-body").childNodes], showAgain);
     }
   }
 }
 
-const send = ({ url, options }, signal) => withKey(() => api.call(url, { ...options, signal }));
-const elapsed = (started) => `${(performance.now() - started).toFixed(0)} ms`;
-
-function showRequestError(error, started) {
-  const isStopped = error.name === "AbortError";
-  setText($("response-state"), isStopped ? `stopped after ${elapsed(started)}` : `failed after ${elapsed(started)}`);
-  if (isStopped) return;
-  const { code, request_id: id } = error.body ?? {};
-  $("response-body").append(
-    el("p", { class: "bad", text: api.errorMessage(error) }),
-    code ? el("p", { class: "quiet", text: `${error.status} ${code}, request ${id}` }) : "");
+function run(requests, signal, started) {
+  const files = fields.map((field) => (field.method === "file" ? field.selectedFiles : [])).find((list) => list.length > 1);
+  if (description.decoupled) return results.runStream(description, requests[0], signal, started);
+  if (requests.length === 2) return results.runComparison(description, requests, signal, started);
+  if (files) return results.runBatch(description, requests[0], files, signal, started);
+  return results.runSingle(description, requests[0], signal, started);
 }
 
-async function runSingle(request, signal, started) {
-  const document = await (await send(request, signal)).json();
-  setText($("response-state"), `${elapsed(started)}, version ${document.version}`);
-  $("response-body").replaceChildren(renderOutputs(document, description));
-}
-
-async function runComparison(requests, signal, started) {
-  const documents = await Promise.all(requests.map(async (request) => (await send(request, signal)).json()));
-  setText($("response-state"), `${elapsed(started)} for both requests`);
-  const parts = description.outputs.flatMap(({ name }) => {
-    const [a, b] = documents.map((document) => document.outputs[name]);
-    if (!isNumbers(a) || !isNumbers(b) || a.length !== b.length) return [];
-    return [
-      el("h4", { text: name }),
-      el("p", { class: "figure", id: "cosine", text: `cosine similarity ${cosineSimilarity(a, b).toFixed(3)}` }),
-      renderVector(a), renderVector(b),
-    ];
-  });
-  $("response-body").replaceChildren(...parts, renderJson(documents));
-}
-
-/** Show each response as it arrives. Texts are also joined, because generated text arrives in pieces. */
-async function runStream(request, signal, started) {
-  const joinedText = el("p", { class: "text-output", id: "joined" });
-  const list = el("ol", { id: "events" });
-  const region = el("div", { class: "events", tabindex: "0", role: "region", "aria-label": "Responses" }, list);
-  const documents = [];
-  const response = await send(request, signal);
-  $("response-body").replaceChildren(joinedText, region, renderJson(documents));
-  for await (const { event, data } of readEvents(response)) {
-    if (event === "end") break;
-    const document = JSON.parse(data);
-    if (event === "error") throw new api.ApiError(response.status, document);
-    documents.push(document);
-    setText($("response-state"), `${documents.length} so far, ${elapsed(started)}`);
-    const texts = Object.values(document.outputs).flat(Infinity).filter((value) => typeof value === "string");
-    joinedText.append(...texts);
-    list.append(el("li", {}, el("span", { class: "quiet", text: elapsed(started) }), renderOutputs(document, description, false)));
-  }
-  setText($("response-state"), `${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}`);
+/** Show a response of the history. */
+function showAgain(state, nodes) {
+  setText($("response-state"), `${state} (earlier)`);
+  $("response-body").replaceChildren(...nodes);
 }

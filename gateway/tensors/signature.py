@@ -48,6 +48,7 @@ class TensorSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     has_labels: bool = False
+    example: str = ""  # a text, JSON, or a file as a data: URI
 
     @property
     def is_numeric(self) -> bool:
@@ -216,6 +217,7 @@ def build_tensor_spec(
         mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
         std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
         has_labels=bool(config.get("label_filename")),
+        example=hint("example"),
     )
 
 

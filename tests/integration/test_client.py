@@ -611,6 +611,73 @@ def test_the_shell_completes_every_command() -> None:
     assert {"up", "serve", "key", "infer", "models", "top", "bench"} <= set(ended.stdout.split())
 
 
+def complete(words: str, **environment: str) -> list[str]:
+    question = {
+        "_TRITON_GATEWAY_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    ended = subprocess.run(
+        command(),
+        env={**os.environ, **question, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not ended.stderr
+    return ended.stdout.split()
+
+
+def test_the_shell_completes_names_of_models(gateway: Gateway) -> None:
+    assert set(complete("triton-gateway describe ", **gateway.environment)) >= set(ALL)
+    assert complete(f"triton-gateway infer {TEXTS[:-1]}", **gateway.environment) == [TEXTS]
+    by_flag = complete(
+        f"triton-gateway load --url {gateway.url} --key {ADMIN} {TEXTS[:-1]}",
+        TRITON_GATEWAY_URL="http://127.0.0.1:9",
+    )
+    assert by_flag == [TEXTS]
+
+
+def test_completion_without_a_gateway_says_nothing(gateway: Gateway) -> None:
+    assert complete("triton-gateway describe ", TRITON_GATEWAY_URL="http://127.0.0.1:9") == []
+    wrong_key = {"TRITON_GATEWAY_URL": gateway.url, "TRITON_GATEWAY_KEY": "tgw_wrong"}
+    assert complete("triton-gateway describe ", **wrong_key) == []
+
+
+def test_a_model_is_described_with_a_request_that_works(gateway: Gateway) -> None:
+    ended = gateway.run("describe", NUMBERS)
+    assert ended.returncode == 0, ended.stderr
+    assert ADMIN not in ended.stdout
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert ["model", NUMBERS] in lines
+    assert ["state", "ready"] in lines
+    assert any("FP32" in line for line in lines)
+    request = subprocess.run(
+        ["bash", "-c", ended.stdout.splitlines()[-1]],
+        env={**os.environ, "TRITON_GATEWAY_KEY": ADMIN},
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(request.stdout)["model"] == NUMBERS
+    described = json.loads(gateway.run("describe", NUMBERS, "--json").stdout)
+    assert described["name"] == NUMBERS
+    assert "not found" in gateway.fails(1, "describe", "nothing").lower()
+
+
+def test_the_help_groups_the_commands_and_gives_examples() -> None:
+    def show_help(*arguments: str) -> str:
+        ended = subprocess.run(command(*arguments, "--help"), capture_output=True, text=True)
+        return ended.stdout
+
+    text = show_help()
+    titles = ["Start a gateway", "Use models", "Manage models and replicas", "Watch and diagnose"]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert re.search(r"doctor +Check this machine", text[places[-1] :])
+    for name in ("up", "serve", "infer", "bench", "describe", "push", "rm", "doctor"):
+        assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name} ", show_help(name))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

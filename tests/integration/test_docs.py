@@ -75,6 +75,40 @@ def heading_anchors(path: Path) -> set[str]:
     return {text.replace(" ", "-") for text in words}
 
 
+# What a newcomer wants to do, by the words of the README, and what the section at its link says.
+TASKS = {
+    "serve my ONNX file": "triton-gateway up model.onnx",
+    "add a model to a running server": "curl -s -T ",
+    "run inference on 2,000 images": "triton-gateway infer MODEL photos/",
+    "stream generated text": "text/event-stream",
+    "use OpenAI's Python client": "from openai import OpenAI",
+    "give a team a key": "triton-gateway key create",
+    "find out why a model is slow": "each with its share of the time",
+    "move users to a new version step by step": "triton-gateway rollout",
+    "run it on Kubernetes": "kubectl apply",
+    "find out why it does not start": "triton-gateway doctor",
+}
+
+
+def read_section(path: Path, anchor: str) -> str:
+    """Return the text below a heading, up to the next heading of the same level."""
+    text = path.read_text()
+    for level, title in re.findall(r"^(#+) (.*)$", text, re.MULTILINE):
+        if re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") == anchor:
+            section = text.partition(f"\n{level} {title}\n")[2]
+            return section.partition(f"\n{level} ")[0]
+    raise AssertionError(f"{path} has no section {anchor}")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_newcomer_finds_a_task_from_the_readme_with_one_link(task: str) -> None:
+    readme = (ROOT / "README.md").read_text()
+    ((target, anchor),) = re.findall(
+        rf"^\| {re.escape(task)} \| \[[^\]]*\]\(([^)#]*)#([^)]*)\)", readme, re.MULTILINE
+    )
+    assert TASKS[task] in read_section(ROOT / target, anchor)
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for path in [*DOCUMENTS, *READMES, *ROOT.glob("*.md")]:
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text()):

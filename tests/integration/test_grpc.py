@@ -136,7 +136,7 @@ def test_models_and_the_server_are_described_as_by_triton(
 REFUSALS = (
     ("no_such_model", "", (1, 2), "NOT_FOUND", "Request for unknown model: 'no_such_model'"),
     ("plain_FP32", "9", (1, 2), "NOT_FOUND", "unknown model: 'plain_FP32' version 9"),
-    ("plain_FP32", "x", (1, 2), "NOT_FOUND", "version 'x'"),
+    ("plain_FP32", "x", (1, 2), "NOT_FOUND", "no label 'x'"),
     ("../plain_FP32", "", (1, 2), "NOT_FOUND", "unknown model"),
     ("", "", (1, 2), "INVALID_ARGUMENT", "names no model"),
     ("plain_FP32", "", (2,), "INVALID_ARGUMENT", "unexpected shape for input 'X'"),

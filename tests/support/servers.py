@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pty
 import random
 import signal
 import socket
@@ -146,7 +147,10 @@ def kill_server_of(guard_pid: int) -> None:
 
 
 class Command:
-    """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests."""
+    """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests.
+
+    `on_terminal`: it writes to a terminal instead of a pipe.
+    """
 
     def __init__(
         self,
@@ -155,14 +159,17 @@ class Command:
         guarded: bool = True,
         program: Sequence[str] = (sys.executable, "-m", "gateway"),
         folder: Path = ROOT,
+        on_terminal: bool = False,
     ) -> None:
         command = [*program, *arguments]
         guards = [sys.executable, "-I", "-S", reaper.__file__, "10", f"none{os.getpid()}"]
         self._guarded = guarded
+        reading, writing = pty.openpty() if on_terminal else os.pipe()
+        self._output = os.fdopen(reading, "rb")  # the thread that reads it closes it
         self.process = subprocess.Popen(
             [*guards, *command] if guarded else command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=writing,
             stderr=subprocess.STDOUT,
             # What a test loads is not for the next one, unless it says so.
             env={
@@ -177,6 +184,7 @@ class Command:
             cwd=folder,
             start_new_session=True,
         )
+        os.close(writing)
         self.lines: list[str] = []
         self._deaf = False
         self._said = threading.Condition()
@@ -184,8 +192,8 @@ class Command:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
+        # A terminal ends with an error of its reader.
+        with self._output as output, suppress(OSError):
             for raw in output:
                 if self._deaf:
                     break

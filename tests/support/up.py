@@ -62,6 +62,7 @@ class Up(Command):
         auto_complete: bool = False,
         replicas: int = 1,
         environment: Mapping[str, str] | None = None,
+        on_terminal: bool = False,
     ) -> None:
         further = [REPLICA_PORT_STEP * number for number in range(1, replicas)]
         gateway, http, grpc, metrics = free_ports(4, *further)
@@ -76,7 +77,12 @@ class Up(Command):
         if replicas > 1:
             flags += ["--replicas", replicas]
         super().__init__(
-            command, *map(str, flags), *arguments, environment=environment, guarded=guarded
+            command,
+            *map(str, flags),
+            *arguments,
+            environment=environment,
+            guarded=guarded,
+            on_terminal=on_terminal,
         )
         self.url = f"http://127.0.0.1:{gateway}"
         self.tritons = [f"127.0.0.1:{http + more}" for more in (0, *further)]

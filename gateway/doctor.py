@@ -1,0 +1,347 @@
+"""The checks of `triton-gateway doctor`: what a gateway needs in this environment, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import httpx
+
+from gateway.app import create_tls_context
+from gateway.client import tables
+from gateway.client.api import ERRNO_PREFIX
+from gateway.embedded import installation
+from gateway.embedded.options import CannotStart, check_port_free
+from gateway.errors import GatewayError
+from gateway.fleet.discovery import AddressLookup, ReplicaSource, parse_replica_source
+from gateway.fleet.models_file import read_models_file
+from gateway.fleet.replica import ReplicaAddress, join_host_port
+from gateway.keys import read_keys_file
+from gateway.messages import CommandError, join_names
+from gateway.model_files.bucket import Bucket
+from gateway.settings import Settings, describe_unknown_settings, read_settings
+from gateway.settings.bucket_url import BucketLocation
+from gateway.state.store import MemoryStateStore, open_configured_store
+
+HTTP_TIMEOUT_S: Final = 2.0
+MIN_OPEN_FILES: Final = 4096
+MIN_FREE_BYTES: Final = 1 << 30
+DOWNLOAD_SIZE: Final = "90 MB"
+URLS_SETTING: Final = "GATEWAY_TRITON_URLS"
+
+
+class CheckStatus(str, Enum):
+    ok = "ok"
+    warning = "warning"
+    failed = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. `advice` says what to do; it is empty if nothing has to be done."""
+
+    check: str
+    status: CheckStatus
+    message: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        fields = {"check": self.check, "status": self.status.value, "message": self.message}
+        return fields | ({"advice": self.advice} if self.advice else {})
+
+
+def run_checks(host: str, port: int) -> list[Finding]:
+    """Run every check. `host` and `port` are those on which the gateway listens, or shall listen."""
+    logging.disable(logging.WARNING)  # the findings say the same
+    findings = [*check_python(), *check_installation()]
+    try:
+        settings = read_settings()
+    except CommandError as exc:
+        settings = None
+        findings.append(Finding("settings", CheckStatus.failed, str(exc), "correct the variable"))
+    if settings is not None:
+        for check in SETTINGS_CHECKS:
+            findings += check(settings)
+        findings += check_port(settings, host, port)
+    return [*findings, *check_open_files()]
+
+
+# The machine.
+
+
+def check_python() -> Iterator[Finding]:
+    version = platform.python_version()
+    try:
+        installation.check_platform(installation.HostPlatform.detect())
+    except CommandError as exc:
+        yield Finding(
+            "python", CheckStatus.warning, f"Python {version}: {exc}", "up is unavailable"
+        )
+    else:
+        yield Finding("python", CheckStatus.ok, f"Python {version}")
+
+
+def check_installation() -> Iterator[Finding]:
+    """Check what `up` needs of the machine, and what it would download."""
+    check = "embedded"
+    cache = installation.cache_folder()
+    folder = next(place for place in (cache, *cache.parents) if place.exists())
+    try:
+        installation.check_cache_path(cache)
+        installation.find_libpython(installation.library_folders())
+    except CommandError as exc:
+        yield Finding(check, CheckStatus.warning, str(exc), "serve does not need it")
+        return
+    if missing := installation.list_missing_parts():
+        if not os.access(folder, os.W_OK | os.X_OK):
+            message = f"the cache folder {cache} cannot be written"
+            yield Finding(check, CheckStatus.failed, message, "set TRITON_GATEWAY_CACHE")
+            return
+        status = os.statvfs(folder)
+        if status.f_bavail * status.f_frsize < MIN_FREE_BYTES:
+            message = f"less than 1 GiB is free in {folder}"
+            yield Finding(check, CheckStatus.warning, message, "set TRITON_GATEWAY_CACHE")
+        message = f"{join_names(missing)} not in {cache}"
+        advice = f"the first start of up downloads what is missing, at most {DOWNLOAD_SIZE}"
+        yield Finding(check, CheckStatus.warning, message, advice)
+    else:
+        yield Finding(check, CheckStatus.ok, f"the embedded Triton is complete in {cache}")
+
+
+def check_open_files() -> Iterator[Finding]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        message = f"at most {hard} open files, and every request can need two"
+        advice = f"raise the limit to {MIN_OPEN_FILES} or more (ulimit -Hn, LimitNOFILE=)"
+        yield Finding("open files", CheckStatus.warning, message, advice)
+    else:
+        limit = "no limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
+        yield Finding("open files", CheckStatus.ok, limit)
+
+
+# The settings.
+
+
+def check_setting_names(settings: Settings) -> Iterator[Finding]:
+    del settings  # the names are those of the environment
+    warnings = describe_unknown_settings(os.environ)
+    for warning in warnings:
+        yield Finding("settings", CheckStatus.warning, warning)
+    if not warnings:
+        count = sum(name.upper().startswith("GATEWAY_") for name in os.environ)
+        yield Finding("settings", CheckStatus.ok, f"valid, {count} set in the environment")
+
+
+def check_keys_file(settings: Settings) -> Iterator[Finding]:
+    check, path = "keys file", settings.keys_file
+    if path is None:
+        yield Finding(
+            check,
+            CheckStatus.ok,
+            "not set: every client that reaches the gateway may use all models",
+            "before others reach it: triton-gateway key create NAME --file keys.yaml",
+        )
+        return
+    try:
+        callers = read_keys_file(path)
+    except CommandError as exc:
+        advice = f"create it with: triton-gateway key create NAME --file {path}"
+        yield Finding(check, CheckStatus.failed, str(exc), advice)
+        return
+    status = CheckStatus.ok if callers else CheckStatus.warning
+    advice = "" if callers else f"add one: triton-gateway key create NAME --file {path}"
+    yield Finding(check, status, f"{path} contains {len(callers)} keys", advice)
+
+
+def check_models_file(settings: Settings) -> Iterator[Finding]:
+    check, path = "models file", settings.models_file
+    if path is None:
+        yield Finding(check, CheckStatus.ok, "not set: no model is required for readiness")
+        return
+    try:
+        models = read_models_file(path)
+    except CommandError as exc:
+        yield Finding(check, CheckStatus.failed, str(exc), "correct the file, see docs/fleet.md")
+    else:
+        yield Finding(check, CheckStatus.ok, f"{path} declares {join_names(models)}")
+
+
+def check_state(settings: Settings) -> Iterator[Finding]:
+    check = "state"
+
+    async def read_state() -> tuple[bool, int]:
+        store = open_configured_store(settings)
+        try:
+            is_forgotten = not settings.state and isinstance(store, MemoryStateStore)
+            return is_forgotten, len(await store.read_desired_models())
+        finally:
+            await store.close()
+
+    try:
+        is_forgotten, count = asyncio.run(read_state())
+    except (CommandError, GatewayError) as exc:
+        advice = "see GATEWAY_STATE in docs/settings.md"
+        yield Finding(check, CheckStatus.failed, describe_error(exc), advice)
+        return
+    if is_forgotten:
+        message = "no folder for the state file: loaded models are forgotten at a restart"
+        yield Finding(check, CheckStatus.warning, message, "set XDG_STATE_HOME or GATEWAY_STATE")
+    else:
+        yield Finding(check, CheckStatus.ok, f"readable, with the desired state of {count} models")
+
+
+def check_model_repository(settings: Settings) -> Iterator[Finding]:
+    check = "repository"
+    if settings.repository_bucket is not None:
+        yield from check_bucket(settings.repository_bucket)
+        return
+    folder = settings.repository_folder
+    if folder is None:
+        yield Finding(check, CheckStatus.ok, "not set: models cannot be uploaded; up sets it")
+    elif not folder.is_dir():
+        advice = "create it, or correct GATEWAY_REPOSITORY"
+        yield Finding(check, CheckStatus.failed, f"{folder} is not a folder", advice)
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        advice = f"let user {os.getuid()} write to it"
+        yield Finding(check, CheckStatus.failed, f"{folder} cannot be written", advice)
+    else:
+        yield Finding(check, CheckStatus.ok, f"{folder} can be written")
+
+
+def check_bucket(location: BucketLocation) -> Iterator[Finding]:
+    try:
+        Bucket(location).list_top_level()
+    except (CommandError, GatewayError) as exc:
+        advice = "see GATEWAY_REPOSITORY in docs/settings.md"
+        yield Finding("repository", CheckStatus.failed, describe_error(exc), advice)
+    else:
+        yield Finding("repository", CheckStatus.ok, f"bucket {location.bucket} can be listed")
+
+
+def describe_error(exc: CommandError | GatewayError) -> str:
+    return exc.detail if isinstance(exc, GatewayError) else str(exc)
+
+
+# Servers.
+
+
+def check_port(settings: Settings, host: str, port: int) -> Iterator[Finding]:
+    """Check that the gateway can listen there, or that a gateway answers already."""
+    try:
+        check_port_free(host, port, "--port")
+    except CannotStart as exc:
+        scheme = "http" if settings.tls_cert_file is None else "https"
+        address = f"{scheme}://{join_host_port(host, port)}"
+        if is_gateway(address):
+            yield Finding("port", CheckStatus.ok, f"a gateway answers at {address}")
+        else:
+            message = f"{exc}; the server there is not a gateway"
+            yield Finding("port", CheckStatus.failed, message, "end it, or use another port")
+    else:
+        yield Finding("port", CheckStatus.ok, f"port {port} is free")
+
+
+def is_gateway(address: str) -> bool:
+    try:
+        answer = httpx.get(
+            f"{address}/livez",
+            timeout=HTTP_TIMEOUT_S,
+            verify=False,  # noqa: S501 - nothing is sent, and the certificate may be for another name
+            trust_env=False,
+        )
+        return bool(answer.json() == {"live": True})
+    except (httpx.HTTPError, ValueError):
+        return False
+
+
+def check_replicas(settings: Settings) -> Iterator[Finding]:
+    """Ask each Triton for its version."""
+    try:
+        sources = [parse_replica_source(url) for url in settings.triton_urls]
+        tls = create_tls_context(settings, sources)
+    except (CommandError, OSError) as exc:
+        yield Finding("triton", CheckStatus.failed, str(exc), f"correct {URLS_SETTING}")
+        return
+    # Nobody has to run a Triton at the default address: up starts its own.
+    is_default = "triton_urls" not in settings.model_fields_set
+    unreachable = CheckStatus.warning if is_default else CheckStatus.failed
+    with httpx.Client(timeout=HTTP_TIMEOUT_S, verify=tls or False, trust_env=False) as client:
+        for source in sources:
+            for address, reason in find_addresses(source):
+                if address is None:
+                    advice = f"correct the name in {URLS_SETTING}, or its DNS records"
+                    yield Finding("triton", unreachable, reason, advice)
+                else:
+                    yield ask_triton(client, address, unreachable)
+
+
+def find_addresses(source: ReplicaSource) -> Sequence[tuple[ReplicaAddress | None, str]]:
+    """Return the addresses, or None with the reason."""
+    if isinstance(source, ReplicaAddress):
+        return [(source, "")]
+
+    async def look_up(lookup: AddressLookup) -> list[ReplicaAddress]:
+        return list(await lookup.find_addresses())
+
+    try:
+        return [(address, "") for address in asyncio.run(look_up(source))]
+    except (OSError, UnicodeError, CommandError) as exc:
+        return [(None, f"{source} cannot be resolved: {exc}")]
+
+
+def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: CheckStatus) -> Finding:
+    scheme = "https" if address.tls else "http"
+    try:
+        answer = client.get(f"{scheme}://{address}/v2")
+        version = answer.raise_for_status().json()["version"]
+        ready = client.get(f"{scheme}://{address}/v2/health/ready").is_success
+    except httpx.TransportError as exc:
+        reason = ERRNO_PREFIX.sub("", str(exc)) or type(exc).__name__
+        advice = f"start Triton there, set {URLS_SETTING}, or use up, which starts one"
+        return Finding("triton", unreachable, f"{address} cannot be reached: {reason}", advice)
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        message = f"{address} answers, but it is not a Triton"
+        return Finding("triton", CheckStatus.failed, message, f"correct {URLS_SETTING}")
+    if not ready:
+        message = f"{address}: Triton {version} is not ready"
+        return Finding("triton", CheckStatus.warning, message, "see the log of Triton")
+    return Finding("triton", CheckStatus.ok, f"{address}: Triton {version} is ready")
+
+
+SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterator[Finding]]]] = (
+    check_setting_names,
+    check_keys_file,
+    check_models_file,
+    check_state,
+    check_model_repository,
+    check_replicas,
+)
+
+
+# Output.
+
+
+def print_findings(findings: Sequence[Finding], *, json: bool) -> None:
+    if json:
+        documents: list[Any] = [finding.to_dict() for finding in findings]
+        tables.print_json(documents)
+        return
+    rows = [(each.status.value, each.check, describe_finding(each)) for each in findings]
+    tables.print_table(("STATUS", "CHECK", "FINDING"), rows)
+    ok, warnings, failed = (
+        sum(each.status is status for each in findings) for status in CheckStatus
+    )
+    plural = "" if warnings == 1 else "s"
+    sys.stdout.write(f"{ok} ok, {warnings} warning{plural}, {failed} failed\n")
+
+
+def describe_finding(finding: Finding) -> str:
+    return f"{finding.message}; {finding.advice}" if finding.advice else finding.message

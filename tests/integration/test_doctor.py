@@ -1,0 +1,129 @@
+"""`triton-gateway doctor`, as a process, with the environments that it is asked about."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.keys import entry, written
+from tests.support.model_zoo.zoo import SHARED, Names, write_repository
+from tests.support.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
+
+NAMES = Names(seed=5)
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
+    folder = tmp_path_factory.mktemp("models")
+    write_repository(
+        folder, NAMES, [model for model in SHARED if model.name == "plain_vector_FP32"]
+    )
+    with triton_on_free_ports(folder) as triton:
+        yield triton
+
+
+def examine(
+    *arguments: str | int, **environment: str | Path
+) -> tuple[int, dict[str, dict[str, str]]]:
+    """Its exit status, and by the check what it found last."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "gateway", "doctor", "--json", *map(str, arguments)],
+        env={**given, **{name: str(value) for name, value in environment.items()}},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not ended.stderr
+    return ended.returncode, {each["check"]: each for each in json.loads(ended.stdout)}
+
+
+def test_a_healthy_environment_passes_every_check(triton: EmbeddedTriton, tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys.yaml", [entry("tgw_a-key-of-the-test", "infer")])
+    (tmp_path / "models.yaml").write_text("models: [digits]\n")
+    (port,) = free_ports(1)
+    status, found = examine(
+        "--port",
+        port,
+        GATEWAY_TRITON_URLS=triton.options.url,
+        GATEWAY_KEYS_FILE=keys,
+        GATEWAY_MODELS_FILE=tmp_path / "models.yaml",
+        GATEWAY_STATE=f"file://{tmp_path}/state.json",
+        GATEWAY_REPOSITORY=f"file://{tmp_path}",
+    )
+    assert status == 0
+    assert {each["status"] for each in found.values()} == {"ok"}
+    assert "Triton 2." in found["triton"]["message"]
+    assert "contains 1 keys" in found["keys file"]["message"]
+    assert "declares digits" in found["models file"]["message"]
+    assert found["port"]["message"] == f"port {port} is free"
+    assert list(found) == [
+        "python",
+        "embedded",
+        "settings",
+        "keys file",
+        "models file",
+        "state",
+        "repository",
+        "triton",
+        "port",
+        "open files",
+    ]
+
+
+def test_everything_that_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text("model: [digits]\n")
+    (tmp_path / "state.json").write_text("no state")
+    (port,) = free_ports(1)
+    status, found = examine(
+        GATEWAY_TRITON_URLS=f"http://127.0.0.1:{port}",
+        GATEWAY_KEYS_FILE=tmp_path / "missing.yaml",
+        GATEWAY_MODELS_FILE=tmp_path / "models.yaml",
+        GATEWAY_STATE=f"file://{tmp_path}/state.json",
+        GATEWAY_REPOSITORY=f"file://{tmp_path}/missing",
+        GATEWAY_TRITON_URL="http://127.0.0.1:8000",
+        TRITON_GATEWAY_CACHE=tmp_path / "cache",
+    )
+    assert status == 1
+    failed = {name for name, each in found.items() if each["status"] == "failed"}
+    assert {"keys file", "models file", "state", "repository", "triton"} <= failed
+    assert all(found[name]["advice"] for name in failed)
+    assert "Connection refused" in found["triton"]["message"]
+    assert "did you mean GATEWAY_TRITON_URLS?" in found["settings"]["message"]
+    assert found["embedded"]["status"] == "warning"
+    assert "tritonserver" in found["embedded"]["message"]
+    assert not (tmp_path / "cache").exists()  # it changes nothing
+
+
+def test_an_invalid_setting_is_named() -> None:
+    status, found = examine(GATEWAY_POLL_INTERVAL_S="never")
+    assert status == 1
+    assert "GATEWAY_POLL_INTERVAL_S cannot be 'never'" in found["settings"]["message"]
+
+
+def test_the_port_may_belong_to_a_gateway_and_to_nothing_else(triton: EmbeddedTriton) -> None:
+    with gateway_before(triton.options.url) as client:
+        _, found = examine("--port", client.base_url.port or 0)
+        assert found["port"]["status"] == "ok"
+        assert "a gateway answers at" in found["port"]["message"]
+    status, found = examine("--port", triton.options.http_port)
+    assert (status, found["port"]["status"]) == (1, "failed")
+    assert "not a gateway" in found["port"]["message"]
+
+
+def test_a_replica_that_is_no_triton_is_told_from_one_that_is_away(
+    triton: EmbeddedTriton,
+) -> None:
+    status, found = examine(GATEWAY_TRITON_URLS=f"http://127.0.0.1:{triton.options.metrics_port}")
+    assert status == 1
+    assert "not a Triton" in found["triton"]["message"]
+    _, found = examine(GATEWAY_TRITON_URLS="dns+http://name.invalid:8000")
+    assert "cannot be resolved" in found["triton"]["message"]
