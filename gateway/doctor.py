@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import httpx
 
-from gateway.app import create_tls_context
 from gateway.client import tables
 from gateway.client.api import ERRNO_PREFIX
+from gateway.components import create_tls_context
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
