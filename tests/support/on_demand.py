@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import httpx
+import pytest
 
 from tests.support.fleet import QUICK, Fleet, url_of, write_echo
 from tests.support.servers import Triton, gateway
@@ -132,6 +133,10 @@ class IndexWatch:
                 copies.update(held)
             self.copies |= copies
             self.samples += 1
+
+
+# `make test` has the short one.
+TRACE_SECONDS = [10.0, pytest.param(60.0, marks=pytest.mark.long)]
 
 
 @dataclass

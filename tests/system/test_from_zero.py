@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.from_zero import Sleeping, WaitingClients, send_request, sleeping_fleet
 from tests.support.on_demand import metric
@@ -76,10 +77,11 @@ def test_more_requests_than_places_are_429(tmp_path: Path) -> None:
         assert statuses == {429: 15, 200: 5}
 
 
-def test_ten_thousand_waiting_requests_take_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1000, pytest.param(MANY, marks=pytest.mark.long)])
+def test_waiting_requests_take_little_memory(tmp_path: Path, count: int) -> None:
     settings = {
-        "max_queue": str(MANY),
-        "max_connections": str(MANY + 100),
+        "max_queue": str(count),
+        "max_connections": str(count + 100),
         "max_connections_per_client": "0",
         "hold_s": "300",
         "log_level": "error",
@@ -90,15 +92,15 @@ def test_ten_thousand_waiting_requests_take_little_memory(tmp_path: Path) -> Non
         clients = WaitingClients(str(fleet.client.base_url))
 
         async def start_triton() -> None:
-            await wait_until_async(partial(asyncio.to_thread, has_held, fleet, MANY))
+            await wait_until_async(partial(asyncio.to_thread, has_held, fleet, count))
             grown = process.memory_info().rss - before
-            print(f"{MANY} waiting requests: {grown / MANY / 1024:.1f} KiB each")
-            assert grown < MANY * MAX_BYTES_PER_REQUEST
+            print(f"{count} waiting requests: {grown / count / 1024:.1f} KiB each")
+            assert grown < count * MAX_BYTES_PER_REQUEST
             fleet.triton.start()
 
-        asyncio.run(clients.run(MANY, start_triton))
+        asyncio.run(clients.run(count, start_triton))
         print(f"answers: {Counter(clients.statuses)}")
-        assert Counter(clients.statuses)[200] == MANY
+        assert Counter(clients.statuses)[200] == count
 
 
 def test_the_body_of_a_waiting_request_is_not_read(tmp_path: Path) -> None:

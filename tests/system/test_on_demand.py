@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.fleet import V2_BODY
 from tests.support.on_demand import (
+    TRACE_SECONDS,
     IndexWatch,
     Trace,
     count_lru_loads,
@@ -29,7 +30,6 @@ from tests.support.servers import Triton
 from tests.support.wait import wait_until
 
 MODELS = model_names(12)
-TRACE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,15 @@ def test_a_hundred_first_requests_share_one_load(three: list[Triton]) -> None:
         assert metric(fleet, "gateway_on_demand_wait_seconds_count") >= 1
 
 
+@pytest.mark.parametrize("seconds", TRACE_SECONDS)
 @pytest.mark.parametrize("budget", [4, 2])
 def test_the_budget_is_kept_and_loads_are_as_few_as_those_of_one_lru_cache(
-    three: list[Triton], budget: int
+    three: list[Triton], budget: int, seconds: float
 ) -> None:
     trace = Trace(MODELS)
     with on_demand_fleet(three, max_loaded_models=str(budget), log_level="warning") as fleet:
         with IndexWatch(three) as watch:
-            trace.run([str(fleet.client.base_url)], TRACE_S)
+            trace.run([str(fleet.client.base_url)], seconds)
         loaded, expected = loads(fleet), count_lru_loads(trace.began, 3 * budget)
         print(
             f"budget {budget}: {len(trace.began)} requests, {loaded} loads, {expected} of one LRU, "

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.fleet import BODY, Fleet, url_of
 from tests.support.on_demand import (
+    TRACE_SECONDS,
     IndexWatch,
     Trace,
     clear,
@@ -28,7 +29,6 @@ from tests.support.wait import wait_until
 
 MODELS = model_names(12)
 BUDGET = 2
-TRACE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +91,14 @@ def test_first_requests_at_two_workers_share_one_load(three: list[Triton]) -> No
         assert sum(len(list_held(triton)) for triton in three) == 4
 
 
+@pytest.mark.parametrize("seconds", TRACE_SECONDS)
 def test_two_gateways_keep_one_budget_and_do_not_thrash(
-    three: list[Triton], redis: RedisServer
+    three: list[Triton], redis: RedisServer, seconds: float
 ) -> None:
     trace = Trace(MODELS, seed=2)
     with two_gateways(three, redis.url(), max_loaded_models=str(BUDGET)) as gateways:
         with IndexWatch(three) as watch:
-            trace.run([str(each.client.base_url) for each in gateways], TRACE_S)
+            trace.run([str(each.client.base_url) for each in gateways], seconds)
         loaded, expected = sum(map(loads, gateways)), count_lru_loads(trace.began, 3 * BUDGET)
         print(
             f"two gateways: {len(trace.began)} requests, {loaded} loads, {expected} of one LRU, "
