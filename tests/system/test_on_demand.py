@@ -243,3 +243,25 @@ def test_a_gateway_killed_in_the_middle_of_a_load_leaves_it_to_the_next_one(
     finally:
         for hold in holds:
             hold.unlink(missing_ok=True)
+
+
+def test_the_memory_of_models_is_kept_within_its_budget(tmp_path: Path) -> None:
+    sizes_mb = {"model00": 400, "model01": 100, "model02": 400, "model03": 100}
+    with tritons_with(tmp_path, 1, tuple(sizes_mb)) as tritons:
+        for model in ("model00", "model02"):  # the others have the default size
+            with (tritons[0].repository / model / "config.pbtxt").open("a") as config:
+                config.write(
+                    '\nparameters { key: "gateway.memory_mb" value { string_value: "400" } }\n'
+                )
+
+        def held_mb() -> int:
+            return sum(sizes_mb[name] for name in list_held(tritons[0]))
+
+        settings = {"model_memory_mb": "500", "default_model_memory_mb": "100"}
+        with on_demand_gateway(tritons, **settings) as fleet:
+            for model in (*sizes_mb, *sizes_mb):
+                assert fleet.infer(model).status_code == 200
+                wait_until(lambda: held_mb() <= 500)
+                assert model in list_held(tritons[0])
+            # Small models stay beside a large one.
+            assert list_held(tritons[0]) == {"model02", "model03"}
