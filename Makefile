@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+CLIENTS := .venv-clients
 SITE := .venv-site
 RELEASE := .venv-release
 RESNET50 := .venv-resnet50
@@ -31,7 +32,7 @@ SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: bench bench-count bench-peers resnet50 manifests interface site dist audit crds lock clean models examples
+.PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -136,6 +137,15 @@ $(RELEASE)/.ready: requirements/release.txt requirements/build.txt
 	@$(RELEASE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/release.txt -r requirements/build.txt
 	@touch $@
 
+# Clients of the embeddings API, which need newer or older packages than the tests.
+clients: $(CLIENTS)/.ready ## Install LangChain, LlamaIndex and LiteLLM, which the tests then run against the gateway
+
+$(CLIENTS)/.ready: requirements/clients.txt
+	@echo "preparing the clients' environment in $(CLIENTS)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/clients.txt
+	@touch $@
+
 # For benchmarks only; pinned separately. perf_analyzer needs a newer C library than the rest of the project.
 $(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
 	@echo "preparing the peers' environment in $(PEERS)"
@@ -200,8 +210,9 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) --group resnet50 -o requirements/resnet50.txt
 	$(LOCK) --group peers -o requirements/peers.txt
 	$(LOCK) --group perf-analyzer -o requirements/perf-analyzer.txt
+	$(LOCK) --group clients -o requirements/clients.txt
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
 clean: ## Remove the environments and caches
-	rm -rf build $(VENV) $(SITE) $(RELEASE) $(PEERS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build $(VENV) $(SITE) $(RELEASE) $(PEERS) $(CLIENTS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import subprocess
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from tests.support.model_zoo.zoo import Zoo
+from tests.support.servers import ROOT
 
 MODEL = "text_ensemble"
 TEXTS = ["a cat sleeps", "a dog barks", "the stock market fell"]
@@ -206,3 +209,44 @@ def test_tensorflow_servings_clients_read_the_status_and_the_signature(
             },
         }
         assert signature["outputs"]["VECTOR"]["dtype"] == "DT_FLOAT"
+
+
+# Clients with an environment of their own (`make clients`). Each prints the count of vectors and a length.
+
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+CLIENT_PROGRAMS = {
+    "langchain": """
+from langchain_openai import OpenAIEmbeddings
+client = OpenAIEmbeddings(model=MODEL, base_url=URL, api_key="any", check_embedding_ctx_length=False)
+vectors = client.embed_documents(TEXTS)
+""",
+    "llama-index": """
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+client = OpenAILikeEmbedding(model_name=MODEL, api_base=URL, api_key="any", embed_batch_size=2)
+vectors = client.get_text_embedding_batch(TEXTS)
+""",
+    "litellm": """
+import os
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+import litellm
+answer = litellm.embedding(model=f"openai/{MODEL}", input=TEXTS, api_base=URL, api_key="any")
+vectors = [each["embedding"] for each in answer.data]
+""",
+}
+
+
+@pytest.mark.skipif(not CLIENTS.exists(), reason="the clients are missing; run: make clients")
+@pytest.mark.parametrize("name", CLIENT_PROGRAMS)
+def test_clients_of_openais_api_work_unmodified(demo: httpx.Client, name: str) -> None:
+    values = f"MODEL, URL, TEXTS = {MODEL!r}, '{demo.base_url}/v1', {TEXTS!r}\n"
+    program = f"{values}{CLIENT_PROGRAMS[name]}print(len(vectors), len(vectors[0]))"
+    ended = subprocess.run(
+        [CLIENTS, "-c", program],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [str(len(TEXTS)), "384"]
