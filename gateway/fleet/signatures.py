@@ -98,7 +98,9 @@ class ModelService:
     async def _read_once(self, key: tuple[str, str]) -> Signature:
         task = self._pending_reads.get(key)
         if task is None:
-            task = self._pending_reads[key] = asyncio.create_task(self._read_signature(*key))
+            # The model may have been unloaded since the request waited for it: it waits again.
+            work = self._read_signature(*key, can_activate=True)
+            task = self._pending_reads[key] = asyncio.create_task(work)
             task.add_done_callback(lambda task: self._finish_first_read(key, task))
         with measure_upstream_time():
             return await asyncio.shield(task)
@@ -133,8 +135,10 @@ class ModelService:
         current_request_info.set(None)
         return await self._read_signature(model, version)
 
-    async def _read_signature(self, model: str, version: str) -> Signature:
-        target = RequestTarget(model, version, METADATA_TIMEOUT_S)
+    async def _read_signature(
+        self, model: str, version: str, *, can_activate: bool = False
+    ) -> Signature:
+        target = RequestTarget(model, version, METADATA_TIMEOUT_S, can_activate=can_activate)
         metadata, config = await asyncio.gather(
             self._dispatcher.request_json(target, triton_model_path(model, version)),
             self.read_config(target),
