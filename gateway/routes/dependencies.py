@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Request
 
@@ -12,6 +12,8 @@ from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.keys import Caller, Right
 from gateway.messages import quote_text, suggest_name
 from gateway.services import Services
+
+V1_PREFIX: Final = "/v1/"
 
 
 async def get_services(request: Request) -> Services:  # async: FastAPI runs others in a thread
@@ -30,7 +32,8 @@ def require_right(
     """
 
     async def check_right(request: Request) -> Services:
-        if request.method not in READ_METHODS:
+        # Triton ignores a query on its own paths, and so must the gateway.
+        if request.method not in READ_METHODS and request.scope["path"].startswith(V1_PREFIX):
             check_query(request)
         services = cast(Services, request.app.state.services)
         if for_all_models:

@@ -471,6 +471,10 @@ def test_an_unknown_query_parameter_is_refused(zoo: Zoo, query: str, words: str)
     assert_error(response, 400, "MALFORMED_REQUEST", words)
 
 
+def test_a_query_on_tritons_own_paths_is_ignored_as_by_triton(zoo: Zoo) -> None:
+    assert zoo.client.post("/v2/repository/index?unknown=1").status_code == 200
+
+
 def test_a_misspelt_parameter_is_refused_and_a_models_own_is_not(zoo: Zoo) -> None:
     response = zoo.infer("single_BYTES", "a", parameters={"time_out": 5})
     assert_error(response, 400, "MALFORMED_REQUEST", "did you mean timeout?")
