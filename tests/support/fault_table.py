@@ -229,7 +229,7 @@ TRITON = (
         {
             "system/test_from_zero": [
                 "a_hundred_requests_wait_for_the_first_replica",
-                "ten_thousand_waiting_requests_take_little_memory",
+                "waiting_requests_take_little_memory",
                 "requests_that_waited_in_vain_are_503",
                 "more_requests_than_places_are_429",
             ]
