@@ -196,14 +196,15 @@ def test_uploads_through_two_gateways_take_turns(place: BucketPlace) -> None:
     assert place.hidden() == []
 
 
-def test_a_large_upload_takes_little_memory(place: BucketPlace) -> None:
+@pytest.mark.parametrize("size", [128 * MIB, pytest.param(1024 * MIB, marks=pytest.mark.long)])
+def test_a_large_upload_takes_little_memory(place: BucketPlace, size: int) -> None:
     process = psutil.Process(place.command.pid)
     assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
     before = process.memory_info().rss
     peak = before
 
     def upload() -> httpx.Response:
-        return place.client.put("/v1/models/large?load=false", content=padded(128 * MIB))
+        return place.client.put("/v1/models/large?load=false", content=padded(size))
 
     with ThreadPoolExecutor() as pool:
         put = pool.submit(upload)
@@ -212,7 +213,7 @@ def test_a_large_upload_takes_little_memory(place: BucketPlace) -> None:
     assert put.result().status_code == 201, put.result().text
     assert peak - before < 16 * MIB
     listed = place.client.get("/v1/models/large/versions/2/files").json()["files"]
-    digest = hashlib.sha256(b"".join(padded(128 * MIB))).hexdigest()
+    digest = hashlib.sha256(b"".join(padded(size))).hexdigest()
     assert listed == [{"path": "2/model.onnx", "bytes": listed[0]["bytes"], "sha256": digest}]
     with place.client.stream("GET", "/v1/models/large/files/2/model.onnx") as download:
         received = hashlib.sha256()

@@ -370,7 +370,8 @@ def test_code_is_accepted_where_it_is_allowed(place: FolderPlace, tmp_path: Path
         assert client.delete("/v1/models/code").status_code == 200
 
 
-def test_a_large_upload_takes_little_memory(place: FolderPlace) -> None:
+@pytest.mark.parametrize("size", [192 * MIB, pytest.param(1024 * MIB, marks=pytest.mark.long)])
+def test_a_large_upload_takes_little_memory(place: FolderPlace, size: int) -> None:
     process = psutil.Process(place.command.pid)
     assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
     before = process.memory_info().rss
@@ -378,7 +379,7 @@ def test_a_large_upload_takes_little_memory(place: FolderPlace) -> None:
 
     def body() -> Iterator[bytes]:
         nonlocal peak
-        for piece in padded(192 * MIB):
+        for piece in padded(size):
             peak = max(peak, process.memory_info().rss)
             yield piece
 
