@@ -27,12 +27,14 @@ from gateway.openapi.openai import (
 )
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForInference
+from gateway.tensors.codecs import DEFAULT_CODEC
 from gateway.tensors.text_vectors import (
     build_embedding_payloads,
     build_rerank_payloads,
     check_dimensions,
     encode_embeddings,
     encode_ranking,
+    measure_queries,
     parse_embeddings_request,
     parse_rerank_request,
 )
@@ -105,5 +107,8 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
     """Return the documents with their scores, best first, from any model with two text inputs."""
     wanted, deadline = await receive_json(request, services, parse_rerank_request)
     with await open_exchange(request, services, wanted.model, deadline=deadline) as exchange:
-        results = await exchange.run_payloads(build_rerank_payloads(exchange.signature, wanted))
+        limits = services.payload_limits
+        payloads = build_rerank_payloads(exchange.signature, wanted, limits.max_bytes)
+        exchange.charge.add(DEFAULT_CODEC.memory_factor * measure_queries(wanted))
+        results = await exchange.run_payloads(payloads)
         return await exchange.build_response(results, partial(encode_ranking, results, wanted))

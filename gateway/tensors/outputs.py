@@ -29,6 +29,8 @@ from gateway.tensors.signature import Signature, TensorSpec
 MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
 # orjson serializes this many numbers in about a millisecond.
 VALUES_PER_CHUNK = 16_384
+# Serializing more numbers would block the event loop for too long.
+MAX_INLINE_RESULT_BYTES = 4 * VALUES_PER_CHUNK
 # Browsers send about 150 characters.
 MAX_ACCEPT_CHARS = 2048
 JSON_ACCEPT_VALUES = ("", "*/*", JSON)  # those of nearly all clients
@@ -48,8 +50,7 @@ class InferResult(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        # Serializing more numbers would block the event loop for too long.
-        return self.size_bytes > 4 * VALUES_PER_CHUNK
+        return self.size_bytes > MAX_INLINE_RESULT_BYTES
 
     def get_array(self, name: str) -> np.ndarray:
         """Return an output, without the batch dimension if the request had none."""
@@ -105,6 +106,11 @@ def encode_json_result(result: InferResult) -> EncodedBody:
     if result.is_large:
         return EncodedBody(dump_json(document), JSON)
     return EncodedBody(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), JSON)
+
+
+def are_large(results: Sequence[InferResult]) -> bool:
+    """Return whether the results together take too long to serialize on the event loop."""
+    return sum(result.size_bytes for result in results) > MAX_INLINE_RESULT_BYTES
 
 
 def dump_json(value: Any) -> bytes:

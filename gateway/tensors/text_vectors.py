@@ -129,8 +129,19 @@ def build_embedding_payloads(signature: Signature, texts: Sequence[str]) -> list
     return build_text_payloads(signature, output.name, {inputs[0].name: texts})
 
 
-def build_rerank_payloads(signature: Signature, request: RerankRequest) -> list[Payload]:
-    """Like `build_embedding_payloads`, for a model that turns a query and a document into a score."""
+def build_rerank_payloads(
+    signature: Signature, request: RerankRequest, max_bytes: int
+) -> list[Payload]:
+    """Like `build_embedding_payloads`, for a model that turns a query and a document into a score.
+
+    Raises `TooLarge` if the query, which is sent with each document, takes more than `max_bytes`.
+    """
+    query_bytes = measure_queries(request)
+    if query_bytes > max_bytes:
+        raise TooLarge(
+            f"the query is sent with each of the {len(request.documents)} documents, which takes "
+            f"{query_bytes} bytes; the limit is {max_bytes} bytes; send a shorter query or fewer documents"
+        )
     inputs = find_text_inputs(signature, 2, "reranking")
     hinted = [tensor for tensor in inputs if has_hint(signature, QUERY_HINT, tensor)]
     query = hinted[0] if hinted else inputs[0]
@@ -158,6 +169,11 @@ def build_text_payloads(
     ]
 
 
+def measure_queries(request: RerankRequest) -> int:
+    """Return the size in bytes of the query, repeated for each document."""
+    return len(request.query.encode(errors="surrogatepass")) * len(request.documents)
+
+
 def find_text_inputs(signature: Signature, count: int, use: str) -> list[TensorSpec]:
     required = signature.required_inputs
     texts = [tensor for tensor in required if tensor.datatype.kind is DatatypeKind.BYTES]
@@ -173,6 +189,10 @@ def find_text_inputs(signature: Signature, count: int, use: str) -> list[TensorS
 def find_float_output(signature: Signature, hint: str) -> TensorSpec:
     outputs = signature.outputs.values()
     floats = [tensor for tensor in outputs if tensor.datatype.kind is DatatypeKind.FLOAT]
+    if not floats:
+        raise InputMismatch(
+            f"model {quote_text(signature.model)} has no floating-point output, which this requires"
+        )
     chosen = [tensor for tensor in floats if has_hint(signature, hint, tensor)] or floats
     if len(chosen) != 1:
         raise InputMismatch(

@@ -182,6 +182,14 @@ def test_an_invalid_ranking_request_is_refused(
     assert (response.status_code, response.json()["code"]) == (400, "MALFORMED_REQUEST")
 
 
+def test_a_query_that_would_be_multiplied_beyond_the_body_limit_is_refused(
+    zoo_as_written: Zoo,
+) -> None:
+    response = rank(zoo_as_written, query="q" * (1 << 20), documents=["d"] * 100)
+    assert (response.status_code, response.json()["code"]) == (413, "TOO_LARGE")
+    assert "shorter query or fewer documents" in response.json()["error"]
+
+
 def test_tensorflow_servings_clients_read_the_status_and_the_signature(
     zoo_as_written: Zoo,
 ) -> None:
