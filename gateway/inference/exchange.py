@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain, islice
 from typing import Any, Final, TypeVar
 
 import anyio
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,7 +28,7 @@ from gateway.services import Services
 from gateway.tensors import sequence
 from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.decode import decode_body, decode_form, decode_predict_body, parse_predict_body
-from gateway.tensors.image_header import find_header_reader
+from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes
 from gateway.tensors.inputs import InferInputs, convert_payload, inspect_payload
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import Payload
@@ -60,15 +58,8 @@ MISSPELT_SIMILARITY: Final = 0.85
 MAX_CONCURRENT_ROWS: Final = 16
 PAYLOADS_PER_TURN: Final = 32  # converted on the event loop in about a millisecond
 NO_PAYLOAD: Final = Payload({})
-# Larger values are converted in a thread, because they would block the event loop.
-LARGE_ARRAY_BYTES: Final = 1 << 20
 # Images with more pixels are decoded in a process, because it can be killed at the deadline.
 MAX_THREAD_PIXELS: Final = 4_000_000
-# Costs of a list's value and of a character, as the bytes of an array that take as long to convert.
-BYTES_PER_LISTED_VALUE: Final = 32
-BYTES_PER_CHARACTER: Final = 4
-# Reading an image's header takes as long as converting an array of this size.
-IMAGE_HEADER_COST_BYTES: Final = LARGE_ARRAY_BYTES // 4
 
 
 @dataclass
@@ -367,33 +358,3 @@ def is_text_model(signature: Signature) -> bool:
 def is_active_content(content_type: str) -> bool:
     content_type = content_type.lower()
     return any(word in content_type for word in ACTIVE_CONTENT_WORDS)
-
-
-def estimate_payload_bytes(payload: Payload, signature: Signature) -> int:
-    """Return the approximate size, or any number above `LARGE_ARRAY_BYTES` for a large payload."""
-    values = (part.value for parts in payload.parts.values() for part in parts)
-    if signature.accepts_only_bytes:  # a file is an element as it is
-        values = (value for value in values if not isinstance(value, bytes))
-    return sum(map(estimate_value_bytes, values))
-
-
-def estimate_value_bytes(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, bytes) and find_header_reader(value) is not None:
-        return IMAGE_HEADER_COST_BYTES
-    if not isinstance(value, list):
-        return BYTES_PER_CHARACTER * len(value) if isinstance(value, (str, bytes)) else 0
-    items, size = value, BYTES_PER_LISTED_VALUE * len(value)
-    while items and size <= LARGE_ARRAY_BYTES:
-        types = set(map(type, items))
-        if not types.isdisjoint((str, bytes)):
-            size += sum(
-                map(estimate_value_bytes, (item for item in items if not isinstance(item, list)))
-            )
-        if list not in types:
-            break
-        nested = chain.from_iterable(item for item in items if isinstance(item, list))
-        items = list(islice(nested, LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1))
-        size += BYTES_PER_LISTED_VALUE * len(items)
-    return size

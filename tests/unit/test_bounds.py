@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
-from gateway.inference.exchange import (
-    BYTES_PER_LISTED_VALUE,
-    LARGE_ARRAY_BYTES,
-    estimate_value_bytes,
-)
 from gateway.media_types import JSON
 from gateway.tensors import codecs, inputs
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.decode import read_payload
+from gateway.tensors.estimates import (
+    BYTES_PER_LISTED_VALUE,
+    LARGE_ARRAY_BYTES,
+    estimate_value_bytes,
+)
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
 from gateway.tensors.payload import Part, Payload, PayloadLimits
