@@ -143,6 +143,7 @@ class IncomingCall:
 
     def authorize(self, right: Right) -> None:
         """Raises `Forbidden`."""
+        self._check_administrator(right)
         authorize(self.scope, right)
 
     def authorize_all_models(self, right: Right) -> None:

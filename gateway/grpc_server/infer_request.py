@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,8 @@ from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT, MAX_KEY_BYTES
 
 # Smaller messages are decoded as a whole, which costs less than the search for their tensors.
 MAX_DECODED_BYTES: Final = 32 << 10
+# What is not a tensor is decoded on the event loop, and takes up to eight times its size.
+MAX_HEAD_BYTES: Final = 1 << 20
 VERSION_FIELD: Final = service_pb2.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER
 RAW_CONTENTS: Final = frozenset((service_pb2.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER,))
 TYPED_CONTENTS: Final = {
@@ -47,6 +49,11 @@ def read_infer_request(message: bytes) -> InferHead:
     head = message
     if len(message) > MAX_DECODED_BYTES:
         head = remove_fields(message, RAW_CONTENTS, TYPED_CONTENTS)
+        if len(head) > MAX_HEAD_BYTES:
+            raise MalformedRequest(
+                f"the names, shapes and parameters take {len(head)} bytes; the limit is "
+                f"{MAX_HEAD_BYTES} bytes"
+            )
     try:
         request = service_pb2.ModelInferRequest.FromString(head)
     except DecodeError:
@@ -92,11 +99,11 @@ def check_parameter_map(parameters: Mapping[str, Any]) -> None:
         raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
 
 
-def check_shape(shape: Iterable[int], body_bytes: int) -> None:
+def check_shape(shape: Collection[int], body_bytes: int) -> None:
     """Check a shape whose product Triton computes. Every element takes at least a byte of the body."""
-    dims = list(shape)
-    if len(dims) > MAX_DIMS:
+    if len(shape) > MAX_DIMS:
         raise MalformedRequest(f"a shape can have at most {MAX_DIMS} dimensions")
+    dims = list(shape)
     if dims and min(dims) <= 0:
         if min(dims) < 0:
             raise InputMismatch(f"the shape {format_dims(dims)} has a negative dimension")

@@ -7,7 +7,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import Forbidden, UnknownModelToTrace
+from gateway.errors import Forbidden, MalformedRequest, UnknownModelToTrace
 from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import ModelTarget
 from gateway.grpc_server.call import IncomingCall
@@ -19,6 +19,7 @@ from gateway.triton.error_mapping import RequestTarget
 
 VERSION_FIELD: Final = 2  # of all requests that name a model
 EMPTY_MESSAGE: Final = b""
+MAX_SMALL_MESSAGE_BYTES: Final = 64 << 10
 
 
 async def forward(
@@ -47,24 +48,28 @@ NO_MODEL: Final = ModelTarget("")
 
 
 async def serve_server_live(call: IncomingCall) -> bytes:
-    timeout_s = call.find_timeout_s()
-    message = await call.read_message(timeout_s)
+    message, timeout_s = await read_small_message(call)
     call.authorize(Right.infer)
     return await forward(call, message, NO_MODEL, timeout_s, is_health_check=True)
 
 
 async def serve_server_metadata(call: IncomingCall) -> bytes:
-    timeout_s = call.find_timeout_s()
-    message = await call.read_message(timeout_s)
+    message, timeout_s = await read_small_message(call)
     call.authorize(Right.infer)
     return await forward(call, message, NO_MODEL, timeout_s)
 
 
 async def serve_model(call: IncomingCall) -> bytes:
     """Forward ModelMetadata, ModelConfig and ModelReady to a replica on which the model is ready."""
-    timeout_s = call.find_timeout_s()
-    message = await call.read_message(timeout_s)
+    message, timeout_s = await read_small_message(call)
     request = decode(service_pb2.ModelMetadataRequest, message)
+    return await forward_for_model(call, message, request, timeout_s)
+
+
+async def forward_for_model(
+    call: IncomingCall, message: bytes, request: Any, timeout_s: float
+) -> bytes:
+    """Return the response of a replica for the model and version that the request means."""
     target = call.resolve(Right.infer, request.name, request.version)
     if target.version != request.version:
         message += encode_field(VERSION_FIELD, target.version.encode())
@@ -73,21 +78,16 @@ async def serve_model(call: IncomingCall) -> bytes:
 
 async def serve_statistics(call: IncomingCall) -> bytes:
     """Forward ModelStatistics. Those of all models require access to all models."""
-    timeout_s = call.find_timeout_s()
-    message = await call.read_message(timeout_s)
+    message, timeout_s = await read_small_message(call)
     request = decode(service_pb2.ModelStatisticsRequest, message)
     if not request.name:
         call.authorize_all_models(Right.infer)
         return await forward(call, message, NO_MODEL, timeout_s)
-    target = call.resolve(Right.infer, request.name, request.version)
-    if target.version != request.version:
-        message += encode_field(VERSION_FIELD, target.version.encode())
-    return await forward(call, message, target, timeout_s)
+    return await forward_for_model(call, message, request, timeout_s)
 
 
 async def serve_trace_setting(call: IncomingCall) -> bytes:
-    timeout_s = call.find_timeout_s()
-    message = await call.read_message(timeout_s)
+    message, timeout_s = await read_small_message(call)
     request = decode(service_pb2.TraceSettingRequest, message)
     target = NO_MODEL
     if request.model_name:
@@ -105,8 +105,7 @@ async def serve_trace_setting(call: IncomingCall) -> bytes:
 
 
 async def serve_log_settings(call: IncomingCall) -> bytes:
-    timeout_s = call.find_timeout_s()
-    message = await call.read_message(timeout_s)
+    message, timeout_s = await read_small_message(call)
     call.authorize_all_models(Right.manage)
     return await forward(call, message, NO_MODEL, timeout_s, is_management=True)
 
@@ -123,6 +122,20 @@ async def serve_no_regions(call: IncomingCall) -> bytes:
 async def refuse_shared_memory(call: IncomingCall) -> bytes:
     call.authorize(Right.infer)
     raise Forbidden(NO_SHARED_MEMORY.message)
+
+
+async def read_small_message(call: IncomingCall) -> tuple[bytes, float]:
+    """Return a message without tensors or files, and the timeout of the call.
+
+    Raises `MalformedRequest` for a large one, which would be decoded on the event loop.
+    """
+    timeout_s = call.find_timeout_s()
+    message = await call.read_message(timeout_s)
+    if len(message) > MAX_SMALL_MESSAGE_BYTES:
+        raise MalformedRequest(
+            f"the message has {len(message)} bytes; this method accepts at most {MAX_SMALL_MESSAGE_BYTES}"
+        )
+    return message, timeout_s
 
 
 def decode(message_type: Any, message: bytes) -> Any:

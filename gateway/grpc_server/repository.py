@@ -11,7 +11,7 @@ from gateway.errors import Forbidden, UnknownModel, UnknownModelToLoad
 from gateway.fleet.index import READY, merge_indexes
 from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.grpc_server.call import IncomingCall
-from gateway.grpc_server.models import EMPTY_MESSAGE, decode
+from gateway.grpc_server.models import EMPTY_MESSAGE, decode, read_small_message
 from gateway.keys import Right
 from gateway.messages import quote_text
 from gateway.settings.access import ModelUploads
@@ -20,7 +20,7 @@ INDEX_FIELDS: Final = ("name", "version", "state", "reason")
 
 
 async def serve_index(call: IncomingCall) -> bytes:
-    message = await call.read_message(call.find_timeout_s())
+    message, _ = await read_small_message(call)
     request = decode(service_pb2.RepositoryIndexRequest, message)
     call.authorize(Right.fleet)
     indexes = await call.services.repository.read_indexes()
@@ -33,6 +33,7 @@ async def serve_index(call: IncomingCall) -> bytes:
 
 
 async def serve_load(call: IncomingCall) -> bytes:
+    call.authorize(Right.manage)  # before a message is decoded that may contain files
     message = await call.read_message(call.find_timeout_s())
     request = decode(service_pb2.RepositoryModelLoadRequest, message)
     settings, caller = call.services.settings, call.info.caller
@@ -44,7 +45,7 @@ async def serve_load(call: IncomingCall) -> bytes:
 
 
 async def serve_unload(call: IncomingCall) -> bytes:
-    message = await call.read_message(call.find_timeout_s())
+    message, _ = await read_small_message(call)
     request = decode(service_pb2.RepositoryModelUnloadRequest, message)
     model, parameters = prepare_change(call, request, UnknownModel, can_upload=False)
     dependents = bool(parameters.get(UNLOAD_DEPENDENTS))

@@ -12,6 +12,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.grpc import service_pb2
 
 from gateway.grpc_server.methods import TRITON_METHODS
+from gateway.grpc_server.wire import encode_field
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.fleet import ECHO, Fleet, fleet_of
 from tests.support.grpc_gateway import SERVICE, STREAM, call_bytes, failure, fp32
@@ -244,3 +245,32 @@ def test_without_keys_administration_over_grpc_is_refused(tmp_path: Path) -> Non
             code, message = failure(call, "late")
             assert code == "PERMISSION_DENIED"
             assert "requires an admin key" in message
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["ServerMetadata", "ModelMetadata", "RepositoryIndex", "RepositoryModelUnload", "LogSettings"],
+)
+def test_a_large_message_without_tensors_is_refused(guarded: Guarded, method: str) -> None:
+    message = encode_field(15, bytes(1 << 20))  # a field that no method has
+    code, words = failure(
+        call_bytes,
+        guarded.address,
+        f"{SERVICE}/{method}",
+        message,
+        metadata=(("authorization", f"Bearer {ADMIN}"),),
+    )
+    assert code == "INVALID_ARGUMENT"
+    assert "at most 65536" in words
+
+
+def test_a_load_is_refused_before_its_files_are_read(guarded: Guarded) -> None:
+    code, words = failure(
+        call_bytes,
+        guarded.address,
+        f"{SERVICE}/RepositoryModelLoad",
+        bytes(1 << 20),  # no message at all
+        metadata=(("authorization", f"Bearer {INFER}"),),
+    )
+    assert code == "PERMISSION_DENIED"
+    assert "lacks the role 'admin'" in words

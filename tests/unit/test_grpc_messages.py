@@ -16,6 +16,7 @@ from gateway import errors
 from gateway.errors import Forbidden, GatewayError, InputMismatch, MalformedRequest, Overloaded
 from gateway.grpc_server.infer_request import (
     MAX_DECODED_BYTES,
+    MAX_HEAD_BYTES,
     RAW_CONTENTS,
     TYPED_CONTENTS,
     read_infer_request,
@@ -141,6 +142,15 @@ def test_too_many_fields_parameters_and_tensors_are_refused() -> None:
     for message in (many_fields, small(parameters), small(inputs), small(tensor)):
         with pytest.raises(MalformedRequest):
             read_infer_request(message)
+
+
+@pytest.mark.parametrize("count", [5000, 2_000_000])
+def test_a_shape_of_millions_of_dimensions_is_refused_before_it_is_decoded(count: int) -> None:
+    request = service_pb2.ModelInferRequest(model_name="m")
+    request.inputs.add(name="X", datatype="FP32", shape=[1] * count)
+    words = "at most 1000 dimensions" if count < MAX_HEAD_BYTES else "the limit is 1048576 bytes"
+    with pytest.raises(MalformedRequest, match=words):
+        read_infer_request(request.SerializeToString())
 
 
 def test_shared_memory_is_refused_wherever_it_is_named() -> None:
