@@ -22,8 +22,8 @@ class VersionNotReady(Conflict):
 
     def __init__(self, model: str, version: str, reasons: Iterable[str]) -> None:
         super().__init__(
-            f"a label cannot mean version {version} of model {quote_text(model)}, which is not ready: "
-            f"{'; '.join(reasons)}"
+            f"a label cannot mean version {version} of model {quote_text(model)}, which is not ready "
+            f"({'; '.join(reasons)}); load it first"
         )
 
 
@@ -61,6 +61,13 @@ class LabelManager:
         description = self._describe(model, name, label)
         await self._state.set_label(model, name, None)
         return description
+
+    async def delete_labels(self, model: str) -> None:
+        """Delete the labels of a model that is removed, except declared ones."""
+        declared = self._state.declared_models.get(model)
+        for name in list(self._state.labels.get(model, {})):
+            if declared is None or name not in declared.labels:
+                await self._state.set_label(model, name, None)
 
     def describe_label(self, model: str, name: str) -> dict[str, Any]:
         return self._describe(model, name, self._find_label(model, name))

@@ -121,10 +121,11 @@ async def upload_model(
     responses=REMOVAL_RESPONSES,
 )
 async def remove_model(request: Request, services: ServicesForManagement, model: str) -> Response:
-    """Unload a model from every replica, and remove its files."""
+    """Unload a model from every replica, and remove its files and labels."""
     publisher = get_publisher(services)
     check_stored_name(model)
     await publisher.remove_model(model, get_caller(request).can_see)
+    await services.labels.delete_labels(model)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
 

@@ -153,6 +153,15 @@ def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: FolderPlac
     assert hidden(place.repository) == []
 
 
+def test_the_labels_of_a_removed_model_are_deleted(place: FolderPlace) -> None:
+    client, labels = place.client, "/v1/models/labelled/labels"
+    for _ in range(2):
+        assert client.put("/v1/models/labelled", content=FIRST).status_code == 201
+        assert client.get(labels).json()["labels"] == []
+        assert client.put(f"{labels}/stable", json={"version": "1"}).status_code == 200
+        assert client.delete("/v1/models/labelled").status_code == 200
+
+
 def test_versions_and_models_are_removed(place: FolderPlace) -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
