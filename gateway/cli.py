@@ -184,7 +184,7 @@ def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: commands.JsonOptio
 def create_key(
     name: KeyName,
     role: Roles = [Role.infer],  # noqa: B006 - typer's convention
-    model: ModelPatterns = ["*"],  # noqa: B006
+    model: ModelPatterns = ["*"],  # noqa: B006 - as above
     requests_per_second: RequestRate = None,
     file: KeysPath = None,
 ) -> None:

@@ -154,7 +154,7 @@ def connects(port: int) -> bool:
 def nginx(gateway_port: int, more: str, user: str = "") -> Iterator[httpx.Client]:
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if binary is None:
-        pytest.skip("there is no nginx here")
+        pytest.skip("nginx is missing: apt-get install nginx")
     (port,) = free_ports(1)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

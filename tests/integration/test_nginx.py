@@ -66,7 +66,7 @@ class Proxy:
 def proxy() -> Iterator[Proxy]:
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if binary is None:
-        pytest.skip("there is no nginx here")
+        pytest.skip("nginx is missing: apt-get install nginx")
     (port,) = free_ports(1)
     with Stage() as server, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
