@@ -137,7 +137,9 @@ def parse_shadow(document: Any) -> Shadow:
 def parse_version(version: Any) -> str:
     normalized = normalize_version(str(version)) if is_int(version) or is_text(version) else None
     if normalized is None:
-        raise InvalidLabel(f"{quote_text(str(version))} is not a version, which is a number")
+        raise InvalidLabel(
+            f"{quote_text(str(version))} is not a valid version; a version is a number"
+        )
     return normalized
 
 

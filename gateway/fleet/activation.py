@@ -75,7 +75,7 @@ class ModelActivator:
     _obstacles: dict[str, NoPlacement] = field(default_factory=dict)
     _failures: dict[str, FailedLoad] = field(default_factory=dict)
     _load_times_s: dict[str, float] = field(default_factory=dict)
-    _maintenance: list[asyncio.Task[None]] = field(default_factory=list)
+    _background_tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
@@ -175,13 +175,13 @@ class ModelActivator:
 
     async def __aenter__(self) -> ModelActivator:
         copies = ModelCopies(self._pool, self._loader, self._reconciler)
-        self._maintenance = [
+        self._background_tasks = [
             asyncio.create_task(work) for work in (self._loader.run(), copies.run())
         ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self._maintenance, *(load.task for load in self._loads.values())])
+        await cancel_tasks([*self._background_tasks, *(load.task for load in self._loads.values())])
 
     @property
     def loader(self) -> OnDemandLoader:
@@ -211,7 +211,7 @@ class ModelActivator:
             if not self._pool.has_live_replica:
                 await self._pool.look_up_replicas()
                 continue
-            placement = await self._find_place(model) if self._is_loadable(model) else None
+            placement = await self._find_placement(model) if self._is_loadable(model) else None
             if isinstance(placement, NoPlacement) and placement.is_final:
                 return placement
             if isinstance(placement, Placement):
@@ -227,16 +227,16 @@ class ModelActivator:
             await asyncio.sleep(RETRY_PAUSE_S)
         return None
 
-    async def _find_place(self, model: str) -> Placement | NoPlacement | None:
+    async def _find_placement(self, model: str) -> Placement | NoPlacement | None:
         """Return the place for the load; None while the model or the replicas are changing."""
         self._obstacles.pop(model, None)
         if self._loader.is_loading(model):
             return None
         if not self._loader.list_candidates(model):
-            if self._loader.has_replicas:
+            if self._loader.has_controllable_replica:
                 return None
             raise ModelNotReady(model)
-        placement = await self._loader.find_place(model)
+        placement = await self._loader.find_placement(model)
         if isinstance(placement, NoPlacement):
             self._obstacles[model] = placement
         return placement

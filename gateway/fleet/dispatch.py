@@ -60,7 +60,7 @@ class AttemptHistory(NamedTuple):
 NO_ATTEMPTS: Final = AttemptHistory()
 
 
-class ActivationGate(Protocol):
+class Activator(Protocol):
     """Lets requests wait until a replica has their model ready."""
 
     def can_activate(self, model: str) -> bool: ...
@@ -84,15 +84,15 @@ class Dispatcher:
         self._mean_latency_s: dict[str, float] = {}
         self._retry_budget = RetryBudget()
         self._sequences = SequenceRouter(asyncio.get_running_loop().time)
-        self._activation_gate: ActivationGate | None = None
+        self._activator: Activator | None = None
         # Model → the end of its last request, if models are loaded on demand.
         self._last_used: dict[str, float] | None = None
 
-    def enable_activation(self, gate: ActivationGate, last_used: dict[str, float]) -> None:
+    def enable_activation(self, activator: Activator, last_used: dict[str, float]) -> None:
         """Let requests wait for their model, and record when each model was used last."""
-        self._activation_gate = gate
+        self._activator = activator
         self._last_used = last_used
-        self._pool.can_activate = gate.can_activate
+        self._pool.can_activate = activator.can_activate
 
     async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
         """Return the result of the first attempt that succeeds.
@@ -185,12 +185,12 @@ class Dispatcher:
 
     async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
         """Wait until the model can be used; return the remaining seconds."""
-        gate = self._activation_gate
-        if gate is None or self._pool.is_usable(target.model):
+        activator = self._activator
+        if activator is None or self._pool.is_usable(target.model):
             raise NoReplica
-        if not target.can_activate or not gate.can_activate(target.model):
-            raise gate.build_error(target.model, target.version)
-        return await gate.activate(target.model, timeout_s)
+        if not target.can_activate or not activator.can_activate(target.model):
+            raise activator.build_error(target.model, target.version)
+        return await activator.activate(target.model, timeout_s)
 
     # Retries.
 
@@ -226,15 +226,15 @@ class Dispatcher:
         self, call: UpstreamCall[T], error: GatewayError, history: AttemptHistory
     ) -> bool:
         """Return whether the model is on no replica any longer, so that the request can wait for it again."""
-        gate, target = self._activation_gate, call.target
+        activator, target = self._activator, call.target
         return (
-            gate is not None
+            activator is not None
             and target.can_activate
             and isinstance(error, NOT_EXECUTED_ERRORS)
             and call.is_resendable
             and history.activations < MAX_ACTIVATIONS
             and not self._pool.is_usable(target.model)
-            and gate.can_activate(target.model)
+            and activator.can_activate(target.model)
         )
 
     def _can_retry(self, call: UpstreamCall[T], replica: Replica, error: GatewayError) -> bool:

@@ -64,9 +64,8 @@ class LabelManager:
 
     async def delete_labels(self, model: str) -> None:
         """Delete the labels of a model that is removed, except declared ones."""
-        declared = self._state.declared_models.get(model)
         for name in list(self._state.labels.get(model, {})):
-            if declared is None or name not in declared.labels:
+            if not self._is_declared(model, name):
                 await self._state.set_label(model, name, None)
 
     def describe_label(self, model: str, name: str) -> dict[str, Any]:
@@ -89,9 +88,12 @@ class LabelManager:
         if not self._pool.has_model(model):
             raise UnknownModel(model)
 
-    def _check_not_declared(self, model: str, name: str) -> None:
+    def _is_declared(self, model: str, name: str) -> bool:
         declared = self._state.declared_models.get(model)
-        if declared is not None and name in declared.labels:
+        return declared is not None and name in declared.labels
+
+    def _check_not_declared(self, model: str, name: str) -> None:
+        if self._is_declared(model, name):
             raise Conflict(
                 f"label {quote_text(name)} of model {quote_text(model)} is declared in the models file; "
                 "change it there"
@@ -119,13 +121,11 @@ class LabelManager:
         return "" if version_state.state == READY else str(version_state)
 
     def _describe(self, model: str, name: str, label: VersionLabel) -> dict[str, Any]:
-        declared = self._state.declared_models.get(model)
-        is_declared = declared is not None and name in declared.labels
         return {
             "model": model,
             "label": name,
             **label.to_dict(),
-            **({"declared": True} if is_declared else {}),
+            **({"declared": True} if self._is_declared(model, name) else {}),
             "ready": {each: self._pool.is_servable(model, each) for each in label.versions},
             "model_version_status": build_version_status(
                 {"version": each, **self._find_best_state(model, each).to_dict()}

@@ -114,10 +114,10 @@ class Maintenance:
                         await marks.mark(replica.name)
 
     def _find_replica(self, name: str) -> Replica:
-        for replica in self.pool.replicas.values():
-            if replica.name == name:
-                return replica
-        raise UnknownReplica(name)
+        replica = self.pool.find_replica(name)
+        if replica is None:
+            raise UnknownReplica(name)
+        return replica
 
     def _is_usable(self, replica: Replica) -> bool:
         is_alive = self.pool.replica_state(replica) <= HealthState.EJECTED

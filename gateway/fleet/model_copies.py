@@ -1,4 +1,4 @@
-"""More copies of an on-demand model while it has many concurrent requests, fewer when it has not."""
+"""The number of copies of each on-demand model: more for many concurrent requests, fewer for few."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelCopies:
         self._changes[model].add_done_callback(lambda _: self._changes.pop(model, None))
 
     async def _load(self, model: str) -> None:
-        placement = await self._loader.find_place(model)
+        placement = await self._loader.find_placement(model)
         if not isinstance(placement, Placement) or placement.victims:
             return
         try:

@@ -19,7 +19,7 @@ READ_TIMEOUT_S: Final = 5.0
 
 @dataclass(eq=False, repr=False)
 class ModelFactsCache:
-    """The facts of all models that were ready once. Triton tells the config of ready models only."""
+    """The facts of all models that were ready once. Triton returns the configs of ready models only."""
 
     _pool: ReplicaPool
     _models: ModelService

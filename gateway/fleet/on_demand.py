@@ -36,7 +36,7 @@ from gateway.state.loads import is_in_progress
 log = logging.getLogger(__name__)
 
 INITIATOR: Final = "on_demand"
-MAINTENANCE_INTERVAL_S: Final = 0.5
+SURPLUS_CHECK_INTERVAL_S: Final = 0.5
 
 
 @dataclass(eq=False, repr=False)
@@ -111,12 +111,14 @@ class OnDemandLoader:
         """Return the replicas that can load the model."""
         return [
             replica
-            for replica in self._list_live_replicas()
-            if model in replica.index.models and not self.is_held(replica, model)
+            for replica in self._list_controllable_replicas()
+            if model in replica.index.models
+            and replica.name not in self._pool.cordoned
+            and not self.is_held(replica, model)
         ]
 
     @property
-    def has_replicas(self) -> bool:
+    def has_controllable_replica(self) -> bool:
         """Return whether a live replica permits loads."""
         return any(
             self._pool.replica_state(replica) is not HealthState.DOWN
@@ -126,7 +128,7 @@ class OnDemandLoader:
 
     def list_holders(self, model: str) -> list[Replica]:
         """Return the live replicas that have the model, or load it."""
-        return [each for each in self._list_live_replicas() if self.is_held(each, model)]
+        return [each for each in self._list_controllable_replicas() if self.is_held(each, model)]
 
     def is_held(self, replica: Replica, model: str) -> bool:
         return replica.index.is_ready(model) or replica.index.is_changing(model)
@@ -146,12 +148,12 @@ class OnDemandLoader:
 
     # Loads.
 
-    async def find_place(self, model: str) -> Placement | NoPlacement:
+    async def find_placement(self, model: str) -> Placement | NoPlacement:
         """Return the replica for a load, judging by the last known indexes."""
         await self.update_facts()
-        return self._choose_place(model)
+        return self._choose_placement(model)
 
-    def _choose_place(self, model: str) -> Placement | NoPlacement:
+    def _choose_placement(self, model: str) -> Placement | NoPlacement:
         replicas = [self.describe_replica(replica) for replica in self.list_candidates(model)]
         wanted = self.facts.build_wanted_model(model)
         return choose_placement(replicas, wanted, self.options.budget)
@@ -162,7 +164,7 @@ class OnDemandLoader:
         A copy is loaded only if it needs no room of others.
         Raises the `GatewayError` of a failed load.
         """
-        replica = self._find_replica(replica_name)
+        replica = self._pool.find_replica(replica_name)
         if replica is None:
             return False
         starting = self._starting.setdefault(replica.name, set())
@@ -200,11 +202,11 @@ class OnDemandLoader:
 
     async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
-        await asyncio.gather(*map(self._pool.monitor.probe, self._list_live_replicas()))
+        await asyncio.gather(*map(self._pool.monitor.probe, self._list_controllable_replicas()))
         await self.update_facts()
         if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it
-        placement = self._choose_place(model)
+        placement = self._choose_placement(model)
         if isinstance(placement, NoPlacement) or placement.replica != replica.name:
             return False
         if is_copy and placement.victims:
@@ -240,13 +242,13 @@ class OnDemandLoader:
     async def run(self) -> None:
         """Unload idle models, and what exceeds the budget, for ever."""
         while True:
-            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+            await asyncio.sleep(SURPLUS_CHECK_INTERVAL_S)
             if self.models.is_enabled or self.options.scaler_port:
                 await self.exchange_usage()
             self._pool.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled and self._reconciler.is_leader:
                 await self.update_facts()
-                await asyncio.gather(*map(self._unload_surplus, self._list_live_replicas()))
+                await asyncio.gather(*map(self._unload_surplus, self._list_controllable_replicas()))
 
     async def _unload_surplus(self, replica: Replica) -> None:
         async with self.lock_replica(replica) as is_granted:
@@ -258,7 +260,8 @@ class OnDemandLoader:
             excess = plan_excess(self.describe_replica(replica), self.options.budget)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
 
-    def _list_live_replicas(self) -> list[Replica]:
+    def _list_controllable_replicas(self) -> list[Replica]:
+        """Return the replicas that are up and permit loads."""
         return [
             replica
             for replica in self._pool.replicas.values()
@@ -293,7 +296,3 @@ class OnDemandLoader:
             log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
             return False
         return True
-
-    def _find_replica(self, name: str) -> Replica | None:
-        replicas = self._pool.replicas.values()
-        return next((replica for replica in replicas if replica.name == name), None)

@@ -108,6 +108,9 @@ class ReplicaPool:
             self.replica_state(each) is not HealthState.DOWN for each in self.replicas.values()
         )
 
+    def find_replica(self, name: str) -> Replica | None:
+        return next((each for each in self.replicas.values() if each.name == name), None)
+
     async def look_up_replicas(self) -> None:
         """Look for new replicas before the next interval, and wait for a short time.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
@@ -20,6 +20,9 @@ class ModelTarget(NamedTuple):
 
     model: str
     version: str = ""  # normalized; empty means Triton's choice
+
+
+NO_MODEL: Final = ModelTarget("")
 
 
 class LabelledTarget(ModelTarget):

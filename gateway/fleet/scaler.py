@@ -1,4 +1,4 @@
-"""An external scaler of KEDA over gRPC: tells whether the fleet is needed, and the demand for it."""
+"""An external scaler for KEDA over gRPC: reports whether the fleet is needed, and the demand for it."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -62,7 +63,7 @@ class ShadowRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._allowed_copies = 1.0  # a token bucket
         self._next_log: dict[tuple[str, str], float] = {}
-        self._unlogged = 0
+        self._unlogged: Counter[tuple[str, str]] = Counter()
 
     async def close(self) -> None:
         await cancel_tasks(self._tasks)
@@ -73,12 +74,12 @@ class ShadowRunner:
             return None
         self._allowed_copies = min(self._allowed_copies + BUSY_SHARE, MAX_COPIES)
         shadow = label.take_shadow()
-        if shadow is None or self._take_place():
+        if shadow is None or self._may_copy():
             return shadow
         self.count_result(label, shadow, DROPPED)
         return None
 
-    def _take_place(self) -> bool:
+    def _may_copy(self) -> bool:
         if self._admission.waiting:
             return False
         if self._admission.running <= 1:  # the request itself
@@ -115,20 +116,20 @@ class ShadowRunner:
         call = await copy.build_call()
         model, version = copy.label.model, copy.shadow.version
         replica = choose_less_loaded(self._pool.get_candidates(model, version))
-        response = await call.send(replica, copy.timeout_s, None)
-        reply = await read_complete_response(response, self.max_bytes)
-        primary, other = await copy.read_primary(), await copy.read_copy(reply)
-        if len(reply.body) <= MAX_INLINE_BYTES:
+        upstream = await call.send(replica, copy.timeout_s, None)
+        response = await read_complete_response(upstream, self.max_bytes)
+        primary, other = await copy.read_primary(), await copy.read_copy(response)
+        if len(response.body) <= MAX_INLINE_BYTES:
             return compare_outputs(primary, other, copy.shadow.tolerance)
         return await asyncio.to_thread(compare_outputs, primary, other, copy.shadow.tolerance)
 
     def _log_difference(self, copy: ShadowCopy, comparison: Comparison, now: float) -> None:
         key = (copy.label.model, copy.label.name)
         if now < self._next_log.get(key, 0.0):
-            self._unlogged += 1
+            self._unlogged[key] += 1
             return
         self._next_log[key] = now + LOG_INTERVAL_S
-        unlogged, self._unlogged = self._unlogged, 0
+        unlogged = self._unlogged.pop(key, 0)
         log.warning(
             "shadow version %s of label %s of model %s: %s: %s%s",
             copy.shadow.version,

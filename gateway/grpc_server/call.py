@@ -70,7 +70,8 @@ class MethodAccess(NamedTuple):
     route: str  # in the log and the metrics
     is_public: bool = False  # needs no key
     is_unlimited: bool = False  # does not count against the rate of the key
-    is_container: bool = False  # its requests are counted and logged, and it only if it fails
+    is_container: bool = False  # a stream: its requests are counted, itself only if it fails
+    http_method: str = "POST"  # of the same call over HTTP; a read takes no turn of a split
 
 
 class CallEnvironment(NamedTuple):
@@ -101,7 +102,7 @@ class IncomingCall:
         # The keys of an ASGI scope that authentication, authorization, the log and traces read.
         self.scope: dict[str, Any] = {
             "type": "http",
-            "method": "POST",
+            "method": access.http_method,
             "path": path,
             "scheme": "grpc",
             "http_version": "2",
@@ -111,7 +112,7 @@ class IncomingCall:
             "client": parse_peer(context.peer()),
         }
         if services.tracer is not None and not access.is_public:
-            info.trace = services.tracer.start_trace("POST", headers)
+            info.trace = services.tracer.start_trace(access.http_method, headers)
         services.metrics.in_flight[GRPC_ROUTE] += 1
 
     # The caller, and what it may do.
@@ -151,7 +152,7 @@ class IncomingCall:
         authorize_all_models(self.scope, right)
 
     def _check_administrator(self, right: Right) -> None:
-        # A proxy on this machine that forwards gRPC need not leave any trace of it in the call.
+        # A proxy on this machine can forward gRPC without leaving a trace in the call.
         if right is Right.manage and self.info.caller is ANONYMOUS:
             raise Forbidden(
                 "administration over gRPC requires an admin key (GATEWAY_KEYS_FILE); without keys, local "

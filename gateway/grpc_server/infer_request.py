@@ -19,6 +19,7 @@ from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT, MAX_KEY_BYTES
 MAX_DECODED_BYTES: Final = 32 << 10
 # What is not a tensor is decoded on the event loop, and takes up to eight times its size.
 MAX_HEAD_BYTES: Final = 1 << 20
+# The same number in all requests that name a model.
 VERSION_FIELD: Final = service_pb2.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER
 RAW_CONTENTS: Final = frozenset((service_pb2.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER,))
 TYPED_CONTENTS: Final = {

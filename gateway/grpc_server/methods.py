@@ -29,7 +29,7 @@ class StreamMethod(NamedTuple):
 TRITON_METHODS: Final[dict[str, UnaryHandler]] = {
     "ServerLive": models.serve_server_live,
     "ServerMetadata": models.serve_server_metadata,
-    "ModelReady": models.serve_model,
+    "ModelReady": models.serve_model_ready,
     "ModelMetadata": models.serve_model,
     "ModelConfig": models.serve_model,
     "ModelStatistics": models.serve_statistics,
@@ -47,6 +47,7 @@ TRITON_METHODS: Final[dict[str, UnaryHandler]] = {
     "CudaSharedMemoryRegister": models.refuse_shared_memory,
 }
 UNLIMITED_METHODS: Final = frozenset(("ServerLive", "ServerReady"))
+READ_METHODS: Final = frozenset(("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"))
 
 
 def list_unary_methods(health: HealthService) -> dict[str, UnaryMethod]:
@@ -54,7 +55,9 @@ def list_unary_methods(health: HealthService) -> dict[str, UnaryMethod]:
     methods = {}
     for name, serve in handlers.items():
         path = f"{GRPC_SERVICE}/{name}"
-        access = MethodAccess(path, is_unlimited=name in UNLIMITED_METHODS)
+        http_method = "GET" if name in READ_METHODS else "POST"
+        is_unlimited = name in UNLIMITED_METHODS
+        access = MethodAccess(path, is_unlimited=is_unlimited, http_method=http_method)
         methods[path] = UnaryMethod(access, serve)
     check = f"/{HEALTH_SERVICE}/Check"
     methods[check] = UnaryMethod(MethodAccess(check, is_public=True), health.check)

@@ -1,4 +1,4 @@
-"""The methods that ask for the server or for a model, and settings of Triton. Most are forwarded."""
+"""The methods that describe the server or a model, and those for Triton's settings. Most are forwarded."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import Forbidden, MalformedRequest, UnknownModelToTrace
+from gateway.errors import (
+    Forbidden,
+    MalformedRequest,
+    ModelNotReady,
+    UnknownModel,
+    UnknownModelToTrace,
+)
 from gateway.fleet.grpc_calls import GrpcBytesCall
-from gateway.fleet.resolver import ModelTarget
+from gateway.fleet.resolver import NO_MODEL, ModelTarget
 from gateway.grpc_server.call import IncomingCall
+from gateway.grpc_server.infer_request import set_version
 from gateway.grpc_server.inference import set_model_labels
-from gateway.grpc_server.wire import encode_field, invalid_message
+from gateway.grpc_server.wire import invalid_message
 from gateway.keys import Right
 from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
-VERSION_FIELD: Final = 2  # of all requests that name a model
 EMPTY_MESSAGE: Final = b""
+NOT_READY: Final = EMPTY_MESSAGE  # of a ModelReadyResponse: `ready` has its default, false
 MAX_SMALL_MESSAGE_BYTES: Final = 64 << 10
+# These wait for a model that is loaded on demand, as over HTTP.
+ACTIVATING_PATHS: Final = frozenset(
+    (f"{GRPC_SERVICE}/ModelMetadata", f"{GRPC_SERVICE}/ModelConfig")
+)
 
 
 async def forward(
@@ -30,10 +42,11 @@ async def forward(
     *,
     is_health_check: bool = False,
     is_management: bool = False,
+    can_activate: bool = False,
     not_found_error: Any = None,
 ) -> bytes:
     """Return a replica's response to a call that is no inference."""
-    upstream = RequestTarget(*target, timeout_s, is_health_check)
+    upstream = RequestTarget(*target, timeout_s, is_health_check, can_activate=can_activate)
     if not_found_error is not None:
         upstream = upstream._replace(not_found_error=not_found_error)
     path: str = call.scope["path"]
@@ -42,9 +55,6 @@ async def forward(
         return await call.services.dispatcher.send(request, timeout_s)
     finally:
         set_model_labels(call, target)
-
-
-NO_MODEL: Final = ModelTarget("")
 
 
 async def serve_server_live(call: IncomingCall) -> bytes:
@@ -60,20 +70,38 @@ async def serve_server_metadata(call: IncomingCall) -> bytes:
 
 
 async def serve_model(call: IncomingCall) -> bytes:
-    """Forward ModelMetadata, ModelConfig and ModelReady to a replica on which the model is ready."""
+    """Forward ModelMetadata and ModelConfig to a replica on which the model is ready."""
     message, timeout_s = await read_small_message(call)
     request = decode(service_pb2.ModelMetadataRequest, message)
     return await forward_for_model(call, message, request, timeout_s)
+
+
+async def serve_model_ready(call: IncomingCall) -> bytes:
+    """Forward ModelReady. A model that is not ready, or not known, is no error, as for Triton."""
+    message, timeout_s = await read_small_message(call)
+    request = decode(service_pb2.ModelReadyRequest, message)
+    target, message = select_version(call, message, request)
+    try:
+        return await forward(call, message, target, timeout_s)
+    except (ModelNotReady, UnknownModel):
+        return NOT_READY
 
 
 async def forward_for_model(
     call: IncomingCall, message: bytes, request: Any, timeout_s: float
 ) -> bytes:
     """Return the response of a replica for the model and version that the request means."""
+    target, message = select_version(call, message, request)
+    can_activate = call.scope["path"] in ACTIVATING_PATHS
+    return await forward(call, message, target, timeout_s, can_activate=can_activate)
+
+
+def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[ModelTarget, bytes]:
+    """Return what the request means, and its message with the number of the version."""
     target = call.resolve(Right.infer, request.name, request.version)
     if target.version != request.version:
-        message += encode_field(VERSION_FIELD, target.version.encode())
-    return await forward(call, message, target, timeout_s)
+        message = set_version(message, target.version)
+    return target, message
 
 
 async def serve_statistics(call: IncomingCall) -> bytes:
@@ -83,6 +111,9 @@ async def serve_statistics(call: IncomingCall) -> bytes:
     if not request.name:
         call.authorize_all_models(Right.infer)
         return await forward(call, message, NO_MODEL, timeout_s)
+    if not request.version:  # of all versions, whatever the label `default` means
+        model = call.resolve(Right.infer, request.name).model
+        return await forward(call, message, ModelTarget(model), timeout_s)
     return await forward_for_model(call, message, request, timeout_s)
 
 

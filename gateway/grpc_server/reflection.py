@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.grpc_server.call import IncomingCall
 from gateway.grpc_server.health import HEALTH_SERVICE
-from gateway.grpc_server.wire import LENGTH_DELIMITED, encode_field, encode_varint, iterate_fields
+from gateway.grpc_server.wire import LENGTH_DELIMITED, encode_field, encode_number, iterate_fields
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 REFLECTION_VERSIONS: Final = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
@@ -71,12 +71,12 @@ class ReflectionService:
             if message is grpc.aio.EOF:
                 break
             call.count_message(cast(bytes, message))
-            response = self.answer(message)
+            response = self.build_response(message)
             await call.context.write(response)
             call.succeed(response)
         call.succeed(b"")
 
-    def answer(self, message: bytes) -> bytes:
+    def build_response(self, message: bytes) -> bytes:
         """Return the response to one request. Raises `MalformedRequest`."""
         original = encode_field(ORIGINAL_REQUEST, message)
         for field in iterate_fields(message, 0, len(message)):
@@ -115,5 +115,5 @@ def list_files(descriptor: Any) -> Iterator[descriptor_pb2.FileDescriptorProto]:
 
 def encode_error(code: grpc.StatusCode, message: str) -> bytes:
     number: int = code.value[0]
-    error = b"\x08%b%b" % (encode_varint(number), encode_field(2, message.encode()))
+    error = encode_number(1, number) + encode_field(2, message.encode())
     return encode_field(ERROR, error)

@@ -9,7 +9,7 @@ import grpc
 
 from gateway.error_responses import release_frames
 from gateway.errors import GatewayError, NotEnoughMemory
-from gateway.grpc_server.wire import encode_field, encode_varint
+from gateway.grpc_server.wire import encode_field, encode_number
 from gateway.triton.grpc.byte_channel import Metadata
 
 log = logging.getLogger(__name__)
@@ -87,14 +87,11 @@ def build_trailers(
     if retry_after:
         seconds = int(retry_after)
         trailers.append(("grpc-retry-pushback-ms", str(seconds * 1000)))
-        delay = encode_field(1, b"\x08" + encode_varint(seconds))  # Duration.seconds
+        delay = encode_field(1, encode_number(1, seconds))  # Duration.seconds
         details.append(encode_any(b"google.rpc.RetryInfo", delay))
     number: int = code.value[0]
-    status = b"\x08%b%b%b" % (
-        encode_varint(number),
-        encode_field(2, detail.encode()),
-        b"".join(encode_field(3, each) for each in details),
-    )
+    status = encode_number(1, number) + encode_field(2, detail.encode())
+    status += b"".join(encode_field(3, each) for each in details)
     trailers.append(("grpc-status-details-bin", status))
     return tuple(trailers)
 

@@ -1,4 +1,7 @@
-"""Objects of an S3 bucket, through obstore. Errors become `RepositoryUnavailable` and `NotFound` here."""
+"""Objects of an S3 bucket, through obstore.
+
+Its errors become `RepositoryUnavailable`, `ObjectChanged` or `FileNotFoundError` here.
+"""
 
 from __future__ import annotations
 

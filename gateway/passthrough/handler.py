@@ -130,13 +130,8 @@ async def forward_request(
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
-    activator = services.activator
-    if (
-        activator is not None
-        and action.can_activate
-        and not services.pool.can_serve(model, route.version)
-    ):
-        timeout_s = await activator.activate(model, timeout_s)
+    if action.can_activate and services.activator is not None:
+        timeout_s = await services.activate_model(model, route.version, timeout_s)
     body, step = await prepare_body(services, scope, receive, route, action, headers)
     if step is not None and labelled is not None:
         route = labelled.set_sequence(step)

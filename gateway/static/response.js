@@ -30,7 +30,7 @@ export function renderJson(document) {
 }
 
 function download(document) {
-  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(document, null, 1)], { type: "application/json" })), download: "answer.json" });
+  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(document, null, 1)], { type: "application/json" })), download: "response.json" });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

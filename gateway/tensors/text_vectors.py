@@ -191,7 +191,8 @@ def find_float_output(signature: Signature, hint: str) -> TensorSpec:
     floats = [tensor for tensor in outputs if tensor.datatype.kind is DatatypeKind.FLOAT]
     if not floats:
         raise InputMismatch(
-            f"model {quote_text(signature.model)} has no floating-point output, which this requires"
+            f"model {quote_text(signature.model)} has no floating-point output, which embeddings and "
+            "reranking require"
         )
     chosen = [tensor for tensor in floats if has_hint(signature, hint, tensor)] or floats
     if len(chosen) != 1:

@@ -42,7 +42,13 @@ def test_labels_and_splits_mean_the_same_over_grpc(tmp_path: Path) -> None:
             answer = http.put(f"{LABELS}/{label}", json={"versions": versions})
             assert answer.status_code == 200, answer.text
         assert {infer(client, NAME, "stable") for _ in range(5)} == {"2"}
-        assert Counter(infer(client, NAME) for _ in range(40)) == {"1": 30, "2": 10}
+        versions = Counter[str]()
+        for _ in range(40):  # reads between the requests take no turn of the split
+            assert client.get_model_config(NAME) == client.get_model_config(NAME, "1")
+            versions[infer(client, NAME)] += 1
+        assert versions == {"1": 30, "2": 10}
+        statistics = client.get_inference_statistics(NAME).model_stats
+        assert {each.version for each in statistics} == {"1", "2", "3"}
         assert infer(client, NAME, "3") == "3"
         assert client.get_model_metadata(NAME, "stable").versions
         assert client.is_model_ready(NAME, "stable")
@@ -57,5 +63,8 @@ def test_the_first_call_loads_a_model_on_demand(tmp_path: Path) -> None:
         on_demand_gateway(tritons, max_loaded_models="1", grpc_port=str(port)),
         triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
     ):
+        assert client.get_model_metadata(models[1]).name == models[1]
+        assert client.is_model_ready(models[1])
+        assert not client.is_model_ready(models[0])
         for model in (*models, *models):
             assert infer(client, model, shape=(2,)) == "1"

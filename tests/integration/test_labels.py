@@ -102,7 +102,7 @@ def test_a_label_is_kept_listed_and_deleted(client: httpx.Client) -> None:
         ("2", {"version": "2"}, "not a valid label"),
         ("Stable", {"version": "2"}, "not a valid label"),
         ("stable", {}, 'an object with "version"'),
-        ("stable", {"version": "newest"}, "'newest' is not a version"),
+        ("stable", {"version": "newest"}, "'newest' is not a valid version"),
         ("stable", {"versions": {"1": 0}}, "whole number"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
         (
             '{"format": 1, "models": {}, "labels": {"a": {"x": {"version": "b"}}}, "cordons": []}',
             ("--state", "file:///tmp/x.json"),
-            "'b' is not a version",
+            "'b' is not a valid version",
         ),
         (json.dumps(EXPORTED), ("--state", "memory:"), "only a state in a file or in Redis"),
         (json.dumps(EXPORTED), (), "only a state in a file or in Redis"),

@@ -171,7 +171,7 @@ def test_an_idle_model_is_unloaded(three: list[Triton]) -> None:
         assert fleet.load("model05").status_code == 200
         assert fleet.infer("model00").status_code == 200
         wait_until(lambda: not any("model00" in list_held(triton) for triton in three))
-        assert evictions(fleet, "idle") == 1
+        wait_until(lambda: evictions(fleet, "idle") == 1)  # counted when Triton has answered
         assert all("model05" in list_held(triton) for triton in three)  # the API wants it
         assert fleet.infer("model00").status_code == 200
 
@@ -243,6 +243,17 @@ def test_a_gateway_killed_in_the_middle_of_a_load_leaves_it_to_the_next_one(
     finally:
         for hold in holds:
             hold.unlink(missing_ok=True)
+
+
+def test_a_model_is_not_loaded_on_a_cordoned_replica(three: list[Triton]) -> None:
+    with on_demand_fleet(three) as fleet:
+        for triton in three[:2]:
+            cordon = fleet.client.post(f"/v1/replicas/{triton.address}/cordon")
+            assert cordon.status_code == 200, cordon.text
+        for model in MODELS[:3]:
+            assert fleet.infer(model).status_code == 200
+        assert [len(list_held(triton)) for triton in three] == [0, 0, 3]
+        assert loads(fleet) == 3
 
 
 def test_the_memory_of_models_is_kept_within_its_budget(tmp_path: Path) -> None:
