@@ -131,10 +131,10 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         redoc_url=None,
     )
     app.requires_key = components.keys_file is not None
-    edge = GatewayMiddleware(app)
-    for router in ROUTERS:
-        if router is not ui.router or settings.page:
-            app.include_router(router)
+    routers = [router for router in ROUTERS if router is not ui.router or settings.page]
+    edge = GatewayMiddleware(app, [route for router in routers for route in router.routes])
+    for router in routers:
+        app.include_router(router)
     for exception in HANDLED_EXCEPTIONS:
         app.add_exception_handler(exception, render_error)
     if not settings.cors_origins:

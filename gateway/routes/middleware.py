@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from time import perf_counter
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
@@ -37,8 +38,9 @@ METHOD_NOT_ALLOWED = 405
 class GatewayMiddleware:
     """The ASGI application. Requests to `/v2` go to Triton without the framework; FastAPI serves the rest."""
 
-    def __init__(self, framework: FastAPI) -> None:
+    def __init__(self, framework: FastAPI, routes: Sequence[BaseRoute]) -> None:
         self._framework = framework
+        self._routes = routes  # of the framework, which keeps those of routers to itself
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +99,7 @@ class GatewayMiddleware:
                 status = message["status"]
                 headers = [*message.get("headers", ()), header, NOSNIFF_HEADER]
                 if status == METHOD_NOT_ALLOWED:
-                    allowed = list_allowed_methods(self._framework, scope)
+                    allowed = list_allowed_methods(self._routes, scope)
                     headers = [pair for pair in headers if pair[0] != b"allow"]
                     headers.append((b"allow", ", ".join(allowed).encode()))
                 if is_model_path:
@@ -115,9 +117,9 @@ class GatewayMiddleware:
         return status
 
 
-def list_allowed_methods(framework: FastAPI, scope: Scope) -> list[str]:
+def list_allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> list[str]:
     """Return the methods of all routes of the path; the framework names those of the first one."""
-    matching = (route for route in framework.routes if route.matches(scope)[0] is not Match.NONE)
+    matching = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
     return sorted(
         {method for route in matching for method in getattr(route, "methods", None) or ()}
     )

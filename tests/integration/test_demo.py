@@ -187,6 +187,19 @@ def test_a_wrong_method_is_405_in_the_same_shape(demo: httpx.Client) -> None:
     assert_error(demo.get("/v2/models/ensemble/infer"), 405, "METHOD_NOT_ALLOWED", "POST")
 
 
+def test_a_wrong_method_names_those_that_a_path_accepts(demo: httpx.Client) -> None:
+    document = demo.get("/openapi.json").json()
+    assert len(document["paths"]) > 30
+    for path, operations in document["paths"].items():
+        response = demo.request("PATCH", path.replace("{", "").replace("}", ""))
+        allowed = set(response.headers["allow"].split(", "))
+        described = {method.upper() for method in operations}
+        assert response.status_code == 405
+        assert described <= allowed, path
+        # `m:predict` could also be the name of a model.
+        assert path.endswith(":predict") or allowed <= described | {"HEAD"}, path
+
+
 def test_a_sane_request_id_is_kept_and_another_replaced(demo: httpx.Client) -> None:
     kept = demo.post(
         "/v1/models/ensemble/infer", content=SEVEN, headers={**PNG, "X-Request-ID": "mine-1"}
