@@ -32,6 +32,7 @@ class AccessDenied(ClientError):
 # The gateway's advice to users of its API, and the same for users of the commands.
 COMMAND_HINTS: Final = {
     "GET /v1/models lists the models": "triton-gateway models lists the models",
+    "GET /v1/replicas lists the replicas": "triton-gateway replicas lists the replicas",
     "GET /readyz shows the reason": "triton-gateway replicas shows the reason",
     'send {"parameters": {"unload_dependents": true}}': "use --dependents",
     "send Authorization: Bearer KEY or X-API-Key: KEY": "use --key KEY or TRITON_GATEWAY_KEY",
