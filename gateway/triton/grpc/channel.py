@@ -20,7 +20,6 @@ from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.http_client.connection import Headers
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.sequence import SEQUENCE_KEYS
-from gateway.triton.binary_tensors import check_output_entry, decode_binary_data
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.management import (
     HTTP_STATUS_BY_GRPC_CODE,
@@ -35,6 +34,8 @@ from gateway.triton.inference import (
     MAX_INLINE_RESPONSE_BYTES,
     InferRequest,
     InferResponse,
+    check_output_entry,
+    decode_binary_data,
 )
 
 CHANNEL_IDLE_TIMEOUT_S: Final = 2.0

@@ -16,13 +16,13 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 from gateway.errors import BadUpstream
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.dtypes import DATATYPES
-from gateway.triton.binary_tensors import (
+from gateway.triton.inference import (
     MAX_SEPARATE_ELEMENTS,
     BinaryInput,
     decode_infer_response,
     encode_infer_request,
+    parse_http_response,
 )
-from gateway.triton.inference import parse_http_response
 
 SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 
