@@ -154,37 +154,8 @@ class ModelService:
 
     async def infer(self, request: InferRequest) -> InferResult:
         """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""
-        max_batch_size = request.signature.max_batch_size
-        if not request.inputs.exceeds(max_batch_size):
-            return await self._infer_piece(request)
-        if request.target.sequence_step is not None:  # the pieces would run in no particular order
-            raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
-        semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
-        pieces = request.inputs.split(max_batch_size)
-        requests = (request._replace(inputs=piece) for piece in pieces)
-        work = (self._infer_limited_piece(each, semaphore) for each in requests)
-        tasks = list(map(asyncio.create_task, work))
-        with measure_upstream_time():
-            try:
-                return concatenate_results(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-    async def _infer_limited_piece(
-        self, request: InferRequest, semaphore: asyncio.Semaphore
-    ) -> InferResult:
-        try:
-            async with semaphore:
-                return await self._infer_piece(request)
-        except (RefusedByModel, InputMismatch) as exc:
-            piece = request.inputs
-            first, last = piece.batch_offset + 1, piece.batch_offset + piece.batch_size
-            # The message of the model counts the items within the piece.
-            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
-            raise
-
-    async def _infer_piece(self, request: InferRequest) -> InferResult:
+        if request.inputs.exceeds(request.signature.max_batch_size):
+            return await self._infer_pieces(request)
         try:
             if self._is_cancellable(request.signature):
                 call = GrpcUnaryCall(request)
@@ -195,6 +166,35 @@ class ModelService:
             return build_result(request, await decode_http_response(reply))
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)
+            raise
+
+    async def _infer_pieces(self, request: InferRequest) -> InferResult:
+        max_batch_size = request.signature.max_batch_size
+        if request.target.sequence_step is not None:  # the pieces would run in no particular order
+            raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
+        semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
+        pieces = request.inputs.split(max_batch_size)
+        requests = (request._replace(inputs=piece) for piece in pieces)
+        work = (self._infer_piece(each, semaphore) for each in requests)
+        tasks = list(map(asyncio.create_task, work))
+        with measure_upstream_time():
+            try:
+                return concatenate_results(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _infer_piece(
+        self, request: InferRequest, semaphore: asyncio.Semaphore
+    ) -> InferResult:
+        try:
+            async with semaphore:
+                return await self.infer(request)
+        except (RefusedByModel, InputMismatch) as exc:
+            piece = request.inputs
+            first, last = piece.batch_offset + 1, piece.batch_offset + piece.batch_size
+            # The message of the model counts the items within the piece.
+            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
             raise
 
     async def stream(self, request: InferRequest) -> AsyncGenerator[InferResult, None]:

@@ -16,8 +16,8 @@ from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
 from gateway.request_info import RequestInfo
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
-from gateway.tensors.decode import read_payload
 from gateway.tensors.form import MultipartForm
+from gateway.tensors.inputs import read_payload
 from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS, parse_content_type
 from gateway.tensors.payload import Payload, PayloadLimits
 

@@ -27,9 +27,16 @@ from gateway.request_info import RequestInfo
 from gateway.services import Services
 from gateway.tensors import sequence
 from gateway.tensors.codecs import JSON_CODEC
-from gateway.tensors.decode import decode_body, decode_form, decode_predict_body, parse_predict_body
 from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes
-from gateway.tensors.inputs import InferInputs, convert_payload, inspect_payload
+from gateway.tensors.inputs import (
+    InferInputs,
+    convert_payload,
+    decode_body,
+    decode_form,
+    decode_predict_body,
+    inspect_payload,
+    parse_predict_body,
+)
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import Payload
 from gateway.tensors.sequence import SequenceStep
@@ -109,7 +116,9 @@ class InferExchange:
         limits = self.services.payload_limits
         if not self.body.content_type and self.body.has_content and is_text_model(self.signature):
             self.body.content_type = OCTET_STREAM  # a text, as Triton takes it
-        body = await self._receive(partial(receive_payload, self.body, limits, self.charge))
+        is_here = await self._receive_start()
+        receiving = receive_payload(self.body, limits, self.charge)
+        body = await (receiving if is_here else self._limit_time(receiving))
         if isinstance(body, DeferredPayload):
             body = await self._limit_time(decoders.run_in_thread(0, body))
         await self._acquire_slot()
@@ -125,8 +134,9 @@ class InferExchange:
 
     async def receive_predict_inputs(self) -> tuple[bool, list[InferInputs]]:
         """Receive the body, acquire a slot, and return whether the body has columns, and its tensors."""
-        max_bytes = self.services.payload_limits.max_bytes
-        body = await self._receive(partial(self.body.read, max_bytes, self.charge))
+        is_here = await self._receive_start()
+        reading = self.body.read(self.services.payload_limits.max_bytes, self.charge)
+        body = await (reading if is_here else self._limit_time(reading))
         await self._acquire_slot()
         decoders = self.services.decode_executor
         if len(body) > JSON_CODEC.max_thread_bytes:
@@ -146,14 +156,11 @@ class InferExchange:
         )
         return is_columns, await self._convert_payloads(payloads)
 
-    async def _receive(self, read: Callable[[], Awaitable[T]]) -> T:
-        # Some of the body is there when the application starts (`gateway.protocol`), unless the client waits
-        # for 100 Continue.
-        max_bytes = self.services.payload_limits.max_bytes
-        is_waiting = b"expect" in self.body.headers
-        if is_waiting or not await self.body.receive_start(max_bytes):
-            return await self._limit_time(read())
-        return await read()
+    async def _receive_start(self) -> bool:
+        """Return whether the whole body is there when the application starts (`gateway.protocol`)."""
+        if b"expect" in self.body.headers:  # the client waits for 100 Continue
+            return False
+        return await self.body.receive_start(self.services.payload_limits.max_bytes)
 
     async def _acquire_slot(self) -> None:
         # Called after the body is received, so that a slow client does not hold a slot.

@@ -1,4 +1,4 @@
-"""Conversion of one value (JSON, a NumPy array, an image) to an array of the model's datatype, without loss.
+"""Conversion of values (JSON, NumPy arrays, images) to arrays of an input's datatype and shape, without loss.
 
 The functions raise `InputMismatch` for a value that the datatype cannot represent. Pure.
 """
@@ -16,7 +16,12 @@ from gateway.errors import InputMismatch
 from gateway.messages import join_names, quote_text
 from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, DatatypeKind
-from gateway.tensors.mismatch import build_input_mismatch, describe_unexpected_value
+from gateway.tensors.mismatch import (
+    build_input_mismatch,
+    describe_array,
+    describe_unexpected_value,
+    format_shape,
+)
 from gateway.tensors.npy import MAX_DIMENSIONS
 from gateway.tensors.payload import Part
 from gateway.tensors.signature import ImageSpec, TensorSpec
@@ -209,3 +214,81 @@ def cast_exactly(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
 def build_inexact_error(tensor: TensorSpec, value: str) -> InputMismatch:
     name = tensor.datatype.name
     return build_input_mismatch(tensor, f"{value}, which {name} cannot represent exactly")
+
+
+def stack_parts(parts: Sequence[Part], tensor: TensorSpec, supports_batching: bool) -> np.ndarray:
+    array = stack_values([part.value for part in parts], parts, tensor)
+    expected = (-1, *tensor.shape) if supports_batching else tensor.shape
+    if array.ndim == 1 and all(size in (1, -1) for size in expected[1:]):
+        array = array.reshape(-1, *(1 for _ in expected[1:]))
+    if not is_compatible_shape(array.shape, expected):
+        raise build_input_mismatch(
+            tensor, f"a batch of {len(parts)} items, each {describe_array(array.shape[1:])}"
+        )
+    return array
+
+
+def stack_values(values: list[Any], parts: Sequence[Part], tensor: TensorSpec) -> np.ndarray:
+    # Lists are converted together, because converting a short list takes about as long as a long one.
+    if all(type(value) is list and not list_encoded_images(value) for value in values):
+        check_equal_shapes(find_list_shapes(values, tensor), tensor)
+        return convert_nested_lists(values, tensor)
+    arrays = [convert_part(part, tensor) for part in parts]
+    check_equal_shapes({array.shape for array in arrays}, tensor)
+    return np.stack(arrays)
+
+
+def find_list_shapes(values: Sequence[list[Any]], tensor: TensorSpec) -> set[tuple[int, ...]]:
+    """Return the shapes of the lists; at most two of them if the lengths differ."""
+    lengths = list(map(len, values))
+    other = next((index for index, length in enumerate(lengths) if length != lengths[0]), 0)
+    rows = [values[0], values[other]] if other else values
+    if not other and list not in map(type, chain.from_iterable(rows)):
+        rows = values[:1]
+    return {flatten_lists(row, tensor)[1] for row in rows}
+
+
+def check_equal_shapes(shapes: set[tuple[int, ...]], tensor: TensorSpec) -> None:
+    if len(shapes) > 1:
+        raise build_input_mismatch(
+            tensor, f"values of different shapes: {join_names(map(format_shape, sorted(shapes)))}"
+        )
+
+
+def fit_part_to_shape(
+    part: Part, tensor: TensorSpec, supports_batching: bool
+) -> tuple[np.ndarray, bool]:
+    """Return the array with the dimensions that Triton expects, and whether the part is a batch."""
+    array, shape = convert_part(part, tensor), tensor.shape
+    is_json_list = isinstance(part.value, list)
+    if not supports_batching:
+        return fit_unbatched_array(array, tensor), False
+    if shape == (1,) and array.ndim == 1 and (is_json_list or len(array) != 1):
+        array = array.reshape(-1, 1)  # a list of single values is a batch
+    if array.ndim == len(shape) + 1 and is_compatible_shape(array.shape[1:], shape):
+        if len(array) == 0:
+            raise build_input_mismatch(tensor, "an empty batch")
+        return array, True
+    if is_compatible_shape(array.shape, shape):
+        return array[np.newaxis], False
+    if array.ndim == 0 and all(size in (1, -1) for size in shape):
+        return array.reshape((1,) * (len(shape) + 1)), False
+    raise build_input_mismatch(tensor, describe_array(array.shape))
+
+
+def fit_unbatched_array(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
+    # A model without batching may declare a first dimension of its own.
+    shape = tensor.shape
+    if is_compatible_shape(array.shape, shape):
+        return array
+    if array.ndim == 0 and all(size in (1, -1) for size in shape):
+        return array.reshape((1,) * len(shape))
+    if array.ndim == len(shape) - 1 and is_compatible_shape((1, *array.shape), shape):
+        return array[np.newaxis]
+    raise build_input_mismatch(tensor, describe_array(array.shape))
+
+
+def is_compatible_shape(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    return len(shape) == len(expected) and all(
+        b in (-1, a) for a, b in zip(shape, expected, strict=True)
+    )

@@ -1,34 +1,35 @@
-"""Conversion of a payload's parts to the input tensors of one inference, with the batch dimension. Pure."""
+"""Conversion of a body to a payload, and of its parts to the input tensors of one inference. Pure.
+
+A worker process can run `decode_body`, `decode_form` and `decode_predict_body`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gateway.errors import InputMismatch, TooLarge
+from gateway.media_types import JSON, MULTIPART
 from gateway.messages import join_names, quote_text
-from gateway.tensors import images
-from gateway.tensors.convert import (
-    convert_nested_lists,
-    convert_part,
-    flatten_lists,
-    list_encoded_images,
-)
+from gateway.tensors import kserve_v1
+from gateway.tensors.codecs import find_codec, read_single_value
+from gateway.tensors.convert import fit_part_to_shape, list_encoded_images, stack_parts
 from gateway.tensors.data_uri import decode_base64_text, is_data_uri
 from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.mismatch import (
-    build_input_mismatch,
-    describe_array,
-    describe_inputs,
-    format_shape,
-)
+from gateway.tensors.form import MultipartForm
+from gateway.tensors.images import EncodedImage, ImageLimits, inspect_image
+from gateway.tensors.json_body import check_json_memory
+from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.mismatch import build_input_mismatch, describe_inputs
 from gateway.tensors.npy import NPY_MAGIC, read_npy
-from gateway.tensors.payload import Part, Payload
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import ImageSpec, Signature, TensorSpec
 
+# Each instance of such a request is an inference of its own.
+MAX_UNBATCHED_INSTANCES = 1000
+FEED_CHUNK_BYTES = 64 << 10
 # Opening an image takes time even if the image is small.
 MAX_IMAGES = 4096
 # A batch takes one place in the admission queue, however many inferences it is split into.
@@ -82,8 +83,23 @@ class InspectedPayload(NamedTuple):
     decoded_bytes: int = 0  # the memory that the decoded images need
 
 
+def read_payload(body: bytes, content_type: str, limits: PayloadLimits) -> Payload:
+    """Decode a complete body. Raises `MalformedRequest`, `UnsupportedBody` or `TooLarge`."""
+    media_type, parameters = parse_content_type(content_type)
+    if media_type == MULTIPART:
+        form = MultipartForm(content_type, limits)
+        for start in range(0, len(body), FEED_CHUNK_BYTES):
+            form.feed(body[start : start + FEED_CHUNK_BYTES])
+        return form.build_payload()
+    codec = find_codec(media_type)
+    if codec is not None and codec.read_payload is not None:
+        return codec.read_payload(body, limits)
+    value = read_single_value(body, media_type, parameters, content_type)
+    return Payload({"": [Part(value, media_type)]})
+
+
 def inspect_payload(
-    payload: Payload, signature: Signature, limits: images.ImageLimits
+    payload: Payload, signature: Signature, limits: ImageLimits
 ) -> InspectedPayload:
     """Assign the parts to inputs and check the headers of files, without decoding any data.
 
@@ -106,10 +122,10 @@ def inspect_payload(
 
 
 def count_decoded_pixels(
-    encoded_images: Sequence[images.EncodedImage],
+    encoded_images: Sequence[EncodedImage],
     input_name: str,
     spec: ImageSpec,
-    limits: images.ImageLimits,
+    limits: ImageLimits,
 ) -> int:
     """Return the pixels of all decoded images, which are in memory at the same time. Raises `TooLarge`."""
     if len(encoded_images) > MAX_IMAGES:
@@ -129,7 +145,7 @@ def count_decoded_pixels(
     return pixels
 
 
-def to_inputs(payload: Payload, signature: Signature, limits: images.ImageLimits) -> InferInputs:
+def to_inputs(payload: Payload, signature: Signature, limits: ImageLimits) -> InferInputs:
     """Return the model's input tensors.
 
     Raises `InputMismatch`, `BadImage`, `TooLarge` or `MalformedRequest`.
@@ -164,7 +180,7 @@ def convert_payload(inspected: InspectedPayload, signature: Signature) -> InferI
     )
 
 
-def parse_encoded_part(part: Part, tensor: TensorSpec, limits: images.ImageLimits) -> Part:
+def parse_encoded_part(part: Part, tensor: TensorSpec, limits: ImageLimits) -> Part:
     value = part.value
     if tensor.datatype.kind is DatatypeKind.BYTES or isinstance(value, np.ndarray):
         return part
@@ -176,7 +192,7 @@ def parse_encoded_part(part: Part, tensor: TensorSpec, limits: images.ImageLimit
         return part
     if tensor.image_spec is None:
         raise build_input_mismatch(tensor, "bytes, but the input's shape is not an image shape")
-    inspected = [images.inspect_image(blob, limits, tensor.name) for blob in blobs]
+    inspected = [inspect_image(blob, limits, tensor.name) for blob in blobs]
     return part._replace(value=inspected if isinstance(value, list) else inspected[0])
 
 
@@ -213,79 +229,59 @@ def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]
     return parts
 
 
-def stack_parts(parts: Sequence[Part], tensor: TensorSpec, supports_batching: bool) -> np.ndarray:
-    array = stack_values([part.value for part in parts], parts, tensor)
-    expected = (-1, *tensor.shape) if supports_batching else tensor.shape
-    if array.ndim == 1 and all(size in (1, -1) for size in expected[1:]):
-        array = array.reshape(-1, *(1 for _ in expected[1:]))
-    if not is_compatible_shape(array.shape, expected):
-        raise build_input_mismatch(
-            tensor, f"a batch of {len(parts)} items, each {describe_array(array.shape[1:])}"
+def decode_body(
+    body: bytes,
+    content_type: str,
+    signature: Signature,
+    limits: PayloadLimits,
+    image_limits: ImageLimits,
+) -> tuple[Payload, InferInputs]:
+    """Return the payload without its parts, and the input tensors.
+
+    Raises `MalformedRequest`, `UnsupportedBody`, `InputMismatch`, `BadImage` or `TooLarge`.
+    """
+    if parse_content_type(content_type)[0] == JSON:
+        check_json_memory(body, limits)
+    return decode_payload(read_payload(body, content_type, limits), signature, image_limits)
+
+
+def decode_form(
+    form: MultipartForm, signature: Signature, limits: PayloadLimits, image_limits: ImageLimits
+) -> tuple[Payload, InferInputs]:
+    form.check_json_memory(limits)
+    return decode_payload(form.build_payload(), signature, image_limits)
+
+
+def decode_payload(
+    payload: Payload, signature: Signature, image_limits: ImageLimits
+) -> tuple[Payload, InferInputs]:
+    inputs = to_inputs(payload, signature, image_limits)
+    return payload._replace(parts={}), inputs
+
+
+def parse_predict_body(
+    body: bytes, signature: Signature, limits: PayloadLimits
+) -> tuple[bool, list[Payload]]:
+    """Return whether the body of `:predict` has columns, and one payload per inference.
+
+    Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
+    """
+    rows, columns = kserve_v1.parse_rows_or_columns(body, limits)
+    if rows is None:
+        return True, [kserve_v1.payload_from_columns(columns)]
+    if signature.has_batch_dimension:
+        return False, [kserve_v1.payload_from_rows(rows)]
+    if len(rows) > MAX_UNBATCHED_INSTANCES:
+        raise TooLarge(
+            f"the model has no batch dimension, so a request may have at most {MAX_UNBATCHED_INSTANCES} "
+            f"instances; got {len(rows)}"
         )
-    return array
+    return False, [kserve_v1.payload_from_columns(row) for row in rows]
 
 
-def stack_values(values: list[Any], parts: Sequence[Part], tensor: TensorSpec) -> np.ndarray:
-    # Lists are converted together, because converting a short list takes about as long as a long one.
-    if all(type(value) is list and not list_encoded_images(value) for value in values):
-        check_equal_shapes(find_list_shapes(values, tensor), tensor)
-        return convert_nested_lists(values, tensor)
-    arrays = [convert_part(part, tensor) for part in parts]
-    check_equal_shapes({array.shape for array in arrays}, tensor)
-    return np.stack(arrays)
-
-
-def find_list_shapes(values: Sequence[list[Any]], tensor: TensorSpec) -> set[tuple[int, ...]]:
-    """Return the shapes of the lists; at most two of them if the lengths differ."""
-    lengths = list(map(len, values))
-    other = next((index for index, length in enumerate(lengths) if length != lengths[0]), 0)
-    rows = [values[0], values[other]] if other else values
-    if not other and list not in map(type, chain.from_iterable(rows)):
-        rows = values[:1]
-    return {flatten_lists(row, tensor)[1] for row in rows}
-
-
-def check_equal_shapes(shapes: set[tuple[int, ...]], tensor: TensorSpec) -> None:
-    if len(shapes) > 1:
-        raise build_input_mismatch(
-            tensor, f"values of different shapes: {join_names(map(format_shape, sorted(shapes)))}"
-        )
-
-
-def fit_part_to_shape(
-    part: Part, tensor: TensorSpec, supports_batching: bool
-) -> tuple[np.ndarray, bool]:
-    """Return the array with the dimensions that Triton expects, and whether the part is a batch."""
-    array, shape = convert_part(part, tensor), tensor.shape
-    is_json_list = isinstance(part.value, list)
-    if not supports_batching:
-        return fit_unbatched_array(array, tensor), False
-    if shape == (1,) and array.ndim == 1 and (is_json_list or len(array) != 1):
-        array = array.reshape(-1, 1)  # a list of single values is a batch
-    if array.ndim == len(shape) + 1 and is_compatible_shape(array.shape[1:], shape):
-        if len(array) == 0:
-            raise build_input_mismatch(tensor, "an empty batch")
-        return array, True
-    if is_compatible_shape(array.shape, shape):
-        return array[np.newaxis], False
-    if array.ndim == 0 and all(size in (1, -1) for size in shape):
-        return array.reshape((1,) * (len(shape) + 1)), False
-    raise build_input_mismatch(tensor, describe_array(array.shape))
-
-
-def fit_unbatched_array(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
-    # A model without batching may declare a first dimension of its own.
-    shape = tensor.shape
-    if is_compatible_shape(array.shape, shape):
-        return array
-    if array.ndim == 0 and all(size in (1, -1) for size in shape):
-        return array.reshape((1,) * len(shape))
-    if array.ndim == len(shape) - 1 and is_compatible_shape((1, *array.shape), shape):
-        return array[np.newaxis]
-    raise build_input_mismatch(tensor, describe_array(array.shape))
-
-
-def is_compatible_shape(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    return len(shape) == len(expected) and all(
-        b in (-1, a) for a, b in zip(shape, expected, strict=True)
-    )
+def decode_predict_body(
+    body: bytes, signature: Signature, limits: PayloadLimits, image_limits: ImageLimits
+) -> tuple[bool, list[InferInputs]]:
+    check_json_memory(body, limits)
+    is_columns, payloads = parse_predict_body(body, signature, limits)
+    return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]

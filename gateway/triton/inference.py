@@ -197,14 +197,14 @@ def build_http_request(
         BinaryInput(name, array, datatypes[name].datatype.name)
         for name, array in request.inputs.arrays.items()
     ]
-    header_length, buffers = encode_infer_request(
-        inputs, options.class_counts, parameters, request.request_id
-    )
+    document = build_request_document(inputs, options.class_counts, parameters, request.request_id)
+    head = orjson.dumps(document)
+    buffers = [head, *(buffer for each in inputs for buffer in each.buffers)]
     length = sum(map(len, buffers))
     headers = [
         (b"content-length", b"%d" % length),
         (b"content-type", b"application/octet-stream"),
-        (b"inference-header-content-length", b"%d" % header_length),
+        (b"inference-header-content-length", b"%d" % len(head)),
     ]
     return headers, b"".join(buffers) if length <= MAX_JOINED_BYTES else buffers
 
@@ -237,13 +237,13 @@ def encode_bytes_elements(values: Sequence[bytes]) -> list[Buffer]:
     return buffers if len(values) <= MAX_SEPARATE_ELEMENTS else [b"".join(buffers)]
 
 
-def encode_infer_request(
+def build_request_document(
     inputs: Sequence[BinaryInput],
     class_counts: Mapping[str, int],
     parameters: Mapping[str, Any],
     request_id: str,
-) -> tuple[int, list[Buffer]]:
-    """Return the length of the JSON, and the body: the JSON, and the data of the inputs.
+) -> dict[str, Any]:
+    """Return the JSON that precedes the data of the inputs.
 
     `class_counts` has the requested outputs, each with 0 or the number of classes to return; empty means all.
     """
@@ -259,8 +259,7 @@ def encode_infer_request(
         document["parameters"] = parameters
     else:
         document["parameters"] = {**parameters, "binary_data_output": True}
-    header = orjson.dumps(document)
-    return len(header), [header, *(buffer for each in inputs for buffer in each.buffers)]
+    return document
 
 
 async def decode_http_response(reply: CompleteResponse) -> InferResponse:

@@ -21,9 +21,9 @@ from gateway.model_files.model_config import check_data_config, parse_model_conf
 from gateway.model_files.onnx_file import is_onnx_file
 from gateway.sse import EventStreamScrubber
 from gateway.tensors.data_uri import decode_base64_text
-from gateway.tensors.decode import decode_body, decode_predict_body
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.images import ImageLimits
+from gateway.tensors.inputs import decode_body, decode_predict_body
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits

@@ -11,14 +11,13 @@ from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors import codecs, inputs
 from gateway.tensors.codecs import SUPPORTED_CODECS
-from gateway.tensors.decode import read_payload
 from gateway.tensors.estimates import (
     BYTES_PER_LISTED_VALUE,
     LARGE_ARRAY_BYTES,
     estimate_value_bytes,
 )
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
+from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import build_signature
 from tests.support.hostile_files import field, form, json_of, png

@@ -19,8 +19,8 @@ from gateway.tensors.dtypes import DATATYPES
 from gateway.triton.inference import (
     MAX_SEPARATE_ELEMENTS,
     BinaryInput,
+    build_request_document,
     decode_infer_response,
-    encode_infer_request,
     parse_http_response,
 )
 
@@ -52,8 +52,8 @@ def test_a_request_is_what_tritonclient_sends(datatype: str, data: st.DataObject
     counts = data.draw(st.dictionaries(st.text(max_size=4), st.integers(0, 3), max_size=2))
     parameters = {"timeout": 5, "own": data.draw(st.text(max_size=4) | st.booleans())}
     ours = [BinaryInput(f"X{i}", array, datatype) for i, array in enumerate(values)]
-    length, buffers = encode_infer_request(ours, counts, parameters, "an id")
-    body = b"".join(buffers)
+    document = build_request_document(ours, counts, parameters, "an id")
+    sent = b"".join(buffer for each in ours for buffer in each.buffers)
     expected, expected_length = InferenceServerClient.generate_request_body(
         [
             InferInput(f"X{i}", list(array.shape), datatype).set_data_from_numpy(array)
@@ -64,8 +64,8 @@ def test_a_request_is_what_tritonclient_sends(datatype: str, data: st.DataObject
         timeout=5,
         parameters={"own": parameters["own"]},
     )
-    assert body[length:] == expected[expected_length:]
-    assert orjson.loads(body[:length]) == json.loads(expected[:expected_length])
+    assert sent == expected[expected_length:]
+    assert orjson.loads(orjson.dumps(document)) == json.loads(expected[:expected_length])
 
 
 def build_response(datatype: str, arrays: list[np.ndarray]) -> tuple[bytes, int]:

@@ -11,10 +11,9 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.grpc_server.infer_request import read_infer_request
 from gateway.tensors.data_uri import decode_base64_text
-from gateway.tensors.decode import read_payload
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import to_inputs
+from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser
 from gateway.tensors.npy import parse_npy_entries, parse_npy_shape, read_npy

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, MalformedRequest
 from gateway.media_types import NPY
-from gateway.tensors.decode import read_payload
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import to_inputs
+from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.npy import read_npy
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import build_signature

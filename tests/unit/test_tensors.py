@@ -17,11 +17,10 @@ from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAccep
 from gateway.media_types import JSON, OCTET_STREAM
 from gateway.openapi.model_document import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
-from gateway.tensors.decode import read_payload
 from gateway.tensors.dtypes import DATATYPES, Datatype, DatatypeKind
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import InferInputs, inspect_payload, to_inputs
+from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
 from gateway.tensors.kserve_v1 import encode_predictions, payload_from_rows
 from gateway.tensors.outputs import (
     InferResult,
