@@ -16,6 +16,7 @@ from gateway import __version__, logs
 from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
+from gateway.fleet.activation import ModelActivator
 from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
@@ -24,7 +25,8 @@ from gateway.fleet.labels import LabelManager
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.models_file import ModelsFile
-from gateway.fleet.on_demand_services import open_activator
+from gateway.fleet.on_demand_models import OnDemandOptions
+from gateway.fleet.on_demand_plan import ModelBudget
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
@@ -207,6 +209,39 @@ async def open_fleet(
     return FleetServices(pool, dispatcher, models, repository)
 
 
+async def open_activator(
+    settings: Settings,
+    dispatcher: Dispatcher,
+    repository: Repository,
+    admission: AdmissionQueue,
+    stack: AsyncExitStack,
+) -> ModelActivator | None:
+    """Return the component that requests wait in; None if no request can wait."""
+    needs = (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
+    if not any(needs):
+        return None
+    options = OnDemandOptions(
+        settings.on_demand_models,
+        ModelBudget(settings.max_loaded_models, settings.model_memory_mb),
+        settings.default_model_memory_mb,
+        settings.idle_unload_s,
+        settings.max_queue,
+        settings.hold_s,
+        settings.scaler_port,
+    )
+    last_used: dict[str, float] = {}
+    activator = repository.create_activator(admission, last_used, options)
+    dispatcher.enable_activation(activator, last_used)
+    await stack.enter_async_context(activator)
+    if settings.scaler_port:
+        # Imported here, because gRPC's server takes a while to import.
+        from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415
+
+        scaler = FleetScaler(activator.loader.usage, settings.scaler_port)
+        await stack.enter_async_context(scaler)
+    return activator
+
+
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
@@ -255,6 +290,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             LabelManager(pool, repository.state, settings.ready_quorum),
             shadows,
             RateLimiter(metrics, components.store.rate_windows()),
+            maintenance,
             components.tracer,
             open_openai_servers(settings, components.connection_options, stack),
             activator,

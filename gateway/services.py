@@ -50,6 +50,7 @@ class Services:
     labels: LabelManager
     shadows: ShadowRunner
     rate_limiter: RateLimiter
+    maintenance: Maintenance
     tracer: Tracer | None = None
     openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS
     activator: ModelActivator | None = None  # without models that are loaded on demand
@@ -72,10 +73,6 @@ class Services:
     def large_body_turn(self) -> asyncio.Lock:
         """Held while a piece of a large body is checked on the event loop."""
         return asyncio.Lock()
-
-    @cached_property
-    def maintenance(self) -> Maintenance:
-        return Maintenance(self.pool, self.dispatcher, self.repository)
 
     @cached_property
     def payload_limits(self) -> PayloadLimits:
