@@ -28,9 +28,10 @@ from gateway.fleet.on_demand_plan import (
     compute_retry_after_s,
     update_load_time,
 )
-from gateway.fleet.pool import NoReplica, ReplicaPool, cancel_tasks
+from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
+from gateway.fleet.tasks import cancel_tasks
 from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import current_request_info
 from gateway.triton.error_mapping import LoadFailed

@@ -15,12 +15,13 @@ import orjson
 from gateway.errors import DeadlinePassed, GatewayError, ModelControlModeConflict
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import UNAVAILABLE, UNLOADED, Index
-from gateway.fleet.pool import ReplicaPool, cancel_tasks
+from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import UNREACHABLE_ERRORS
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
+from gateway.fleet.tasks import cancel_tasks
 from gateway.fleet.transports import UNQUOTED_PATH_CHARS
 from gateway.http_client.connection import RequestNotSent
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message

@@ -11,10 +11,11 @@ from typing import Final
 from gateway.errors import GatewayError
 from gateway.fleet.on_demand import OnDemandLoader
 from gateway.fleet.on_demand_plan import Placement, plan_copies, update_mean_demand
-from gateway.fleet.pool import ReplicaPool, cancel_tasks
+from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
+from gateway.fleet.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,7 @@ class ModelCopies:
             await cancel_tasks(self._changes.values())
 
     def _start_changes(self) -> None:
-        models = {name for each in self._pool.replicas.values() for name in each.index.ready_models}
-        for model in models:
+        for model in self._pool.ready_models:
             limits = self._loader.models.get_copy_limits(model)
             if limits.maximum > 1 and self._loader.models.is_on_demand(model):
                 requests = self._loader.usage.count_requests(model)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any
 
-from gateway.errors import GatewayError
 from gateway.fleet.on_demand_plan import ModelFacts, WantedModel, find_all_parts, parse_model_facts
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import ModelService
-from gateway.triton.error_mapping import RequestTarget
-
-MAX_PARALLEL_READS: Final = 16
-READ_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(eq=False, repr=False)
@@ -27,20 +20,11 @@ class ModelFactsCache:
     facts: dict[str, ModelFacts] = field(default_factory=dict)
     _current: set[str] = field(default_factory=set)  # of the models that are ready now
 
-    async def update(self, ready_models: Iterable[str]) -> None:
+    async def update(self) -> None:
         """Read the configs that are not known. Those that cannot be read stay unknown."""
-        unknown = set(ready_models) - self._current
-        if unknown:
-            semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
-            await asyncio.gather(*(self._read(name, semaphore) for name in sorted(unknown)))
+        await self._models.read_configs(self._pool.ready_models - self._current, self._store)
 
-    async def _read(self, model: str, semaphore: asyncio.Semaphore) -> None:
-        try:
-            async with semaphore:
-                target = RequestTarget(model, timeout_s=READ_TIMEOUT_S)
-                config = await self._models.read_config(target)
-        except GatewayError:
-            return  # the model was unloaded meanwhile
+    def _store(self, model: str, config: Any) -> None:
         self.facts[model] = parse_model_facts(config)
         self._current.add(model)
 

@@ -142,15 +142,11 @@ class OnDemandLoader:
             for replica in self._pool.replicas.values()
         )
 
-    async def update_facts(self) -> None:
-        ready = {name for each in self._pool.replicas.values() for name in each.index.ready_models}
-        await self.facts.update(ready)
-
     # Loads.
 
     async def find_placement(self, model: str) -> Placement | NoPlacement:
         """Return the replica for a load, judging by the last known indexes."""
-        await self.update_facts()
+        await self.facts.update()
         return self._choose_placement(model)
 
     def _choose_placement(self, model: str) -> Placement | NoPlacement:
@@ -203,7 +199,7 @@ class OnDemandLoader:
     async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
         await asyncio.gather(*map(self._pool.monitor.probe, self._list_controllable_replicas()))
-        await self.update_facts()
+        await self.facts.update()
         if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it
         placement = self._choose_placement(model)
@@ -228,7 +224,7 @@ class OnDemandLoader:
         metric.labels("done").inc()
         self.usage.record_use(model)
         self.facts.invalidate(model)
-        await self.update_facts()
+        await self.facts.update()
         duration_s = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
 
@@ -247,7 +243,7 @@ class OnDemandLoader:
                 await self.exchange_usage()
             self._pool.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled and self._reconciler.is_leader:
-                await self.update_facts()
+                await self.facts.update()
                 await asyncio.gather(*map(self._unload_surplus, self._list_controllable_replicas()))
 
     async def _unload_surplus(self, replica: Replica) -> None:

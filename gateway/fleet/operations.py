@@ -5,26 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, Final
 
 from gateway import audit
 from gateway.errors import GatewayError
 from gateway.fleet.report import OperationReport
+from gateway.fleet.tasks import TaskSet
 from gateway.state.desired import StateStore
 
 PROGRESS_POLL_S: Final = 0.1
 OperationWork = Coroutine[Any, Any, OperationReport]
-
-
-class TaskSet(set[asyncio.Task[Any]]):
-    """Background tasks, which are referenced until they end."""
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self.add(task)
-        task.add_done_callback(self.discard)
-        return task
 
 
 class OperationRunner:
@@ -36,12 +26,7 @@ class OperationRunner:
 
     async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
         # A client disconnect must not leave the model loaded on a part of the fleet.
-        task = self._tasks.start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(partial(audit.log_result, report.action, report.model))
-            raise
+        return await self._tasks.run_audited(report.action, report.model, work)
 
     async def start(self, report: OperationReport, work: Callable[[], OperationWork]) -> str:
         """Start an operation in the background and return its id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import anyio
 
@@ -15,13 +15,13 @@ from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.tasks import cancel_tasks
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
-CANCEL_RETRY_S: Final = 0.2
 MAX_CANDIDATE_LISTS: Final = 10_000
 
 
@@ -129,6 +129,11 @@ class ReplicaPool:
     def known_index(self, replica: Replica) -> Index:
         """Return the index of the replica, or an empty one while it is `DOWN`."""
         return EMPTY_INDEX if self.replica_state(replica) is HealthState.DOWN else replica.index
+
+    @property
+    def ready_models(self) -> set[str]:
+        """Return the models that any replica has ready."""
+        return {name for each in self.replicas.values() for name in each.index.ready_models}
 
     def list_usable_indexes(self) -> dict[str, Index]:
         """Return the indexes of the replicas that can serve requests, by address. Raises `NoReplica`."""
@@ -256,12 +261,3 @@ class ReplicaPool:
         else:
             replica.draining_models.discard(model)
         self._notify_change()
-
-
-async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until they end: before Python 3.12, `asyncio.wait_for` can lose a cancellation."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_RETRY_S)

@@ -5,20 +5,16 @@ A change continues when its client disconnects: files and replicas must not disa
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from gateway import audit
 from gateway.errors import Conflict, GatewayError, UnknownModel
-from gateway.fleet.operations import TaskSet
-from gateway.fleet.pool import cancel_tasks
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository, VisibilityCheck
+from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.messages import quote_text
 from gateway.model_files.model_upload import ModelUpload
 from gateway.model_files.store import ModelChange, ModelStore
@@ -52,15 +48,15 @@ class ModelPublisher:
         the load, or of the file system.
         """
         work = self._publish(model, version, build, load=load)
-        return await self._run("upload", model, work)
+        return await self._tasks.run_audited("upload", model, work)
 
     async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         """Unload a model from every replica, and remove its files. Raises `UnknownModel`."""
-        await self._run("removal", model, self._remove_model(model, is_visible))
+        await self._tasks.run_audited("removal", model, self._remove_model(model, is_visible))
 
     async def remove_version(self, model: str, version: int) -> None:
         """Remove a version, and reload the model. Raises `UnknownModel`, or `Conflict` for the last one."""
-        await self._run("removal", model, self._remove_version(model, version))
+        await self._tasks.run_audited("removal", model, self._remove_version(model, version))
 
     async def _recover(self) -> None:
         """Load models again whose files were reverted, because a replica may have loaded the changed ones."""
@@ -81,14 +77,6 @@ class ModelPublisher:
                     await self._repository.load(model, {})
             except GatewayError as exc:
                 log.warning("model %s was not loaded again: %s", quote_text(model), exc.detail)
-
-    async def _run(self, action: str, model: str, work: Coroutine[Any, Any, T]) -> T:
-        task = self._tasks.start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(partial(audit.log_result, action, model))
-            raise
 
     async def _publish(
         self, model: str, version: int | None, build: UploadBuild, *, load: bool

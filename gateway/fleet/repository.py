@@ -25,8 +25,9 @@ from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
-from gateway.fleet.operations import OperationRunner, TaskSet
-from gateway.fleet.pool import ReplicaPool, cancel_tasks
+from gateway.fleet.on_demand_plan import parse_model_facts
+from gateway.fleet.operations import OperationRunner
+from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import Readiness, ReadinessMonitor
 from gateway.fleet.reconcile_plan import ModelAction, is_outdated
 from gateway.fleet.reconciler import Reconciler
@@ -35,15 +36,13 @@ from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
 from gateway.fleet.staged_load import StagedLoadFailed, run_staged_load
+from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.fleet.uploads import STAGED
 from gateway.messages import join_names, quote_text
 from gateway.state.desired import ActivityMarks, DesiredModel, StateStore
-from gateway.triton.error_mapping import RequestTarget
 
 log = logging.getLogger(__name__)
 
-MAX_PARALLEL_CONFIG_READS: Final = 16
-CONFIG_TIMEOUT_S: Final = 5.0
 REPLICA_UNREACHABLE: Final = "UNREACHABLE"
 
 VisibilityCheck = Callable[[str], bool]
@@ -344,18 +343,8 @@ class ModelNeeded(Conflict):
 
 async def find_dependents(pool: ReplicaPool, models: ModelService, model: str) -> list[str]:
     """Return the ready ensembles that have the model as a step."""
-    ready = {name for replica in pool.replicas.values() for name in replica.index.ready_models}
-    semaphore = asyncio.Semaphore(MAX_PARALLEL_CONFIG_READS)
-
-    async def read_steps(name: str) -> set[str]:
-        try:
-            async with semaphore:
-                config = await models.read_config(RequestTarget(name, timeout_s=CONFIG_TIMEOUT_S))
-        except GatewayError:
-            return set()  # the model was unloaded meanwhile
-        steps = config.get("ensemble_scheduling", {}).get("step", ())
-        return {step.get("model_name", "") for step in steps}
-
-    names = sorted(ready - {model})
-    all_steps = await asyncio.gather(*map(read_steps, names))
-    return [name for name, steps in zip(names, all_steps, strict=True) if model in steps]
+    configs: dict[str, Any] = {}
+    await models.read_configs(pool.ready_models - {model}, configs.__setitem__)
+    return sorted(
+        name for name, config in configs.items() if model in parse_model_facts(config).parts
+    )

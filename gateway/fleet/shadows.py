@@ -19,7 +19,8 @@ from gateway.errors import GatewayError
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.label_router import ActiveLabel
 from gateway.fleet.output_comparison import DIFFERENT, Arrays, Comparison, compare_outputs
-from gateway.fleet.pool import ReplicaPool, cancel_tasks
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse
 from gateway.metrics import Metrics
@@ -60,7 +61,7 @@ class ShadowRunner:
         self._pool = pool
         self._admission = admission
         self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._allowed_copies = 1.0  # a token bucket
         self._next_log: dict[tuple[str, str], float] = {}
         self._unlogged: Counter[tuple[str, str]] = Counter()
@@ -94,9 +95,7 @@ class ShadowRunner:
         if copy.response_bytes > self.max_bytes or len(self._tasks) >= MAX_COPIES:
             self.count_result(copy.label, copy.shadow, DROPPED)
             return
-        task = asyncio.create_task(self._run(copy))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._run(copy))
 
     def count_result(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
         key = (label.model, label.name, shadow.version, result)

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 
 from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
-from gateway.fleet.pool import cancel_tasks
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import quote_text
 from gateway.state.desired import (
     DesiredModel,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from time import perf_counter
@@ -39,6 +39,7 @@ EXPIRE_AFTER_S = 10.0  # an older signature is not used
 METADATA_TIMEOUT_S = 5.0
 # Pieces of one batch in flight; each uses a connection of its own.
 MAX_PARALLEL_PIECES = 32
+MAX_PARALLEL_READS = 16  # of configs
 # Errors after which the signature is read again, because Triton contradicts it.
 STALE_SIGNATURE_ERRORS = (UnknownModel, ModelNotReady, InputMismatch)
 
@@ -141,16 +142,28 @@ class ModelService:
         target = RequestTarget(model, version, METADATA_TIMEOUT_S, can_activate=can_activate)
         metadata, config = await asyncio.gather(
             self._dispatcher.request_json(target, triton_model_path(model, version)),
-            self.read_config(target),
+            self._read_config(target),
         )
         try:
             return build_signature(metadata, config, version)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as exc:
             raise BadUpstream(f"the replica returned invalid metadata for model '{model}'") from exc
 
-    async def read_config(self, target: RequestTarget) -> Any:
+    async def _read_config(self, target: RequestTarget) -> Any:
         path = triton_model_path(target.model, target.version)
         return await self._dispatcher.request_json(target, f"{path}/config")
+
+    async def read_configs(self, models: Iterable[str], store: Callable[[str, Any], None]) -> None:
+        """Pass the config of each model to `store`, unless the model was unloaded meanwhile."""
+        semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
+
+        async def read(model: str) -> None:
+            with suppress(GatewayError):
+                async with semaphore:
+                    target = RequestTarget(model, timeout_s=METADATA_TIMEOUT_S)
+                    store(model, await self._read_config(target))
+
+        await asyncio.gather(*map(read, sorted(models)))
 
     async def infer(self, request: InferRequest) -> InferResult:
         """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""

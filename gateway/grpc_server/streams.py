@@ -19,9 +19,9 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import GatewayError, RequestTooSlow, Unauthenticated
 from gateway.fleet.grpc_calls import GrpcBytesStreamCall
-from gateway.fleet.pool import cancel_tasks
 from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
+from gateway.fleet.tasks import cancel_tasks
 from gateway.grpc_server.call import IncomingCall, ShuttingDown
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.grpc_server.inference import check_classification, set_model_labels
