@@ -14,7 +14,13 @@ import typer
 
 from gateway import __version__
 from gateway.client import commands
-from gateway.client.flags import MODELS_PANEL, OPERATION_PANEL, add_flags, format_examples
+from gateway.client.flags import (
+    MODELS_PANEL,
+    OPERATION_PANEL,
+    JsonOption,
+    add_flags,
+    format_examples,
+)
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.keys import Role, add_key, read_keys_file, remove_key
@@ -164,7 +170,7 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
     rich_help_panel=OPERATION_PANEL,
     epilog=format_examples("triton-gateway doctor", "triton-gateway doctor --port 9000 --json"),
 )
-def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: commands.JsonOption = False) -> None:
+def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: JsonOption = False) -> None:
     """Check this machine and its settings. The exit status is 1 if a check fails."""
     from gateway.doctor import CheckStatus, print_findings, run_checks
 

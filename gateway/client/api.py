@@ -85,6 +85,12 @@ def model_api_path(name: str, version: str = "") -> str:
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
+def label_api_path(model: str, label: str) -> str:
+    """Return the path of a label; without a name, that of all labels of the model."""
+    path = f"{model_api_path(model)}/labels"
+    return f"{path}/{quote(label, safe='')}" if label else path
+
+
 def check_status(response: httpx.Response) -> httpx.Response:
     """Raises `AccessDenied` or `ClientError` with the gateway's error message."""
     if response.is_success:

@@ -16,6 +16,8 @@ from gateway.client.flags import (
     MODELS_PANEL,
     OPERATION_PANEL,
     InferFlags,
+    JsonOption,
+    ModelArgument,
     TimeoutOption,
     add_flags,
     format_examples,
@@ -27,10 +29,6 @@ from gateway.messages import escape_unprintable
 cli = typer.Typer()
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="Name of the model.", autocompletion=complete_model_name),
-]
 ModelsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -40,7 +38,6 @@ ModelsArgument = Annotated[
 VersionOption = Annotated[
     str, typer.Option("--version", help="Model version. Default: the newest.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TextsOption = Annotated[
     list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
 ]
@@ -95,7 +92,7 @@ def infer(
 @add_flags(Target)
 def models(target: Target, json: JsonOption = False) -> None:
     """List the models and whether each is ready."""
-    from gateway.client.listing import print_resource_list
+    from gateway.client.tables import print_resource_list
 
     print_resource_list("models", target, json=json)
 
@@ -314,7 +311,7 @@ def describe(
     """Show the versions, inputs and outputs of a model, and a curl command for it."""
     from gateway.client import tables
     from gateway.client.api import ApiClient
-    from gateway.client.describe import print_model
+    from gateway.client.tables import print_model
 
     with ApiClient(target) as api:
         description = api.get_model(model, version)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
+from gateway.client.completion import complete_model_name
+
 F = TypeVar("F")
 P = ParamSpec("P")
 
@@ -55,6 +57,11 @@ def format_examples(*commands: str) -> str:
     return "\n\n".join(line.replace("[", "\\[") for line in lines)
 
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Name of the model.", autocompletion=complete_model_name),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
 ]

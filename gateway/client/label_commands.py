@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
-from urllib.parse import quote
 
 import typer
 
-from gateway.client.completion import complete_model_name
 from gateway.client.errors import UsageError
-from gateway.client.flags import MODELS_PANEL, add_flags, format_examples
+from gateway.client.flags import (
+    MODELS_PANEL,
+    JsonOption,
+    ModelArgument,
+    add_flags,
+    format_examples,
+)
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
@@ -18,19 +22,14 @@ label_cli = typer.Typer(no_args_is_help=True, help="Manage the version labels of
 rollout_cli = typer.Typer()
 
 LABEL_COLUMNS: Final = ("MODEL", "LABEL", "VERSIONS", "SHADOW", "NOT READY")
-LabelledModel = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="Name of the model.", autocompletion=complete_model_name),
-]
 LabelName = Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label.")]
-PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @label_cli.command("set")
 @add_flags(Target)
 def set_model_label(
     target: Target,
-    model: LabelledModel,
+    model: ModelArgument,
     label: LabelName,
     versions: Annotated[
         list[str],
@@ -41,26 +40,26 @@ def set_model_label(
     sticky: Annotated[
         bool, typer.Option("--sticky", help="Each API key keeps its version of a split.")
     ] = False,
-    json: PrintJson = False,
+    json: JsonOption = False,
 ) -> None:
     """Let a label mean a version, or split its requests between versions."""
-    print_labels(target, "PUT", label_path(model, label), build_label(versions, sticky), json=json)
+    print_labels(target, "PUT", model, label, json, build_label(versions, sticky))
 
 
 @label_cli.command("list")
 @add_flags(Target)
-def list_model_labels(target: Target, model: LabelledModel, json: PrintJson = False) -> None:
+def list_model_labels(target: Target, model: ModelArgument, json: JsonOption = False) -> None:
     """List the labels of a model."""
-    print_labels(target, "GET", label_path(model), None, json=json)
+    print_labels(target, "GET", model, "", json)
 
 
 @label_cli.command("delete")
 @add_flags(Target)
 def delete_model_label(
-    target: Target, model: LabelledModel, label: LabelName, json: PrintJson = False
+    target: Target, model: ModelArgument, label: LabelName, json: JsonOption = False
 ) -> None:
     """Delete a label of a model."""
-    print_labels(target, "DELETE", label_path(model, label), None, json=json)
+    print_labels(target, "DELETE", model, label, json)
 
 
 @rollout_cli.command(
@@ -70,7 +69,7 @@ def delete_model_label(
 @add_flags(Target)
 def rollout(
     target: Target,
-    model: LabelledModel,
+    model: ModelArgument,
     old: Annotated[str, typer.Option("--from", metavar="VERSION", help="The old version.")],
     new: Annotated[str, typer.Option("--to", metavar="VERSION", help="The new version.")],
     label: Annotated[str, typer.Option(help="Label that is moved.")] = "default",
@@ -101,11 +100,6 @@ def rollout(
         Rollout(api, plan).run()
 
 
-def label_path(model: str, label: str = "") -> str:
-    path = f"/v1/models/{quote(model, safe='')}/labels"
-    return f"{path}/{quote(label, safe='')}" if label else path
-
-
 def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:
     """Return the body of a label. Raises `UsageError`."""
     document: dict[str, Any] = {"version": versions[0]}
@@ -125,12 +119,14 @@ def parse_share(text: str) -> tuple[str, int]:
     return version, int(share)
 
 
-def print_labels(target: Target, method: str, path: str, body: Any, *, json: bool) -> None:
+def print_labels(
+    target: Target, method: str, model: str, label: str, json: bool, body: Any = None
+) -> None:
     from gateway.client import tables
-    from gateway.client.api import ApiClient, decode_json_response
+    from gateway.client.api import ApiClient, decode_json_response, label_api_path
 
     with ApiClient(target) as api:
-        document = decode_json_response(api.request(method, path, body))
+        document = decode_json_response(api.request(method, label_api_path(model, label), body))
     labels = document.get("labels", [document])
     if json:
         tables.print_json(labels)

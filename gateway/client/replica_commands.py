@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from gateway.client.errors import UsageError
-from gateway.client.flags import TimeoutOption, add_flags
+from gateway.client.flags import JsonOption, TimeoutOption, add_flags
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
@@ -26,10 +26,10 @@ AddressArgument = Annotated[
 def replicas(
     target: Target,
     context: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """List the Triton replicas and their state; cordon, drain or uncordon one."""
-    from gateway.client.listing import print_resource_list
+    from gateway.client.tables import print_resource_list
 
     if context.invoked_subcommand is None:
         print_resource_list("replicas", target, json=json)

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
-from urllib.parse import quote
 
 import typer
 from rich.console import Console
 
-from gateway.client.api import ApiClient, check_status, decode_json_response
+from gateway.client.api import ApiClient, check_status, decode_json_response, label_api_path
 from gateway.client.errors import ClientError, GatewayUnreachable, UsageError
-from gateway.client.top import REQUEST_DURATION_METRIC, ModelTraffic
-from gateway.exposition.families import LABEL_PAIR, InvalidExposition, Sample
-from gateway.exposition.parser import parse_families, split_page_lines
+from gateway.client.top import ModelTraffic, list_duration_samples, read_families
+from gateway.exposition.families import Families
 from gateway.messages import escape_unprintable
 
 POLL_S: Final = 1.0
@@ -89,12 +87,12 @@ def parse_limits(max_errors: str, max_p99: str, min_requests: int) -> RolloutLim
     return replace(limits, max_p99_s=value / 1000 if unit == "ms" else value)
 
 
-def compute_quantile_s(traffic: ModelTraffic, quantile: float = QUANTILE) -> float:
-    """Return a quantile of the durations, interpolated within its bucket as in PromQL; inf if unknown."""
+def compute_p99_s(traffic: ModelTraffic) -> float:
+    """Return the p99 of the durations, interpolated within its bucket as in PromQL; inf if unknown."""
     bounds = sorted(traffic.buckets)
     if not bounds or not traffic.count:
         return inf
-    rank, lower, below = quantile * traffic.buckets[bounds[-1]], 0.0, 0.0
+    rank, lower, below = QUANTILE * traffic.buckets[bounds[-1]], 0.0, 0.0
     for bound in bounds:
         count = traffic.buckets[bound]
         if count >= rank:
@@ -116,7 +114,7 @@ def find_violation(traffic: VersionTraffic, limits: RolloutLimits) -> str:
             f"{new.failed:.0f} of {new.count:.0f} requests failed ({share:.1%}, "
             f"the limit is {limits.max_failed_share:.1%})"
         )
-    p99_s = compute_quantile_s(new)
+    p99_s = compute_p99_s(new)
     if p99_s > limits.max_p99_s:
         return f"its p99 is {p99_s * 1000:.0f} ms, the limit is {limits.max_p99_s * 1000:.0f} ms"
     if traffic.old_p99_s < inf and p99_s > limits.max_p99_ratio * traffic.old_p99_s:
@@ -127,23 +125,13 @@ def find_violation(traffic: VersionTraffic, limits: RolloutLimits) -> str:
     return ""
 
 
-def count_traffic(samples: Sequence[Sample], model: str, version: str) -> ModelTraffic:
+def count_traffic(families: Families, model: str, version: str) -> ModelTraffic:
     """Return the inferences of a version; only those with status 5xx count as failed."""
     traffic = ModelTraffic()
-    for name, label_text, rest in samples:
-        labels = dict(LABEL_PAIR.findall(label_text))
+    for name, labels, value in list_duration_samples(families):
         is_inference = INFERENCE_ROUTE.fullmatch(labels.get("route", "")) is not None
-        if not is_inference or (labels.get("model"), labels.get("version")) != (model, version):
-            continue
-        value = float(rest.split()[0])
-        if name.endswith("_bucket"):
-            bound = float(labels["le"])
-            traffic.buckets[bound] = traffic.buckets.get(bound, 0) + value
-        elif name.endswith("_sum"):
-            traffic.total_s += value
-        else:
-            traffic.count += value
-            traffic.failed += value if labels.get("status") == FAILURE_STATUS else 0
+        if is_inference and (labels.get("model"), labels.get("version")) == (model, version):
+            traffic.add_sample(name, labels, value, ok=labels.get("status") != FAILURE_STATUS)
     return traffic
 
 
@@ -153,7 +141,7 @@ class Rollout:
     def __init__(self, api: ApiClient, plan: RolloutPlan) -> None:
         self._api = api
         self._plan = plan
-        self._path = f"/v1/models/{quote(plan.model, safe='')}/labels/{quote(plan.label, safe='')}"
+        self._path = label_api_path(plan.model, plan.label)
         self._kept: dict[str, Any] = {}  # fields of the label that the rollout does not change
         self._old_p99_s = inf
 
@@ -229,19 +217,13 @@ class Rollout:
 
     def _read_traffic(self, start: VersionTraffic | None = None) -> VersionTraffic:
         """Return the traffic since `start`, or since the gateway's."""
-        try:
-            families = parse_families(split_page_lines(self._api.get_text("/metrics")))
-        except InvalidExposition as exc:
-            raise ClientError(f"the metrics page cannot be read: {exc}") from None
-        requests = families.get(REQUEST_DURATION_METRIC)
-        samples = requests.samples if requests else []
-        plan = self._plan
-        old, new = (count_traffic(samples, plan.model, each) for each in (plan.old, plan.new))
+        plan, families = self._plan, read_families(self._api)
+        old, new = (count_traffic(families, plan.model, each) for each in (plan.old, plan.new))
         if start is None:
             return VersionTraffic(old, new)
         old, new = old.subtract(start.old), new.subtract(start.new)
         if old.count >= plan.limits.min_requests:
-            self._old_p99_s = compute_quantile_s(old)
+            self._old_p99_s = compute_p99_s(old)
         return VersionTraffic(old, new, self._old_p99_s)
 
 
@@ -249,7 +231,7 @@ def describe_step(plan: RolloutPlan, percent: int, traffic: VersionTraffic) -> s
     def describe(version: str, counts: ModelTraffic) -> str:
         if not counts.count:
             return f"version {version}: no requests"
-        p99_ms = compute_quantile_s(counts) * 1000
+        p99_ms = compute_p99_s(counts) * 1000
         failed = counts.failed / counts.count
         return f"version {version}: {counts.count:.0f} requests, {failed:.1%} failed, p99 {p99_ms:.0f} ms"
 

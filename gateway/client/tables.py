@@ -1,4 +1,4 @@
-"""Tables and JSON on standard output."""
+"""Tables, JSON and the description of a model on standard output."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gateway.client.api import ApiClient
+from gateway.client.target import Target
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
 # Piped output is not truncated.
@@ -111,3 +113,58 @@ def format_report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def format_state_counts(states: Iterable[str]) -> str:
     # such as "3 READY, 1 LOADING"
     return ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
+
+
+def print_resource_list(resource: str, target: Target, *, json: bool) -> None:
+    with ApiClient(target) as api:
+        entries = api.get(f"/v1/{resource}")[resource]
+    if json:
+        print_json(entries)
+    else:
+        columns, format_row = RESOURCE_TABLES[resource]
+        print_table(columns, map(format_row, entries))
+
+
+TENSOR_COLUMNS: Final = ("TENSOR", "DATATYPE", "SHAPE", "REMARKS")
+ANY_SIZE: Final = "any"
+
+
+def print_model(model: Mapping[str, Any], curl_header: str) -> None:
+    """Print the answer of `/v1/models/NAME`. `curl_header` is appended to the curl command."""
+    for name, value in describe_properties(model):
+        sys.stdout.write(f"{name:10} {escape_unprintable(value)}\n")
+    for title, tensors in (("inputs", model["inputs"]), ("outputs", model["outputs"])):
+        sys.stdout.write(f"\n{title}\n")
+        sys.stdout.flush()
+        print_table(TENSOR_COLUMNS, map(format_tensor_row, tensors))
+    sys.stdout.write(f"\ntry it\n{escape_unprintable(model['curl'])}{curl_header}\n")
+
+
+def describe_properties(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    batch = model["max_batch_size"]
+    return [
+        ("model", model["name"]),
+        ("state", "ready" if model["ready"] else "not ready"),
+        ("versions", ", ".join(map(str, model["versions"])) or "unknown"),
+        ("platform", model["platform"] or "unknown"),
+        ("batch", f"up to {batch} items per request" if batch else "one item per request"),
+        ("responses", "a stream" if model["decoupled"] else "one per request"),
+    ]
+
+
+def format_tensor_row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
+    remarks = []
+    if tensor.get("optional"):
+        remarks.append("optional")
+    if image := tensor.get("image"):
+        remarks.append(f"image {image['width']} x {image['height']} {image['mode']}")
+    if tensor.get("content_type"):
+        remarks.append(tensor["content_type"])
+    if tensor.get("labels"):
+        remarks.append("labels")
+    return tensor["name"], tensor["datatype"], format_sizes(tensor["shape"]), ", ".join(remarks)
+
+
+def format_sizes(shape: Sequence[int]) -> str:
+    sizes = [ANY_SIZE if size < 0 else str(size) for size in shape]
+    return " x ".join(sizes) or "scalar"

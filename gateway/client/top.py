@@ -20,7 +20,7 @@ from rich.text import Text
 from gateway.client import tables
 from gateway.client.api import ApiClient
 from gateway.client.errors import AccessDenied, ClientError
-from gateway.exposition.families import LABEL_PAIR, InvalidExposition, Sample
+from gateway.exposition.families import LABEL_PAIR, Families, InvalidExposition
 from gateway.exposition.parser import parse_families, split_page_lines
 
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
@@ -50,6 +50,17 @@ class ModelTraffic:
             {bound: count - earlier.buckets.get(bound, 0) for bound, count in self.buckets.items()},
         )
 
+    def add_sample(self, name: str, labels: Mapping[str, str], value: float, *, ok: bool) -> None:
+        """Add a sample of the histogram of durations, of requests that succeeded or failed."""
+        if name.endswith("_bucket"):
+            bound = float(labels["le"])
+            self.buckets[bound] = self.buckets.get(bound, 0) + value
+        elif name.endswith("_sum"):
+            self.total_s += value
+        else:
+            self.count += value
+            self.failed += 0 if ok else value
+
     def p95_s(self) -> float:
         """Return the smallest bucket bound that covers 95 % of the requests."""
         return min(
@@ -77,37 +88,39 @@ def take_snapshot(api: ApiClient) -> GatewaySnapshot:
     except AccessDenied:
         replicas = []
     try:
-        families = parse_families(split_page_lines(api.get_text("/metrics")))
+        families = read_families(api)
     except AccessDenied:
         families = {}
-    except InvalidExposition as exc:
-        raise ClientError(f"the metrics page cannot be read: {exc}") from None
     gauges = {
         title: sum(float(value) for _, _, value in families[name].samples)
         for name, title in GAUGE_TITLES.items()
         if name in families
     }
-    requests = families.get(REQUEST_DURATION_METRIC)
-    traffic = aggregate_traffic(requests.samples if requests else [])
+    traffic = aggregate_traffic(families)
     return GatewaySnapshot(time.monotonic(), models, replicas, gauges, traffic)
 
 
-def aggregate_traffic(samples: Sequence[Sample]) -> dict[str, ModelTraffic]:
+def read_families(api: ApiClient) -> Families:
+    """Return the families of the metrics page. Raises `ClientError`."""
+    try:
+        return parse_families(split_page_lines(api.get_text("/metrics")))
+    except InvalidExposition as exc:
+        raise ClientError(f"the metrics page cannot be read: {exc}") from None
+
+
+def list_duration_samples(families: Families) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield the samples of the histogram of request durations, with their labels."""
+    if REQUEST_DURATION_METRIC in families:
+        for name, label_text, rest in families[REQUEST_DURATION_METRIC].samples:
+            yield name, dict(LABEL_PAIR.findall(label_text)), float(rest.split()[0])
+
+
+def aggregate_traffic(families: Families) -> dict[str, ModelTraffic]:
     traffic_by_model: dict[str, ModelTraffic] = {}
-    for name, label_text, rest in samples:
-        labels = dict(LABEL_PAIR.findall(label_text))
-        if not (model := labels.get("model")):
-            continue
-        value = float(rest.split()[0])
-        traffic = traffic_by_model.setdefault(model, ModelTraffic())
-        if name == f"{REQUEST_DURATION_METRIC}_bucket":
-            bound = float(labels["le"])
-            traffic.buckets[bound] = traffic.buckets.get(bound, 0) + value
-        elif name == f"{REQUEST_DURATION_METRIC}_sum":
-            traffic.total_s += value
-        else:
-            traffic.count += value
-            traffic.failed += value if labels.get("status") != "2xx" else 0
+    for name, labels, value in list_duration_samples(families):
+        if model := labels.get("model"):
+            traffic = traffic_by_model.setdefault(model, ModelTraffic())
+            traffic.add_sample(name, labels, value, ok=labels.get("status") == "2xx")
     return traffic_by_model
 
 

@@ -18,7 +18,7 @@ from gateway.client.errors import UsageError
 from gateway.client.rollout import (
     RolloutLimits,
     VersionTraffic,
-    compute_quantile_s,
+    compute_p99_s,
     find_violation,
     parse_limits,
     parse_steps,
@@ -187,11 +187,11 @@ def test_a_limit_that_is_exceeded_is_named(new: ModelTraffic, old_p99_s: float, 
 
 
 def test_a_quantile_is_interpolated_like_prometheus_does() -> None:
-    assert compute_quantile_s(ModelTraffic()) == inf
-    assert compute_quantile_s(counted(100)) == pytest.approx(0.0099)
-    assert compute_quantile_s(counted(100, slow=99)) == pytest.approx(0.99, rel=0.01)
+    assert compute_p99_s(ModelTraffic()) == inf
+    assert compute_p99_s(counted(100)) == pytest.approx(0.0099)
+    assert compute_p99_s(counted(100, slow=99)) == pytest.approx(0.99, rel=0.01)
     beyond = ModelTraffic(100, 0, 0.0, {0.01: 0.0, inf: 100.0})
-    assert compute_quantile_s(beyond) == 0.01
+    assert compute_p99_s(beyond) == 0.01
 
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "50,25", "101", "a", "5,,10", "5.5"])
