@@ -114,12 +114,10 @@ class AdmissionQueue:
             raise
 
     def count_requests(self, model: str) -> int:
-        """Return the number of requests of the model that run or wait."""
         waiting = sum(len(queue) for (name, _), queue in self._queues.items() if name == model)
         return self._running_by_model.get(model, 0) + waiting
 
     def count_all_requests(self) -> dict[str, int]:
-        """Return the number of requests of each model that run or wait."""
         waiting = {model for model, _ in self._queues}
         return {
             model: self.count_requests(model) for model in waiting | self._running_by_model.keys()

@@ -88,7 +88,6 @@ class GatewayFastAPI(FastAPI):
 
 @asynccontextmanager
 async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
-    """Serve gRPC, if it has a port."""
     if not services.settings.grpc_port:
         yield
         return

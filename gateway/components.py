@@ -154,7 +154,6 @@ def create_model_store(settings: Settings) -> ModelStore | None:
 async def open_publisher(
     files: ModelStore | None, repository: Repository, stack: AsyncExitStack
 ) -> ModelPublisher | None:
-    """Return the publisher of uploaded models; None without GATEWAY_REPOSITORY."""
     if files is None:
         return None
     publisher = ModelPublisher(files, repository)

@@ -263,7 +263,6 @@ def is_gateway(address: str) -> bool:
 
 
 def check_replicas(settings: Settings) -> Iterator[Finding]:
-    """Ask each Triton for its version."""
     try:
         sources = [parse_replica_source(url) for url in settings.triton_urls]
         tls = create_tls_context(settings, sources)

@@ -79,7 +79,6 @@ async def render_error(request: Request, exc: Exception) -> Response:
 
 
 def serialize_openai_error(message: str, code: str, status: int) -> bytes:
-    """Return the body of an error in the shape of OpenAI's API."""
     default = OPENAI_SERVER_ERROR if status >= 500 else OPENAI_REQUEST_ERROR
     kind = OPENAI_ERROR_TYPES.get(status, default)
     error = {"message": message, "type": kind, "param": None, "code": code}

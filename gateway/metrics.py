@@ -263,7 +263,6 @@ class Metrics:
         self._dropped_lines = total
 
     def flush(self) -> None:
-        """Add the pending counts to the metrics."""
         flushed, self._pending = self._pending, {}
         for (route, model, version, (status, code)), pending in flushed.items():
             histogram = self.duration.labels(route, model, version, status, code)

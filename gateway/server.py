@@ -130,7 +130,6 @@ def limit_unsent_bytes(descriptor: int) -> None:
 
 
 def create_protocol_limits(settings: Settings) -> ProtocolLimits:
-    """Return the limits, each of which is the setting of the same name."""
     limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
     limits["max_connections"] = fit_max_connections(settings.max_connections)
     return ProtocolLimits(**limits)

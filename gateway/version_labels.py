@@ -53,7 +53,6 @@ class VersionLabel:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Return all versions, that of the shadow included."""
         shadow = () if self.shadow is None else (self.shadow.version,)
         return tuple(dict.fromkeys((*self.shares, *shadow)))
 

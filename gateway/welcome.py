@@ -44,7 +44,6 @@ class Welcome:
 
 
 def format_url(settings: Settings, host: str, port: int) -> str:
-    """Return the URL of the gateway for a browser on this machine."""
     scheme = "http" if settings.tls_cert_file is None else "https"
     name = "localhost" if is_loopback(host) or host in WILDCARD_HOSTS else host
     return f"{scheme}://{join_host_port(name, port)}"

@@ -74,7 +74,6 @@ def describe_process_exit(exitcode: int | None) -> str:
 
 
 def create_worker_app() -> ASGIApp:
-    """Create the application of a worker process from the environment."""
     from gateway.app import create_app
 
     settings = Settings()

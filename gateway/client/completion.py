@@ -28,6 +28,5 @@ def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def read_target(flags: Mapping[str, Any]) -> Target:
-    """Return the target of the flags that are already on the command line."""
     names = ("url", "key", "ca")
     return Target(**{name: flags[name] for name in names if flags.get(name)})

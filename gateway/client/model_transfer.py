@@ -113,7 +113,6 @@ def pull_model(target: Target, name: str, version: str, output: Path) -> list[st
 
 
 def is_file_of_version(path: str, version: str) -> bool:
-    """Return whether a file is one of the version, or of all versions."""
     first, slash, _ = path.partition("/")
     return first == version or not (slash and first.isdigit())
 
@@ -147,7 +146,6 @@ def remove_models(target: Target, names: list[str]) -> Iterator[str]:
 
 @contextmanager
 def open_source(source: Path) -> Iterator[BinaryIO]:
-    """Open a file, or an archive of a folder."""
     if not source.is_dir():
         with open_file(source) as file:
             yield file
@@ -213,7 +211,6 @@ class CountedFile:
 
 @contextmanager
 def show_progress(name: str, total: int) -> Iterator[Advance]:
-    """Show a bar on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

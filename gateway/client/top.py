@@ -109,7 +109,6 @@ def read_families(api: ApiClient) -> Families:
 
 
 def list_duration_samples(families: Families) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield the samples of the histogram of request durations, with their labels."""
     if REQUEST_DURATION_METRIC in families:
         for name, label_text, rest in families[REQUEST_DURATION_METRIC].samples:
             yield name, dict(LABEL_PAIR.findall(label_text)), float(rest.split()[0])

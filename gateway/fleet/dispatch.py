@@ -151,7 +151,6 @@ class Dispatcher:
         return NO_ATTEMPTS if is_known else AttemptHistory(is_sequence_guessed=True)
 
     def count_sequences(self, replica: str) -> int:
-        """Return how many sequences of this process run on a replica."""
         return self._sequences.count_on(replica)
 
     async def request_json(self, target: RequestTarget, path: str) -> Any:

@@ -141,7 +141,6 @@ class ActiveLabel:
         return version
 
     def take_shadow(self) -> Shadow | None:
-        """Return the shadow if the request is one of those that it gets."""
         shadow = self.value.shadow
         return shadow if shadow is not None and self._shadow_counter.is_next_selected() else None
 
@@ -185,7 +184,6 @@ class LabelRouter:
         return self._pool.has_model(model)
 
     def find_label(self, model: str, name: str) -> ActiveLabel | None:
-        """Return a label in use; None if the model has no such label."""
         if self.state.labels is not self._seen_labels:
             self._update_labels(self.state.labels)
         return self._active.get((model, name))

@@ -63,7 +63,6 @@ class LabelManager:
         return description
 
     async def delete_labels(self, model: str) -> None:
-        """Delete the labels of a model that is removed, except declared ones."""
         for name in list(self._state.labels.get(model, {})):
             if not self._is_declared(model, name):
                 await self._state.set_label(model, name, None)

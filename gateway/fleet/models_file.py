@@ -168,7 +168,6 @@ class ModelsFile:
         self._split_models()
 
     def reload_if_changed(self) -> bool:
-        """Return whether the declared models changed."""
         is_changed = self.file is not None and self.file.reload_if_changed()
         if is_changed:
             self._split_models()

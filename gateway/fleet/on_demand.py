@@ -108,7 +108,6 @@ class OnDemandLoader:
         return Eviction.BUSY if is_busy else Eviction.FREE
 
     def list_candidates(self, model: str) -> list[Replica]:
-        """Return the replicas that can load the model."""
         return [
             replica
             for replica in self._list_controllable_replicas()
@@ -119,7 +118,6 @@ class OnDemandLoader:
 
     @property
     def has_controllable_replica(self) -> bool:
-        """Return whether a live replica permits loads."""
         return any(
             self._pool.replica_state(replica) is not HealthState.DOWN
             and replica.name not in self._loader.uncontrollable_replicas
@@ -127,7 +125,6 @@ class OnDemandLoader:
         )
 
     def list_holders(self, model: str) -> list[Replica]:
-        """Return the live replicas that have the model, or load it."""
         return [each for each in self._list_controllable_replicas() if self.is_held(each, model)]
 
     def is_held(self, replica: Replica, model: str) -> bool:
@@ -257,7 +254,6 @@ class OnDemandLoader:
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
 
     def _list_controllable_replicas(self) -> list[Replica]:
-        """Return the replicas that are up and permit loads."""
         return [
             replica
             for replica in self._pool.replicas.values()

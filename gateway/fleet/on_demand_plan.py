@@ -25,7 +25,6 @@ class ModelBudget:
     memory_mb: int = 0
 
     def allows(self, costs_mb: Iterable[int]) -> bool:
-        """Return whether models of these sizes fit together."""
         costs = list(costs_mb)
         is_count_allowed = not self.max_models or len(costs) <= self.max_models
         return is_count_allowed and (not self.memory_mb or sum(costs) <= self.memory_mb)
@@ -231,7 +230,6 @@ def parse_model_facts(config: Any) -> ModelFacts:
 
 
 def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:
-    """Return the parts of an ensemble and the parts of these."""
     found: set[str] = set()
     pending = [model]
     while pending:

@@ -132,7 +132,6 @@ class ReplicaPool:
 
     @property
     def ready_models(self) -> set[str]:
-        """Return the models that any replica has ready."""
         return {name for each in self.replicas.values() for name in each.index.ready_models}
 
     def list_usable_indexes(self) -> dict[str, Index]:
@@ -255,7 +254,6 @@ class ReplicaPool:
         return bool(self._candidates.get((model, version)))
 
     def set_draining(self, replica: Replica, model: str, *, is_draining: bool) -> None:
-        """Stop or resume sending requests for the model to the replica."""
         if is_draining:
             replica.draining_models.add(model)
         else:

@@ -75,7 +75,6 @@ class Repository:
     def create_activator(
         self, admission: AdmissionQueue, last_used: dict[str, float], options: OnDemandOptions
     ) -> ModelActivator:
-        """Return the component that loads models on demand."""
         usage = ModelUsage(admission, last_used, perf_counter)
         self.on_demand_models = OnDemandModels(self._state, options.patterns)
         facts = ModelFactsCache(self._pool, self._models, options.default_memory_mb)
@@ -167,7 +166,6 @@ class Repository:
         return self._store.activity_marks()
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        """Store the cordon of a replica, or its end, and apply it."""
         await self._state.set_cordon(replica, is_cordoned=is_cordoned)
         self._pool.set_cordoned(self._state.cordoned)
 
@@ -342,7 +340,6 @@ class ModelNeeded(Conflict):
 
 
 async def find_dependents(pool: ReplicaPool, models: ModelService, model: str) -> list[str]:
-    """Return the ready ensembles that have the model as a step."""
     configs: dict[str, Any] = {}
     await models.read_configs(pool.ready_models - {model}, configs.__setitem__)
     return sorted(

@@ -55,7 +55,6 @@ class SharedState:
 
     @property
     def on_demand_models(self) -> Mapping[str, DeclaredModel]:
-        """Return the models of the models file that are loaded on demand."""
         return self._models_file.on_demand_models
 
     async def refresh(self) -> None:
@@ -151,7 +150,6 @@ class SharedState:
     # Loads.
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        """Record a load in progress."""
         try:
             started_load = StartedLoad(*await self.store.begin_load(replica, model))
         except StateUnavailable:  # load anyway; other gateways cannot see it then

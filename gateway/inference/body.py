@@ -119,7 +119,6 @@ class RequestBody:
         return encoding
 
     async def _receive_chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it was sent."""
         data, self._first_chunk = self._first_chunk, b""
         yield data
         while self._has_more:

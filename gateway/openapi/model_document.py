@@ -20,7 +20,6 @@ from gateway.tensors.signature import Signature
 
 
 def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI document of this model."""
     error_content = {JSON: {"schema": ERROR_REFERENCE}}
     infer = {
         "operationId": "infer",

@@ -118,7 +118,6 @@ class MatchedRoute:
     version_start: int  # in the path; without a version, the end of the model
 
     def with_version(self, version: str) -> MatchedRoute:
-        """Return the route with another version in its path."""
         if version == self.version:
             return self
         start, end = self.version_start, self.version_start + len(self.version)

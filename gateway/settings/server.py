@@ -71,7 +71,6 @@ class ServerSettings(SettingsGroup):
     @field_validator("tls_key_file")
     @classmethod
     def check_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        """Check that the key can be read and belongs to the certificate."""
         certificate = info.data.get("tls_cert_file")
         if certificate is None:
             if value is not None:

@@ -79,7 +79,6 @@ class MultipartParser:
 
     @property
     def part_headers(self) -> Mapping[str, str] | None:
-        """The headers of the part that has begun; None between parts."""
         return None if self._is_preamble else self._headers
 
     def take_partial_content(self) -> bytes:

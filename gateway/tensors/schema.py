@@ -44,7 +44,6 @@ def build_element_schema(datatype: Datatype, *, is_input: bool) -> Schema:
 
 
 def build_value_schema(tensor: TensorSpec, *, supports_batching: bool, is_input: bool) -> Schema:
-    """Return the schema of one value, and of a batch if the model supports batching."""
     single = item = build_element_schema(tensor.datatype, is_input=is_input)
     if not supports_batching or tensor.shape != (1,):
         for size in reversed(tensor.shape):

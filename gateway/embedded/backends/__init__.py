@@ -22,7 +22,6 @@ class PythonBasedBackend(NamedTuple):
 
     @property
     def model_source(self) -> str:
-        """The content of the backend's `model.py`."""
         return f"from {PACKAGE_COPY}.{self.module} import TritonPythonModel\n"
 
 

@@ -285,7 +285,6 @@ def map_rpc_error(
 
 
 def map_stream_error(message: bytes, target: RequestTarget) -> GatewayError:
-    """Return the error that a ModelStreamInferResponse contains."""
     response = service_pb2.ModelStreamInferResponse.FromString(message)
     error = map_triton_error(400, encode_triton_error(response.error_message), target)
     error.is_event = True  # others may follow
