@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator
 
-from gateway.errors import MalformedRequest
+from gateway.errors import BodyTooLarge, MalformedRequest
 
 # zlib's window sizes: 16 more means gzip's header; deflate is zlib's (RFC 9110, section 8.4.1).
 ZLIB_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -22,6 +22,16 @@ async def inflate_chunks(chunks: AsyncIterator[bytes], wbits: int) -> AsyncItera
         async for piece in inflater.feed(chunk):
             yield piece
     inflater.end()
+
+
+async def limit_length(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """Raises `BodyTooLarge`."""
+    length = 0
+    async for chunk in chunks:
+        length += len(chunk)
+        if length > max_bytes:
+            raise BodyTooLarge(max_bytes)
+        yield chunk
 
 
 class Inflater:

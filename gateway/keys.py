@@ -22,12 +22,12 @@ from hmac import compare_digest
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Final, TypeGuard
-from urllib.parse import quote
 
 import yaml
 
 from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
 from gateway.messages import CommandError
+from gateway.names import quote_path_segment
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32
@@ -36,8 +36,6 @@ KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
 KEY_FIELDS: Final = {"name", "sha256", "roles", "models", "requests_per_second"}
 ANY_MODEL: Final = ("*",)
-# Characters that a path segment may contain unescaped (RFC 3986, section 3.3).
-PATH_SAFE_CHARACTERS: Final = "!$&'()*+,;=:@"
 MAX_REQUEST_RATE: Final = 1e9
 MAX_CACHED_MODELS: Final = 1024
 MAX_CACHED_NAME_LENGTH: Final = 256
@@ -108,7 +106,7 @@ def is_path_safe(model: str) -> bool:
     Triton decodes nothing, but a proxy before it might: `res%2F..%2Fsecret` would match `res*` here and
     mean `secret` there.
     """
-    return model not in (".", "..") and quote(model, safe=PATH_SAFE_CHARACTERS) == model
+    return model not in (".", "..") and quote_path_segment(model) == model
 
 
 def parse_keys(text: str) -> dict[bytes, Caller]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from typing import Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 VERSION_NUMBER: Final = re.compile("[0-9]{1,19}")
 FORBIDDEN_CHARACTERS: Final = re.compile(r"[/\\\x00-\x1f\x7f-\x9f]")
 DOT_SEGMENTS: Final = (".", "..")
+# Characters that a path segment may contain unescaped (RFC 3986, section 3.3).
+PATH_SAFE_CHARACTERS: Final = "!$&'()*+,;=:@"
 # The gateway decodes a path at most once, and a proxy between it and Triton may decode it again.
 MAX_DECODINGS: Final = 2
 
@@ -22,6 +24,10 @@ def is_model_name(name: str) -> bool:
             return True
         name = unquote(name)
     return True
+
+
+def quote_path_segment(name: str) -> str:
+    return quote(name, safe=PATH_SAFE_CHARACTERS)
 
 
 def normalize_version(version: str) -> str | None:

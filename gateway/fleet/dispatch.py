@@ -23,7 +23,7 @@ from gateway.fleet.health import HealthState, RetryBudget
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceRouter
-from gateway.fleet.transports import HttpCall, UpstreamCall
+from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall
 from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
@@ -41,7 +41,6 @@ FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0  # of an idempotent request, while another 
 EMPTY_BODY_HEADERS: Final = [(b"content-length", b"0")]
 # After these errors the replica has not executed the request.
 NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel)
-TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)
 ATTEMPT_OUTCOMES: Final = tuple(
     zip(TRANSPORT_ERRORS, ("refused", "bad_answer", "deadline"), strict=True)
 )

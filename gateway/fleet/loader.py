@@ -7,7 +7,6 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import quote
 
 import anyio
 import orjson
@@ -18,12 +17,12 @@ from gateway.fleet.index import UNAVAILABLE, UNLOADED, Index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.replica import Replica
-from gateway.fleet.report import UNREACHABLE_ERRORS
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
 from gateway.fleet.tasks import cancel_tasks
-from gateway.fleet.transports import UNQUOTED_PATH_CHARS
+from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
+from gateway.names import quote_path_segment
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
 from gateway.triton.grpc import management
 from gateway.triton.grpc.management import GrpcTlsFiles, GrpcUnreachable
@@ -79,7 +78,7 @@ class ModelLoader:
             resulting_load = action.load_id
         except GatewayError as exc:
             metric.labels(action.verb, initiator, "failed").inc()
-            if started_load is not None and not isinstance(exc, UNREACHABLE_ERRORS):
+            if started_load is not None and not isinstance(exc, TRANSPORT_ERRORS):
                 # A failed load leaves the previous one in place.
                 resulting_load = started_load.confirmed_load
             self._record_failure(replica, action, exc)
@@ -144,7 +143,7 @@ class ModelLoader:
             await self._send_action_over_http(replica, action)
 
     async def _send_action_over_http(self, replica: Replica, action: ModelAction) -> None:
-        model = quote(action.model, safe=UNQUOTED_PATH_CHARS)
+        model = quote_path_segment(action.model)
         response = await replica.http.request(
             b"POST",
             f"/v2/repository/models/{model}/{action.verb}".encode(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,9 +15,9 @@ import yaml
 from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
 from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.messages import CommandError
+from gateway.names import VERSION_NUMBER
 from gateway.version_labels import InvalidLabel, ModelLabels, check_label_name, parse_label
 
-DECLARED_VERSION: Final = re.compile("[0-9]{1,19}")
 MODEL_KEYS: Final = frozenset(("name", "versions", "config", "labels", "on_demand", "replicas"))
 
 
@@ -97,7 +96,7 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
         )
     versions = entry.get("versions") or []
     if not isinstance(versions, list) or not all(
-        DECLARED_VERSION.fullmatch(str(version)) for version in versions
+        VERSION_NUMBER.fullmatch(str(version)) for version in versions
     ):
         raise BadModelsFile(f"versions of model {entry['name']!r} must be a list of numbers")
     config = entry.get("config")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, ModelControlModeConflict
+from gateway.errors import BadUpstream, GatewayError, ModelControlModeConflict
 from gateway.fleet.index import READY, UNAVAILABLE
-from gateway.http_client.connection import RequestNotSent
+from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.messages import quote_text
 from gateway.triton.error_mapping import LoadFailed
-
-# The replica may be healthy, so these errors do not revert the desired state.
-UNREACHABLE_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class OperationReport:
     def is_refused(self) -> bool:
         """Return whether the operation failed on every replica, and retries are pointless."""
         errors = self.errors
-        all_reached = not any(isinstance(error, UNREACHABLE_ERRORS) for error in errors.values())
+        all_reached = not any(isinstance(error, TRANSPORT_ERRORS) for error in errors.values())
         is_final = all_reached or self.control_mode_error is not None
         return len(errors) == len(self.outcomes) and is_final
 

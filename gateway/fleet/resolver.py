@@ -62,10 +62,7 @@ class ModelResolver:
         With the right to infer, a version can be a label. Each call chooses the version of one request.
         Raises `UnknownLabel` or `LabelNotReady`.
         """
-        authorize(scope, right, model)
-        caller: Caller = scope["request_info"].caller
-        if model and not (is_model_name(model) and caller.can_see(model)):
-            raise not_found_error(model, version)
+        check_model(scope, right, model, version, not_found_error)
         labels = self._state.labels
         if labels and model in labels and right is Right.infer:
             label = self.labels.find_label(model, version or DEFAULT_LABEL)
@@ -99,13 +96,19 @@ class ModelResolver:
         not_found_error: type[UnknownModel] = UnknownModel,
     ) -> None:
         """Check the same, without the choice of a version that a label stands for."""
-        if not version or is_label_name(version):
-            authorize(scope, right, model)
-            caller: Caller = scope["request_info"].caller
-            if model and not (is_model_name(model) and caller.can_see(model)):
-                raise not_found_error(model, version)
-        else:
+        if version and not is_label_name(version):
             self.resolve(scope, right, model, version, not_found_error)
+        else:
+            check_model(scope, right, model, version, not_found_error)
+
+
+def check_model(
+    scope: Scope, right: Right, model: str, version: str, not_found_error: type[UnknownModel]
+) -> None:
+    authorize(scope, right, model)
+    caller: Caller = scope["request_info"].caller
+    if model and not (is_model_name(model) and caller.can_see(model)):
+        raise not_found_error(model, version)
 
 
 def with_sequence(target: ModelTarget, step: SequenceStep | None) -> ModelTarget:

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
-from urllib.parse import quote
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeVar
 
+from gateway.errors import BadUpstream, DeadlinePassed
 from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
-from gateway.http_client.connection import Buffer, Headers
+from gateway.http_client.connection import Buffer, Headers, RequestNotSent
+from gateway.names import quote_path_segment
 from gateway.tracing import ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.channel import build_grpc_arguments
@@ -29,8 +30,7 @@ from gateway.triton.response import read_complete_response, read_error_response
 
 log = logging.getLogger(__name__)
 
-# Characters that need no quoting in a path segment (RFC 3986, section 3.3).
-UNQUOTED_PATH_CHARS = "!$&'()*+,;=:@"
+TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)  # Triton may be healthy
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -179,5 +179,5 @@ def start_attempt_span(
 @lru_cache(1024)
 def triton_model_path(model: str, version: str = "") -> str:
     """Return Triton's path of a model. Triton does not decode it, so a quoted name matches no model."""
-    path = f"/v2/models/{quote(model, safe=UNQUOTED_PATH_CHARS)}"
+    path = f"/v2/models/{quote_path_segment(model)}"
     return f"{path}/versions/{version}" if version else path

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
-from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
 from gateway.request_info import RequestInfo
@@ -103,8 +103,12 @@ class RequestBody:
         """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""
         if not self._is_started:
             await self.receive_start(max_bytes)
-        async for chunk in limit_chunks(self._receive_chunks(), self._encoding, max_bytes):
-            yield chunk
+        chunks = self._receive_chunks()
+        if self._encoding:
+            chunks = inflate_chunks(chunks, ZLIB_WBITS[self._encoding])
+        async for chunk in limit_length(chunks, max_bytes):
+            if chunk:
+                yield chunk
 
     def _check_headers(self, max_bytes: int) -> str:
         """Return the compression of the body, or "". Raises `BodyTooLarge` or `UnsupportedEncoding`."""
@@ -182,17 +186,3 @@ def find_memory_factor(content_type: str) -> int:
 def check_length(length: int, max_bytes: int) -> None:
     if length > max_bytes:
         raise BodyTooLarge(max_bytes)
-
-
-async def limit_chunks(
-    chunks: AsyncIterator[bytes], encoding: str, max_bytes: int
-) -> AsyncIterator[bytes]:
-    """Yield the decompressed chunks. Raises `BodyTooLarge`."""
-    if encoding:
-        chunks = inflate_chunks(chunks, ZLIB_WBITS[encoding])
-    length = 0
-    async for chunk in chunks:
-        length += len(chunk)
-        check_length(length, max_bytes)
-        if chunk:
-            yield chunk

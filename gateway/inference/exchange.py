@@ -320,8 +320,8 @@ async def open_exchange(
     now = asyncio.get_running_loop().time()
     if deadline is None:
         deadline = now + timeout_s
-    if services.activator is not None and not services.pool.can_serve(*target):
-        await services.activator.activate(target.model, max(deadline - now, 0.0))
+    if services.activator is not None:
+        await services.activate_model(*target, max(deadline - now, 0.0))
     signature = services.models.find_signature(*target)
     if signature is None:
         read = services.models.get_signature(*target)

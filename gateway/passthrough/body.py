@@ -17,7 +17,7 @@ from starlette.types import Message, Receive
 
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
-from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.passthrough.rules import Forwarding
 from gateway.request_info import RequestInfo
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
@@ -146,15 +146,6 @@ async def inflate_body(
 
 async def iterate_once(body: bytes) -> AsyncIterator[bytes]:
     yield body
-
-
-async def limit_length(chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
-    length = 0
-    async for piece in chunks:
-        length += len(piece)
-        if length > limit:
-            raise BodyTooLarge(limit)
-        yield piece
 
 
 async def prepend_chunks(

@@ -19,8 +19,8 @@ from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse, UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.inflate import ZLIB_WBITS, inflate_chunks
-from gateway.passthrough.body import BODY_FRAMING_HEADERS, iterate_once, limit_length
+from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.passthrough.body import BODY_FRAMING_HEADERS, iterate_once
 from gateway.passthrough.rules import Forwarding, MatchedRoute, change_version_cached
 from gateway.tensors.sequence import SequenceStep
 from gateway.tracing import TRACE_CONTEXT_HEADERS
