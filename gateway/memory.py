@@ -92,11 +92,15 @@ class MemoryCharge:
 
     _budget: MemoryBudget
     held_bytes: int = 0
+    is_released: bool = False  # nothing would release what is added later
 
     def add(self, more_bytes: int) -> None:
+        if self.is_released:
+            return
         self._budget.reserve(self.held_bytes, more_bytes)
         self.held_bytes += more_bytes
 
     def release(self) -> None:
+        self.is_released = True
         self._budget.release(self.held_bytes)
         self.held_bytes = 0

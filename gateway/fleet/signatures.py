@@ -19,6 +19,7 @@ from gateway.errors import (
     UnknownModel,
 )
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.tasks import run_together
 from gateway.fleet.transports import (
     GrpcStreamCall,
     GrpcUnaryCall,
@@ -189,13 +190,8 @@ class ModelService:
         pieces = request.inputs.split(max_batch_size)
         requests = (request._replace(inputs=piece) for piece in pieces)
         work = (self._infer_piece(each, semaphore) for each in requests)
-        tasks = list(map(asyncio.create_task, work))
         with measure_upstream_time():
-            try:
-                return concatenate_results(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
+            return concatenate_results(await run_together(work))
 
     async def _infer_piece(
         self, request: InferRequest, semaphore: asyncio.Semaphore

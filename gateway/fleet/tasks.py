@@ -32,6 +32,15 @@ class TaskSet(set[asyncio.Task[Any]]):
             raise
 
 
+async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of concurrent work, in its order. When one fails, the others are cancelled."""
+    tasks = list(map(asyncio.create_task, work))
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_tasks([task for task in tasks if not task.done()])
+
+
 async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks until they end: before Python 3.12, `asyncio.wait_for` can lose a cancellation."""
     pending = set(tasks)

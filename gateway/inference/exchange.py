@@ -16,6 +16,7 @@ from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.resolver import LabelledTarget, with_sequence
 from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
+from gateway.fleet.tasks import run_together
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
 from gateway.inference.labels import copy_request, infer_with_label
@@ -262,7 +263,7 @@ class InferExchange:
             async with semaphore:
                 return await self.run_inference(self.build_request(payload, inputs))
 
-        return list(await asyncio.gather(*map(infer_one, inputs_list)))
+        return await run_together(map(infer_one, inputs_list))
 
     async def run_inference(self, request: InferRequest) -> InferResult:
         if self.label is None:

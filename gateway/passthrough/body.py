@@ -18,14 +18,20 @@ from starlette.types import Message, Receive
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
 from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.passthrough.headers import RequestHeaders
 from gateway.passthrough.rules import Forwarding
 from gateway.request_info import RequestInfo
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
-from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard, check_complete_json
+from gateway.triton.json_guard import (
+    GUARD_CHUNK_BYTES,
+    SEQUENCE_ID_KEY,
+    JsonGuard,
+    check_complete_json,
+)
 
-SEQUENCE_ID_KEY: Final = b'"sequence_id"'
+MAX_SMALL_BODY_BYTES: Final = 64 * 1024
 MAX_SEQUENCE_JSON_BYTES: Final = 128 * 1024  # larger JSON is not searched for a sequence
 PassthroughBody = bytes | AsyncIterator[bytes]
 
@@ -39,13 +45,31 @@ BODY_FRAMING_HEADERS: Final = frozenset(
 )
 
 
-async def buffer_small_body(message: Message, receive: Receive) -> Message:
-    # A client that sends a small body slowly must not hold a slot or a connection to Triton.
+def count_buffered_bytes(headers: RequestHeaders, action: Forwarding) -> int:
+    """Return how much of a body is received first: a small one, or the JSON that can name a sequence."""
+    length = headers.content_length
+    if length is not None and length <= MAX_SMALL_BODY_BYTES:
+        return length
+    if not action.has_tensors or headers.step is not None:
+        return 0
+    json_bytes = length if headers.json_bytes is None else headers.json_bytes
+    if json_bytes is None:
+        return MAX_SEQUENCE_JSON_BYTES
+    return json_bytes if json_bytes <= MAX_SEQUENCE_JSON_BYTES else 0
+
+
+async def buffer_body(message: Message, receive: Receive, needed_bytes: int) -> Message:
+    """Return a message with at least so many bytes of the body, or all of it.
+
+    A client that sends a small body slowly must not hold a slot or a connection to Triton.
+    """
     pieces: list[bytes] = []
     while message["type"] == "http.request":
         pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return {"type": "http.request", "body": b"".join(pieces)}
+        needed_bytes -= len(pieces[-1])
+        has_more = message.get("more_body", False)
+        if not has_more or needed_bytes <= 0:
+            return {"type": "http.request", "body": b"".join(pieces), "more_body": has_more}
         message = await receive()
     raise ClientDisconnect
 
@@ -182,6 +206,8 @@ async def guard_body(
     json_bytes: int | None,
     load_signature: Callable[[], Awaitable[Signature]],
     turn: asyncio.Lock,
+    *,
+    refuses_sequence: bool = False,
 ) -> PassthroughBody:
     """Return the body, of which every byte is validated before Triton receives it.
 
@@ -194,7 +220,13 @@ async def guard_body(
             body, json_bytes, has_tensors=has_tensors, key_limits=limits
         )
     else:
-        guard = JsonGuard(length, json_bytes, has_tensors=has_tensors, key_limits=limits)
+        guard = JsonGuard(
+            length,
+            json_bytes,
+            has_tensors=has_tensors,
+            key_limits=limits,
+            refuses_sequence=refuses_sequence,
+        )
         if not isinstance(body, bytes):
             return guard_chunks(body, guard, load_signature, turn)
         await guard_chunk(body, guard, turn)

@@ -23,10 +23,12 @@ from gateway.keys import Right
 from gateway.media_types import JSON
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.body import (
+    MAX_SEQUENCE_JSON_BYTES,
     PassthroughBody,
-    buffer_small_body,
+    buffer_body,
     build_passthrough_body,
     coalesce_chunks,
+    count_buffered_bytes,
     find_sequence_step,
     guard_body,
     inflate_body,
@@ -45,8 +47,6 @@ from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
 
 log = logging.getLogger(__name__)
-
-MAX_SMALL_BODY_BYTES = 64 * 1024
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
@@ -179,8 +179,8 @@ async def prepare_body(
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
     message: Message = await receive()
-    if length is not None and length <= MAX_SMALL_BODY_BYTES and message.get("more_body", False):
-        message = await buffer_small_body(message, receive)
+    if message.get("more_body", False):
+        message = await buffer_body(message, receive, count_buffered_bytes(headers, action))
     first: bytes = message.get("body", b"")
     body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
     if headers.content_encoding in ZLIB_WBITS:
@@ -196,14 +196,23 @@ async def prepare_body(
     json_bytes, step = headers.json_bytes, headers.step
     if json_bytes is not None and json_bytes > length:
         raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
+    refuses_sequence = False
     if not action.has_tensors:
         json_bytes = None  # Triton parses the whole body as JSON
     elif step is None:
         step = find_sequence_step(first, json_bytes)
+        searched_bytes = min(len(first), MAX_SEQUENCE_JSON_BYTES)
+        refuses_sequence = (length if json_bytes is None else json_bytes) > searched_bytes
     if "POST" in route.rule.methods:
         signature = partial(services.models.get_signature, route.model, route.version)
         body = await guard_body(
-            body, action, length, json_bytes, signature, services.large_body_turn
+            body,
+            action,
+            length,
+            json_bytes,
+            signature,
+            services.large_body_turn,
+            refuses_sequence=refuses_sequence,
         )
     return body, step
 

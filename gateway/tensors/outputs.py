@@ -57,9 +57,8 @@ class InferResult(NamedTuple):
         array = self.arrays[name]
         if self.is_batched or not self.signature.supports_batching:
             return array
-        return (
-            array[0] if array.shape[:1] == (1,) else array
-        )  # a model may return another batch size
+        # A model may return another batch size.
+        return array.reshape(array.shape[1:]) if array.shape[:1] == (1,) else array
 
     def get_tensor_spec(self, name: str) -> TensorSpec | None:
         return self.signature.outputs.get(name)

@@ -100,6 +100,10 @@ class ErrorRule:
     pattern: re.Pattern[str]
     make_error: Callable[[str, RequestTarget], GatewayError]
 
+    def matches(self, status: int, text: str, target: RequestTarget) -> bool:
+        match = self.pattern.search(text) if status in self.statuses else None
+        return match is not None and match.groupdict().get("model") in (None, target.model)
+
 
 def make_error_rule(
     statuses: set[int], pattern: str, make_error: Callable[[str, RequestTarget], GatewayError]
@@ -111,22 +115,43 @@ ANY_ERROR_STATUS = {400, 404, 500, 501, 503}
 # Triton mentions polling in mode none as well.
 CONTROL_MODE_MESSAGE = re.compile(r"explicit model load / unload is not allowed", re.I)
 
+# A model can say anything about others that it calls. Triton itself did not run the request only if its own
+# message names the requested model: the group `model` must be that.
+NAMED_MODEL = r"^(?:\[request id: [^\]]{0,300}\] )?"
+UNKNOWN_MODEL = NAMED_MODEL + r"request for unknown model: '(?P<model>[^']{0,300})' "
+
 ERROR_RULES = (
     make_error_rule(
         ANY_ERROR_STATUS,
-        r"has no available versions",
+        r"Failed to process the request\(s\)",
+        lambda text, target: ModelFault(f"model '{target.model}' failed: {text}"),
+    ),
+    make_error_rule(
+        ANY_ERROR_STATUS,
+        UNKNOWN_MODEL + r"has no available versions",
         lambda _, target: ModelNotReady(target.model, target.version),
     ),
     make_error_rule(
         ANY_ERROR_STATUS,
-        r"unknown model|model '[^']{0,300}' is not found|failed to poll from model repository|"
-        r"requested model '[^']{0,300}' is not available",
+        UNKNOWN_MODEL,
         lambda _, target: target.not_found_error(target.model, target.version),
     ),
     make_error_rule(
         ANY_ERROR_STATUS,
-        r"is not (at )?ready|not ready for inference|is unloaded",
+        NAMED_MODEL
+        + r"(?:request for unknown model : |requested model '(?P<model>[^']{0,300})' is not available|"
+        r"failed to load '[^']{0,300}', failed to poll from model repository)",
+        lambda _, target: target.not_found_error(target.model, target.version),
+    ),
+    make_error_rule(
+        {400, 404, 503},
+        NAMED_MODEL + r"model '(?P<model>[^']{0,300})' (?:version \d{1,20} )?is not (?:at )?ready",
         lambda _, target: ModelNotReady(target.model, target.version),
+    ),
+    make_error_rule(  # earlier steps of the ensemble have run
+        ANY_ERROR_STATUS,
+        NAMED_MODEL + r"in ensemble '[^']{0,300}', request for unknown model: ",
+        lambda _, target: Unavailable(f"a step of model '{target.model}' is not ready; try again"),
     ),
     make_error_rule(
         ANY_ERROR_STATUS,
@@ -139,11 +164,6 @@ ERROR_RULES = (
         lambda _, target: SequenceNotRunning(
             target.model, target.sequence_step.sequence_id if target.sequence_step else None
         ),
-    ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
-        r"Failed to process the request\(s\)",
-        lambda text, target: ModelFault(f"model '{target.model}' failed: {text}"),
     ),
     make_error_rule(
         ANY_ERROR_STATUS,
@@ -250,7 +270,7 @@ def make_triton_error(status: int, body: bytes, target: RequestTarget) -> Gatewa
     text = extract_error_text(body)[:MAX_ERROR_CHARS]
     reason = sanitize_message(text)
     for rule in ERROR_RULES:
-        if status in rule.statuses and rule.pattern.search(text):
+        if rule.matches(status, text, target):
             return rule.make_error(reason, target)
     return BadUpstream(f"the replica returned status {status}")
 

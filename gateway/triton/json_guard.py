@@ -46,7 +46,8 @@ JSON_SPACE_PATTERN: Final = rb"[ \t\r\n]*"
 JSON_WHITESPACE: Final = b" \t\r\n"
 SHAPE_KEY: Final = b'"shape"'
 CLASSIFICATION_NAME: Final = b'"classification"'
-GUARDED_KEYS: Final = (SHAPE_KEY, CLASSIFICATION_NAME)
+SEQUENCE_ID_KEY: Final = b'"sequence_id"'
+GUARDED_KEYS: Final = (SHAPE_KEY, CLASSIFICATION_NAME, SEQUENCE_ID_KEY)
 # The patterns start with a literal word, which `re` finds quickly.
 SHAPE_LIST: Final = re.compile(SHAPE_KEY + JSON_SPACE_PATTERN + rb":" + JSON_SPACE_PATTERN + rb"\[")
 CLASSIFICATION_KEY: Final = re.compile(CLASSIFICATION_NAME + JSON_SPACE_PATTERN + rb":")
@@ -70,7 +71,8 @@ class JsonGuard:
     """Checks one request in chunks: its first `json_bytes`, or all of it.
 
     Shapes of tensors may have at most `max_elements` elements: the body's length, or its upper limit; in
-    that case, `finish` checks them against the actual length.
+    that case, `finish` checks them against the actual length. `refuses_sequence` is for JSON that is too
+    large to be searched for the sequence, which decides on the replica.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class JsonGuard:
         *,
         has_tensors: bool = True,
         key_limits: KeyLimits = INFER_KEY_LIMITS,
+        refuses_sequence: bool = False,
     ) -> None:
         self.has_classification = False
         self.json_bytes = json_bytes
@@ -87,6 +90,7 @@ class JsonGuard:
         self._remaining_json_bytes = json_bytes
         self._has_tensors = has_tensors
         self._key_limits = key_limits
+        self._refuses_sequence = refuses_sequence
         self._body_bytes = 0
         # The state of the structure checks.
         self._partial_escape = b""  # the beginning of an incomplete escape
@@ -207,9 +211,14 @@ class JsonGuard:
         earlier_bytes = self._open_string_bytes if first and len(parts) == 1 else 0
         return earlier_bytes + len(parts[-1])
 
-    # Shapes, and the use of classification.
+    # Shapes, and the use of classification and sequences.
 
     def _check_guarded_keys(self, text: bytes) -> None:
+        if self._refuses_sequence and SEQUENCE_ID_KEY in text:
+            raise InputMismatch(
+                "the JSON of a sequence step is too large to be searched for the sequence; send its id in "
+                "the header X-Sequence-ID as well, or the tensors as binary data"
+            )
         self.has_classification = self.has_classification or uses_classification(text)
         for start, dims in find_shapes(text):
             if dims is None:

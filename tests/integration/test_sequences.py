@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -323,6 +324,38 @@ def test_fifty_sequences_that_mingle_keep_their_counts_and_their_replica(
     shares = Counter(told[0].process for told in found)
     print(shares)
     assert len(shares) == 2
+
+
+def send_padded(client: httpx.Client, step: SequenceStep, size: int, **options: Any) -> Seen:
+    """Send JSON of about so many bytes, of which the sequence is the last, in two pieces."""
+    document = {
+        "inputs": [{"name": "X", "shape": [1, 1], "datatype": "INT32", "data": [1]}],
+        "parameters": {"padding": "x" * size, **parameters(step)},
+    }
+    body = json.dumps(document).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield body[: len(body) - 40]
+        time.sleep(0.02)
+        yield body[-40:]
+
+    return seen(client.post(V2, content=pieces(), **options))
+
+
+@pytest.mark.parametrize("size", [10_000, 90_000, 120_000])
+def test_a_sequence_is_found_wherever_the_json_names_it(client: httpx.Client, size: int) -> None:
+    steps = [SequenceStep(f"long {size}", is_start=number == 0) for number in range(8)]
+    found = [send_padded(client, step, size) for step in steps]
+    assert [each.number for each in found] == list(range(1, 9)), found
+    assert len({each.process for each in found}) == 1
+
+
+def test_a_step_too_large_to_be_searched_must_name_its_sequence_in_a_header(
+    client: httpx.Client,
+) -> None:
+    step = SequenceStep("too long", is_start=True, is_end=True)
+    assert send_padded(client, step, 200_000) == Seen(422, code="DOES_NOT_FIT_MODEL")
+    assert send_padded(client, step, 200_000, headers=headers(step)).number == 1
 
 
 def test_another_gateway_goes_on_with_what_this_one_began(

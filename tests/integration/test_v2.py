@@ -843,7 +843,7 @@ def in_the_middle_of_the_body(wire: Wire) -> None:
 def in_the_middle_of_a_chunk(wire: Wire) -> None:
     head = "POST /v2/models/whole/infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     # As much as is sent on before it is whole.
-    wire.socket.sendall(head.encode() + b"10001\r\n%b\r\nff\r\nnot all" % bytes(0x10001))
+    wire.socket.sendall(head.encode() + b"20001\r\n%b\r\nff\r\nnot all" % bytes(0x20001))
 
 
 @pytest.mark.parametrize(

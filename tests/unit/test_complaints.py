@@ -37,6 +37,32 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
         ),
         (400, "Model 'm' is not ready", 503, "MODEL_NOT_READY"),
         (400, "requested model 'm' is not available", 404, "MODEL_NOT_FOUND"),
+        (
+            400,
+            "[request id: 7] Request for unknown model: 'm' is not found",
+            404,
+            "MODEL_NOT_FOUND",
+        ),
+        # What a model says of the world, or of another model that it calls, is not about itself.
+        (500, "the camera is not ready", 500, "MODEL_FAULT"),
+        (503, "the camera is not ready", 503, "UNAVAILABLE"),
+        (400, "the driver is unloaded", 422, "REFUSED_BY_MODEL"),
+        (500, "unknown model of a car", 500, "MODEL_FAULT"),
+        (500, "Request for unknown model: 'other' is not found", 500, "MODEL_FAULT"),
+        (500, "Model 'other' is not ready.", 500, "MODEL_FAULT"),
+        (400, "Model 'other' is not ready.", 422, "REFUSED_BY_MODEL"),
+        (
+            500,
+            "Failed to process the request(s) for model 'm_0_0', message: RuntimeError: 'm' is not ready",
+            500,
+            "MODEL_FAULT",
+        ),
+        (
+            400,
+            "in ensemble 'm', Request for unknown model: 'part' version 1 is not at ready state",
+            503,
+            "UNAVAILABLE",
+        ),
         (400, "failed to read the version (details: stol)", 404, "MODEL_NOT_FOUND"),
         (500, "failed to get request params", 400, "MALFORMED_REQUEST"),
         (
