@@ -12,8 +12,8 @@ from gateway.http_client.connection import Headers
 from gateway.tracing import TRACE_CONTEXT_HEADERS, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, Metadata, send_bytes
-from gateway.triton.grpc.channel import build_grpc_metadata
 from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.grpc.messages import build_grpc_metadata
 
 log = logging.getLogger(__name__)
 
@@ -93,4 +93,4 @@ def add_trace_context(metadata: Metadata, headers: Headers) -> Metadata:
         return metadata
     names = {name.decode() for name in TRACE_CONTEXT_HEADERS}
     others = tuple(pair for pair in metadata if pair[0] not in names)
-    return (*others, *build_grpc_metadata(headers).items())
+    return (*others, *build_grpc_metadata(headers))

@@ -16,7 +16,6 @@ from gateway.http_client.client import MAX_RESPONSE_BYTES, HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
 from gateway.triton.grpc.byte_channel import GrpcByteChannel
-from gateway.triton.grpc.channel import GrpcChannel
 from gateway.triton.grpc.management import GrpcTlsFiles
 from gateway.triton.restricted_api import RestrictedApi
 
@@ -113,9 +112,9 @@ class Replica:
             address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
         )
         grpc_tls = options.grpc_tls if address.tls else None
-        channel = address.grpc_target, grpc_tls, options.max_response_bytes
-        self.channel = GrpcChannel(*channel)
-        self.byte_channel = GrpcByteChannel(*channel)
+        self.byte_channel = GrpcByteChannel(
+            address.grpc_target, grpc_tls, options.max_response_bytes
+        )
 
     @property
     def management_headers(self) -> Headers:
@@ -124,7 +123,7 @@ class Replica:
 
     @property
     def outstanding(self) -> int:
-        return self.http.outstanding + self.channel.active_calls + self.byte_channel.active_calls
+        return self.http.outstanding + self.byte_channel.active_calls
 
     @property
     def relative_latency(self) -> float:
@@ -134,11 +133,9 @@ class Replica:
         """Close the idle connections, because a stopping Triton would wait for them."""
         self.http.drop_idle()
         self.metrics.drop_idle()
-        self.channel.drop_idle()
         self.byte_channel.drop_idle()
 
     def close(self) -> None:
         self.http.close()
         self.metrics.close()
-        self.channel.drop_idle()
         self.byte_channel.drop_idle()

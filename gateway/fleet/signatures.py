@@ -21,6 +21,7 @@ from gateway.errors import (
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.tasks import run_together
 from gateway.fleet.transports import (
+    GrpcInferStream,
     GrpcStreamCall,
     GrpcUnaryCall,
     prepare_http_infer,
@@ -31,7 +32,6 @@ from gateway.request_info import current_request_info
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.stream import GrpcInferStream
 from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
 from gateway.triton.response import read_complete_response
 

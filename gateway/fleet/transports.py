@@ -16,10 +16,18 @@ from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.tracing import ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.channel import build_grpc_arguments
+from gateway.triton.grpc.byte_channel import (
+    INFER_METHOD,
+    ByteStream,
+    map_stream_error,
+    send_bytes,
+)
 from gateway.triton.grpc.management import GrpcUnreachable
-from gateway.triton.grpc.stream import GrpcInferStream
-from gateway.triton.grpc.unary import infer_unary
+from gateway.triton.grpc.messages import (
+    build_grpc_metadata,
+    decode_grpc_response,
+    encode_grpc_request,
+)
 from gateway.triton.inference import (
     InferRequest,
     InferResponse,
@@ -112,13 +120,15 @@ class GrpcUnaryCall(GrpcCall):
     """An inference with one response. HTTP is used while the replica's gRPC port is unreachable."""
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> InferResponse:
-        reason = ""
+        reason, channel = "", replica.byte_channel
         with trace_grpc_attempt(trace, replica, self.request.trace_headers) as headers:
-            if not replica.channel.is_unavailable:
+            if not channel.is_unavailable:
                 target = self.target._replace(timeout_s=timeout_s)
-                arguments = await self.request.encode(build_grpc_arguments)
+                message = await self.request.encode(encode_grpc_request)
+                metadata = build_grpc_metadata(headers)
                 try:
-                    return await infer_unary(replica.channel, target, arguments, headers)
+                    reply = await send_bytes(channel, target, INFER_METHOD, message, metadata)
+                    return await decode_grpc_response(reply)
                 except GrpcUnreachable as exc:
                     reason = exc.detail
             call = await prepare_http_infer(self.request, headers)
@@ -126,7 +136,7 @@ class GrpcUnaryCall(GrpcCall):
             response = await replica.http.send(
                 call.method, call.path, call.headers, call.body, timeout_s=remaining_s
             )
-            if reason and replica.channel.mark_unavailable():  # the replica itself works
+            if reason and channel.mark_unavailable():  # the replica itself works
                 text = "%s at %s; client disconnects do not cancel inference there"
                 log.warning(text, reason, replica.address)
             if response.status >= 400:
@@ -141,13 +151,37 @@ class GrpcStreamCall(GrpcCall):
         self, replica: Replica, timeout_s: float, trace: Trace | None
     ) -> tuple[GrpcInferStream, InferResponse | None]:
         with trace_grpc_attempt(trace, replica, self.request.trace_headers) as headers:
-            arguments = await self.request.encode(build_grpc_arguments)
-            stream = GrpcInferStream(replica.channel, self.target, arguments, headers)
+            message = await self.request.encode(encode_grpc_request)
+            metadata = build_grpc_metadata(headers)
+            stream = GrpcInferStream(
+                self.target, await ByteStream.open(replica.byte_channel, self.target, metadata)
+            )
             try:
+                await stream.messages.send_request(message)
                 return stream, await stream.read_response(timeout_s)
             except BaseException:
                 stream.close()
                 raise
+
+
+@dataclass(frozen=True)
+class GrpcInferStream:
+    """The responses to one inference. Its owner must close it, which cancels the rest."""
+
+    target: RequestTarget
+    messages: ByteStream
+
+    async def read_response(self, timeout_s: float) -> InferResponse | None:
+        """Return the next response; None after the last. Raises the mapped error of a failure."""
+        message = await self.messages.read_message(timeout_s)
+        if message is None:
+            return None
+        if (error := map_stream_error(message, self.target)) is not None:
+            raise error
+        return await decode_grpc_response(message, is_streamed=True)
+
+    def close(self) -> None:
+        self.messages.close()
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from tritonclient.http import InferInput
 from tritonclient.utils import (
     TRITON_RESERVED_REQUEST_PARAMS,
     TRITON_RESERVED_REQUEST_PARAMS_PREFIX,
-    InferenceServerException,
 )
 
 from gateway.errors import BadUpstream, InputMismatch
@@ -31,7 +30,7 @@ from gateway.tensors.signature import Signature
 from gateway.triton.error_mapping import RequestTarget
 
 T = TypeVar("T")
-# The exceptions of an invalid response, those of tritonclient included.
+# The exceptions of an invalid response.
 DECODE_ERRORS: Final = (
     RecursionError,
     ValueError,
@@ -40,7 +39,6 @@ DECODE_ERRORS: Final = (
     TypeError,
     AttributeError,
     struct.error,
-    InferenceServerException,
 )
 # Limits up to which data is encoded and decoded on the event loop; above, a thread does it.
 MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, which Python processes one by one
@@ -174,11 +172,6 @@ def parse_integer_parameter(key: str, value: Any, unit: str, minimum: int = 0) -
     ):
         return value
     raise InputMismatch(f"the parameter '{key}' must be {unit}, not {quote_text(str(value))}")
-
-
-def map_tritonclient_error(exc: InferenceServerException) -> InputMismatch:
-    # tritonclient rejects these arguments itself, before it sends them.
-    return InputMismatch(f"invalid parameters: {exc.message()}")
 
 
 def build_http_request(

@@ -24,8 +24,8 @@ import pytest
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.channel import GrpcChannel, build_grpc_arguments
-from gateway.triton.grpc.unary import infer_unary
+from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
+from gateway.triton.grpc.messages import encode_grpc_request
 from gateway.triton.inference import InferRequest
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
 from tests.support.servers import Command, Triton, free_ports, gateway
@@ -275,13 +275,14 @@ def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: T
     described = build_signature(metadata, config)
     seconds = {Names().tensor("SECONDS"): np.zeros((1, 1), np.float32)}
 
-    async def call(channel: GrpcChannel, drawn: random.Random) -> Counter[str]:
+    async def call(channel: GrpcByteChannel, drawn: random.Random) -> Counter[str]:
         ends: Counter[str] = Counter()
         for _ in range(CALLS // LEAVERS):
             asked = RequestTarget(PATIENT.name, timeout_s=TIMEOUT_S)
             request = InferRequest(asked, described, InferInputs(seconds), (), {}, "", 0.0, [])
-            arguments = build_grpc_arguments(request, TIMEOUT_S)
-            calling = asyncio.create_task(infer_unary(channel, asked, arguments, []))
+            message = encode_grpc_request(request, TIMEOUT_S)
+            sending = send_bytes(channel, asked, INFER_METHOD, message, ())
+            calling = asyncio.create_task(sending)
             await asyncio.wait({calling}, timeout=drawn.uniform(0, MOST_WAIT_S))
             ends["answered" if calling.done() else "left"] += 1
             calling.cancel()
@@ -290,7 +291,7 @@ def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: T
         return ends
 
     async def leave_often() -> Counter[str]:
-        channel = GrpcChannel(f"127.0.0.1:{triton.options.grpc_port}", None)
+        channel = GrpcByteChannel(f"127.0.0.1:{triton.options.grpc_port}", None)
         calls = (call(channel, random.Random(seed)) for seed in range(LEAVERS))
         found = sum(await asyncio.gather(*calls), Counter[str]())
         await wait_until_async(lambda: not channel.active_calls)

@@ -1,4 +1,4 @@
-"""The encoding of inferences is compared with tritonclient's, which needs more passes."""
+"""The encodings of inferences are compared with those of tritonclient, which needs more passes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
+from tritonclient import grpc
+from tritonclient.grpc import service_pb2
+from tritonclient.grpc._utils import _get_inference_request
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 
 from gateway.errors import BadUpstream
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.inputs import InferInputs
+from gateway.tensors.sequence import SequenceStep
+from gateway.tensors.signature import build_signature
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.messages import encode_grpc_request
 from gateway.triton.inference import (
     MAX_SEPARATE_ELEMENTS,
     BinaryInput,
+    InferRequest,
     build_request_document,
     decode_infer_response,
     parse_http_response,
@@ -156,3 +165,44 @@ def test_an_invalid_length_of_the_header_is_the_replicas_fault(length: str) -> N
     headers = [(b"inference-header-content-length", length.encode())]
     with pytest.raises(BadUpstream):
         parse_http_response(CompleteResponse(200, headers, header + b"\0" * 4))
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_grpc_request_is_what_tritonclient_sends(datatype: str, data: st.DataObject) -> None:
+    array = data.draw(tensors(datatype))
+    metadata = {
+        "name": "m",
+        "inputs": [{"name": "X", "datatype": datatype, "shape": [-1]}],
+        "outputs": [{"name": "Y", "datatype": "FP32", "shape": [3]}],
+    }
+    count = data.draw(st.integers(0, 3))
+    own: dict[str, Any] = {"text": "a", "number": 2, "ratio": 0.5, "flag": True}
+    step = data.draw(
+        st.sampled_from([None, SequenceStep(7, True, False), SequenceStep("s", False)])
+    )
+    request = InferRequest(
+        RequestTarget("m", "3", sequence_step=step),
+        build_signature(metadata, {}),
+        InferInputs({"X": array}),
+        ("Y",),
+        {**own, "classification": count, "priority": 2, "timeout": 5},
+        "an id",
+        0.0,
+        [],
+    )
+    sequence = step or SequenceStep("", False)
+    expected = _get_inference_request(
+        "m",
+        [grpc.InferInput("X", list(array.shape), datatype).set_data_from_numpy(array)],
+        "3",
+        "an id",
+        [grpc.InferRequestedOutput("Y", class_count=count)],
+        *sequence.values,
+        priority=2,
+        timeout=5,
+        parameters=own,
+    )
+    message = service_pb2.ModelInferRequest.FromString(encode_grpc_request(request, 1.0))
+    assert message == expected

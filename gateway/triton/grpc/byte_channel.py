@@ -1,13 +1,18 @@
-"""A replica's gRPC channel for messages that pass through as bytes.
+"""A replica's gRPC channel for inference, with messages as bytes.
 
-Cancelling a call cancels it in Triton, like the calls of `unary` and `stream`: not at the moment at which it
-completes (`choose_grace_s`).
+Cancelling a call cancels it in Triton, but not at the moment at which it completes (`choose_grace_s`).
+Triton's HTTP API does not notice that a client has disconnected, and supports decoupled models only in
+`generate_stream`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+from collections.abc import Coroutine
+from random import random
+from time import perf_counter
 from typing import Any, Final, cast
 
 import grpc
@@ -15,24 +20,19 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import DeadlinePassed, GatewayError
+from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
-from gateway.triton.grpc.channel import (
-    MAX_CANCEL_GRACE_S,
-    IdleChannel,
-    choose_grace_s,
-    encode_triton_error,
-    map_grpc_error,
-    run_in_background,
-)
 from gateway.triton.grpc.management import (
     GRPC_CONNECT_TIMEOUT_S,
     GrpcTlsFiles,
     GrpcUnreachable,
     channel_options,
+    encode_triton_error,
+    map_grpc_error,
 )
-from gateway.triton.grpc.unary import retrieve_exception
 
 GRPC_SERVICE: Final = "/inference.GRPCInferenceService"
+INFER_METHOD: Final = f"{GRPC_SERVICE}/ModelInfer"
 METADATA_METHOD: Final = f"{GRPC_SERVICE}/ServerMetadata"
 STREAM_METHOD: Final = f"{GRPC_SERVICE}/ModelStreamInfer"
 VERSION: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})")
@@ -40,6 +40,12 @@ SAFE_CANCEL_VERSION: Final = (2, 59)
 # A replica that is back must be usable at once; the probes keep requests away while it is down.
 MAX_RECONNECT_DELAY_MS: Final = 500
 ERROR_MESSAGE_TAG: Final = b"\x0a"  # the first byte of a ModelStreamInferResponse with an error
+
+CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
+# How long an abandoned call may complete by itself before it is cancelled.
+MIN_CANCEL_GRACE_S: Final = 0.1
+MAX_CANCEL_GRACE_S: Final = 0.6
+GRPC_UNAVAILABLE_S: Final = 30.0
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -88,13 +94,69 @@ def create_credentials(tls: GrpcTlsFiles) -> grpc.ChannelCredentials:
     return cast("grpc.ChannelCredentials", grpc.ssl_channel_credentials(*contents))
 
 
-class GrpcByteChannel(IdleChannel[ByteClient]):
-    """A channel for messages that the gateway does not decode."""
+class GrpcByteChannel:
+    """A channel to one replica, for messages as bytes.
+
+    It is closed when idle, because Triton's shutdown waits for open ones.
+    """
 
     can_cancel_at_once = False  # without the crash that `choose_grace_s` avoids
 
-    def connect(self) -> ByteClient:
-        return ByteClient(self.address, self.tls, self.max_answer_bytes)
+    def __init__(
+        self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int = MAX_RESPONSE_BYTES
+    ) -> None:
+        self.address = address
+        self.tls = tls
+        self.max_answer_bytes = max_answer_bytes
+        self._client: ByteClient | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._has_abandoned_call = False  # one that was abandoned before it was complete
+        self._unavailable_until = 0.0
+        self.is_new = True  # without any response so far
+        self.active_calls = 0
+
+    @property
+    def is_unavailable(self) -> bool:
+        # gRPC did not respond recently, although the replica was healthy.
+        return perf_counter() < self._unavailable_until
+
+    def mark_unavailable(self) -> bool:
+        """Avoid the channel for `GRPC_UNAVAILABLE_S`; return True if it was available before."""
+        was_available = not self._unavailable_until
+        self._unavailable_until = perf_counter() + GRPC_UNAVAILABLE_S
+        return was_available
+
+    def mark_available(self) -> None:
+        self.is_new = False
+        self._unavailable_until = 0.0
+
+    def acquire(self) -> ByteClient:
+        """Return the client, connected on first use; every call needs a `release`."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        if self._client is None:
+            self._client = ByteClient(self.address, self.tls, self.max_answer_bytes)
+            self.is_new = True
+        self.active_calls += 1
+        return self._client
+
+    def release(self, *, is_complete: bool) -> None:
+        self.active_calls -= 1
+        self._has_abandoned_call = self._has_abandoned_call or not is_complete
+        if not self.active_calls:
+            self._idle_timer = asyncio.get_running_loop().call_later(
+                CHANNEL_IDLE_TIMEOUT_S, self.drop_idle
+            )
+
+    def drop_idle(self) -> None:
+        if self._client is not None and not self.active_calls:
+            closing, self._client = self._client, None
+            asyncio.ensure_future(closing.close())  # noqa: RUF006 - the channel holds the task
+            if self._has_abandoned_call:
+                # The cancellation's traceback keeps the call in a cycle, and the call keeps the connection.
+                self._has_abandoned_call = False
+                gc.collect()
 
     async def check_server(self, client: ByteClient) -> None:
         """Read Triton's version on a new connection.
@@ -116,6 +178,25 @@ class GrpcByteChannel(IdleChannel[ByteClient]):
 
     def choose_cancel_delay_s(self) -> float:
         return 0.0 if self.can_cancel_at_once else choose_grace_s()
+
+
+def choose_grace_s() -> float:
+    """Return how long to wait for a call to complete by itself before it is cancelled.
+
+    tritonserver before 2.59 can crash if a call is cancelled at the moment it completes: 2.51 did after
+    tens of thousands of 1 ms calls that were cancelled at random times. Short calls complete within this
+    time; for longer ones, the random delay makes it hard to hit the moment on purpose.
+    """
+    return MIN_CANCEL_GRACE_S + random() * (MAX_CANCEL_GRACE_S - MIN_CANCEL_GRACE_S)  # noqa: S311 - no secret
+
+
+BACKGROUND_TASKS: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
+
+
+def run_in_background(cleanup: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(cleanup)
+    BACKGROUND_TASKS.add(task)
+    task.add_done_callback(BACKGROUND_TASKS.discard)
 
 
 def parse_server_version(server_metadata: bytes) -> tuple[int, ...]:
@@ -230,6 +311,14 @@ class ByteStream:
 
     async def read_response(self, timeout_s: float) -> bytes | None:
         """Return the next response; None after the last. Raises the mapped error of a failure."""
+        message = await self.read_message(timeout_s)
+        if message is not None and (error := map_stream_error(message, self._target)) is not None:
+            error.is_event = True  # others may follow
+            raise error
+        return message
+
+    async def read_message(self, timeout_s: float) -> bytes | None:
+        """Return the next response, which can be an error of the model; None after the last."""
         # Read in a separate task: gRPC cancels the whole call if a read is cancelled.
         task = self._read_task
         if task is None:
@@ -246,8 +335,6 @@ class ByteStream:
         if message is grpc.aio.EOF:
             self._has_ended = True
             return None
-        if message.startswith(ERROR_MESSAGE_TAG):
-            raise map_stream_error(message, self._target)
         return cast(bytes, message)
 
     def close(self) -> None:
@@ -284,8 +371,19 @@ def map_rpc_error(
     return map_grpc_error(exc.code().name, str(exc.details()), target, channel.max_answer_bytes)
 
 
-def map_stream_error(message: bytes, target: RequestTarget) -> GatewayError:
+def map_stream_error(message: bytes, target: RequestTarget) -> GatewayError | None:
+    """Return the error in a ModelStreamInferResponse; None if it has a response.
+
+    The header `triton_grpc_error` would give stream errors a status, but tritonserver 2.51 crashes when it
+    ends a stream that way. So errors are mapped by their message.
+    """
+    if not message.startswith(ERROR_MESSAGE_TAG):
+        return None
     response = service_pb2.ModelStreamInferResponse.FromString(message)
-    error = map_triton_error(400, encode_triton_error(response.error_message), target)
-    error.is_event = True  # others may follow
-    return error
+    return map_triton_error(400, encode_triton_error(response.error_message), target)
+
+
+def retrieve_exception(task: asyncio.Task[Any]) -> None:
+    # Otherwise asyncio logs the exception of an abandoned call as never retrieved.
+    if not task.cancelled():
+        task.exception()

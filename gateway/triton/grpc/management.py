@@ -20,9 +20,15 @@ import orjson
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from gateway.errors import DeadlinePassed, GatewayError, MalformedRequest
+from gateway.errors import (
+    BadUpstream,
+    DeadlinePassed,
+    GatewayError,
+    MalformedRequest,
+    UpstreamResponseTooLarge,
+)
 from gateway.http_client.connection import RequestNotSent
-from gateway.triton.error_mapping import RequestTarget, map_load_error
+from gateway.triton.error_mapping import RequestTarget, map_load_error, map_triton_error
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
@@ -38,6 +44,19 @@ HTTP_STATUS_BY_GRPC_CODE: Final = {
 UNREACHABLE_MESSAGE: Final = re.compile(
     r"failed to connect|errors resolving |connection (?:refused|reset|closed|attempt timed out)|"
     r"socket closed|recvmsg|endpoint read failed|name resolution|dns resolution|tls handshake|handshak",
+    re.I,
+)
+# Prefixes of gRPC's own messages, because a model's messages may contain the same words.
+NOT_SENT_MESSAGE: Final = re.compile(
+    r"failed to connect|connections to all backends|errors resolving |dns resolution|"
+    r"name resolution|empty address",
+    re.I,
+)
+TOO_LARGE_MESSAGE: Final = re.compile(
+    r"(?:stream removed \()?(?:client: )?(?:received|decompressed) message larger than max", re.I
+)
+CUT_OFF_MESSAGE: Final = re.compile(
+    r"stream removed|socket closed|recvmsg|endpoint|connection (?:reset|closed)|broken pipe|goaway",
     re.I,
 )
 FILE_PARAMETER_PREFIX: Final = "file:"
@@ -158,5 +177,28 @@ def map_management_error(
         return DeadlinePassed(target.timeout_s)
     if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(message):
         return GrpcUnreachable(f"cannot connect to gRPC at {address}")
-    body = orjson.dumps({"error": message})
-    return map_load_error(HTTP_STATUS_BY_GRPC_CODE.get(code, 400), body, target.model, verb)
+    return map_load_error(
+        HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(message), target.model, verb
+    )
+
+
+def map_grpc_error(
+    code: str, details: str, target: RequestTarget, max_answer_bytes: int
+) -> GatewayError:
+    if code == "RESOURCE_EXHAUSTED" and TOO_LARGE_MESSAGE.match(details):
+        return UpstreamResponseTooLarge(max_answer_bytes)
+    if code == "DEADLINE_EXCEEDED":
+        return DeadlinePassed(target.timeout_s)
+    if code == "UNAVAILABLE" and NOT_SENT_MESSAGE.match(details):
+        return GrpcUnreachable("no response from the replica's gRPC port", is_refused=False)
+    if code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details):
+        return BadUpstream(
+            "the replica closed its gRPC connection before its response was complete"
+        )
+    return map_triton_error(
+        HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details), target
+    )
+
+
+def encode_triton_error(message: str) -> bytes:
+    return orjson.dumps({"error": message})

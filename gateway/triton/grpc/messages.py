@@ -1,0 +1,97 @@
+"""Inference requests and responses as messages of Triton's gRPC API."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.message import DecodeError, EncodeError
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import BadUpstream, TooLarge
+from gateway.http_client.connection import Headers
+from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.sequence import SEQUENCE_KEYS
+from gateway.triton.grpc.byte_channel import Metadata
+from gateway.triton.inference import (
+    DECODE_ERRORS,
+    INT64_RANGE,
+    MAX_INLINE_RESPONSE_BYTES,
+    BinaryInput,
+    InferRequest,
+    InferResponse,
+    check_output_entry,
+    decode_binary_data,
+)
+
+PARAMETER_FIELDS: Final = {
+    bool: "bool_param",
+    int: "int64_param",
+    float: "double_param",
+    str: "string_param",
+}
+
+
+def encode_grpc_request(request: InferRequest, remaining_s: float) -> bytes:
+    """Return a ModelInferRequest. Raises `InputMismatch`, or `TooLarge` for more than a message can hold."""
+    options, target = request.build_options(remaining_s), request.target
+    message = service_pb2.ModelInferRequest(
+        model_name=target.model, model_version=target.version, id=request.request_id
+    )
+    for name, array in request.inputs.arrays.items():
+        datatype = request.signature.inputs[name].datatype.name
+        message.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        message.raw_input_contents.append(b"".join(BinaryInput(name, array, datatype).buffers))
+    for name, count in options.class_counts.items():
+        output = message.outputs.add(name=name)
+        if count:
+            output.parameters["classification"].int64_param = count
+    parameters: dict[str, Any] = {**options.custom, "timeout": options.timeout_us}
+    if target.sequence_step is not None:
+        parameters |= zip(SEQUENCE_KEYS, target.sequence_step.values, strict=True)
+        sequence_id = target.sequence_step.sequence_id
+        if isinstance(sequence_id, int) and sequence_id not in INT64_RANGE:
+            # The field is signed, but Triton reads it as unsigned.
+            parameters["sequence_id"] = sequence_id - (1 << 64)
+    for key, value in parameters.items():
+        setattr(message.parameters[key], PARAMETER_FIELDS[type(value)], value)
+    if options.priority:
+        message.parameters["priority"].uint64_param = options.priority
+    try:
+        return bytes(message.SerializeToString())
+    except (EncodeError, ValueError) as exc:
+        raise TooLarge("the request exceeds the size of a gRPC message (2 GiB)") from exc
+
+
+def build_grpc_metadata(headers: Headers) -> Metadata:
+    # gRPC rejects metadata other than printable ASCII, so such headers are omitted.
+    texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    return tuple(pair for pair in texts if pair[1].isascii() and pair[1].isprintable())
+
+
+async def decode_grpc_response(message: bytes, *, is_streamed: bool = False) -> InferResponse:
+    """Return a ModelInferResponse, decoded in a thread if it is large. Raises `BadUpstream`."""
+    if len(message) > MAX_INLINE_RESPONSE_BYTES:
+        return await asyncio.to_thread(parse_grpc_response, message, is_streamed)
+    return parse_grpc_response(message, is_streamed)
+
+
+def parse_grpc_response(message: bytes, is_streamed: bool) -> InferResponse:
+    try:
+        if is_streamed:
+            response = service_pb2.ModelStreamInferResponse.FromString(message).infer_response
+        else:
+            response = service_pb2.ModelInferResponse.FromString(message)
+        contents = zip(response.outputs, response.raw_output_contents, strict=True)
+        arrays = {output.name: decode_grpc_output(output, data) for output, data in contents}
+    except (DecodeError, *DECODE_ERRORS) as exc:
+        raise BadUpstream("the replica's inference response is invalid") from exc
+    return InferResponse(arrays, str(response.model_version), len(message))
+
+
+def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
+    datatype = output.datatype
+    check_output_entry(output.name, datatype)
+    array = decode_binary_data(data, 0, len(data), DATATYPES[datatype].numpy_dtype)
+    return array.reshape(tuple(output.shape))
