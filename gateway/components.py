@@ -48,7 +48,7 @@ from gateway.settings.access import ModelUploads
 from gateway.state.desired import StateStore
 from gateway.state.store import open_configured_store
 from gateway.tracing import Tracer
-from gateway.triton.grpc.management import GrpcTlsFiles
+from gateway.triton.grpc.byte_channel import GrpcTlsFiles
 from gateway.triton.restricted_api import parse_restricted_api
 
 log = logging.getLogger(__name__)

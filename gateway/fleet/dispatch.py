@@ -28,7 +28,7 @@ from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.response import MAX_METADATA_BYTES, read_complete_response
 
 log = logging.getLogger(__name__)

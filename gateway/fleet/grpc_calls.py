@@ -12,7 +12,7 @@ from gateway.http_client.connection import Headers
 from gateway.tracing import TRACE_CONTEXT_HEADERS, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, Metadata, send_bytes
-from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import build_grpc_metadata
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class GrpcBytesCall:
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:
         metadata = self.metadata
         if self.is_management and replica.restricted_api is not None:
-            metadata += tuple(replica.restricted_api.metadata.items())
+            metadata += replica.restricted_api.metadata
         target = self.target._replace(timeout_s=timeout_s)
         channel = replica.byte_channel
         try:

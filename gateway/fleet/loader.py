@@ -25,7 +25,8 @@ from gateway.http_client.connection import RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
 from gateway.triton.grpc import management
-from gateway.triton.grpc.management import GrpcTlsFiles, GrpcUnreachable
+from gateway.triton.grpc.byte_channel import GrpcTlsFiles
+from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class ModelLoader:
         address, timeout_s = replica.address, self._options.load_timeout_s
         tls = self._options.tls if address.tls else None
         restricted = replica.restricted_api
-        metadata = None if restricted is None else restricted.metadata
+        metadata = () if restricted is None else restricted.metadata
         try:
             if action.is_load:
                 await management.load_model_via_grpc(

@@ -15,8 +15,7 @@ from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import MAX_RESPONSE_BYTES, HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
-from gateway.triton.grpc.byte_channel import GrpcByteChannel
-from gateway.triton.grpc.management import GrpcTlsFiles
+from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles
 from gateway.triton.restricted_api import RestrictedApi
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002

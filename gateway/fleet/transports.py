@@ -22,7 +22,7 @@ from gateway.triton.grpc.byte_channel import (
     map_stream_error,
     send_bytes,
 )
-from gateway.triton.grpc.management import GrpcUnreachable
+from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import (
     build_grpc_metadata,
     decode_grpc_response,

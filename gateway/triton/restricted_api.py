@@ -30,8 +30,8 @@ class RestrictedApi:
         return [(self.key.encode(), self.secret.encode())]
 
     @property
-    def metadata(self) -> dict[str, str]:
-        return {f"{GRPC_KEY_PREFIX}{self.key}": self.secret}
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((f"{GRPC_KEY_PREFIX}{self.key}", self.secret),)
 
     def server_arguments(self) -> list[str]:
         """Return the arguments of a tritonserver that restricts these APIs. They contain the secret."""

@@ -234,4 +234,4 @@ def test_neither_the_settings_nor_the_parsed_value_show_the_secret() -> None:
     assert "0123456789" not in f"{settings!r} {settings} {settings.model_dump()}"
     parsed = parse_restricted_api(OWN)
     assert "0123456789" not in repr(parsed)
-    assert parsed.metadata == {"triton-grpc-protocol-team-secret": "0123456789abcdef-own"}
+    assert dict(parsed.metadata) == {"triton-grpc-protocol-team-secret": "0123456789abcdef-own"}

@@ -1,4 +1,4 @@
-"""A replica's gRPC channel for inference, with messages as bytes.
+"""A replica's gRPC channel, with messages as bytes.
 
 Cancelling a call cancels it in Triton, but not at the moment at which it completes (`choose_grace_s`).
 Triton's HTTP API does not notice that a client has disconnected, and supports decoupled models only in
@@ -11,6 +11,8 @@ import asyncio
 import gc
 import re
 from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
 from random import random
 from time import perf_counter
 from typing import Any, Final, cast
@@ -22,14 +24,7 @@ from tritonclient.grpc import service_pb2
 from gateway.errors import DeadlinePassed, GatewayError
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
-from gateway.triton.grpc.management import (
-    GRPC_CONNECT_TIMEOUT_S,
-    GrpcTlsFiles,
-    GrpcUnreachable,
-    channel_options,
-    encode_triton_error,
-    map_grpc_error,
-)
+from gateway.triton.grpc.errors import GrpcUnreachable, encode_triton_error, map_grpc_error
 
 GRPC_SERVICE: Final = "/inference.GRPCInferenceService"
 INFER_METHOD: Final = f"{GRPC_SERVICE}/ModelInfer"
@@ -41,6 +36,7 @@ SAFE_CANCEL_VERSION: Final = (2, 59)
 MAX_RECONNECT_DELAY_MS: Final = 500
 ERROR_MESSAGE_TAG: Final = b"\x0a"  # the first byte of a ModelStreamInferResponse with an error
 
+GRPC_CONNECT_TIMEOUT_S: Final = 2.0
 CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
 # How long an abandoned call may complete by itself before it is cancelled.
 MIN_CANCEL_GRACE_S: Final = 0.1
@@ -50,12 +46,22 @@ GRPC_UNAVAILABLE_S: Final = 30.0
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
+@dataclass(frozen=True)
+class GrpcTlsFiles:
+    """The CA file for `https://` replicas, and the gateway's client certificate and key."""
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
 class ByteClient:
     """A connection to one gRPC server, for messages as bytes."""
 
     def __init__(self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int) -> None:
         options = [
-            *channel_options(max_answer_bytes),
+            ("grpc.max_send_message_length", -1),  # requests have their own limits
+            ("grpc.max_receive_message_length", max_answer_bytes),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 100),

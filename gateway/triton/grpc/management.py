@@ -7,73 +7,41 @@ from __future__ import annotations
 
 import base64
 import binascii
-import logging
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final
 
-import anyio
+import grpc
 import orjson
-from tritonclient.grpc.aio import InferenceServerClient
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import service_pb2
 
-from gateway.errors import (
-    BadUpstream,
-    DeadlinePassed,
-    GatewayError,
-    MalformedRequest,
-    UpstreamResponseTooLarge,
+from gateway.errors import DeadlinePassed, MalformedRequest
+from gateway.triton.error_mapping import map_load_error
+from gateway.triton.grpc.byte_channel import (
+    GRPC_CONNECT_TIMEOUT_S,
+    GRPC_SERVICE,
+    ByteClient,
+    GrpcTlsFiles,
+    Metadata,
 )
-from gateway.http_client.connection import RequestNotSent
-from gateway.triton.error_mapping import RequestTarget, map_load_error, map_triton_error
+from gateway.triton.grpc.errors import (
+    HTTP_STATUS_BY_GRPC_CODE,
+    GrpcUnreachable,
+    encode_triton_error,
+)
 from gateway.triton.response import MAX_METADATA_BYTES
 
-log = logging.getLogger(__name__)
-
-GRPC_CONNECT_TIMEOUT_S: Final = 2.0
-# The status that Triton's HTTP API returns for each code; all other codes are 400.
-HTTP_STATUS_BY_GRPC_CODE: Final = {
-    "INTERNAL": 500,
-    "NOT_FOUND": 404,
-    "UNAVAILABLE": 503,
-    "UNIMPLEMENTED": 501,
+LIVE_METHOD: Final = f"{GRPC_SERVICE}/ServerLive"
+MANAGEMENT_METHODS: Final = {
+    "load": f"{GRPC_SERVICE}/RepositoryModelLoad",
+    "unload": f"{GRPC_SERVICE}/RepositoryModelUnload",
 }
 UNREACHABLE_MESSAGE: Final = re.compile(
     r"failed to connect|errors resolving |connection (?:refused|reset|closed|attempt timed out)|"
     r"socket closed|recvmsg|endpoint read failed|name resolution|dns resolution|tls handshake|handshak",
     re.I,
 )
-# Prefixes of gRPC's own messages, because a model's messages may contain the same words.
-NOT_SENT_MESSAGE: Final = re.compile(
-    r"failed to connect|connections to all backends|errors resolving |dns resolution|"
-    r"name resolution|empty address",
-    re.I,
-)
-TOO_LARGE_MESSAGE: Final = re.compile(
-    r"(?:stream removed \()?(?:client: )?(?:received|decompressed) message larger than max", re.I
-)
-CUT_OFF_MESSAGE: Final = re.compile(
-    r"stream removed|socket closed|recvmsg|endpoint|connection (?:reset|closed)|broken pipe|goaway",
-    re.I,
-)
 FILE_PARAMETER_PREFIX: Final = "file:"
-GrpcMetadata = Mapping[str, str] | None
-
-
-@dataclass(frozen=True)
-class GrpcTlsFiles:
-    """The CA file for `https://` replicas, and the gateway's client certificate and key."""
-
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-
-
-class GrpcUnreachable(RequestNotSent):
-    """The gRPC port does not respond."""
 
 
 async def load_model_via_grpc(
@@ -82,16 +50,22 @@ async def load_model_via_grpc(
     parameters: Mapping[str, Any],
     timeout_s: float,
     tls: GrpcTlsFiles | None,
-    metadata: GrpcMetadata = None,
+    metadata: Metadata = (),
 ) -> None:
     """Load a model and wait. Raises `GrpcUnreachable`, `DeadlinePassed` or Triton's error."""
-    config, files = parse_load_parameters(parameters)
-    async with open_management_client(
-        address, RequestTarget(model, timeout_s=timeout_s), tls, "load"
-    ) as triton:
-        await triton.load_model(
-            model, config=config, files=files, client_timeout=timeout_s, headers=metadata
-        )
+    message = service_pb2.RepositoryModelLoadRequest(model_name=model)
+    config = parameters.get("config")
+    if config is not None:
+        text = config if isinstance(config, str) else orjson.dumps(config).decode()
+        message.parameters["config"].string_param = text
+    for name, content in parameters.items():
+        if name.startswith(FILE_PARAMETER_PREFIX):
+            try:
+                data = base64.b64decode(str(content), validate=True)
+            except (binascii.Error, ValueError):
+                raise MalformedRequest(f"the content of {name!r} is not valid base64") from None
+            message.parameters[name].bytes_param = data
+    await call_management_api(address, "load", message, timeout_s, tls, metadata)
 
 
 async def unload_model_via_grpc(
@@ -100,105 +74,44 @@ async def unload_model_via_grpc(
     unload_dependents: bool,
     timeout_s: float,
     tls: GrpcTlsFiles | None,
-    metadata: GrpcMetadata = None,
+    metadata: Metadata = (),
 ) -> None:
     """Request an unload; Triton responds before it is complete. Raises the same errors as a load."""
-    async with open_management_client(
-        address, RequestTarget(model, timeout_s=timeout_s), tls, "unload"
-    ) as triton:
-        await triton.unload_model(
-            model,
-            unload_dependents=unload_dependents,
-            client_timeout=timeout_s,
-            headers=metadata,
-        )
+    message = service_pb2.RepositoryModelUnloadRequest(model_name=model)
+    message.parameters["unload_dependents"].bool_param = unload_dependents
+    await call_management_api(address, "unload", message, timeout_s, tls, metadata)
 
 
-def parse_load_parameters(
-    parameters: Mapping[str, Any],
-) -> tuple[str | None, dict[str, bytes] | None]:
-    """Return the config and files for Triton's gRPC API. Raises `MalformedRequest`."""
-    config = parameters.get("config")
-    if config is not None and not isinstance(config, str):
-        config = orjson.dumps(config).decode()
-    files = {}
-    for name, content in parameters.items():
-        if name.startswith(FILE_PARAMETER_PREFIX):
-            try:
-                files[name] = base64.b64decode(str(content), validate=True)
-            except (binascii.Error, ValueError):
-                raise MalformedRequest(f"the content of {name!r} is not valid base64") from None
-    return config, files or None
-
-
-@asynccontextmanager
-async def open_management_client(
-    address: str, target: RequestTarget, tls: GrpcTlsFiles | None, verb: str
-) -> AsyncIterator[InferenceServerClient]:
-    """Yield a connected client; errors inside the block become gateway errors."""
-    options = channel_options(MAX_METADATA_BYTES)
-    triton = InferenceServerClient(address, channel_args=options, **build_tls_arguments(tls))
+async def call_management_api(
+    address: str,
+    verb: str,
+    message: Any,
+    timeout_s: float,
+    tls: GrpcTlsFiles | None,
+    metadata: Metadata,
+) -> None:
+    client = ByteClient(address, tls, MAX_METADATA_BYTES)
     try:
-        with anyio.fail_after(GRPC_CONNECT_TIMEOUT_S):
-            await triton.is_server_live()
-        yield triton
-    except TimeoutError:
-        raise GrpcUnreachable(f"no gRPC response from {address}", is_refused=False) from None
-    except InferenceServerException as exc:
-        raise map_management_error(exc, address, target, verb) from exc
+        await check_live(client, address)
+        method, body = MANAGEMENT_METHODS[verb], message.SerializeToString()
+        await client.start_call(method, body, timeout_s, metadata)
+    except grpc.aio.AioRpcError as exc:
+        code, details = exc.code().name, str(exc.details())
+        if code == "DEADLINE_EXCEEDED":
+            raise DeadlinePassed(timeout_s) from exc
+        if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(details):
+            raise GrpcUnreachable(f"cannot connect to gRPC at {address}") from exc
+        status, error = HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details)
+        raise map_load_error(status, error, message.model_name, verb) from exc
     finally:
-        await triton.close()
+        await client.close()
 
 
-def channel_options(max_answer_bytes: int) -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_send_message_length", -1),  # requests have their own limits
-        ("grpc.max_receive_message_length", max_answer_bytes),
-    ]
-
-
-def build_tls_arguments(tls: GrpcTlsFiles | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    return {
-        "ssl": True,
-        "root_certificates": tls.ca_file and str(tls.ca_file),
-        "private_key": tls.key_file and str(tls.key_file),
-        "certificate_chain": tls.cert_file and str(tls.cert_file),
-    }
-
-
-def map_management_error(
-    exc: InferenceServerException, address: str, target: RequestTarget, verb: str
-) -> GatewayError:
-    code = str(exc.status()).removeprefix("StatusCode.")
-    message = str(exc.message())
-    if code == "DEADLINE_EXCEEDED":
-        return DeadlinePassed(target.timeout_s)
-    if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(message):
-        return GrpcUnreachable(f"cannot connect to gRPC at {address}")
-    return map_load_error(
-        HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(message), target.model, verb
-    )
-
-
-def map_grpc_error(
-    code: str, details: str, target: RequestTarget, max_answer_bytes: int
-) -> GatewayError:
-    if code == "RESOURCE_EXHAUSTED" and TOO_LARGE_MESSAGE.match(details):
-        return UpstreamResponseTooLarge(max_answer_bytes)
-    if code == "DEADLINE_EXCEEDED":
-        return DeadlinePassed(target.timeout_s)
-    if code == "UNAVAILABLE" and NOT_SENT_MESSAGE.match(details):
-        return GrpcUnreachable("no response from the replica's gRPC port", is_refused=False)
-    if code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details):
-        return BadUpstream(
-            "the replica closed its gRPC connection before its response was complete"
-        )
-    return map_triton_error(
-        HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details), target
-    )
-
-
-def encode_triton_error(message: str) -> bytes:
-    return orjson.dumps({"error": message})
+async def check_live(client: ByteClient, address: str) -> None:
+    """Raise `GrpcUnreachable` if the port accepts data without responding."""
+    try:
+        await client.start_call(LIVE_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
+    except grpc.aio.AioRpcError as exc:
+        if exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise GrpcUnreachable(f"no gRPC response from {address}", is_refused=False) from None
