@@ -24,7 +24,12 @@ from tritonclient.grpc import service_pb2
 from gateway.errors import DeadlinePassed, GatewayError
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
-from gateway.triton.grpc.errors import GrpcUnreachable, encode_triton_error, map_grpc_error
+from gateway.triton.grpc.errors import (
+    NO_RESPONSE,
+    GrpcUnreachable,
+    encode_triton_error,
+    map_grpc_error,
+)
 
 GRPC_SERVICE: Final = "/inference.GRPCInferenceService"
 INFER_METHOD: Final = f"{GRPC_SERVICE}/ModelInfer"
@@ -174,9 +179,7 @@ class GrpcByteChannel:
             self.can_cancel_at_once = parse_server_version(await call) >= SAFE_CANCEL_VERSION
         except grpc.aio.AioRpcError as exc:
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise GrpcUnreachable(
-                    "no response from the replica's gRPC port", is_refused=False
-                ) from None
+                raise GrpcUnreachable(NO_RESPONSE, is_refused=False) from None
             if exc.code() is grpc.StatusCode.UNAVAILABLE:
                 raise map_rpc_error(exc, RequestTarget(), self) from exc
             self.can_cancel_at_once = False  # the method is restricted

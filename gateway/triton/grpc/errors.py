@@ -18,6 +18,7 @@ HTTP_STATUS_BY_GRPC_CODE: Final = {
     "UNAVAILABLE": 503,
     "UNIMPLEMENTED": 501,
 }
+NO_RESPONSE: Final = "no response from the replica's gRPC port"
 # Prefixes of gRPC's own messages, because a model's messages may contain the same words.
 NOT_SENT_MESSAGE: Final = re.compile(
     r"failed to connect|connections to all backends|errors resolving |dns resolution|"
@@ -45,7 +46,7 @@ def map_grpc_error(
     if code == "DEADLINE_EXCEEDED":
         return DeadlinePassed(target.timeout_s)
     if code == "UNAVAILABLE" and NOT_SENT_MESSAGE.match(details):
-        return GrpcUnreachable("no response from the replica's gRPC port", is_refused=False)
+        return GrpcUnreachable(NO_RESPONSE, is_refused=False)
     if code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details):
         return BadUpstream(
             "the replica closed its gRPC connection before its response was complete"

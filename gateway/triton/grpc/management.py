@@ -26,6 +26,7 @@ from gateway.triton.grpc.byte_channel import (
 )
 from gateway.triton.grpc.errors import (
     HTTP_STATUS_BY_GRPC_CODE,
+    NO_RESPONSE,
     GrpcUnreachable,
     encode_triton_error,
 )
@@ -92,7 +93,7 @@ async def call_management_api(
 ) -> None:
     client = ByteClient(address, tls, MAX_METADATA_BYTES)
     try:
-        await check_live(client, address)
+        await check_live(client)
         method, body = MANAGEMENT_METHODS[verb], message.SerializeToString()
         await client.start_call(method, body, timeout_s, metadata)
     except grpc.aio.AioRpcError as exc:
@@ -100,18 +101,18 @@ async def call_management_api(
         if code == "DEADLINE_EXCEEDED":
             raise DeadlinePassed(timeout_s) from exc
         if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(details):
-            raise GrpcUnreachable(f"cannot connect to gRPC at {address}") from exc
+            raise GrpcUnreachable(NO_RESPONSE) from exc
         status, error = HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details)
         raise map_load_error(status, error, message.model_name, verb) from exc
     finally:
         await client.close()
 
 
-async def check_live(client: ByteClient, address: str) -> None:
+async def check_live(client: ByteClient) -> None:
     """Raise `GrpcUnreachable` if the port accepts data without responding."""
     try:
         await client.start_call(LIVE_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
     except grpc.aio.AioRpcError as exc:
         if exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
-        raise GrpcUnreachable(f"no gRPC response from {address}", is_refused=False) from None
+        raise GrpcUnreachable(NO_RESPONSE, is_refused=False) from None
