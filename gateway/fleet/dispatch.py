@@ -29,7 +29,7 @@ from gateway.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.errors import GrpcUnreachable
-from gateway.triton.response import MAX_METADATA_BYTES, read_complete_response
+from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Dispatcher:
         """Return Triton's JSON response to a GET. Raises `BadUpstream` if it is not valid JSON."""
         call = HttpCall(target, b"GET", path.encode(), EMPTY_BODY_HEADERS, is_idempotent=True)
         response = await self.send(call, target.timeout_s)
-        text = (await read_complete_response(response, MAX_METADATA_BYTES)).body
+        text = (await response.read_complete(MAX_METADATA_BYTES)).body
         try:
             return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as exc:

@@ -25,7 +25,6 @@ from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse
 from gateway.metrics import Metrics
 from gateway.request_info import current_request_info
-from gateway.triton.response import read_complete_response
 from gateway.version_labels import Shadow
 
 log = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class ShadowRunner:
         model, version = copy.label.model, copy.shadow.version
         replica = choose_less_loaded(self._pool.get_candidates(model, version))
         upstream = await call.send(replica, copy.timeout_s, None)
-        response = await read_complete_response(upstream, self.max_bytes)
+        response = await upstream.read_complete(self.max_bytes)
         primary, other = await copy.read_primary(), await copy.read_copy(response)
         if len(response.body) <= MAX_INLINE_BYTES:
             return compare_outputs(primary, other, copy.shadow.tolerance)

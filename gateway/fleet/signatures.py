@@ -33,7 +33,6 @@ from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
-from gateway.triton.response import read_complete_response
 
 REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
 EXPIRE_AFTER_S = 10.0  # an older signature is not used
@@ -176,7 +175,7 @@ class ModelService:
                 return build_result(request, await self._dispatcher.send(call, request.remaining_s))
             http_call = await prepare_http_infer(request, request.trace_headers)
             response = await self._dispatcher.send(http_call, request.remaining_s)
-            reply = await read_complete_response(response)
+            reply = await response.read_complete()
             return build_result(request, await decode_http_response(reply))
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)

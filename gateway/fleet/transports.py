@@ -34,7 +34,7 @@ from gateway.triton.inference import (
     build_http_request,
     decode_http_response,
 )
-from gateway.triton.response import read_complete_response, read_error_response
+from gateway.triton.response import read_error_response
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class GrpcUnaryCall(GrpcCall):
                 log.warning(text, reason, replica.address)
             if response.status >= 400:
                 raise await read_error_response(response, self.target)
-            return await decode_http_response(await read_complete_response(response))
+            return await decode_http_response(await response.read_complete())
 
 
 class GrpcStreamCall(GrpcCall):

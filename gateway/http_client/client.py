@@ -86,6 +86,13 @@ class UpstreamResponse:
                 raise UpstreamResponseTooLarge(max_bytes)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
+    async def read_complete(self, max_bytes: int = MAX_RESPONSE_BYTES) -> CompleteResponse:
+        """Return the response with its whole body, and close it. Raises `UpstreamResponseTooLarge`."""
+        try:
+            return CompleteResponse(self.status, self.headers, await self.read(max_bytes))
+        finally:
+            self.close()
+
     def set_timeout(self, timeout_s: float) -> None:
         if self._connection is not None and not self._connection.is_complete:
             self._connection.set_timeout(timeout_s)
@@ -216,12 +223,7 @@ class HttpClient:
         response = await self.send(
             method, target, [framing, *headers], body, timeout_s=timeout_s, fresh=fresh
         )
-        try:
-            return CompleteResponse(
-                response.status, response.headers, await response.read(max_bytes)
-            )
-        finally:
-            response.close()
+        return await response.read_complete(max_bytes)
 
     def close(self) -> None:
         """Close the idle connections; a busy one is closed when its exchange ends."""

@@ -46,7 +46,7 @@ router = APIRouter(tags=["metrics"])
 MAX_SCRAPE_TIMEOUT_S: Final = 2.0
 SCRAPE_MARGIN_S: Final = 0.25  # for merging the pages and sending the response
 MAX_PAGE_BYTES: Final = 16 << 20
-SCRAPE_HEADERS: Final = [(b"accept", b"text/plain;version=0.0.4"), (b"content-length", b"0")]
+SCRAPE_HEADERS: Final = [(b"accept", b"text/plain;version=0.0.4")]
 OPEN_METRICS_TYPES: Final = ("application/openmetrics-text",)
 CLASSIC_TYPES: Final = ("text/plain", "text/*", "*/*")
 GZIP_WINDOW: Final = 16 + zlib.MAX_WBITS
@@ -134,18 +134,16 @@ async def scrape_replica(pool: ReplicaPool, replica: Replica, timeout_s: float) 
 
 
 async def fetch_metrics_page(replica: Replica, timeout_s: float) -> bytes:
-    response = await replica.metrics.send(b"GET", b"/metrics", SCRAPE_HEADERS, timeout_s=timeout_s)
-    try:
-        if response.status != 200:
-            raise BadUpstream(f"the replica returned status {response.status}")
-        page = bytearray()
-        while chunk := await response.next_chunk():
-            page += chunk
-            if len(page) > MAX_PAGE_BYTES:
-                raise BadUpstream(f"the metrics page exceeds {MAX_PAGE_BYTES >> 20} MiB")
-        return bytes(page)
-    finally:
-        response.close()
+    response = await replica.metrics.request(
+        b"GET",
+        b"/metrics",
+        headers=SCRAPE_HEADERS,
+        timeout_s=timeout_s,
+        max_bytes=MAX_PAGE_BYTES,
+    )
+    if response.status != 200:
+        raise BadUpstream(f"the replica returned status {response.status}")
+    return response.body
 
 
 # Merging, in a thread.
