@@ -117,9 +117,9 @@ class InferExchange:
         limits = self.services.payload_limits
         if not self.body.content_type and self.body.has_content and is_text_model(self.signature):
             self.body.content_type = OCTET_STREAM  # a text, as Triton takes it
-        is_here = await self._receive_start()
+        is_received = await self._receive_start()
         receiving = receive_payload(self.body, limits, self.charge)
-        body = await (receiving if is_here else self._limit_time(receiving))
+        body = await (receiving if is_received else self._limit_time(receiving))
         if isinstance(body, DeferredPayload):
             body = await self._limit_time(decoders.run_in_thread(0, body))
         await self._acquire_slot()
@@ -135,9 +135,9 @@ class InferExchange:
 
     async def receive_predict_inputs(self) -> tuple[bool, list[InferInputs]]:
         """Receive the body, acquire a slot, and return whether the body has columns, and its tensors."""
-        is_here = await self._receive_start()
+        is_received = await self._receive_start()
         reading = self.body.read(self.services.payload_limits.max_bytes, self.charge)
-        body = await (reading if is_here else self._limit_time(reading))
+        body = await (reading if is_received else self._limit_time(reading))
         await self._acquire_slot()
         decoders = self.services.decode_executor
         if len(body) > JSON_CODEC.max_thread_bytes:

@@ -1,8 +1,12 @@
-"""How far a request is followed from its handler until it is written to the replica."""
+"""The functions that pass a request on from its handler until it is written to the replica.
+
+A program of its own, because an application that starts changes the process: its log and garbage collector.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +24,6 @@ from gateway.tensors.payload import Payload
 from gateway.triton.inference import InferRequest
 from tests.support.servers import ROOT
 
-MAX_FUNCTIONS = 22
-MAX_MODULES = 10
 REQUEST = "/v1, text to BYTES"
 CONTENT = b"The ship left the harbour at dawn."
 FORMS = (RequestBody, InferExchange, Payload, InspectedPayload, InferInputs, InferRequest, HttpCall)
@@ -91,12 +93,16 @@ async def walk_request() -> RequestWalk:
     return walk
 
 
-def test_a_request_passes_few_functions_and_modules() -> None:
+def main() -> None:
+    """Print the module and name of each function."""
     loop = TimelessLoop()
     loop.replica = REPLICA
     walk = loop.run_until_complete(walk_request())
-    assert walk.is_written
-    functions, modules = walk.names, {module for module, _ in walk.names}
-    assert ("fleet/dispatch.py", "send") in functions
-    assert len(functions) <= MAX_FUNCTIONS, functions
-    assert len(modules) <= MAX_MODULES, sorted(modules)
+    if not walk.is_written:
+        raise SystemExit("the request was not written to the replica")
+    print("\n".join(" ".join(each) for each in walk.names), flush=True)
+    os._exit(0)  # without timers, the gateway cannot shut down
+
+
+if __name__ == "__main__":
+    main()

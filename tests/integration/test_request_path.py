@@ -1,0 +1,21 @@
+"""How far a request is followed from its handler until it is written to the replica."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.servers import ROOT
+
+MAX_FUNCTIONS = 22
+MAX_MODULES = 10
+
+
+def test_a_request_passes_few_functions_and_modules() -> None:
+    command = [sys.executable, "-m", "tests.support.request_walk"]
+    walk = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    functions = [line.split() for line in walk.splitlines()]
+    modules = {module for module, _ in functions}
+    assert ["fleet/dispatch.py", "send"] in functions
+    assert len(functions) <= MAX_FUNCTIONS, walk
+    assert len(modules) <= MAX_MODULES, sorted(modules)
