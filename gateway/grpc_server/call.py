@@ -7,17 +7,27 @@ from time import perf_counter
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote
 
+import anyio
 import grpc
 
 from gateway.auth import ANONYMOUS, UNAUTHENTICATED, authorize, authorize_all_models
-from gateway.errors import Forbidden, MalformedRequest, RequestTooSlow, Unavailable, UnknownModel
+from gateway.errors import (
+    Forbidden,
+    MalformedRequest,
+    Overloaded,
+    RequestTooSlow,
+    Unavailable,
+    UnknownModel,
+)
 from gateway.fleet.resolver import ModelTarget
+from gateway.grpc_server.receive import MessageReader, ReceivePools, ReceiveSlots
 from gateway.grpc_server.status import CallStatus, describe_failure
 from gateway.http_client.connection import Headers
 from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.headers import NOT_FORWARDED
+from gateway.protocol.clients import client_network
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
@@ -30,8 +40,8 @@ OK_STATUS: Final = 200
 UNCOUNTED_STATUSES: Final = (OK_STATUS, CLIENT_CLOSED_REQUEST)
 # Larger messages count against the memory budget, like the bodies of /v2.
 MIN_CHARGED_BYTES: Final = 64 << 10
-# A message that takes longer to arrive is large or slow, and may use the memory budget.
-FAST_RECEIVE_S: Final = 0.1
+# A message that needs no key has this time to arrive, whatever the deadline of its call.
+PUBLIC_TIMEOUT_S: Final = 5.0
 # With `triton_grpc_error`, tritonserver 2.51 crashes when it ends a stream with an error.
 DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
     "user-agent",
@@ -45,23 +55,36 @@ class ShuttingDown(Unavailable):
     message = "the gateway is shutting down; open the stream again"
 
 
-class ReceiveSlots:
-    """Limits how many messages that are large or slow are received at the same time.
+class NoRequest(MalformedRequest):
+    message = "the call ended without a request"
 
-    gRPC tells the size of a message only when it is complete, so each of them counts as one of maximum size.
-    """
 
-    def __init__(self, budget_bytes: int, message_bytes: int) -> None:
-        self.free = max(budget_bytes // message_bytes, 1)
+class ResponseNotRead(RequestTooSlow):
+    message = "the responses were not read in time"
 
-    def try_acquire(self) -> bool:
-        if not self.free:
-            return False
-        self.free -= 1
-        return True
 
-    def release(self) -> None:
-        self.free += 1
+class TooManyCalls(Overloaded):
+    message = "this address has too many calls in progress (GATEWAY_MAX_CONNECTIONS_PER_CLIENT)"
+
+
+class ClientCalls:
+    """Limits the calls in progress of each client: an IPv4 address, or an IPv6 /64 network."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit  # 0: none
+        self._counts: dict[str, int] = {}
+
+    def add(self, client: str) -> None:
+        """Raises `TooManyCalls`."""
+        count = self._counts.get(client, 0)
+        if 0 < self._limit <= count:
+            raise TooManyCalls
+        self._counts[client] = count + 1
+
+    def remove(self, client: str) -> None:
+        count = self._counts.pop(client) - 1
+        if count:
+            self._counts[client] = count
 
 
 class MethodAccess(NamedTuple):
@@ -78,7 +101,8 @@ class CallEnvironment(NamedTuple):
     """The objects that all calls share."""
 
     services: Services
-    receive_slots: ReceiveSlots
+    receive_pools: ReceivePools
+    clients: ClientCalls
     stopping: asyncio.Event  # set when the server stops accepting calls
 
 
@@ -95,6 +119,7 @@ class IncomingCall:
         self._access = access
         self._started_at = perf_counter()
         self._status = CLIENT_CLOSED_REQUEST
+        self._client = ""  # as it is counted
         headers = encode_headers(self.metadata)
         self.info = info = RequestInfo(choose_request_id(headers))
         info.route = access.route
@@ -116,6 +141,14 @@ class IncomingCall:
         services.metrics.in_flight[GRPC_ROUTE] += 1
 
     # The caller, and what it may do.
+
+    def count_client(self) -> None:
+        """Count the call as one in progress of its client. Raises `TooManyCalls`."""
+        address = self.scope["client"]
+        if address is not None:
+            client = client_network(address[0])
+            self.environment.clients.add(client)
+            self._client = client
 
     async def identify_caller(self) -> None:
         """Raises `Unauthenticated`, `Forbidden` or `RateLimitExceeded`."""
@@ -178,15 +211,29 @@ class IncomingCall:
         return timeout_s
 
     async def read_message(self, timeout_s: float) -> bytes:
-        """Return the request. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` if too many are received."""
-        reader = MessageReader(self.context, self.environment.receive_slots, timeout_s)
+        """Return the request.
+
+        Raises `RequestTooSlow`, `NoRequest`, or `MemoryBudgetExceeded` if too many are received.
+        """
+        return await self._receive(self.environment.receive_pools.shared, timeout_s)
+
+    async def read_public_message(self, max_bytes: int) -> bytes:
+        """Return a request of a method that strangers may call.
+
+        Raises as `read_message`, and `MalformedRequest` for a large one.
+        """
+        message = await self._receive(self.environment.receive_pools.public, PUBLIC_TIMEOUT_S)
+        check_size(message, max_bytes)
+        return message
+
+    async def _receive(self, slots: ReceiveSlots, timeout_s: float) -> bytes:
         try:
-            message = await reader.read()
+            message = await MessageReader(self.context, slots, timeout_s).read()
         except MemoryBudgetExceeded:
             self.services.metrics.shed.labels("memory").inc()
             raise
         if message is grpc.aio.EOF:
-            raise MalformedRequest("the call ended without a request")
+            raise NoRequest
         self.count_message(cast(bytes, message))
         return cast(bytes, message)
 
@@ -199,6 +246,18 @@ class IncomingCall:
     def select_metadata(self) -> Metadata:
         """Return the metadata for Triton, which can turn it into parameters of the request."""
         return tuple(pair for pair in self.metadata if is_forwarded(pair[0]))
+
+    # The response.
+
+    async def write(self, response: bytes) -> None:
+        """Send a response of a stream. Raises `ResponseNotRead`."""
+        services = self.services
+        try:
+            with anyio.fail_after(services.settings.write_timeout_s):
+                await self.context.write(response)
+        except TimeoutError:
+            services.metrics.refusals.labels("answer_not_taken").inc()
+            raise ResponseNotRead from None
 
     # The end.
 
@@ -217,6 +276,8 @@ class IncomingCall:
         if info.charge is not None:
             info.charge.release()
         metrics.in_flight[GRPC_ROUTE] -= 1
+        if self._client:
+            self.environment.clients.remove(self._client)
         if self._access.is_container and self._status in UNCOUNTED_STATUSES:
             return
         duration_s = perf_counter() - self._started_at
@@ -226,47 +287,12 @@ class IncomingCall:
             end_trace(info.trace, self.scope, info, self._status)
 
 
-class MessageReader:
-    """Receives one message. A timer, and no task of its own, ends what takes too long."""
-
-    def __init__(self, context: Any, slots: ReceiveSlots, timeout_s: float) -> None:
-        self._context = context
-        self._slots = slots
-        self._timeout_s = timeout_s
-        self._has_slot = False
-        self._failure: Exception | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def read(self) -> Any:
-        loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task(loop)
-        self._timer = loop.call_later(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
-        try:
-            return await self._context.read()
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            raise self._failure from None
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._has_slot:
-                self._slots.release()
-
-    def _take_slot(self) -> None:
-        if not self._slots.try_acquire():
-            self._stop(MemoryBudgetExceeded())
-            return
-        self._has_slot = True
-        remaining_s = max(self._timeout_s - FAST_RECEIVE_S, 0)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(remaining_s, self._stop, RequestTooSlow())
-
-    def _stop(self, failure: Exception) -> None:
-        self._failure = failure
-        if self._task is not None:
-            self._task.cancel()
+def check_size(message: bytes, max_bytes: int) -> None:
+    """Raise `MalformedRequest` for a message that would take long to decode on the event loop."""
+    if len(message) > max_bytes:
+        raise MalformedRequest(
+            f"the message has {len(message)} bytes; this method accepts at most {max_bytes}"
+        )
 
 
 def encode_headers(metadata: Metadata) -> Headers:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from time import monotonic
+from typing import Final
 
 from gateway.draining import Drain
-from gateway.errors import NotFound
+from gateway.errors import NotFound, Overloaded
 from gateway.grpc_server.call import IncomingCall, ShuttingDown
 from gateway.grpc_server.models import EMPTY_MESSAGE
 from gateway.grpc_server.wire import LENGTH_DELIMITED, iterate_fields
@@ -18,7 +19,9 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 SERVICE_FIELD: Final = 1
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
 KNOWN_SERVICES: Final = ("", GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
+MAX_HEALTH_BYTES: Final = 1 << 10
 WATCH_INTERVAL_S: Final = 0.5
+MAX_WATCHES: Final = 1024
 READY, NOT_READY = SERVING, EMPTY_MESSAGE  # of ServerReadyResponse
 
 
@@ -27,6 +30,9 @@ class HealthService:
 
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
+        self._watch_count = 0
+        self._watched_status = NOT_SERVING
+        self._next_reading = 0.0
 
     def is_ready(self, call: IncomingCall) -> bool:
         repository = call.services.repository
@@ -38,30 +44,44 @@ class HealthService:
         return READY if self.is_ready(call) else NOT_READY
 
     async def check(self, call: IncomingCall) -> bytes:
-        message = await call.read_message(call.find_timeout_s())
-        if read_service(message) not in KNOWN_SERVICES:
+        if await read_service(call) not in KNOWN_SERVICES:
             raise NotFound("unknown service; the empty name stands for the whole gateway")
         return SERVING if self.is_ready(call) else NOT_SERVING
 
     async def watch(self, call: IncomingCall) -> None:
         """Send the status now and after each change, until the client ends the call."""
-        message = await call.read_message(call.find_timeout_s())
-        is_known = read_service(message) in KNOWN_SERVICES
-        last: Any = None
+        is_known = await read_service(call) in KNOWN_SERVICES
+        if self._watch_count >= MAX_WATCHES:
+            raise Overloaded(f"{MAX_WATCHES} calls watch the health of this gateway already")
+        self._watch_count += 1
+        try:
+            await self._report_changes(call, is_known=is_known)
+        finally:
+            self._watch_count -= 1
+
+    async def _report_changes(self, call: IncomingCall, *, is_known: bool) -> None:
+        last = b""
         while not call.environment.stopping.is_set():
-            status = SERVING if self.is_ready(call) else NOT_SERVING
-            if not is_known:
-                status = SERVICE_UNKNOWN
+            status = self._read_status(call) if is_known else SERVICE_UNKNOWN
             if status != last:
                 last = status
-                await call.context.write(status)
+                await call.write(status)
                 call.succeed(status)
             await asyncio.sleep(WATCH_INTERVAL_S)
         raise ShuttingDown
 
+    def _read_status(self, call: IncomingCall) -> bytes:
+        """Return the status, which all calls that watch it share for a short time."""
+        now = monotonic()
+        if now >= self._next_reading:
+            self._next_reading = now + WATCH_INTERVAL_S / 2
+            self._watched_status = SERVING if self.is_ready(call) else NOT_SERVING
+        return self._watched_status
 
-def read_service(message: bytes) -> str:
+
+async def read_service(call: IncomingCall) -> str:
     """Return the service of a HealthCheckRequest. Raises `MalformedRequest`."""
+    message = await call.read_public_message(MAX_HEALTH_BYTES)
     service = b""
     for field in iterate_fields(message, 0, len(message)):
         if field.number == SERVICE_FIELD and field.wire_type == LENGTH_DELIMITED:

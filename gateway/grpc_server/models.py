@@ -9,14 +9,13 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import (
     Forbidden,
-    MalformedRequest,
     ModelNotReady,
     UnknownModel,
     UnknownModelToTrace,
 )
 from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget
-from gateway.grpc_server.call import IncomingCall
+from gateway.grpc_server.call import IncomingCall, check_size
 from gateway.grpc_server.infer_request import set_version
 from gateway.grpc_server.inference import set_model_labels
 from gateway.grpc_server.wire import invalid_message
@@ -162,10 +161,7 @@ async def read_small_message(call: IncomingCall) -> tuple[bytes, float]:
     """
     timeout_s = call.find_timeout_s()
     message = await call.read_message(timeout_s)
-    if len(message) > MAX_SMALL_MESSAGE_BYTES:
-        raise MalformedRequest(
-            f"the message has {len(message)} bytes; this method accepts at most {MAX_SMALL_MESSAGE_BYTES}"
-        )
+    check_size(message, MAX_SMALL_MESSAGE_BYTES)
     return message, timeout_s
 
 

@@ -6,14 +6,15 @@ It lets tools such as grpcurl call the methods without Triton's proto files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, cast
+from contextlib import suppress
+from typing import Any, Final
 
 import grpc
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
 from tritonclient.grpc import service_pb2
 
-from gateway.grpc_server.call import IncomingCall
+from gateway.grpc_server.call import IncomingCall, NoRequest
 from gateway.grpc_server.health import HEALTH_SERVICE
 from gateway.grpc_server.wire import LENGTH_DELIMITED, encode_field, encode_number, iterate_fields
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
@@ -24,6 +25,7 @@ SERVICES: Final = (GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
 FILE_BY_FILENAME, FILE_CONTAINING_SYMBOL, LIST_SERVICES = 3, 4, 7
 # Fields of ServerReflectionResponse.
 ORIGINAL_REQUEST, FILE_DESCRIPTORS, SERVICE_LIST, ERROR = 2, 4, 6, 7
+MAX_REFLECTION_BYTES: Final = 4 << 10
 HEALTH_FILE: Final = "grpc/health/v1/health.proto"
 
 
@@ -66,14 +68,12 @@ class ReflectionService:
             self._pool.Add(file)
 
     async def serve(self, call: IncomingCall) -> None:
-        while True:
-            message = await call.context.read()
-            if message is grpc.aio.EOF:
-                break
-            call.count_message(cast(bytes, message))
-            response = self.build_response(message)
-            await call.context.write(response)
-            call.succeed(response)
+        with suppress(NoRequest):  # the end of the stream
+            while True:
+                message = await call.read_public_message(MAX_REFLECTION_BYTES)
+                response = self.build_response(message)
+                await call.write(response)
+                call.succeed(response)
         call.succeed(b"")
 
     def build_response(self, message: bytes) -> bytes:

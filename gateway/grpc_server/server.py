@@ -18,9 +18,9 @@ from gateway.fleet.replica import join_host_port
 from gateway.grpc_server.call import (
     GRPC_ROUTE,
     CallEnvironment,
+    ClientCalls,
     IncomingCall,
     MethodAccess,
-    ReceiveSlots,
 )
 from gateway.grpc_server.certificate import GrpcCertificate
 from gateway.grpc_server.health import HealthService
@@ -30,6 +30,7 @@ from gateway.grpc_server.methods import (
     list_stream_methods,
     list_unary_methods,
 )
+from gateway.grpc_server.receive import share_slots
 from gateway.grpc_server.streams import InferStream
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
@@ -80,6 +81,7 @@ def make_unary_handler(environment: CallEnvironment, path: str, method: UnaryMet
     async def handle(_: Any, context: Any) -> bytes:
         call = IncomingCall(environment, context, path, method.access)
         try:
+            call.count_client()
             await call.identify_caller()
             response = await method.serve(call)
             call.succeed(response)
@@ -98,6 +100,7 @@ def make_stream_handler(environment: CallEnvironment, path: str, method: StreamM
     async def handle(_: Any, context: Any) -> None:
         call = IncomingCall(environment, context, path, method.access)
         try:
+            call.count_client()
             await call.identify_caller()
             await method.serve(call)
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
@@ -157,8 +160,9 @@ async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[Non
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-    slots = ReceiveSlots(budget_bytes, settings.max_body_bytes)
-    environment = CallEnvironment(services, slots, drain.stopping)
+    pools = share_slots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
+    clients = ClientCalls(settings.max_connections_per_client)
+    environment = CallEnvironment(services, pools, clients, drain.stopping)
     is_worker = multiprocessing.parent_process() is not None
     server = grpc.aio.server(options=build_options(settings, shares_port=is_worker))
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))

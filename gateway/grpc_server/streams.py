@@ -13,28 +13,25 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, cast
 
-import anyio
 import grpc
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import GatewayError, RequestTooSlow, Unauthenticated
+from gateway.errors import GatewayError, Unauthenticated
 from gateway.fleet.grpc_calls import GrpcBytesStreamCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.tasks import cancel_tasks
-from gateway.grpc_server.call import IncomingCall, ShuttingDown
+from gateway.grpc_server.call import IncomingCall, ResponseNotRead, ShuttingDown
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.grpc_server.inference import check_classification, set_model_labels
+from gateway.grpc_server.receive import StreamReader
 from gateway.keys import Right
+from gateway.memory import MemoryBudgetExceeded
 from gateway.request_info import current_request_info
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
-
-
-class ResponseNotRead(RequestTooSlow):
-    message = "the responses were not read in time"
 
 
 NO_HEAD: Final = InferHead("", "", "", None, ())
@@ -59,13 +56,14 @@ class InferStream:
     """The requests and responses of one stream."""
 
     def __init__(self, opening: IncomingCall, start_request: Callable[[], IncomingCall]) -> None:
-        self._context = opening.context
         self._services = opening.services
         self._start_request = start_request
         self._stopping = opening.environment.stopping
         self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
         self._write_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        slots = opening.environment.receive_pools.shared
+        self._reader = StreamReader(opening.context, slots, self._tasks, self._fail)
         self._last_response: asyncio.Event | None = None
         self._last_steps: dict[SequenceKey, asyncio.Event] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,14 +81,15 @@ class InferStream:
             await cancel_tasks([requests, *self._tasks])
 
     async def _read_requests(self) -> None:
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
+        waiting: list[asyncio.Task[Any]] = [stopping]
         try:
             while True:
                 await self._window.acquire()
-                reading = asyncio.ensure_future(self._context.read())
-                await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                reading = asyncio.create_task(self._reader.read())
+                waiting = [stopping, reading]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():
-                    reading.cancel()
                     break
                 message = reading.result()
                 if message is grpc.aio.EOF:
@@ -101,7 +100,7 @@ class InferStream:
             if self._stopping.is_set():
                 raise ShuttingDown
         finally:
-            await cancel_tasks([stopping])
+            await cancel_tasks(waiting)
 
     async def _accept(self, message: bytes) -> None:
         """Start a request in the order in which it came. Raises `Unauthenticated` for a revoked key."""
@@ -154,9 +153,14 @@ class InferStream:
         request.call.end()
         self._tasks.discard(task)
         self._window.release()
-        if task.cancelled() or self._failure.done():
-            return
-        if (failure := task.exception()) is not None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._fail(failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        """End the stream."""
+        if not self._failure.done():
+            if isinstance(failure, MemoryBudgetExceeded):
+                self._services.metrics.shed.labels("memory").inc()
             self._failure.set_exception(failure)
 
     async def _answer(self, request: StreamRequest) -> None:
@@ -220,11 +224,5 @@ class InferStream:
         if request.previous_response is not None:
             await request.previous_response.wait()
             request.previous_response = None
-        services = self._services
         async with self._write_lock:
-            try:
-                with anyio.fail_after(services.settings.write_timeout_s):
-                    await self._context.write(response)
-            except TimeoutError:
-                services.metrics.refusals.labels("answer_not_taken").inc()
-                raise ResponseNotRead from None
+            await request.call.write(response)

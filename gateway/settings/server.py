@@ -31,7 +31,8 @@ class ServerSettings(SettingsGroup):
     header_timeout_s: PositiveSeconds = 10.0
     """Timeout for receiving a request's header, and for the first request on a new connection."""
     body_stall_s: PositiveSeconds = 10.0
-    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted."""
+    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted. A gRPC
+    stream that has been idle for this long may be ended for another call."""
     write_timeout_s: PositiveSeconds = 30.0
     """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
     disconnected."""
@@ -41,7 +42,8 @@ class ServerSettings(SettingsGroup):
     """Maximum number of connections of each process, or fewer if it may not open as many files. Further
     connections are answered with 503."""
     max_connections_per_client: int = Field(1024, ge=0)
-    """Maximum number of connections of one IP address, or of one IPv6 /64 network; 0 means no limit."""
+    """Maximum number of connections of one IP address, or of one IPv6 /64 network, and of its gRPC calls in
+    progress; 0 means no limit."""
     tls_cert_file: Path | None = None
     """Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it changes."""
     tls_key_file: Path | None = Field(None, validate_default=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -28,6 +30,7 @@ from tests.support.grpc_gateway import (
     fp32,
     grpc_gateway,
     make_input,
+    metric,
 )
 from tests.support.http2 import (
     CANCEL,
@@ -45,6 +48,8 @@ from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 
 MODELS = ("plain_FP32", "plain_BYTES", "ticking", "sleeping", "cancellable", "large_FP32")
+SHED = 'gateway_requests_shed_total{reason="memory"}'
+IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
 LIMITS = {
     "write_timeout_s": "1",
     "max_body_bytes": str(8 << 20),
@@ -52,6 +57,7 @@ LIMITS = {
     "grpc_max_streams": "200",
     "request_timeout_s": "5",
     "connect_timeout_s": "10",
+    "body_stall_s": "1",
 }
 
 
@@ -94,11 +100,6 @@ def memory_mib(gateway: GrpcGateway) -> float:
     return float(psutil.Process(gateway.command.pid).memory_info().rss) / (1 << 20)
 
 
-def metric(gateway: GrpcGateway, name: str) -> float:
-    lines = gateway.http.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
 def ticking_request(count: int) -> bytes:
     request = service_pb2.ModelInferRequest(model_name="ticking")
     for name, datatype, value in (
@@ -126,11 +127,11 @@ def test_a_flood_of_streams_leaves_other_clients_alone(served: GrpcGateway) -> N
     memory = memory_mib(served)
     with Http2Connection(served.address) as flood:
         flood.send(*(flood.header(STREAM) for _ in range(2000)))
-        wait_until(lambda: metric(served, 'gateway_requests_in_flight{route="grpc"}') >= 200)
+        wait_until(lambda: metric(served, IN_PROGRESS) >= 200)
         assert serves(served)
-        assert metric(served, 'gateway_requests_in_flight{route="grpc"}') <= 200
+        assert metric(served, IN_PROGRESS) <= 200
         assert memory_mib(served) < memory + 64
-    wait_until(lambda: metric(served, 'gateway_requests_in_flight{route="grpc"}') == 0)
+    wait_until(lambda: metric(served, IN_PROGRESS) == 0)
 
 
 def test_a_message_over_the_limit_is_refused(served: GrpcGateway) -> None:
@@ -162,7 +163,7 @@ def test_compressed_messages_are_served(served: GrpcGateway) -> None:
 
 
 def test_messages_that_never_end_hold_bounded_memory(served: GrpcGateway) -> None:
-    """Four may be received slowly: 32 MiB of messages of at most 8 MiB."""
+    """Three may be received slowly: 32 MiB of messages of at most 8 MiB, less one for health checks."""
     connections = [Http2Connection(served.address) for _ in range(8)]
     try:
         for client in connections:
@@ -174,7 +175,80 @@ def test_messages_that_never_end_hold_bounded_memory(served: GrpcGateway) -> Non
     finally:
         for client in connections:
             client.__exit__()
-    assert metric(served, 'gateway_requests_shed_total{reason="memory"}') >= 4
+    assert metric(served, SHED) >= 4
+
+
+@contextmanager
+def silent_streams(gateway: GrpcGateway, count: int) -> Iterator[list[Http2Connection]]:
+    """Streams that send the beginning of a large message, and then nothing."""
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            client = stack.enter_context(Http2Connection(gateway.address))
+            stream = client.start_call(STREAM)
+            client.send_data(stream, encode_message(bytes(40_000), length=7 << 20))
+            clients.append(client)
+        yield clients
+
+
+class OpenStream:
+    """A stream that stays open after its first request."""
+
+    def __init__(self, gateway: GrpcGateway, request: bytes = SMALL) -> None:
+        self._requests: Queue[bytes | None] = Queue()
+        self._requests.put(request)
+        self._channel = grpc.insecure_channel(gateway.address)
+        self.responses = self._channel.stream_stream(STREAM)(iter(self._requests.get, None))
+
+    def __enter__(self) -> OpenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.put(None)
+        self._channel.close()
+
+    def ask_again(self) -> bool:
+        """Whether the stream waited for another request for longer than a fast one takes."""
+        sent_at = time.monotonic()
+        wait_until(lambda: not self.responses.is_active() or time.monotonic() > sent_at + 0.5)
+        self._requests.put(SMALL)
+        return self.responses.is_active() and next(self.responses) is not None
+
+
+def test_streams_whose_messages_never_end_hold_bounded_memory(served: GrpcGateway) -> None:
+    """Three may wait for a message; an idle one is ended for another stream."""
+    before = metric(served, SHED)
+    with OpenStream(served) as idle:
+        assert next(idle.responses)
+        assert idle.ask_again()
+        with silent_streams(served, 7):
+            wait_until(lambda: metric(served, SHED) == before + 5)
+            wait_until(lambda: metric(served, IN_PROGRESS) == 3)
+            assert serves(served)
+            wait_until(lambda: waits_for_a_request(served))
+            assert failure(next, idle.responses) == (
+                "RESOURCE_EXHAUSTED",
+                "the stream was idle, and other calls need its share of the memory; open it again",
+            )
+
+
+def waits_for_a_request(gateway: GrpcGateway) -> bool:
+    with OpenStream(gateway) as stream:
+        return next(stream.responses) is not None and stream.ask_again()
+
+
+def test_streams_whose_requests_run_are_not_ended_for_others(served: GrpcGateway) -> None:
+    request = service_pb2.ModelInferRequest(model_name="cancellable")
+    request.inputs.add(name="SECONDS", datatype="FP32", shape=[1, 1])
+    request.raw_input_contents.append(np.array([0.7], np.float32).tobytes())
+    message = bytes(request.SerializeToString())
+    with ExitStack() as stack:
+        streams = [stack.enter_context(OpenStream(served, message)) for _ in range(5)]
+        wait_until(lambda: sum(outstanding(served).values()) == 5)
+        before = metric(served, SHED)
+        with silent_streams(served, 4):
+            wait_until(lambda: metric(served, SHED) >= before + 4)
+            assert all(next(stream.responses) for stream in streams)
 
 
 def test_calls_without_a_request_end(served: GrpcGateway) -> None:
@@ -266,7 +340,7 @@ def test_rapid_resets_leave_other_clients_alone(served: GrpcGateway) -> None:
             if number % 1000 == 0:
                 assert serves(served)
     assert serves(served)
-    wait_until(lambda: metric(served, 'gateway_requests_in_flight{route="grpc"}') == 0)
+    wait_until(lambda: metric(served, IN_PROGRESS) == 0)
     assert memory_mib(served) < memory + 64
 
 

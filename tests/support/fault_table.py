@@ -962,13 +962,33 @@ GRPC = (
     Row(
         "gRPC messages that never end, calls without a message, half-closed streams",
         "`RESOURCE_EXHAUSTED` when they hold `GATEWAY_MAX_BYTES_IN_FLIGHT`, or `DEADLINE_EXCEEDED` at "
-        "their deadline; small requests are served",
+        "their deadline; small requests are served, and streams whose requests run continue",
         {
             "faults/test_grpc": [
                 "messages_that_never_end_hold_bounded_memory",
+                "streams_whose_messages_never_end_hold_bounded_memory",
+                "streams_whose_requests_run_are_not_ended_for_others",
                 "calls_without_a_request_end",
             ]
         },
+    ),
+    Row(
+        "gRPC calls without a key that send large messages, none, or thousands of calls",
+        "`INVALID_ARGUMENT` above 1 KiB, or `DEADLINE_EXCEEDED` after 5 s, in a share of the memory of "
+        "their own; at most 1,024 calls watch the health",
+        {
+            "faults/test_grpc_strangers": [
+                "methods_without_a_key_read_short_messages_only",
+                "silent_calls_without_a_key_leave_the_memory_to_others",
+                "a_silent_stream_of_reflection_ends",
+                "calls_that_watch_the_health_are_limited",
+            ]
+        },
+    ),
+    Row(
+        "one client holds gRPC calls open, on any number of connections",
+        "`RESOURCE_EXHAUSTED` beyond `GATEWAY_MAX_CONNECTIONS_PER_CLIENT`; other addresses are served",
+        {"faults/test_grpc_strangers": ["one_client_cannot_hold_calls_without_limit"]},
     ),
     Row(
         "bytes that are not the protobuf message of the method, unknown methods",

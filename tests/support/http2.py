@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import time
@@ -17,6 +18,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
 CANCEL = 8
+# The server then writes every field of a header as it is (RFC 9113, section 6.5.2).
+NO_HEADER_TABLE = struct.pack("!HI", 1, 0)
 MAX_FRAME_BYTES = 16_384
 
 
@@ -30,12 +33,12 @@ class Frame(NamedTuple):
 class Http2Connection:
     """One connection to a gRPC server."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, source: str = "") -> None:
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), TIMEOUT_S)
+        self._socket = socket.create_connection((host, int(port)), TIMEOUT_S, (source, 0))
         self._buffer = b""
         self._next_stream = 1
-        self._socket.sendall(PREFACE + encode_frame(SETTINGS, 0, 0, b""))
+        self._socket.sendall(PREFACE + encode_frame(SETTINGS, 0, 0, NO_HEADER_TABLE))
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +99,13 @@ class Http2Connection:
             if frame.kind == kind:
                 return frame
         raise AssertionError("the server closed the connection")
+
+    def wait_for_status(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Read until a call ends; return its status."""
+        while True:
+            payload = self.wait_for(HEADERS, timeout_s).payload
+            if found := re.search(rb"grpc-status[\1\2](\d+)", payload):
+                return int(found[1])
 
     def _read(self, length: int) -> bytes:
         while len(self._buffer) < length:

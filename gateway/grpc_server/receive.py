@@ -1,0 +1,178 @@
+"""The messages of clients while they arrive: how long each may take, and how many arrive at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple
+
+from gateway.errors import RequestTooSlow
+from gateway.memory import MemoryBudgetExceeded
+
+# A message that takes longer to arrive is large or slow, and may use the memory budget.
+FAST_RECEIVE_S: Final = 0.1
+# The share of the slots for methods that need no key.
+PUBLIC_SHARE: Final = 8
+
+
+class StreamIdle(MemoryBudgetExceeded):
+    message = "the stream was idle, and other calls need its share of the memory; open it again"
+
+
+class ReceiveSlots:
+    """Limits how many messages that are large or slow are received at the same time.
+
+    gRPC tells the size of a message only when it is complete, so each of them counts as one of maximum size.
+    If all slots are taken, a stream that has waited `idle_s` for its next message is ended for another call.
+    """
+
+    def __init__(self, count: int, idle_s: float) -> None:
+        self._free = count
+        self._idle_s = idle_s
+        self._streams: dict[StreamReader, float] = {}  # those with a slot, and since when
+
+    def try_acquire(self) -> bool:
+        if not self._free:
+            return False
+        self._free -= 1
+        return True
+
+    def acquire(self) -> None:
+        """Raises `MemoryBudgetExceeded`."""
+        if not self._free:
+            self._end_idle_stream()
+        self._free -= 1
+
+    def release(self) -> None:
+        self._free += 1
+
+    def add_stream(self, stream: StreamReader) -> None:
+        """Remember which stream uses a slot that was acquired."""
+        self._streams[stream] = asyncio.get_running_loop().time()
+
+    def release_stream(self, stream: StreamReader) -> None:
+        if self._streams.pop(stream, None) is not None:
+            self._free += 1
+
+    def _end_idle_stream(self) -> None:
+        latest = asyncio.get_running_loop().time() - self._idle_s
+        for stream, since in self._streams.items():  # in the order in which they began to wait
+            if since > latest:
+                break
+            if stream.is_idle:
+                self.release_stream(stream)
+                stream.end(StreamIdle())
+                return
+        raise MemoryBudgetExceeded
+
+
+class ReceivePools(NamedTuple):
+    """The slots of methods that check a key, and of those that need none."""
+
+    shared: ReceiveSlots
+    public: ReceiveSlots
+
+
+def share_slots(budget_bytes: int, message_bytes: int, idle_s: float) -> ReceivePools:
+    """Return slots for as many messages of maximum size as the budget can hold, at least one of each kind."""
+    total = budget_bytes // message_bytes
+    public = max(total // PUBLIC_SHARE, 1)
+    return ReceivePools(ReceiveSlots(max(total - public, 1), idle_s), ReceiveSlots(public, idle_s))
+
+
+class MessageReader:
+    """Receives one message. A timer, and no task of its own, ends what takes too long."""
+
+    def __init__(self, context: Any, slots: ReceiveSlots, timeout_s: float) -> None:
+        self._context = context
+        self._slots = slots
+        self._timeout_s = timeout_s
+        self._has_slot = False
+        self._failure: Exception | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def read(self) -> Any:
+        """Return the message or EOF. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` without a slot."""
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task(loop)
+        self._timer = loop.call_later(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
+        try:
+            return await self._context.read()
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._has_slot:
+                self._slots.release()
+
+    def _take_slot(self) -> None:
+        try:
+            self._slots.acquire()
+        except MemoryBudgetExceeded as exc:
+            self._stop(exc)
+            return
+        self._has_slot = True
+        remaining_s = max(self._timeout_s - FAST_RECEIVE_S, 0)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(remaining_s, self._stop, RequestTooSlow())
+
+    def _stop(self, failure: Exception) -> None:
+        self._failure = failure
+        if self._task is not None:
+            self._task.cancel()
+
+
+class StreamReader:
+    """Receives the messages of one stream.
+
+    A stream may wait for its next message as long as nobody else needs its slot. While its requests are in
+    progress, it reads ahead only if a slot is free, because it could not be ended then.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        slots: ReceiveSlots,
+        tasks: Collection[asyncio.Task[None]],
+        end: Callable[[BaseException], None],
+    ) -> None:
+        self._context = context
+        self._slots = slots
+        self._tasks = tasks  # the requests in progress
+        self.end = end
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks
+
+    async def read(self) -> Any:
+        """Return the next message or EOF."""
+        while self._tasks:
+            if self._slots.try_acquire():
+                self._slots.add_stream(self)
+                return await self._read()
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(FAST_RECEIVE_S, self._take_slot)
+        try:
+            return await self._read()
+        finally:
+            timer.cancel()
+
+    async def _read(self) -> Any:
+        try:
+            return await self._context.read()
+        finally:
+            self._slots.release_stream(self)
+
+    def _take_slot(self) -> None:
+        try:
+            self._slots.acquire()
+        except MemoryBudgetExceeded as exc:
+            self.end(exc)
+        else:
+            self._slots.add_stream(self)
