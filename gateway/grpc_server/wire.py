@@ -87,32 +87,34 @@ def iterate_fields(data: bytes, start: int, end: int) -> Iterator[FieldSpan]:
 
 
 def remove_fields(
-    data: bytes, removed: frozenset[int], nested: Mapping[int, frozenset[int]]
+    data: bytes, removed: frozenset[int], nested: Mapping[int, frozenset[int]], max_bytes: int
 ) -> bytes:
     """Return the message without its fields `removed`, and its messages without those of `nested`.
 
-    Raises `MalformedRequest` for an invalid message, or one with more than `MAX_FIELDS` fields.
+    Raises `MalformedRequest` for an invalid message, one with more than `MAX_FIELDS` fields, or one of which
+    more than `max_bytes` would remain.
     """
     kept: list[bytes] = []
-    budget = FieldBudget()
+    budget = FieldBudget(max_bytes)
     for field in budget.limit(iterate_fields(data, 0, len(data))):
         if field.number in removed:
             continue
         inner = nested.get(field.number)
         if inner is None or field.wire_type != LENGTH_DELIMITED:
-            kept.append(data[field.start : field.end])
+            kept.append(budget.copy(data, field))
             continue
         spans = budget.limit(iterate_fields(data, field.value_start, field.end))
-        parts = [data[span.start : span.end] for span in spans if span.number not in inner]
+        parts = [budget.copy(data, span) for span in spans if span.number not in inner]
         kept.append(encode_field(field.number, b"".join(parts)))
     return b"".join(kept)
 
 
 class FieldBudget:
-    """Counts the fields of a message and of the messages in it."""
+    """Counts the fields of a message and of the messages in it, and the bytes that are copied of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._remaining = MAX_FIELDS
+        self._max_bytes = self._remaining_bytes = max_bytes
 
     def limit(self, fields: Iterable[FieldSpan]) -> Iterator[FieldSpan]:
         """Yield the fields. Raises `MalformedRequest` for too many."""
@@ -121,6 +123,15 @@ class FieldBudget:
             if self._remaining < 0:
                 raise MalformedRequest(f"the message has more than {MAX_FIELDS} fields")
             yield field
+
+    def copy(self, data: bytes, field: FieldSpan) -> bytes:
+        """Raises `MalformedRequest` for too many bytes."""
+        self._remaining_bytes -= field.end - field.start
+        if self._remaining_bytes < 0:
+            raise MalformedRequest(
+                f"the names, shapes and parameters take more than {self._max_bytes} bytes"
+            )
+        return data[field.start : field.end]
 
 
 def invalid_message() -> MalformedRequest:
