@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from gateway.fleet.on_demand_models import ModelUsage
 from gateway.fleet.scaler_messages import SERVICE, decode_message, encode_message
+from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import CommandError
 
 log = logging.getLogger(__name__)
@@ -19,10 +21,34 @@ log = logging.getLogger(__name__)
 METRIC_NAME: Final = "demand"
 ACTIVITY_POLL_S: Final = 0.02
 CLOSE_TIMEOUT_S: Final = 1.0
+# The port is open to the cluster, and KEDA's operator has one connection and a stream for each scaled object.
+SERVER_OPTIONS: Final = (
+    # Otherwise a second process could listen on the port as well, and get a part of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 16 << 10),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 8 << 10),
+    ("grpc.max_concurrent_streams", 100),
+    ("grpc.max_allowed_incoming_connections", 100),
+)
 # Defaults of the metadata of a trigger.
 TARGET_KEY, DEFAULT_TARGET = "targetValue", 8.0
 LINGER_KEY, DEFAULT_LINGER_S = "lingerSeconds", 30.0
 MAX_METADATA_VALUE: Final = 1e6
+
+
+@dataclass(eq=False)
+class ActivityWatch:
+    """One stream that reports whether the fleet is needed."""
+
+    linger_s: float
+    is_active: bool
+    changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    def update(self, is_active: bool) -> None:
+        if is_active is not self.is_active:
+            self.is_active = is_active
+            self.changed.set()
 
 
 @dataclass(eq=False, repr=False)
@@ -32,10 +58,11 @@ class FleetScaler:
     _usage: ModelUsage
     _port: int
     _server: grpc.aio.Server = field(init=False)
+    _poller: asyncio.Task[None] = field(init=False)
+    _watches: set[ActivityWatch] = field(init=False, default_factory=set)
 
     async def __aenter__(self) -> FleetScaler:
-        # Otherwise a second process could listen on the port as well, and get a part of the calls.
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         unary = grpc.unary_unary_rpc_method_handler
         handlers = {
             "IsActive": unary(self._check_active),
@@ -50,10 +77,12 @@ class FleetScaler:
         except RuntimeError:
             raise CommandError(f"GATEWAY_SCALER_PORT: port {self._port} is in use") from None
         await self._server.start()
+        self._poller = asyncio.create_task(self._poll_activity())
         log.info("the external scaler of KEDA listens on port %d", self._port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await cancel_tasks([self._poller])
         await self._server.stop(0)
         await self._server.wait_for_termination(CLOSE_TIMEOUT_S)
 
@@ -61,23 +90,33 @@ class FleetScaler:
         """Return whether requests run or wait, or did until a short time ago."""
         return self._usage.count_demand() > 0 or self._usage.idle_s < linger_s
 
-    async def _check_active(self, raw: bytes, _: Any) -> bytes:
-        linger_s = read_metadata(raw, LINGER_KEY, DEFAULT_LINGER_S)
-        return encode_message("IsActiveResponse", result=self.is_active(linger_s))
-
-    async def _stream_activity(self, raw: bytes, _: Any) -> AsyncIterator[bytes]:
-        """Yield the state now, and at once when it changes."""
-        linger_s = read_metadata(raw, LINGER_KEY, DEFAULT_LINGER_S)
-        last: bool | None = None
+    async def _poll_activity(self) -> None:
         while True:
-            active = self.is_active(linger_s)
-            if active is not last:
-                last = active
-                yield encode_message("IsActiveResponse", result=active)
+            if self._watches:
+                demand, idle_s = self._usage.count_demand(), self._usage.idle_s
+                for watch in self._watches:
+                    watch.update(demand > 0 or idle_s < watch.linger_s)
             await asyncio.sleep(ACTIVITY_POLL_S)
 
-    async def _describe_metric(self, raw: bytes, _: Any) -> bytes:
-        target = read_metadata(raw, TARGET_KEY, DEFAULT_TARGET)
+    async def _check_active(self, raw: bytes, context: Any) -> bytes:
+        linger_s = await read_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
+        return encode_message("IsActiveResponse", result=self.is_active(linger_s))
+
+    async def _stream_activity(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Yield the state now, and at once when it changes."""
+        linger_s = await read_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
+        watch = ActivityWatch(linger_s, self.is_active(linger_s))
+        self._watches.add(watch)
+        try:
+            while True:
+                watch.changed.clear()
+                yield encode_message("IsActiveResponse", result=watch.is_active)
+                await watch.changed.wait()
+        finally:
+            self._watches.discard(watch)
+
+    async def _describe_metric(self, raw: bytes, context: Any) -> bytes:
+        target = await read_metadata(raw, context, TARGET_KEY, DEFAULT_TARGET)
         spec = {
             "metricName": METRIC_NAME,
             "targetSize": max(round(target), 1),
@@ -95,9 +134,14 @@ class FleetScaler:
         return encode_message("GetMetricsResponse", metricValues=[value])
 
 
-def read_metadata(raw: bytes, key: str, default: float) -> float:
+async def read_metadata(raw: bytes, context: Any, key: str, default: float) -> float:
     """Return a number of the trigger's metadata, or the default if it is missing or invalid."""
-    reference = decode_message("ScaledObjectRef", raw)
+    try:
+        reference = decode_message("ScaledObjectRef", raw)
+    except DecodeError:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, "the message is not a ScaledObjectRef"
+        )
     written = {entry.key: entry.value for entry in reference.scalerMetadata}.get(key, "")
     try:
         value = float(written)

@@ -15,7 +15,7 @@ from tests.support.grpc_gateway import (
     grpc_gateway,
     metric,
 )
-from tests.support.http2 import DATA, END_STREAM, Http2Connection, encode_frame, encode_message
+from tests.support.http2 import Http2Connection, encode_message
 from tests.support.servers import free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -37,13 +37,6 @@ def served() -> Iterator[GrpcGateway]:
         f"http://127.0.0.1:{port}", **limits, max_connections_per_client="0"
     ) as gateway:
         yield gateway
-
-
-def call_frames(client: Http2Connection, method: str, message: bytes = b"") -> bytes:
-    """A complete call, as it is sent without waiting for its response."""
-    header = client.header(method)
-    stream = int.from_bytes(header[5:9], "big")
-    return header + encode_frame(DATA, END_STREAM, stream, encode_message(message))
 
 
 @pytest.mark.parametrize("size", [3 << 10, 4 << 20])
@@ -88,9 +81,9 @@ def test_a_silent_stream_of_reflection_ends(served: GrpcGateway) -> None:
 def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
     with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
         for client in (first, second):
-            client.send(*(call_frames(client, WATCH) for _ in range(MAX_WATCHES // 2)))
+            client.send(*(client.call(WATCH) for _ in range(MAX_WATCHES // 2)))
         wait_until(lambda: metric(served, IN_PROGRESS) == MAX_WATCHES)
-        second.send(call_frames(second, WATCH))
+        second.send(second.call(WATCH))
         assert second.wait_for_status() == RESOURCE_EXHAUSTED
         assert call_bytes(served.address, CHECK, b"")
     wait_until(lambda: metric(served, IN_PROGRESS) == 0)
@@ -101,14 +94,14 @@ def test_one_client_cannot_hold_calls_without_limit() -> None:
     limits = {"max_connections_per_client": str(CALLS_PER_CLIENT)}
     with grpc_gateway(f"http://127.0.0.1:{port}", **limits) as served:
         with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
-            first.send(*(call_frames(first, WATCH) for _ in range(CALLS_PER_CLIENT)))
+            first.send(*(first.call(WATCH) for _ in range(CALLS_PER_CLIENT)))
             wait_until(lambda: metric(served, IN_PROGRESS) == CALLS_PER_CLIENT)
-            second.send(*(call_frames(second, WATCH) for _ in range(CALLS_PER_CLIENT)))
+            second.send(*(second.call(WATCH) for _ in range(CALLS_PER_CLIENT)))
             statuses = {second.wait_for_status() for _ in range(CALLS_PER_CLIENT)}
             assert statuses == {RESOURCE_EXHAUSTED}
             assert metric(served, IN_PROGRESS) == CALLS_PER_CLIENT
             with Http2Connection(served.address, source="127.0.0.2") as other:
-                other.send(call_frames(other, CHECK))
+                other.send(other.call(CHECK))
                 assert other.wait_for_status() == 0
         wait_until(lambda: metric(served, IN_PROGRESS) == 0)
         assert call_bytes(served.address, CHECK, b"")

@@ -991,6 +991,12 @@ GRPC = (
         {"faults/test_grpc_strangers": ["one_client_cannot_hold_calls_without_limit"]},
     ),
     Row(
+        "messages above 16 KiB, invalid ones and hundreds of streams at the external scaler",
+        "`RESOURCE_EXHAUSTED`, `INVALID_ARGUMENT`; of one connection, 100 streams are served, and other "
+        "connections",
+        {"system/test_scaler": ["bad_clients_of_the_scaler_are_refused"]},
+    ),
+    Row(
         "bytes that are not the protobuf message of the method, unknown methods",
         "`INVALID_ARGUMENT`, `UNIMPLEMENTED`; Triton keeps running",
         {

@@ -15,6 +15,7 @@ from gateway.errors import GatewayError
 from gateway.exposition.families import InvalidExposition
 from gateway.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.grpc_server.infer_request import MAX_DECODED_BYTES, read_infer_request
+from gateway.grpc_server.reflection import MAX_REFLECTION_BYTES, ReflectionService
 from gateway.model_files.archives import PIECE_BYTES, ArchiveLimits, read_archive
 from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.model_config import check_data_config, parse_model_config
@@ -89,6 +90,7 @@ def body_targets() -> Iterator[Target]:
 
 
 def targets() -> list[Target]:
+    reflection = ReflectionService()
     images = [body for bodies in IMAGES.values() for body in bodies]
     page = (ROOT / "tests/data/triton_metrics.txt").read_bytes()[: MAX_INPUT_BYTES // 8]
     predict = [b'{"instances": [[1, 2], [3, 4]]}', b'{"inputs": {"X": [[1.5]]}}']
@@ -117,6 +119,10 @@ def targets() -> list[Target]:
             (InvalidExposition,),
         ),
         Target("gRPC inference requests", read_infer_request, infer_messages(), REFUSALS),
+        Target(
+            "gRPC reflection", lambda data: reflection.build_response(data[:MAX_REFLECTION_BYTES]),
+            [b"\x3a\0", b"\x22\3a.b"], REFUSALS,
+        ),
         *screening_targets(),
         *upload_targets(),
     ]  # fmt: skip

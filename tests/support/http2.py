@@ -70,6 +70,12 @@ class Http2Connection:
         block = b"".join(encode_header(name, value) for name, value in fields.items())
         return encode_frame(HEADERS, END_HEADERS, stream, block)
 
+    def call(self, method: str, message: bytes = b"") -> bytes:
+        """The frames of a complete call on a new stream."""
+        stream = self._next_stream
+        data = encode_frame(DATA, END_STREAM, stream, encode_message(message))
+        return self.header(method) + data
+
     def send_data(self, stream: int, data: bytes, *, is_last: bool = False) -> None:
         """Send data without waiting for the server's flow control."""
         pieces = [

@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from gateway.fleet.scaler_messages import SERVICE, decode_message, encode_message
 from tests.support.from_zero import send_request, sleeping_fleet
+from tests.support.grpc_gateway import failure
+from tests.support.http2 import DATA, Http2Connection
 from tests.support.on_demand import metric
 from tests.support.servers import Command, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
 COUNT = 100
+MAX_STREAMS = 100
+ACTIVITY = f"/{SERVICE}/StreamIsActive"
 LINGER_S = 1.0
 
 
@@ -35,6 +40,11 @@ class ScalerClient:
         call = self._channel.unary_unary(f"/{SERVICE}/{method}")
         raw = call(encode_message(request, **fields), timeout=TIMEOUT_S)
         return decode_message(response, raw)
+
+    def call_bytes(self, method: str, message: bytes) -> list[bytes]:
+        """The responses to a message as it is. Raises `grpc.RpcError`."""
+        call = self._channel.unary_stream(f"/{SERVICE}/{method}")
+        return list(call(message, timeout=TIMEOUT_S))
 
     def is_active(self) -> bool:
         found = self._call("IsActive", "ScaledObjectRef", "IsActiveResponse", **self.reference)
@@ -125,6 +135,23 @@ def test_the_metric_of_the_scaler_is_on_the_metrics_page(tmp_path: Path) -> None
         fleet.triton.start()
         assert {answer.result().status_code for answer in answers} == {200}
         wait_until(lambda: metric(fleet, "gateway_demand") == 0)
+
+
+def test_bad_clients_of_the_scaler_are_refused(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    large = encode_message("ScaledObjectRef", name="n" * (32 << 10))
+    with sleeping_fleet(tmp_path, scaler_port=str(port)), scaler_client(port) as scaler:
+        for method in ("IsActive", "StreamIsActive", "GetMetricSpec"):
+            for message, code in ((b"\xff\xff", "INVALID_ARGUMENT"), (large, "RESOURCE_EXHAUSTED")):
+                assert failure(scaler.call_bytes, method, message)[0] == code
+        reference = encode_message("ScaledObjectRef", name="triton")
+        with Http2Connection(f"127.0.0.1:{port}") as flood:
+            flood.send(*(flood.call(ACTIVITY, reference) for _ in range(2 * MAX_STREAMS)))
+            for _ in range(MAX_STREAMS):
+                assert flood.wait_for(DATA).payload
+            with pytest.raises(TimeoutError):
+                flood.wait_for(DATA, timeout_s=1)
+            assert not scaler.is_active()
 
 
 def test_a_port_in_use_is_said_at_the_start(tmp_path: Path) -> None:
