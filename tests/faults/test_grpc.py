@@ -358,28 +358,40 @@ def test_large_metadata_is_refused(served: GrpcGateway) -> None:
     assert serves(served)
 
 
-def test_a_replica_that_is_killed_in_a_stream_costs_only_its_requests(folder: Path) -> None:
-    tritons = [Triton(folder, *MODELS) for _ in range(2)]
-    with tritons[0], tritons[1]:
-        for triton in tritons:
+def test_a_replica_that_is_killed_in_a_stream_costs_only_its_requests(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("killed", "kept")]
+    for each in folders:
+        write_repository(each, AS_WRITTEN, SHARED)
+    killed, kept = (Triton(each, "plain_FP32", "cancellable") for each in folders)
+    patient = {**LIMITS, "request_timeout_s": "60"}
+    with killed, kept, grpc_gateway(url_of(killed), url_of(kept), **patient) as gateway:
+        for triton in (killed, kept):
             triton.wait()
-        with grpc_gateway(*map(url_of, tritons), **LIMITS) as gateway:
-            outcomes: Queue[tuple[Any, Any]] = Queue()
-            with triton_grpc.InferenceServerClient(gateway.address) as client:
-                client.start_stream(lambda result, error: outcomes.put((result, error)))
-                seconds = make_input("SECONDS", np.full((1, 1), 1, np.float32), "FP32")
-                for _ in range(4):
-                    client.async_stream_infer("cancellable", [seconds])
-                wait_until(lambda: all(outstanding(gateway).values()))
-                tritons[0].kill()
-                first = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
-                failed = [str(error) for _, error in first if error is not None]
-                assert 0 < len(failed) < 4
-                assert all("closed its gRPC connection" in text for text in failed)
-                for _ in range(10):
-                    client.async_stream_infer("plain_FP32", [fp32(1, shape=(1, 1))])
-                assert [outcomes.get(timeout=TIMEOUT_S)[1] for _ in range(10)] == [None] * 10
-                client.stop_stream()
+        wait_until(lambda: count_ready(gateway, "cancellable") == 2)
+        outcomes: Queue[tuple[Any, Any]] = Queue()
+        with triton_grpc.InferenceServerClient(gateway.address) as client:
+            client.start_stream(lambda result, error: outcomes.put((result, error)))
+            seconds = make_input("SECONDS", np.full((1, 1), 2, np.float32), "FP32")
+            for _ in range(4):
+                client.async_stream_infer("cancellable", [seconds])
+            # A request that has not reached the model could be sent to the other replica.
+            for each in folders:
+                wait_until((each / "cancellable" / "begun").exists)
+            killed.kill()
+            first = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
+            failed = [str(error) for _, error in first if error is not None]
+            assert 0 < len(failed) < 4
+            assert all("closed its gRPC connection" in text for text in failed)
+            for _ in range(10):
+                client.async_stream_infer("plain_FP32", [fp32(1, shape=(1, 1))])
+            assert [outcomes.get(timeout=TIMEOUT_S)[1] for _ in range(10)] == [None] * 10
+            client.stop_stream()
+
+
+def count_ready(gateway: GrpcGateway, model: str) -> int:
+    """The number of replicas that the gateway would send a request to."""
+    replicas = gateway.http.get("/v1/replicas").json()["replicas"]
+    return sum(each["models"].get(model) == "READY" for each in replicas)
 
 
 def outstanding(gateway: GrpcGateway) -> dict[str, int]:
