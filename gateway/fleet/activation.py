@@ -33,6 +33,7 @@ from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.tasks import cancel_tasks
 from gateway.http_client.connection import RequestNotSent
+from gateway.keys import Right
 from gateway.request_info import current_request_info
 from gateway.triton.error_mapping import LoadFailed
 
@@ -137,7 +138,10 @@ class ModelActivator:
                 if remaining_s <= 0:
                     raise self._build_timeout_error(model, load)
                 await asyncio.wait([load.task], timeout=remaining_s)
-            obstacle = load.task.result()
+            try:
+                obstacle = load.task.result()
+            except LoadFailed as exc:
+                raise build_load_error(exc.model, exc.reason) from exc
             if obstacle is not None:
                 raise build_no_room_error(model, obstacle)
             with anyio.move_on_after(started_at + timeout_s - perf_counter()):
@@ -170,7 +174,7 @@ class ModelActivator:
     def _check_backoff(self, model: str) -> None:
         failure = self._failures.get(model)
         if failure is not None and perf_counter() < failure.backoff.not_before:
-            raise LoadFailed(model, failure.reason)
+            raise build_load_error(model, failure.reason)
 
     # The load.
 
@@ -280,6 +284,14 @@ class ModelActivator:
             known = self._pool.has_model(model)
             return ModelNotReady(model, version) if known else UnknownModel(model, version)
         return NoReplica()
+
+
+def build_load_error(model: str, reason: str) -> LoadFailed:
+    """Return the error with the reason only for callers that may read it: it can name other models."""
+    info = current_request_info.get()
+    if info is None or Right.fleet in info.caller.rights:
+        return LoadFailed(model, reason)
+    return LoadFailed(model, "an administrator finds the reason in GET /v1/models, and in the log")
 
 
 def build_no_room_error(model: str, obstacle: NoPlacement) -> NoRoom:

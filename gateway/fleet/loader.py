@@ -140,7 +140,12 @@ class ModelLoader:
             await self._pool.monitor.probe(replica)
             if self._pool.replica_state(replica) is not HealthState.UP:
                 raise
-            log.warning("%s; managing models over HTTP, which stalls inference", exc.detail)
+            log.warning(
+                "replica %s: %s (%s); managing models over HTTP, which stalls inference",
+                replica.name,
+                exc.detail,
+                address.grpc_target,
+            )
             await self._send_action_over_http(replica, action)
 
     async def _send_action_over_http(self, replica: Replica, action: ModelAction) -> None:

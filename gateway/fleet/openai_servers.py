@@ -41,10 +41,9 @@ class OpenAIServers:
 
         Raises `RequestNotSent` if none does, `BadUpstream` or `DeadlinePassed`.
         """
-        clients = sorted(self._clients, key=attrgetter("outstanding"))
-        for client in clients[:-1]:
+        for client in sorted(self._clients, key=attrgetter("outstanding")):
             try:
                 return await client.send(b"POST", path, headers, body, timeout_s=timeout_s)
-            except RequestNotSent as exc:
-                log.warning("trying another OpenAI server: %s", exc.detail)
-        return await clients[-1].send(b"POST", path, headers, body, timeout_s=timeout_s)
+            except RequestNotSent:
+                log.warning("OpenAI server %s cannot be reached", client.authority)
+        raise RequestNotSent("no OpenAI server can be reached")

@@ -82,7 +82,7 @@ class SequenceRouter:
             holder = next((replica for replica in holders if replica.name == known[0]), None)
             if holder is None:
                 raise SequenceNotRunning(
-                    model, step.sequence_id, f"its replica {known[0]} is no longer available"
+                    model, step.sequence_id, "its replica is no longer available"
                 )
             chosen = holder
         self._remember(key, chosen.name)

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Final
 
 from gateway.admission import AdmissionQueue
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, TooLarge, UpstreamResponseTooLarge
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.label_router import ActiveLabel
 from gateway.fleet.output_comparison import DIFFERENT, Arrays, Comparison, compare_outputs
@@ -104,6 +104,8 @@ class ShadowRunner:
         current_request_info.set(None)  # its log line and metrics are complete
         try:
             comparison = await self._compare(copy)
+        except (TooLarge, UpstreamResponseTooLarge) as exc:
+            comparison = Comparison(DROPPED, exc.detail)
         except GatewayError as exc:
             comparison = Comparison(FAILED, exc.detail)
         self.count_result(copy.label, copy.shadow, comparison.result)

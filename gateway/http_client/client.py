@@ -150,8 +150,8 @@ class HttpClient:
             UpstreamConnection
         ] = []  # a stack: the most recently used first
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._host_header = f"host: {self._authority}\r\n".encode("latin-1")
+        self.authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._host_header = f"host: {self.authority}\r\n".encode("latin-1")
 
     async def send(
         self,
@@ -178,7 +178,7 @@ class HttpClient:
             if connection is None:
                 connection = await self._connect(timeout_s)
                 if not connection.is_usable:
-                    raise RequestNotSent(f"the replica {self._authority} closed a new connection")
+                    raise RequestNotSent("the replica closed a new connection")
             head, chunked = self._build_head(method, target, headers)
             connection.begin_request(timeout_s)
             if isinstance(body, (bytes, list)):
@@ -273,9 +273,7 @@ class HttpClient:
             if timeout_s < self._connect_timeout_s and isinstance(exc, TimeoutError):
                 raise DeadlinePassed(round(timeout_s, 3)) from exc
             refused = not isinstance(exc, TimeoutError)
-            raise RequestNotSent(
-                f"the replica {self._authority} cannot be reached", is_refused=refused
-            ) from exc
+            raise RequestNotSent("the replica cannot be reached", is_refused=refused) from exc
         return connection
 
     def _release_fresh(self, connection: UpstreamConnection | None) -> None:

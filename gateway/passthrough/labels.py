@@ -15,7 +15,7 @@ from gateway.errors import BadUpstream, ModelNotReady, UnknownModel
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.output_comparison import Arrays
 from gateway.fleet.resolver import LabelledTarget
-from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.fleet.shadows import DROPPED, MAX_INLINE_BYTES, ShadowCopy, ShadowRunner
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse, UpstreamResponse
 from gateway.http_client.connection import Headers
@@ -181,14 +181,31 @@ async def read_outputs(route: MatchedRoute, reply: CompleteResponse, *, max_byte
     encoding = reply.header(b"content-encoding").decode("latin-1")
     if encoding in ZLIB_WBITS:
         chunks = inflate_chunks(iterate_once(reply.body), ZLIB_WBITS[encoding])
-        pieces = [piece async for piece in limit_length(chunks, 16 * max_bytes)]
+        pieces = [piece async for piece in limit_length(chunks, max_bytes)]
         reply = reply._replace(body=b"".join(pieces))
     if isinstance(route.action, Forwarding) and route.action.has_tensors:
         return (await decode_http_response(reply)).outputs
+    if len(reply.body) <= MAX_INLINE_BYTES:
+        return parse_generate_outputs(reply.body)
+    return await asyncio.to_thread(parse_generate_outputs, reply.body)
+
+
+def parse_generate_outputs(body: bytes) -> Arrays:
+    """Return the outputs of a response of `generate` as flat arrays. Raises `BadUpstream`."""
     try:
-        document = orjson.loads(reply.body)
+        document = orjson.loads(body)
         return {
-            name: np.array(value) for name, value in document.items() if name not in GENERATE_FIELDS
+            name: build_flat_array(value if isinstance(value, list) else [value])
+            for name, value in document.items()
+            if name not in GENERATE_FIELDS
         }
-    except (orjson.JSONDecodeError, AttributeError, ValueError) as exc:
+    except (AttributeError, TypeError, ValueError, OverflowError) as exc:
         raise BadUpstream("the response of generate is not a JSON object") from exc
+
+
+def build_flat_array(values: list[Any]) -> np.ndarray:
+    """Return numbers as such and all else as objects: NumPy's own strings are padded to the longest one."""
+    if all(isinstance(value, (int, float)) for value in values):
+        return np.array(values)
+    texts = (value if isinstance(value, str) else orjson.dumps(value) for value in values)
+    return np.fromiter(texts, object, len(values))

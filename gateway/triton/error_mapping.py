@@ -41,6 +41,7 @@ MAX_LOGGED_BYTES = 16_384
 # The stack trace that Triton's Python backend appends.
 STACK_TRACE = re.compile(r"\n[ \t]*At:[ \t]*\n.*", re.S)
 FOLDER_PATH = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
+URL = re.compile(r"\b(?:\w{1,20}://|ipv[46]:)[^\s'\"),;]+")
 POINTER = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 SHARED_MEMORY_REGION = re.compile(r"\b/?triton_(?:python_backend_shm_region|gateway)_[\w-]+")
 # Wrappers around the reason that do not help to correct a request.
@@ -58,14 +59,17 @@ WRAPPER_PATTERNS = (
 
 
 def sanitize_message(text: str) -> str:
-    """Return the reason on one line, without stack traces, folders, pointers and shared memory names."""
+    """Return the reason on one line, without what describes the inside of the server.
+
+    That is stack traces, folders, URLs, addresses, pointers and names of shared memory.
+    """
     text = STACK_TRACE.sub("", text[:MAX_ERROR_CHARS].strip())
     previous = ""
     while text != previous:
         previous = text
         for wrapper in WRAPPER_PATTERNS:
             text = wrapper.sub("", text)
-    for pattern in (FOLDER_PATH, POINTER, SHARED_MEMORY_REGION):
+    for pattern in (URL, FOLDER_PATH, POINTER, SHARED_MEMORY_REGION):
         text = pattern.sub("", text)
     return " ".join(text.split()).rstrip(" ;")
 
@@ -77,6 +81,7 @@ class LoadFailed(GatewayError):
 
     def __init__(self, model: str, reason: str, verb: str = "load") -> None:
         super().__init__(f"failed to {verb} {quote_text(model)}: {reason}")
+        self.model = model
         self.reason = reason
 
 

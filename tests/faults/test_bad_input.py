@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +16,7 @@ import pytest
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.errors import assert_error
 from tests.support.fake_triton import port_of
-from tests.support.measurements import assert_number, process_tree
+from tests.support.measurements import assert_number, forget_peaks, peak_bytes, process_tree
 from tests.support.model_zoo.zoo import AS_WRITTEN, Zoo
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S
@@ -97,18 +95,6 @@ def test_tensors_that_cannot_be_are_the_clients_mistake_on_the_way_through(
     print(f"{len(TENSORS) + 3} requests: {dict(seen)}")
     assert wrong == [], "\n".join(map(str, wrong))
     assert client.post(f"{url}/infer", json={"inputs": [GOOD]}).status_code == 200
-
-
-def forget_peaks(pid: int) -> None:
-    """Let the peaks of a gateway's memory begin at what it has now (proc_pid_clear_refs(5))."""
-    for each in process_tree(pid):
-        Path(f"/proc/{each}/clear_refs").write_text("5")
-
-
-def peak_bytes(pid: int) -> int:
-    """The most memory that a gateway's processes had, each at its own time."""
-    statuses = [Path(f"/proc/{each}/status").read_text() for each in process_tree(pid)]
-    return sum(int(re.findall(r"VmHWM:\s*(\d+) kB", each)[0]) * 1024 for each in statuses)
 
 
 def test_ten_gigabytes_in_ten_megabytes_are_413_and_never_in_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,26 +23,39 @@ from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.shadows import ShadowRunner
 from gateway.metrics import Metrics
 from gateway.version_labels import Shadow, VersionLabel
+from tests.support.measurements import forget_peaks, peak_bytes
 from tests.support.servers import Command, Triton, gateway
-from tests.support.versioned import LABELS, NAME, V1_BODY, V2_BODY, set_behaviour, write_versions
+from tests.support.versioned import (
+    NAME,
+    V1_BODY,
+    V2_BODY,
+    set_behaviour,
+    write_version,
+    write_versions,
+)
 from tests.support.wait import wait_until
 
 QUICK = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "max_shadow_bytes": "200000"}
 V1, V2 = f"/v1/models/{NAME}/versions/stable", f"/v2/models/{NAME}/versions/stable"
+TEXTS = "texts"
 Results = dict[str, float]
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_versions(tmp_path_factory.mktemp("models"))
+    folder = write_versions(tmp_path_factory.mktemp("models"))
+    for version in (1, 2):
+        write_version(folder, version, name=TEXTS, datatype="STRING")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def served(repository: Path) -> Iterator[tuple[httpx.Client, Command]]:
-    with Triton(repository, NAME) as triton:
+    with Triton(repository, NAME, TEXTS) as triton:
         triton.wait()
         with gateway(triton.options.url, **QUICK) as (client, command):
-            wait_until(lambda: client.get(f"/v1/models/{NAME}").status_code == 200)
+            for model in (NAME, TEXTS):
+                wait_until(lambda: client.get(f"/v1/models/{model}").status_code == 200)  # noqa: B023
             yield client, command
 
 
@@ -52,20 +66,20 @@ def client(served: tuple[httpx.Client, Command], repository: Path) -> httpx.Clie
     return served[0]
 
 
-def put(client: httpx.Client, **shadow: Any) -> None:
+def put(client: httpx.Client, model: str = NAME, **shadow: Any) -> None:
     label = {"version": "1", "shadow": {"version": "2", **shadow}}
-    client.put(f"{LABELS}/stable", json=label).raise_for_status()
+    client.put(f"/v1/models/{model}/labels/stable", json=label).raise_for_status()
 
 
 def read_results(client: httpx.Client) -> Results:
-    page = client.get("/metrics").text
-    return {
-        sample.labels["result"]: sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == "gateway_shadow_requests_total"
-        and (sample.labels["label"], sample.labels["version"]) == ("stable", "2")
-    }
+    results: Results = defaultdict(float)
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = sample.labels
+            if sample.name == "gateway_shadow_requests_total":
+                assert (labels["label"], labels["version"]) == ("stable", "2")
+                results[labels["result"]] += sample.value
+    return results
 
 
 def results_of(client: httpx.Client, count: int, send: Callable[[], object]) -> Results:
@@ -179,6 +193,27 @@ def test_a_large_body_is_copied_up_to_the_limit(client: httpx.Client) -> None:
             assert results_of(client, 1, sent) == {result: 1}
         npy = {"inputs": {"X": values[0].tolist()}}
         assert results_of(client, 1, post(client, f"{V1}/infer", npy)) == {result: 1}
+
+
+def test_texts_of_any_length_are_compared_in_little_memory(
+    served: tuple[httpx.Client, Command], client: httpx.Client
+) -> None:
+    """NumPy's own strings are as long as the longest of them: these would take 320 MB, twice."""
+    pid = served[1].pid
+    put(client, TEXTS)
+    body = {"X": ["a" * 40_000, *"b" * 2_000]}
+    path = f"/v2/models/{TEXTS}/versions/stable/generate"
+    assert results_of(client, 1, post(client, path, {"X": ["a"]})) == {"equal": 1}
+    forget_peaks(pid)
+    before = peak_bytes(pid)
+    assert results_of(client, 1, post(client, path, body)) == {"equal": 1}
+    grown = (peak_bytes(pid) - before) / (1 << 20)
+    print(f"comparing texts of 46 KB takes {grown:.1f} MiB")
+    assert grown < 64
+    # What is larger when it is inflated is not compared.
+    body = {"X": ["a" * 250_000]}
+    send = post(client, path, body, headers={"Accept-Encoding": "gzip"})
+    assert results_of(client, 1, send) == {"dropped": 1}
 
 
 def test_streams_and_other_versions_are_not_copied(client: httpx.Client) -> None:

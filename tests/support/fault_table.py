@@ -901,7 +901,7 @@ ATTACKS = (
     ),
     Row(
         "exceptions provoked in a model",
-        "their reason without paths, stack traces, addresses and shared memory names",
+        "their reason without paths, URLs, stack traces, pointers and shared memory names",
         {
             "integration/test_infer": ["an_exception_in_a_model_tells_its_reason_and_nothing_else"],
             "integration/test_v2": ["an_error_after_events_tells_nothing_of_the_inside"],
@@ -928,6 +928,21 @@ ATTACKS = (
                 "tritonserver_outlives_fifty_thousand_that_leave_at_any_moment"
             ]
         },
+    ),
+    Row(
+        "a key for inference provokes errors of replicas, servers of completions and loads on demand",
+        "no error contains an address, or the reason of a failed load, which can name other models; "
+        "both are in the log",
+        {
+            "system/test_fleet_failures": ["no_error_tells_a_caller_the_address_of_a_replica"],
+            "system/test_on_demand": ["a_key_for_inference_does_not_read_why_a_load_failed"],
+        },
+    ),
+    Row(
+        "a response of one long text and thousands of short ones, which a shadow version repeats",
+        "compared in memory that is linear in its bytes; a response that decompresses beyond the "
+        "limit is not compared",
+        {"integration/test_shadows": ["texts_of_any_length_are_compared_in_little_memory"]},
     ),
     Row(
         "large uploads that never end",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,18 @@ def memory_bytes(pid: int) -> int:
         with suppress(OSError):  # it has just ended
             pages += int(Path(f"/proc/{each}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def forget_peaks(pid: int) -> None:
+    """Let the peaks of a gateway's memory begin at what it has now (proc_pid_clear_refs(5))."""
+    for each in process_tree(pid):
+        Path(f"/proc/{each}/clear_refs").write_text("5")
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a gateway's processes had, each at its own time."""
+    statuses = [Path(f"/proc/{each}/status").read_text() for each in process_tree(pid)]
+    return sum(int(re.findall(r"VmHWM:\s*(\d+) kB", each)[0]) * 1024 for each in statuses)
 
 
 def compares_numbers() -> bool:

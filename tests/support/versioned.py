@@ -37,7 +37,8 @@ class TritonPythonModel:
             self.count += 1
             time.sleep(behaviour.get("sleep_s", 0))
             value = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            value = value * value.dtype.type(behaviour.get("factor", 1))
+            if "factor" in behaviour:
+                value = value * value.dtype.type(behaviour["factor"])
             every = behaviour.get("fail_every", 0)
             if every and self.count % every == 0:
                 answers.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("it failed")))
@@ -58,10 +59,10 @@ V2_BODY = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 2], "data":
 LABELS = f"/v1/models/{NAME}/labels"
 
 
-def write_version(repository: Path, version: int) -> None:
-    folder = repository / NAME
+def write_version(repository: Path, version: int, name: str = NAME, datatype: str = "FP32") -> None:
+    folder = repository / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
-    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "config.pbtxt").write_text(CONFIG.replace("FP32", datatype))
     (folder / str(version) / "model.py").write_text(SOURCE)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.errors import assert_error
 from tests.support.fleet import V2_BODY
+from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.on_demand import (
     TRACE_SECONDS,
     IndexWatch,
@@ -36,6 +38,30 @@ MODELS = model_names(12)
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Triton]]:
     with tritons_with(tmp_path_factory.mktemp("three"), 3, MODELS) as tritons:
         yield tritons
+
+
+def test_a_key_for_inference_does_not_read_why_a_load_failed(
+    three: list[Triton], tmp_path: Path
+) -> None:
+    """Triton's reason can name other models, such as a step that an ensemble lacks."""
+    for triton in three:
+        (triton.repository / "model11" / "trouble").write_text("broken")
+    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer"), entry(ADMIN, "admin")])
+    try:
+        with on_demand_fleet(three, keys_file=str(keys), log_level="warning") as fleet:
+            path = "/v2/models/model11/infer"
+            for _ in range(2):  # by its load, and during the pause after it
+                refused = fleet.client.post(path, json=V2_BODY, headers=bearer(INFER))
+                assert_error(refused, 422, "LOAD_FAILED", "an administrator finds the reason")
+                assert "weights.bin" not in refused.text
+            full = fleet.client.post(path, json=V2_BODY, headers=bearer(ADMIN))
+            assert_error(full, 422, "LOAD_FAILED", "weights.bin are broken")
+            assert "weights.bin are broken" in fleet.command.wait_for("loading model model11 on")
+            models = fleet.client.get("/v1/models", headers=bearer(ADMIN)).json()["models"]
+            assert any("weights.bin are broken" in str(each) for each in models)
+    finally:
+        for triton in three:
+            (triton.repository / "model11" / "trouble").unlink()
 
 
 def test_a_hundred_first_requests_share_one_load(three: list[Triton]) -> None:

@@ -126,7 +126,10 @@ def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
         ("load failed for model 'x': version 1 is at UNAVAILABLE state: Internal: "
          "TritonModelException: no file" + STACK + ";\n", "no file"),
         ("failed to load 'x', version 1 is at UNAVAILABLE state: Internal: no file" + STACK, "no file"),
-        ("a ratio of 3/4 and a URL http://host/path stay", "a ratio of 3/4 and a URL http://host/path stay"),
+        ("a ratio of 3/4 stays", "a ratio of 3/4 stays"),
+        ("cannot read s3://bucket/secret/1 (403)", "cannot read (403)"),
+        ("GET http://10.0.0.7:81/a?b=c: refused", "GET refused"),
+        ("ipv4:10.0.0.7:8001: Failed to connect", "Failed to connect"),
     ],
 )  # fmt: skip
 def test_what_helps_nobody_is_scrubbed(text: str, told: str) -> None:
@@ -134,7 +137,7 @@ def test_what_helps_nobody_is_scrubbed(text: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["\n", "\n ", "model ", "input ", "At:\n", "/a", "in ensemble '", "0x"]
+    "part", ["\n", "\n ", "model ", "input ", "At:\n", "/a", "in ensemble '", "0x", "a://", "ipv4:"]
 )
 def test_no_text_of_a_clients_making_costs_more_than_its_length(part: str) -> None:
     """Triton's errors quote input names and ids: each pattern must be linear, or what it reads short."""
