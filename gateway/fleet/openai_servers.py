@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Final
 
 from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
 from gateway.http_client.client import HttpClient, UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
 
 log = logging.getLogger(__name__)
+
+MAX_LABELLED_MODELS: Final = 64
+OTHER_MODELS: Final = "other"
 
 
 class OpenAIServers:
@@ -29,6 +33,13 @@ class OpenAIServers:
             )
             for address in addresses
         ]
+        self._labelled_models: set[str] = set()
+
+    def get_model_label(self, model: str) -> str:
+        """Return the name for metrics, or `OTHER_MODELS`: some servers accept every name."""
+        if len(self._labelled_models) < MAX_LABELLED_MODELS:
+            self._labelled_models.add(model)
+        return model if model in self._labelled_models else OTHER_MODELS
 
     def close(self) -> None:
         for client in self._clients:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
-from gateway.tensors.text_vectors import parse_object, read_string
+from gateway.tensors.text_vectors import parse_object, read_model_name
 from gateway.tracing import TRACE_CONTEXT_HEADERS
 
 FORWARDED_HEADERS: Final = frozenset((b"accept", *TRACE_CONTEXT_HEADERS))
@@ -27,7 +27,7 @@ class CompletionRequest(NamedTuple):
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
     """Raises `MalformedRequest`."""
-    return CompletionRequest(read_string(parse_object(body), "model"), body)
+    return CompletionRequest(read_model_name(parse_object(body)), body)
 
 
 def build_completion_headers(headers: Headers, length: int) -> Headers:

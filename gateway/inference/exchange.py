@@ -278,9 +278,10 @@ class InferExchange:
         return result
 
     async def build_response(
-        self, results: list[InferResult], render: Callable[[], EncodedBody]
+        self, results: list[InferResult], render: Callable[[], EncodedBody], more_bytes: int = 0
     ) -> Response:
-        is_large = are_large(results)
+        """Return the rendered results, which contain `more_bytes` of the request."""
+        is_large = are_large(results, more_bytes)
         decoders = self.services.decode_executor
         encoded = (
             await self._limit_time(decoders.run_in_thread(0, render)) if is_large else render()

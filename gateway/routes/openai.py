@@ -34,7 +34,6 @@ from gateway.tensors.text_vectors import (
     check_dimensions,
     encode_embeddings,
     encode_ranking,
-    measure_queries,
     parse_embeddings_request,
     parse_rerank_request,
 )
@@ -92,7 +91,7 @@ async def create_completion(request: Request, services: ServicesForInference) ->
         release()
         raise
     if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value
-        info.model = wanted.model
+        info.model = services.openai_servers.get_model_label(wanted.model)
     return RelayedResponse(response, remaining_s, release)
 
 
@@ -109,6 +108,8 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
     with await open_exchange(request, services, wanted.model, deadline=deadline) as exchange:
         limits = services.payload_limits
         payloads = build_rerank_payloads(exchange.signature, wanted, limits.max_bytes)
-        exchange.charge.add(DEFAULT_CODEC.memory_factor * measure_queries(wanted))
+        held_bytes = DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes
+        exchange.charge.add(held_bytes)
         results = await exchange.run_payloads(payloads)
-        return await exchange.build_response(results, partial(encode_ranking, results, wanted))
+        render = partial(encode_ranking, results, wanted)
+        return await exchange.build_response(results, render, wanted.returned_bytes)

@@ -107,9 +107,10 @@ def encode_json_result(result: InferResult) -> EncodedBody:
     return EncodedBody(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), JSON)
 
 
-def are_large(results: Sequence[InferResult]) -> bool:
-    """Return whether the results together take too long to serialize on the event loop."""
-    return sum(result.size_bytes for result in results) > MAX_INLINE_RESULT_BYTES
+def are_large(results: Sequence[InferResult], more_bytes: int = 0) -> bool:
+    """Return whether the results and more bytes take too long to serialize on the event loop."""
+    size_bytes = sum(result.size_bytes for result in results) + more_bytes
+    return size_bytes > MAX_INLINE_RESULT_BYTES
 
 
 def dump_json(value: Any) -> bytes:

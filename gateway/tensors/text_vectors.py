@@ -8,7 +8,7 @@ decide where there are several: `gateway.embedding.<output>`, `gateway.score.<ou
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from gateway.tensors.signature import Signature, TensorSpec
 MAX_TEXTS: Final = 2048
 # A model without a batch dimension runs once for each text.
 MAX_UNBATCHED_TEXTS: Final = 1000
+MAX_MODEL_NAME_CHARS: Final = 256  # no file system has longer names
 ENCODING_FORMATS: Final = ("float", "base64")
 EMBEDDING_HINT: Final = "embedding"
 SCORE_HINT: Final = "score"
@@ -52,6 +53,8 @@ class RerankRequest(NamedTuple):
     documents: list[str]
     top_n: int
     returns_documents: bool
+    query_bytes: int  # of the query, repeated for each document
+    returned_bytes: int  # of the documents in the response
 
 
 # Requests.
@@ -74,7 +77,7 @@ def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
             "(langchain-openai: check_embedding_ctx_length=False)"
         )
     return EmbeddingsRequest(
-        read_string(document, "model"), check_texts(texts, "input"), encoding_format, dimensions
+        read_model_name(document), check_texts(texts, "input"), encoding_format, dimensions
     )
 
 
@@ -90,8 +93,13 @@ def parse_rerank_request(body: bytes) -> RerankRequest:
         top_n = len(documents)
     if type(top_n) is not int or top_n < 1:
         raise MalformedRequest('"top_n" must be a positive integer')
-    model, query = read_string(document, "model"), read_string(document, "query")
-    return RerankRequest(model, query, documents, top_n, document.get("return_documents") is True)
+    model, query = read_model_name(document), read_string(document, "query")
+    returns_documents = document.get("return_documents") is True
+    query_bytes = count_text_bytes([query]) * len(documents)
+    returned_bytes = count_text_bytes(documents) if returns_documents else 0
+    return RerankRequest(
+        model, query, documents, top_n, returns_documents, query_bytes, returned_bytes
+    )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -106,6 +114,17 @@ def read_string(document: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value:
         raise MalformedRequest(f'"{key}" must be a non-empty string')
     return value
+
+
+def read_model_name(document: dict[str, Any]) -> str:
+    name = read_string(document, "model")
+    if len(name) > MAX_MODEL_NAME_CHARS:
+        raise MalformedRequest(f'"model" can have at most {MAX_MODEL_NAME_CHARS} characters')
+    return name
+
+
+def count_text_bytes(texts: Iterable[str]) -> int:
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
 def check_texts(texts: Any, key: str) -> list[str]:
@@ -136,11 +155,11 @@ def build_rerank_payloads(
 
     Raises `TooLarge` if the query, which is sent with each document, takes more than `max_bytes`.
     """
-    query_bytes = measure_queries(request)
-    if query_bytes > max_bytes:
+    if request.query_bytes > max_bytes:
         raise TooLarge(
             f"the query is sent with each of the {len(request.documents)} documents, which takes "
-            f"{query_bytes} bytes; the limit is {max_bytes} bytes; send a shorter query or fewer documents"
+            f"{request.query_bytes} bytes; the limit is {max_bytes} bytes; send a shorter query "
+            "or fewer documents"
         )
     inputs = find_text_inputs(signature, 2, "reranking")
     hinted = [tensor for tensor in inputs if has_hint(signature, QUERY_HINT, tensor)]
@@ -167,11 +186,6 @@ def build_text_payloads(
         Payload({name: [column[row]] for name, column in parts.items()}, (output,))
         for row in range(count)
     ]
-
-
-def measure_queries(request: RerankRequest) -> int:
-    """Return the size in bytes of the query, repeated for each document."""
-    return len(request.query.encode(errors="surrogatepass")) * len(request.documents)
 
 
 def find_text_inputs(signature: Signature, count: int, use: str) -> list[TensorSpec]:
@@ -260,13 +274,14 @@ def encode_ranking(results: Sequence[InferResult], request: RerankRequest) -> En
             raise ModelFault(f"the model returned {row.size} scores for a document; expected one")
         scores.append(float(row[0]))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    ranked: list[dict[str, Any]] = []
+    ranked = []
     for index in order[: request.top_n]:
         entry: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
         if request.returns_documents:
             entry["document"] = {"text": request.documents[index]}
-        ranked.append(entry)
-    return EncodedBody(orjson.dumps({"model": request.model, "results": ranked}), JSON)
+        ranked.append(orjson.dumps(entry))  # one after another, because each holds the GIL
+    body = b'{"model":%b,"results":[%b]}' % (orjson.dumps(request.model), b",".join(ranked))
+    return EncodedBody(body, JSON)
 
 
 def list_rows(results: Sequence[InferResult], count: int) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S
 
 MIB = 1 << 20
-TEXTS, NUMBERS = "single_BYTES", "batched_FP32"  # models
+TEXTS, NUMBERS, RELEVANCE = "single_BYTES", "batched_FP32", "relevance"  # models
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,38 @@ def test_ten_gigabytes_in_ten_megabytes_are_413_and_never_in_memory(
         f"{len(bomb) / 1e6:.0f} MB that inflate to 10 GB: 413 after {', '.join(took)}, {grown:.0f} MiB"
     )
     assert grown < 200
+
+
+def test_documents_that_a_ranking_returns_are_charged_and_encoded_in_a_thread(
+    zoo_triton: EmbeddedTriton,
+) -> None:
+    """A body of 7 MiB takes six times as much of the budget; what the response holds is charged, too."""
+    body = {"model": RELEVANCE, "query": "a", "documents": ["b" * (7 * MIB)]}
+    returning = {**body, "return_documents": True}
+    settings = {"connect_timeout_s": "10", "max_bytes_in_flight": str(64 * MIB)}
+    with gateway(zoo_triton.options.url, **settings) as (client, command):
+        Zoo(client, AS_WRITTEN).load(RELEVANCE)
+        assert client.post("/v1/rerank", json=body).status_code == 200
+        refused = client.post("/v1/rerank", json=returning)
+        assert refused.status_code == 413
+        assert_error(refused, 413, "TOO_LARGE", "of memory")
+        documents = ["b" * (6 * MIB)]
+        answer = client.post("/v1/rerank", json={**returning, "documents": documents})
+        assert answer.json()["results"][0]["document"]["text"] == documents[0]
+        documents = ['"' * (2 * MIB)]  # to be escaped
+        spent_s = []
+        for more in ({}, {"return_documents": True}):
+            before = event_loop_s(command.pid)
+            for _ in range(10):
+                client.post("/v1/rerank", json={**body, "documents": documents, **more})
+            spent_s.append(event_loop_s(command.pid) - before)
+    added_ms = (spent_s[1] - spent_s[0]) * 100
+    assert_number("the event loop's time to return 2 MiB", added_ms, "ms", at_most=8)
+
+
+def event_loop_s(pid: int) -> float:
+    """The CPU time of a process's main thread."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def test_65_537_chunks_of_six_bytes_are_a_body(client: httpx.Client) -> None:

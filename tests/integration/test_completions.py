@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,6 +25,7 @@ from tests.support.servers import free_ports, gateway_before
 from tests.support.wait import wait_until
 
 MODEL = "text_org/model-7b"  # a name as vLLM's models have
+ANY = "text_any/"  # the server accepts every name that begins like this
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -49,7 +51,7 @@ class CompletionServer:
         document = await request.json()
         self.requests.append(document)
         self.headers.append(dict(request.headers))
-        if document["model"] != MODEL:
+        if document["model"] != MODEL and not document["model"].startswith(ANY):
             error = {"message": "no such model", "type": "NotFoundError", "param": None}
             return JSONResponse({"error": {**error, "code": 404}}, 404)
         if document.get("stream"):
@@ -170,6 +172,28 @@ def test_completions_are_counted_by_model_and_unknown_names_are_not(
     page = gateway.get("/metrics", headers=bearer(ADMIN)).text
     assert f'model="{MODEL}"' in page
     assert 'model="nothing"' not in page
+
+
+def test_invented_names_that_a_server_accepts_are_few_metric_series(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    body = {"messages": MESSAGES}
+    for number in range(80):
+        document = {**body, "model": f"{ANY}{number}"}
+        answer = gateway.post("/v1/chat/completions", json=document, headers=bearer(TEXTS))
+        assert answer.status_code == 200
+    page = gateway.get("/metrics", headers=bearer(ADMIN)).text
+    names = set(re.findall(r'gateway_request_bytes_total.*model="([^"]*)"', page))
+    assert len(names & {f"{ANY}{number}" for number in range(80)}) <= 64
+    assert "other" in names
+    assert server.requests[-1]["model"] == f"{ANY}79"
+    count = len(server.requests)
+    long = gateway.post(
+        "/v1/chat/completions", json={**body, "model": "text_" + "a" * 252}, headers=bearer(TEXTS)
+    )
+    assert long.status_code == 400
+    assert "at most 256 characters" in long.json()["error"]["message"]
+    assert len(server.requests) == count
 
 
 def test_without_a_server_the_sentence_says_what_to_set(demo: httpx.Client) -> None:

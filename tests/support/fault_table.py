@@ -884,9 +884,14 @@ ATTACKS = (
         },
     ),
     Row(
-        "thousands of unknown model names",
-        "no additional metric series",
-        {"integration/test_observability": ["unknown_names_add_no_series"]},
+        "thousands of unknown model names, and names that a server of completions accepts",
+        "no additional metric series; at most 64 of a server of completions",
+        {
+            "integration/test_observability": ["unknown_names_add_no_series"],
+            "integration/test_completions": [
+                "invented_names_that_a_server_accepts_are_few_metric_series"
+            ],
+        },
     ),
     Row(
         "keys in requests that fail, `Connection` headers that name the key's header",
@@ -936,6 +941,15 @@ ATTACKS = (
         {
             "system/test_fleet_failures": ["no_error_tells_a_caller_the_address_of_a_replica"],
             "system/test_on_demand": ["a_key_for_inference_does_not_read_why_a_load_failed"],
+        },
+    ),
+    Row(
+        "documents of megabytes that a ranking returns",
+        "charged to the memory budget, and encoded in a thread",
+        {
+            "faults/test_bad_input": [
+                "documents_that_a_ranking_returns_are_charged_and_encoded_in_a_thread"
+            ]
         },
     ),
     Row(
