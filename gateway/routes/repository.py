@@ -107,7 +107,8 @@ async def get_operation(
 ) -> Response:
     """Return the status of an operation that was started with `Prefer: respond-async`."""
     document = await services.repository.get_operation(operation)
-    if document is None or not get_caller(request).can_see(document["model"]):
+    model = None if document is None else document.get("model")
+    if not isinstance(model, str) or not get_caller(request).can_see(model):
         raise NotFound("operation not found; operations are kept for one hour after they end")
     return Response(orjson.dumps(document), media_type=JSON)
 

@@ -14,7 +14,13 @@ from limits import RateLimitItem
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.state.loads import Loads
-from gateway.version_labels import InvalidLabel, LabelTable, VersionLabel, parse_label
+from gateway.version_labels import (
+    InvalidLabel,
+    LabelTable,
+    VersionLabel,
+    check_label_name,
+    parse_label,
+)
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +206,14 @@ def decode_state(raw: bytes) -> Any:
         raise UnreadableState("invalid JSON") from None
 
 
+def decode_operation(raw: bytes) -> Mapping[str, Any]:
+    """Return the record of an operation. Raises `UnreadableState`."""
+    document = decode_state(raw)
+    if not isinstance(document, dict):
+        raise UnreadableState("unexpected structure of an operation")
+    return document
+
+
 def parse_desired_model(document: Any) -> DesiredModel:
     """Raise `UnreadableState` if the document is invalid."""
     match document:
@@ -224,14 +238,15 @@ def parse_label_table(document: Any) -> LabelTable:
     if not isinstance(document, dict) or not all(isinstance(x, dict) for x in document.values()):
         raise UnreadableState("unexpected structure of the labels")
     return {
-        model: {name: parse_stored_label(label) for name, label in labels.items()}
+        model: {name: parse_stored_label(name, label) for name, label in labels.items()}
         for model, labels in document.items()
     }
 
 
-def parse_stored_label(document: Any) -> VersionLabel:
-    """Raise `UnreadableState` if the document is invalid."""
+def parse_stored_label(name: str, document: Any) -> VersionLabel:
+    """Raise `UnreadableState` if the name or the document is invalid."""
     try:
+        check_label_name(name)
         return parse_label(document)
     except InvalidLabel as exc:
         raise UnreadableState(f"invalid label: {exc}") from None

@@ -32,6 +32,7 @@ from gateway.state.desired import (
     DesiredState,
     OutageLog,
     UnreadableState,
+    decode_operation,
     decode_state,
     is_operation_id,
     parse_desired_state,
@@ -317,8 +318,7 @@ class FileStateStore:
             raw = (self._operations_folder / f"{operation_id}.json").read_bytes()
         except FileNotFoundError:
             return None
-        document: Mapping[str, Any] = decode_state(raw)
-        return document
+        return decode_operation(raw)
 
     def _release_locks(self) -> None:
         self._close_snapshot()

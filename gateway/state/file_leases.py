@@ -51,7 +51,7 @@ class FileLeases:
                     path.unlink()
                 elif path.stem != self._owner:
                     found.append(orjson.loads(path.read_bytes()))
-        return found
+        return [document for document in found if isinstance(document, dict)]
 
     def close(self) -> None:
         for name in list(self._locks):

@@ -21,6 +21,8 @@ from gateway.state.desired import (
     WRITE_ACTION,
     BadState,
     DesiredModel,
+    UnreadableState,
+    decode_operation,
     decode_state,
     desired_model_to_dict,
     is_operation_id,
@@ -195,7 +197,7 @@ class RedisStateStore:
             return None
         key = self._operation_key(operation_id)
         return await self._redis.execute(
-            READ_ACTION, "GET", key, decode=lambda raw: raw and decode_state(raw)
+            READ_ACTION, "GET", key, decode=lambda raw: decode_operation(raw) if raw else None
         )
 
     def activity_marks(self) -> RedisActivityMarks:
@@ -214,7 +216,7 @@ class RedisStateStore:
             redis_scripts.EXCHANGE_REPORTS,
             ("reports",),
             *(self._token, orjson.dumps(report), LEASE_MS),
-            decode=lambda reply: [decode_state(raw) for raw in reply],
+            decode=decode_reports,
         )
 
     def rate_windows(self) -> RedisRateWindows:
@@ -259,6 +261,19 @@ def decode_desired_models(entries: Mapping[bytes, bytes]) -> Mapping[str, Desire
     return {name.decode(): parse_desired_model(decode_state(raw)) for name, raw in entries.items()}
 
 
+def decode_pair(field: bytes) -> tuple[str, str]:
+    """Return the two names of a field of a hash. Raises `UnreadableState`."""
+    match decode_state(field):
+        case [str(first), str(second)]:
+            return first, second
+    raise UnreadableState("unexpected field")
+
+
+def decode_reports(reply: Iterable[bytes]) -> list[Mapping[str, Any]]:
+    documents = map(decode_state, reply)
+    return [document for document in documents if isinstance(document, dict)]
+
+
 def decode_names(members: Iterable[bytes]) -> frozenset[str]:
     return frozenset(member.decode() for member in members)
 
@@ -266,14 +281,14 @@ def decode_names(members: Iterable[bytes]) -> frozenset[str]:
 def decode_labels(entries: Mapping[bytes, bytes]) -> LabelTable:
     table: dict[str, dict[str, VersionLabel]] = {}
     for field, raw in entries.items():
-        model, name = decode_state(field)
-        table.setdefault(model, {})[name] = parse_stored_label(decode_state(raw))
+        model, name = decode_pair(field)
+        table.setdefault(model, {})[name] = parse_stored_label(name, decode_state(raw))
     return table
 
 
 def decode_loads(entries: Mapping[bytes, bytes]) -> Loads:
     loads: dict[str, dict[str, str]] = {}
     for field, load in entries.items():
-        replica, model = decode_state(field)
+        replica, model = decode_pair(field)
         loads.setdefault(replica, {})[model] = load.decode()
     return loads

@@ -82,7 +82,8 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
 end
 return 0
 """
-# Store a report with its time in milliseconds, and return those of others that are not too old.
+# Store a report with its time in milliseconds, and return those of others that are not too old. What is no
+# report, or is from the future, is deleted.
 EXCHANGE_REPORTS = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -90,8 +91,8 @@ redis.call('HSET', KEYS[1], ARGV[1], string.format('%d ', now) .. ARGV[2])
 local reports = redis.call('HGETALL', KEYS[1])
 local others = {}
 for index = 1, #reports, 2 do
-  local at, report = string.match(reports[index + 1], '^(%d+) (.*)$')
-  if now - tonumber(at) > tonumber(ARGV[3]) then
+  local at, report = string.match(reports[index + 1], '^(%d+) ({.*})$')
+  if not at or math.abs(now - tonumber(at)) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], reports[index])
   elseif reports[index] ~= ARGV[1] then
     others[#others + 1] = report

@@ -53,6 +53,8 @@ class RedisRateWindows:
     async def wait_s(self, window: RateLimitItem, name: str) -> float:
         try:
             wait_s = await asyncio.wait_for(self._wait_s(window, name), WINDOW_TIMEOUT_S)
+        except ValueError:  # of the library, for a counter that is no number
+            raise self._outages.record_failure(COUNT_ACTION, "a counter is invalid") from None
         except self._failures as exc:
             raise self._outages.record_failure(COUNT_ACTION, explain_redis_error(exc)) from None
         self._outages.record_success(COUNT_ACTION)

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import signal
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 import pytest
 import trustme
@@ -18,8 +20,10 @@ import uvloop
 
 from gateway.errors import StateUnavailable
 from gateway.state.desired import DesiredModel, StateStore
+from tests.support.errors import assert_error
+from tests.support.keys import INFER, bearer, entry, written
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.servers import free_ports
+from tests.support.servers import free_ports, gateway
 from tests.support.state_contract import (
     ID,
     LOADED,
@@ -30,7 +34,7 @@ from tests.support.state_contract import (
     StateContract,
     opened,
 )
-from tests.support.wait import TIMEOUT_S, wait_until_async
+from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
 
 
 @pytest.fixture(scope="module", name="server")
@@ -323,6 +327,119 @@ def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
     asyncio.run(scenario())
     told = [record.getMessage() for record in caplog.records if "invalid data" in record.message]
     assert len(told) == 2
+
+
+LABEL = '{"version": "1"}'
+# Entries of hashes that no gateway writes.
+HOSTILE: list[tuple[str, str | bytes, str | bytes]] = [
+    ("labels", "5", LABEL),
+    ("labels", '["m"]', LABEL),
+    ("labels", '[["m"], "stable"]', LABEL),
+    ("labels", '["m", 5]', LABEL),
+    ("labels", '["m", "../stable"]', LABEL),
+    ("labels", '["m", "stable"]', '{"version": {"1": 1}}'),
+    ("labels", b"\xff", LABEL),
+    ("loads", "5", "1"),
+    ("loads", '{"a": 1, "b": 2}', "1"),
+    ("loads", '[["a"], "m"]', "1"),
+    ("loads", '["a", "m"]', b"\xff"),
+    ("wishes", "m", '{"loaded": 1, "parameters": {}, "revision": 1}'),
+    ("wishes", b"\xff", '{"loaded": true, "parameters": {}, "revision": 1}'),
+]
+
+
+def put_entry(
+    client: Any, prefix: str, key: str, field: str | bytes, value: str | bytes | None
+) -> None:
+    """Set the entry of a hash, or delete it if None, as somebody does who knows the keys."""
+    if value is None:
+        client.hdel(f"{prefix}{key}", field)
+    else:
+        client.hset(f"{prefix}{key}", field, value)
+    change = "change" if key == "wishes" else f"{key}-change"
+    client.set(f"{prefix}{change}", uuid4().hex)
+
+
+def test_an_entry_that_no_gateway_writes_is_invalid_data(server: RedisServer) -> None:
+    async def scenario() -> None:
+        with server.client() as client:
+            async with opened(url) as (kept,):
+                reads: dict[str, Callable[[], Awaitable[Any]]] = {
+                    "labels": kept.read_labels,
+                    "loads": kept.read_loads,
+                    "wishes": kept.read_desired_models,
+                }
+                for key, field, value in HOSTILE:
+                    put_entry(client, prefix, key, field, value)
+                    with pytest.raises(StateUnavailable, match="invalid data"):
+                        await reads[key]()
+                    put_entry(client, prefix, key, field, None)
+                    assert await reads[key]() == {}
+
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    asyncio.run(scenario())
+
+
+def test_a_gateway_survives_whatever_stands_in_redis(server: RedisServer, tmp_path: Path) -> None:
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    (nobody,) = free_ports(1)
+    settings = {"state": url, "on_demand_models": "*", "log_level": "warning"}
+
+    with (
+        server.client() as redis_client,
+        gateway(f"http://127.0.0.1:{nobody}", **settings) as (client, command),
+    ):
+        put = partial(put_entry, redis_client, prefix)
+        for number, (key, field, value) in enumerate((HOSTILE[0], HOSTILE[7])):
+            seen = command.output.count("cannot be read: Redis has invalid data")
+            put(key, field, value)
+            wait_until(
+                lambda seen=seen: (  # type: ignore[misc]
+                    command.output.count("cannot be read: Redis has invalid data") > seen
+                )
+            )
+            put(key, field, None)
+            put("labels", f'["m", "label{number}"]', LABEL)
+            wait_until(
+                lambda number=number: (  # type: ignore[misc]
+                    f"label{number}" in client.get("/v1/models/m/labels").text
+                )
+            )
+        redis_client.sadd(f"{prefix}cordons", b"\xff")
+        command.wait_for("cannot be read: Redis has invalid data")
+        for record in ("5", "[]", '{"model": "m", "id": []', b"\xff"):
+            redis_client.set(f"{prefix}operation:{ID}", record)
+            refused = client.get(f"/v1/operations/{ID}")
+            assert_error(refused, 503, "STATE_UNAVAILABLE", "invalid data")
+        for record in ("{}", '{"model": 5}'):
+            redis_client.set(f"{prefix}operation:{ID}", record)
+            assert_error(client.get(f"/v1/operations/{ID}"), 404, "NOT_FOUND", "operation")
+        for at in ("", "0 ", "99999999999999 ", "x"):  # in milliseconds
+            for report in ("5", "[]", '{"ages": 5}', '{"demand": {"requests": 1e999}}', "{"):
+                redis_client.hset(f"{prefix}reports", uuid4().hex, f"{at}{report}")
+        wait_until(lambda: redis_client.hlen(f"{prefix}reports") == 1)  # the gateway's own
+        assert client.get("/livez").status_code == 200
+
+
+def test_a_rate_is_counted_whatever_stands_in_redis(server: RedisServer, tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer", requests_per_second=1)])
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    (nobody,) = free_ports(1)
+    with (
+        server.client() as redis_client,
+        gateway(f"http://127.0.0.1:{nobody}", state=url, keys_file=str(keys)) as (client, _),
+    ):
+        call = partial(client.get, "/v2", headers=bearer(INFER))
+        call()
+        for value in ("abc", "-5", "1e30", "9" * 40, "", b"\xff"):
+            for key in list(redis_client.scan_iter(f"{prefix}rate*")):
+                redis_client.set(key, value, ex=1)
+            statuses = {call().status_code for _ in range(3)}
+            print(value, statuses)
+            assert not statuses & {500, 502}
 
 
 def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:

@@ -953,6 +953,18 @@ ATTACKS = (
         },
     ),
     Row(
+        "somebody writes anything else into Redis: other types, structures, names, counters",
+        "what no gateway writes is invalid data, which is logged; the gateway serves on with the last "
+        "valid state, and uses valid data again as soon as there is some",
+        {
+            "integration/test_state_redis": [
+                "an_entry_that_no_gateway_writes_is_invalid_data",
+                "a_gateway_survives_whatever_stands_in_redis",
+                "a_rate_is_counted_whatever_stands_in_redis",
+            ]
+        },
+    ),
+    Row(
         "a response of one long text and thousands of short ones, which a shadow version repeats",
         "compared in memory that is linear in its bytes; a response that decompresses beyond the "
         "limit is not compared",
