@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
 from gateway.keys import Caller
 from gateway.memory import MemoryCharge
 from gateway.tracing import Trace
+
+MAX_RECORDED_PARAMETERS: Final = 16
+MAX_PARAMETER_CHARS: Final = 128
 
 
 @dataclass
@@ -20,6 +26,11 @@ class ManagementCall:
     version: str = ""  # of an upload or removal
     sha256: str = ""  # of the uploaded file
     label: str = ""  # a version label
+
+    def record_parameters(self, names: Iterable[str]) -> None:
+        """Record the names of the parameters, without what would make the line of the audit log long."""
+        names = islice(names, MAX_RECORDED_PARAMETERS)
+        self.parameters = tuple(name[:MAX_PARAMETER_CHARS] for name in names)
 
 
 class RequestInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from gateway.errors import Conflict, MalformedRequest, UnknownModel
 from gateway.fleet.health import HealthState
@@ -15,6 +15,8 @@ from gateway.fleet.shared_state import SharedState
 from gateway.messages import quote_text
 from gateway.tensors.tf_serving import build_version_status
 from gateway.version_labels import InvalidLabel, VersionLabel, check_label_name, parse_label
+
+MAX_LABELS: Final = 64  # of a model
 
 
 class VersionNotReady(Conflict):
@@ -48,6 +50,11 @@ class LabelManager:
             raise MalformedRequest(str(exc)) from None
         self._check_model(model)
         self._check_not_declared(model, name)
+        labels = self._state.labels.get(model, {})
+        if name not in labels and len(labels) >= MAX_LABELS:
+            raise Conflict(
+                f"model {quote_text(model)} has {len(labels)} labels, which is the maximum; delete one first"
+            )
         await self._pool.monitor.probe_all()
         for version in label.versions:
             self._check_version(model, version)

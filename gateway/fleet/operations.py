@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any, Final
 
 from gateway import audit
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, Overloaded
 from gateway.fleet.report import OperationReport
 from gateway.fleet.tasks import TaskSet
-from gateway.state.desired import StateStore
+from gateway.state.desired import OPERATION_TTL_S, StateStore
 
 PROGRESS_POLL_S: Final = 0.1
 OperationWork = Coroutine[Any, Any, OperationReport]
+
+
+MAX_RUNNING_TASKS: Final = 512  # an operation in the background has two
+MAX_RECORDED: Final = 10_000  # operations in the background, within the time that they can be read
+
+
+class TooManyOperations(Overloaded):
+    message = "too many loads and unloads run in the background; wait for some of them"
 
 
 class OperationRunner:
@@ -23,17 +33,26 @@ class OperationRunner:
     def __init__(self, store: StateStore, tasks: TaskSet) -> None:
         self._store = store
         self._tasks = tasks
+        self._recorded_at: deque[float] = deque()  # the starts of those that can still be read
 
     async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
         # A client disconnect must not leave the model loaded on a part of the fleet.
         return await self._tasks.run_audited(report.action, report.model, work)
 
     async def start(self, report: OperationReport, work: Callable[[], OperationWork]) -> str:
-        """Start an operation in the background and return its id."""
+        """Start an operation in the background and return its id. Raises `TooManyOperations`."""
+        self._count_recorded(monotonic())
         operation_id = secrets.token_hex(16)
         await self._record(operation_id, report, "running")
         self._tasks.start(self._run_recorded(operation_id, report, work()))
         return operation_id
+
+    def _count_recorded(self, now: float) -> None:
+        while self._recorded_at and self._recorded_at[0] < now - OPERATION_TTL_S:
+            self._recorded_at.popleft()
+        if len(self._tasks) >= MAX_RUNNING_TASKS or len(self._recorded_at) >= MAX_RECORDED:
+            raise TooManyOperations
+        self._recorded_at.append(now)
 
     async def _run_recorded(
         self, operation_id: str, report: OperationReport, work: OperationWork

@@ -10,6 +10,7 @@ from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.index import Index
 from gateway.fleet.models_file import DeclaredModel
 from gateway.fleet.uploads import check_load_parameters
+from gateway.names import is_model_name
 from gateway.state.desired import DesiredModel
 from gateway.state.loads import is_in_progress
 
@@ -57,6 +58,9 @@ def filter_uploads(
     accepted: dict[str, DesiredModel] = {}
     ignored: dict[str, str] = {}
     for model, desired in desired_models.items():
+        if not (model and is_model_name(model)):  # Triton would take it for a path
+            ignored[model] = "it is not a valid name of a model"
+            continue
         try:
             check_load_parameters(desired.parameters, can_upload=can_upload)
         except (Forbidden, MalformedRequest) as exc:

@@ -64,7 +64,7 @@ def prepare_change(
     if services.pool.has_model(model):
         info.model = model
     if info.management_call is not None:
-        info.management_call.parameters = tuple(parameters)
+        info.management_call.record_parameters(parameters)
     caller = info.caller
     check_load_parameters(parameters, can_upload=can_upload)
     if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:

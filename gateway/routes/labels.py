@@ -13,7 +13,7 @@ from gateway.openapi.labels import (
     LABEL_RESPONSES,
 )
 from gateway.routes.dependencies import ServicesForInference, ServicesForManagement
-from gateway.routes.repository import MAX_MANAGEMENT_BODY_BYTES, read_management_body
+from gateway.routes.repository import read_management_body
 from gateway.services import Services
 
 router = APIRouter(tags=["labels"])
@@ -55,7 +55,7 @@ async def set_label(
 
     Every version must be ready. All gateways with the same state use the label within two seconds.
     """
-    document = await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
+    document = await read_management_body(request, services)
     record_label(request, services, model, label)
     return await services.labels.set_label(model, label, document)
 

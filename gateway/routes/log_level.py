@@ -12,7 +12,7 @@ from gateway.errors import MalformedRequest
 from gateway.logs import get_level, set_level
 from gateway.openapi.log_level import LOG_LEVEL_OPENAPI, LOG_LEVEL_RESPONSES
 from gateway.routes.dependencies import ServicesForAdministration
-from gateway.routes.repository import MAX_MANAGEMENT_BODY_BYTES, read_management_body
+from gateway.routes.repository import read_management_body
 from gateway.settings.observability import LogLevel
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ async def get_log_level(services: ServicesForAdministration) -> dict[str, Any]:
 )
 async def set_log_level(request: Request, services: ServicesForAdministration) -> dict[str, Any]:
     """Change the level of this process until it exits; `GATEWAY_LOG_LEVEL` is not changed."""
-    document = await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
+    document = await read_management_body(request, services)
     name = document.get("level")
     level = LEVELS.get(name) if isinstance(name, str) else None
     if level is None:

@@ -5,7 +5,8 @@ Paths and bodies are those of Triton's Model Repository Extension, so that its c
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -35,7 +36,8 @@ from gateway.services import Services
 from gateway.settings.access import ModelUploads
 
 router = APIRouter(tags=["management"])
-MAX_MANAGEMENT_BODY_BYTES = 1 << 20
+MAX_MANAGEMENT_BODY_BYTES: Final = 64 << 10
+MAX_LOAD_BODY_BYTES: Final = 1 << 20  # without files
 
 
 @router.post(
@@ -52,7 +54,7 @@ async def get_repository_index(
 
     `?detail=replicas` adds the state on each replica.
     """
-    document = await read_management_body(request, services, MAX_MANAGEMENT_BODY_BYTES)
+    document = await read_management_body(request, services)
     ready = document.get("ready", False)
     if not isinstance(ready, bool):
         raise MalformedRequest('"ready" must be true or false')
@@ -118,14 +120,14 @@ async def change_model(request: Request, services: Services, model: str, *, load
     # Uploaded configs and files can contain code, which can access every model.
     accepts_code = services.settings.accepted_uploads is ModelUploads.code
     uploads = load and accepts_code and caller.can_see_all
-    limit = services.settings.max_body_bytes if uploads else MAX_MANAGEMENT_BODY_BYTES
+    limit = services.settings.max_body_bytes if uploads else MAX_LOAD_BODY_BYTES
     document = await read_management_body(request, services, limit)
     parameters: dict[str, Any] = document.get("parameters", {})
     info: RequestInfo = request.scope["request_info"]
     if services.pool.has_model(model):
         info.model = model
     if info.management_call is not None:
-        info.management_call.parameters = tuple(parameters)
+        info.management_call.record_parameters(parameters)
     check_load_parameters(parameters, can_upload=uploads)
     if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
         raise Forbidden(
@@ -150,7 +152,7 @@ async def change_model(request: Request, services: Services, model: str, *, load
 
 
 async def read_management_body(
-    request: Request, services: Services, max_bytes: int
+    request: Request, services: Services, max_bytes: int = MAX_MANAGEMENT_BODY_BYTES
 ) -> dict[str, Any]:
     """Return the body's JSON object, which is empty for an empty body. Raises `MalformedRequest`."""
     charge = services.get_charge(request.scope["request_info"])
@@ -158,7 +160,11 @@ async def read_management_body(
     if not body.strip():
         return {}
     try:
-        document: Any = orjson.loads(body)
+        document: Any = (
+            orjson.loads(body)
+            if len(body) <= MAX_MANAGEMENT_BODY_BYTES
+            else await asyncio.to_thread(orjson.loads, body)
+        )
     except orjson.JSONDecodeError as exc:
         raise MalformedRequest(f"the body is not JSON: {exc}") from None
     if not isinstance(document, dict) or not isinstance(document.get("parameters", {}), dict):

@@ -138,10 +138,11 @@ class MemoryStateStore:
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         require_operation_id(operation_id)
         now = time.monotonic()
-        expired = [key for key, (at, _) in self._operations.items() if now - at > OPERATION_TTL_S]
-        for key in expired:
-            del self._operations[key]
-        self._operations[operation_id] = (now, orjson.dumps(document))
+        operations = self._operations  # in the order of their times
+        operations.pop(operation_id, None)
+        operations[operation_id] = (now, orjson.dumps(document))
+        while now - operations[oldest := next(iter(operations))][0] > OPERATION_TTL_S:
+            del operations[oldest]
 
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         _, raw = self._operations.get(operation_id, (0, b"null"))

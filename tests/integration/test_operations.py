@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.fleet.operations import OperationRunner, TooManyOperations
+from gateway.fleet.report import OperationReport
+from gateway.fleet.tasks import TaskSet
+from gateway.state.store import MemoryStateStore
 from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written
 from tests.support.redis_server import redis_server
 from tests.support.servers import ROOT, gateway, gateway_before
@@ -132,6 +138,62 @@ def test_a_running_gateway_applies_an_imported_state(
             return {each["name"]: each["wished"] for each in models if "wished" in each}
 
         wait_until(lambda: wished() == {"absent": "loaded"})
+
+
+def test_what_administrators_send_is_bounded(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    settings = {"state": f"file://{tmp_path}/state.json", "log_format": "json"}
+    with gateway(demo_triton.options.url, **settings) as (client, command):
+        wait_until(lambda: client.get("/v1/models/core").status_code == 200)
+        large = {"unknown": "x" * 70_000}
+        for method, path in (
+            ("POST", "/v2/repository/index"),
+            ("PUT", "/v1/models/core/labels/a"),
+            ("PUT", "/v1/log-level"),
+        ):
+            assert client.request(method, path, json=large).status_code == 413
+        # A name of 900 KB is refused, and is not in the log.
+        parameters = {"x" * 900_000: 1, **{f"p{number}": 1 for number in range(100)}}
+        refused = client.post("/v2/repository/models/core/load", json={"parameters": parameters})
+        assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
+        assert len(refused.text) < 1000
+        line = command.wait_for("/v2/repository/models/core/load: denied")
+        recorded = json.loads(line)["parameters"]
+        assert [name[:3] for name in recorded] == ["xxx", *(f"p{number}" for number in range(15))]
+        assert max(map(len, command.lines)) < 4000
+        for number in range(65):
+            label = client.put(f"/v1/models/core/labels/l{number}", json={"version": "1"})
+            assert label.status_code == (200 if number < 64 else 409)
+        assert "64 labels" in label.json()["error"]
+        assert client.put("/v1/models/core/labels/l0", json={"version": "1"}).status_code == 200
+
+
+def test_operations_in_the_background_are_bounded() -> None:
+    report = OperationReport("m", True, 0)
+
+    async def scenario(*, ends: bool) -> int:
+        """Return how many operations are started before one is refused; they end soon, or do not."""
+        tasks = TaskSet()
+        runner = OperationRunner(MemoryStateStore(), tasks)
+        is_over = asyncio.Event()
+
+        async def wait() -> OperationReport:
+            await is_over.wait()
+            return report
+
+        started = 0
+        with suppress(TooManyOperations):
+            while started < 20_000:
+                await runner.start(report, wait)
+                started += 1
+                if ends and started % 100 == 0:
+                    is_over.set()
+                    await asyncio.gather(*tasks)
+        is_over.set()
+        await asyncio.gather(*tasks)
+        return started
+
+    assert asyncio.run(scenario(ends=False)) in range(256, 513)
+    assert asyncio.run(scenario(ends=True)) == 10_000
 
 
 def test_a_key_that_is_limited_to_some_models_cannot_change_all_of_them(

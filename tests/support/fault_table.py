@@ -965,6 +965,17 @@ ATTACKS = (
         },
     ),
     Row(
+        "thousands of labels and of operations in the background, long names of load parameters",
+        "64 labels of a model, 256 operations at a time and 10,000 in an hour; names are cut in the "
+        "audit log",
+        {
+            "integration/test_operations": [
+                "what_administrators_send_is_bounded",
+                "operations_in_the_background_are_bounded",
+            ]
+        },
+    ),
+    Row(
         "a response of one long text and thousands of short ones, which a shadow version repeats",
         "compared in memory that is linear in its bytes; a response that decompresses beyond the "
         "limit is not compared",

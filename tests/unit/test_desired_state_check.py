@@ -49,6 +49,13 @@ def test_what_no_load_may_bring_is_ignored_in_any_case(parameters: dict[str, Any
         assert (found, list(ignored)) == (PLAIN, ["odd"])
 
 
+@pytest.mark.parametrize("name", ["", "..", "../a", "a/b", "a\\b", "%2e%2e%2fa", "a\0", "a\n"])
+def test_a_name_that_is_a_path_or_unprintable_is_ignored(name: str) -> None:
+    wishes = {**PLAIN, name: DesiredModel(True, {}, 4)}
+    found, ignored = filter_uploads(wishes, can_upload=True)
+    assert (found, list(ignored)) == (PLAIN, [name])
+
+
 def test_the_check_is_the_one_of_a_call() -> None:
     for parameters in CODE:
         check_load_parameters(parameters, can_upload=True)
