@@ -68,6 +68,8 @@ class FolderStore(ModelStore):
         self._numbers = count(1)
         self._prefix = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-"
         self._opening = threading.Lock()
+        self._reserving = threading.Lock()
+        self._free_bytes = 0
         self._owner_lock = -1
         self._model_locks = -1
         self._recovered_models: list[str] = []
@@ -176,7 +178,20 @@ class FolderStore(ModelStore):
 
     def create_staging(self) -> Staging:
         self._ensure_owner_lock()
-        return Staging(lambda: self._name_temporary(self.root))
+        return Staging(lambda: self._name_temporary(self.root), self._reserve_bytes)
+
+    def _reserve_bytes(self, count: int) -> None:
+        """Raise `RepositoryFull` if this many more bytes of an upload exceed the limit.
+
+        Uploads in progress share what the last look at the folder found free.
+        """
+        if not self._max_bytes:
+            return
+        with self._reserving:
+            self._free_bytes -= count
+            if self._free_bytes < 0:
+                self.check_quota(count)
+                self._free_bytes -= count
 
     def check_quota(self, needed_bytes: int = 0) -> None:
         if not self._max_bytes:
@@ -189,6 +204,7 @@ class FolderStore(ModelStore):
                 f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
                 "remove models or versions first"
             )
+        self._free_bytes = self._max_bytes - used
 
     def check_upload(self, upload: ModelUpload) -> None:
         self.check_quota()  # which counts temporary files as well

@@ -57,9 +57,10 @@ class StagedWriter:
         self._file = open(os.open(path, flags, FILE_MODE), "wb", buffering=0)  # noqa: PTH123, SIM115
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Raises `UploadAborted` or `OSError`."""
+        """Raises `UploadAborted`, `RepositoryFull` or `OSError`."""
         self._staging.check_open()
         view = memoryview(data)
+        self._staging.reserve(len(view))
         self._hash.update(view)
         self._size += len(view)
         while view:
@@ -74,14 +75,22 @@ class StagedWriter:
         self._file.close()
 
 
+def ignore_size(size: int) -> None:
+    """Reserve nothing: the files are not in the repository."""
+
+
 class Staging:
     """The temporary files of one upload. `discard` removes those that were not installed.
 
-    A thread may still write when the upload is discarded: its next write raises `UploadAborted`.
+    A thread may still write when the upload is discarded: its next write raises `UploadAborted`. `reserve` is
+    called with the number of bytes before they are written.
     """
 
-    def __init__(self, name_temporary: Callable[[], Path]) -> None:
+    def __init__(
+        self, name_temporary: Callable[[], Path], reserve: Callable[[int], None] = ignore_size
+    ) -> None:
         self._name_temporary = name_temporary
+        self.reserve = reserve
         self._lock = threading.Lock()
         self._writers: list[StagedWriter] = []
         self._paths: list[Path] = []

@@ -6,9 +6,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
+from gateway.errors import Overloaded
 from gateway.model_files.entry_names import is_safe_segment
 from gateway.model_files.model_upload import ModelUpload
 from gateway.model_files.staging import Staging, translate_os_errors
@@ -17,8 +19,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STORE_THREADS: Final = 4
+MAX_UPLOADS: Final = 16  # at a time
 NO_FILES: Final = "the repository of the gateway has no files of this model and version"
 NO_FILE: Final = "the model has no such file; GET /v1/models/NAME/files lists them"
+
+
+class TooManyUploads(Overloaded):
+    message = f"{MAX_UPLOADS} uploads are in progress; try again when one of them has ended"
 
 
 class FileEntry(NamedTuple):
@@ -55,7 +62,8 @@ class ModelStore(ABC):
         self.can_write = can_write
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="model-files")
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._upload_slots = MAX_UPLOADS
 
     # Life cycle.
 
@@ -96,6 +104,17 @@ class ModelStore(ABC):
         """Do what `lock_model` says, for other processes."""
 
     # Uploads.
+
+    @contextmanager
+    def hold_upload_slot(self) -> Iterator[None]:
+        """Count an upload. Raises `TooManyUploads`: the files of each take space until it ends."""
+        if not self._upload_slots:
+            raise TooManyUploads
+        self._upload_slots -= 1
+        try:
+            yield
+        finally:
+            self._upload_slots += 1
 
     @abstractmethod
     def create_staging(self) -> Staging: ...

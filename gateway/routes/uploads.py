@@ -242,20 +242,24 @@ def record_version(request: Request, version: str, upload: ModelUpload | None = 
 async def receive_files(
     body: RequestBody, files: ModelStore, file_name: str, rules: UploadRules
 ) -> AsyncIterator[tuple[Staging, list[ReceivedFile]]]:
-    """Write the body to temporary files, which are removed at the end if they were not installed."""
+    """Write the body to temporary files, which are removed at the end if they were not installed.
+
+    Raises `TooManyUploads`, `RepositoryFull`, `TooLarge`, `DigestMismatch` or `MalformedRequest`.
+    """
     digest = find_digest(body)
-    await files.run(files.check_quota, body.content_length or 0)
-    staging = await files.run(files.create_staging)
-    try:
-        received_body = await files.run(create_body, body, staging, file_name)
-        async for chunk in gather_chunks(body.stream(rules.max_bytes)):
-            await files.run(received_body.feed, chunk)
-        received = await files.run(received_body.finish)
-        if digest and not compare_digest(digest, received_body.digest):
-            raise DigestMismatch
-        yield staging, received
-    finally:
-        await files.run(staging.discard)
+    with files.hold_upload_slot():
+        await files.run(files.check_quota, body.content_length or 0)
+        staging = await files.run(files.create_staging)
+        try:
+            received_body = await files.run(create_body, body, staging, file_name)
+            async for chunk in gather_chunks(body.stream(rules.max_bytes)):
+                await files.run(received_body.feed, chunk)
+            received = await files.run(received_body.finish)
+            if digest and not compare_digest(digest, received_body.digest):
+                raise DigestMismatch
+            yield staging, received
+        finally:
+            await files.run(staging.discard)
 
 
 def find_digest(body: RequestBody) -> bytes:

@@ -54,7 +54,8 @@ class FleetSettings(SettingsGroup):
     max_model_bytes: int = Field(8 << 30, gt=0)
     """Maximum size of an uploaded model, as received and after decompression."""
     max_repository_bytes: int = Field(0, ge=0)
-    """Maximum size of all files in GATEWAY_REPOSITORY after an upload; 0 means no limit."""
+    """Maximum size of all files in GATEWAY_REPOSITORY, those of uploads in progress included; 0 means no
+    limit."""
     state: str = ""
     """Where the gateway stores which models were loaded and unloaded through the API:
     file:///path/state.json; redis://host:6379/0 if several gateways share the state; memory:; or none: for

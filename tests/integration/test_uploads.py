@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ from tests.support.uploads import (
     replica_states,
     triton_of,
 )
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 HIDDEN = ".triton-gateway-"
 
@@ -329,6 +330,53 @@ def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: Fol
     assert hidden(place.repository) == []
 
 
+def test_uploads_in_progress_share_the_quota(limited: httpx.Client, place: FolderPlace) -> None:
+    """They name no length, and together would take 30 of 16 MiB."""
+    head = (
+        f"PUT /v1/models/many HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN}\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n"
+    )
+    chunk = b"%x\r\n%b\r\n" % (100_000, b"\x08\x0a" + b"x" * 99_998)
+    url = limited.base_url
+    with ExitStack() as stack:
+        connections = []
+        for _ in range(10):
+            address = (url.host, url.port or 80)
+            connection = stack.enter_context(socket.create_connection(address, TIMEOUT_S))
+            connection.sendall(head.encode() + chunk)
+            connections.append(connection)
+        wait_until(lambda: len(hidden(place.repository)) == 10)
+        for connection in connections:
+            connection.sendall(chunk * 29)
+        refusals: list[bytes] = []
+        while len(refusals) < 5:
+            (ready, _, _) = select.select(connections, [], [], TIMEOUT_S)
+            assert ready
+            for connection in ready:
+                refusals.append(connection.recv(9999))
+                connections.remove(connection)
+        statuses = [refusal.partition(b"\r\n")[0] for refusal in refusals]
+        assert statuses == [b"HTTP/1.1 507 Insufficient Storage"] * len(refusals), refusals
+        used = sum(path.stat().st_size for path in place.repository.rglob("*") if path.is_file())
+        print(f"{used / MIB:.1f} MiB of 16 are in use; {len(refusals)} of 10 uploads were refused")
+        assert used <= 16 * MIB
+    wait_until(lambda: not hidden(place.repository))
+
+
+def test_sixteen_uploads_are_received_at_a_time(limited: httpx.Client, place: FolderPlace) -> None:
+    with ExitStack() as stack:
+        for _ in range(16):
+            connection = begin_upload(limited, "many", 400_000, Authorization=f"Bearer {ADMIN}")
+            stack.enter_context(connection)
+        wait_until(lambda: len(hidden(place.repository)) == 16)
+        refused = limited.put("/v1/models/many", content=FIRST)
+        assert_error(refused, 429, "OVERLOADED", "16 uploads are in progress")
+    wait_until(lambda: not hidden(place.repository))
+    stored = limited.put("/v1/models/some-other?load=false", content=FIRST)
+    assert stored.status_code == 201
+    assert limited.delete("/v1/models/some-other").status_code == 200
+
+
 def test_rights_are_those_of_the_key(limited: httpx.Client, place: FolderPlace) -> None:
     some, infer = bearer("tgw_some-secret"), bearer("tgw_infer-secret")
     put = limited.put("/v1/models/some-a?load=false", headers=some, content=FIRST)
@@ -438,14 +486,17 @@ def test_the_commands_push_pull_and_remove(place: FolderPlace, tmp_path: Path) -
     assert "no such file or directory" in absent.stderr.lower()
 
 
-def begin_upload(client: httpx.Client, model: str) -> socket.socket:
+def begin_upload(
+    client: httpx.Client, model: str, size: int = 4 * MIB, **headers: str
+) -> socket.socket:
     """Send one half of an upload."""
     url = client.base_url
     connection = socket.create_connection((url.host, url.port or 80))
     head = (
-        f"PUT /v1/models/{model} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {4 * MIB}\r\n\r\n"
+        f"PUT /v1/models/{model} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     )
-    connection.sendall(head.encode() + b"\x08\x0a" + b"x" * (2 * MIB))
+    connection.sendall(head.encode() + b"\r\n\x08\x0a" + b"x" * (size // 2))
     return connection
 
 

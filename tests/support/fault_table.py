@@ -976,6 +976,16 @@ ATTACKS = (
         },
     ),
     Row(
+        "many uploads at a time, whose lengths are unknown",
+        "507 as soon as they together exceed `GATEWAY_MAX_REPOSITORY_BYTES`, 429 for more than 16",
+        {
+            "integration/test_uploads": [
+                "uploads_in_progress_share_the_quota",
+                "sixteen_uploads_are_received_at_a_time",
+            ]
+        },
+    ),
+    Row(
         "a response of one long text and thousands of short ones, which a shadow version repeats",
         "compared in memory that is linear in its bytes; a response that decompresses beyond the "
         "limit is not compared",
