@@ -31,6 +31,9 @@ endef
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
 
+# The processes that the tests start would otherwise compile the gateway again and again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
 .PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist audit crds lock clean models examples
 

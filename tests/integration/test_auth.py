@@ -32,6 +32,7 @@ from gateway.passthrough.rules import ROUTE_RULES
 from gateway.settings import Settings
 from tests.support.fake_triton import ask, fake_triton, port_of
 from tests.support.fleet import ECHO, Fleet, fleet_of
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import (
     ADMIN,
     BOTH,
@@ -894,14 +895,7 @@ def test_the_log_tells_whose_key_it_was(guarded: tuple[httpx.Client, Command]) -
 
 
 def key_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", "key", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_gateway("key", *arguments, environment={**os.environ, **environment})
 
 
 def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(

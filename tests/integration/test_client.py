@@ -27,6 +27,7 @@ from PIL import Image
 from gateway.client import errors
 from gateway.client.ordered import OrderedExecutor
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
 from tests.support.model_zoo.zoo import SHARED, Names, quoted, write_repository
 from tests.support.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
@@ -53,15 +54,7 @@ class Gateway:
         return subprocess.Popen(command(*arguments), env=self.environment, cwd=ROOT, **options)
 
     def run(self, *arguments: str | Path, given: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command(*arguments),
-            env=self.environment,
-            cwd=ROOT,
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return run_gateway(*arguments, environment=self.environment, given=given)
 
     def fails(self, status: int, *arguments: str | Path) -> str:
         """Its sentence, which is all that it says."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
 from tests.support.model_zoo.zoo import SHARED, Names, write_repository
-from tests.support.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
+from tests.support.servers import free_ports, gateway_before, triton_on_free_ports
 
 NAMES = Names(seed=5)
 
@@ -34,14 +33,8 @@ def examine(
 ) -> tuple[int, dict[str, dict[str, str]]]:
     """Its exit status, and by the check what it found last."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "gateway", "doctor", "--json", *map(str, arguments)],
-        env={**given, **{name: str(value) for name, value in environment.items()}},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    given |= {name: str(value) for name, value in environment.items()}
+    ended = run_gateway("doctor", "--json", *arguments, environment=given)
     assert not ended.stderr
     return ended.returncode, {each["check"]: each for each in json.loads(ended.stdout)}
 

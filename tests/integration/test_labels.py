@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,10 +18,11 @@ import pytest
 import tritonclient.http as triton_http
 
 from tests.support.errors import assert_error
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, write_repository
 from tests.support.redis_server import redis_server
-from tests.support.servers import ROOT, Triton, gateway, gateway_before
+from tests.support.servers import Triton, gateway, gateway_before
 from tests.support.versioned import (
     LABELS,
     NAME,
@@ -499,13 +499,7 @@ def test_a_declared_label_belongs_to_the_models_file(triton: Triton, tmp_path: P
 
 
 def run_command(client: httpx.Client, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", *arguments, "--url", str(client.base_url)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_gateway(*arguments, "--url", str(client.base_url))
 
 
 def read_table(ended: subprocess.CompletedProcess[str]) -> list[list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from gateway.fleet.operations import OperationRunner, TooManyOperations
 from gateway.fleet.report import OperationReport
 from gateway.fleet.tasks import TaskSet
 from gateway.state.store import MemoryStateStore
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written
 from tests.support.redis_server import redis_server
-from tests.support.servers import ROOT, gateway, gateway_before
-from tests.support.wait import TIMEOUT_S, wait_until
+from tests.support.servers import gateway, gateway_before
+from tests.support.wait import wait_until
 
 EXPORTED = {
     "format": 1,
@@ -62,15 +62,7 @@ def test_metrics_can_leave_the_replicas_out(demo_triton: EmbeddedTriton) -> None
 
 
 def state(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", "state", *words],
-        cwd=ROOT,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    return run_gateway("state", *words, given=given)
 
 
 def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:

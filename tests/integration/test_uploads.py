@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,8 +27,9 @@ from onnx import TensorProto, helper
 from tests.support import network
 from tests.support.errors import assert_error
 from tests.support.fleet import Load, write_echo
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, bearer, entry, written
-from tests.support.servers import ROOT, gateway, gateway_before
+from tests.support.servers import gateway, gateway_before
 from tests.support.uploads import (
     FIRST,
     MIB,
@@ -447,9 +447,7 @@ def test_a_large_upload_takes_little_memory(place: FolderPlace, size: int) -> No
 
 
 def run_command(place: FolderPlace, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gateway", *map(str, words)]
-    command += ["--url", str(place.client.base_url)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return run_gateway(*words, "--url", str(place.client.base_url))
 
 
 def test_the_commands_push_pull_and_remove(place: FolderPlace, tmp_path: Path) -> None:

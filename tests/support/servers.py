@@ -25,6 +25,7 @@ from gateway.embedded import reaper
 from gateway.embedded.options import LOAD_ALL, TritonOptions
 from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
 from gateway.messages import print_message
+from tests.support.gateway_forks import ForkedProcess, fork_gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:
@@ -146,10 +147,14 @@ def kill_server_of(guard_pid: int) -> None:
         os.kill(server_of(guard_pid), signal.SIGKILL)
 
 
+GATEWAY = (sys.executable, "-m", "gateway")
+
+
 class Command:
     """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests.
 
-    `on_terminal`: it writes to a terminal instead of a pipe.
+    It is forked from a process that has imported the gateway, unless it has another `program` or no guard, or
+    is `on_terminal`: it then writes to a terminal instead of a pipe.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class Command:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         guarded: bool = True,
-        program: Sequence[str] = (sys.executable, "-m", "gateway"),
+        program: Sequence[str] = GATEWAY,
         folder: Path = ROOT,
         on_terminal: bool = False,
     ) -> None:
@@ -166,24 +171,31 @@ class Command:
         self._guarded = guarded
         reading, writing = pty.openpty() if on_terminal else os.pipe()
         self._output = os.fdopen(reading, "rb")  # the thread that reads it closes it
-        self.process = subprocess.Popen(
-            [*guards, *command] if guarded else command,
-            stdin=subprocess.PIPE,
-            stdout=writing,
-            stderr=subprocess.STDOUT,
-            # What a test loads is not for the next one, unless it says so.
-            env={
-                **os.environ,
-                "GATEWAY_STATE": "memory:",
-                "GATEWAY_DRAIN_S": "0",
-                "GATEWAY_GRPC_PORT": "0",
-                # Requests that are written byte by byte name any host.
-                "GATEWAY_ALLOWED_HOSTS": "*",
-                **(environment or {}),
-            },
-            cwd=folder,
-            start_new_session=True,
-        )
+        # What a test loads is not for the next one, unless it says so.
+        environment = {
+            **os.environ,
+            "GATEWAY_STATE": "memory:",
+            "GATEWAY_DRAIN_S": "0",
+            "GATEWAY_GRPC_PORT": "0",
+            # Requests that are written byte by byte name any host.
+            "GATEWAY_ALLOWED_HOSTS": "*",
+            **(environment or {}),
+        }
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if guarded and not on_terminal and program is GATEWAY:
+            with Path(os.devnull).open("rb") as empty:
+                files = (empty.fileno(), writing, writing)
+                self.process = fork_gateway(arguments, environment, folder, files)
+        else:
+            self.process = subprocess.Popen(
+                [*guards, *command] if guarded else command,
+                stdin=subprocess.PIPE,
+                stdout=writing,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
+            )
         os.close(writing)
         self.lines: list[str] = []
         self._deaf = False

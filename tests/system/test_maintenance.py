@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.support.fleet import BODY, QUICK, write_echo
+from tests.support.gateway_forks import run_gateway
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import ROOT, Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -83,18 +84,7 @@ def cordoned(client: httpx.Client) -> set[str]:
 
 
 def run_command(pair: Pair, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "replicas",
-        *words,
-        "--url",
-        str(pair.client.base_url),
-    ]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    return run_gateway("replicas", *words, "--url", str(pair.client.base_url))
 
 
 def test_a_cordoned_replica_gets_no_new_requests_from_any_gateway(pair: Pair) -> None:

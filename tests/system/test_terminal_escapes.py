@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.support.servers import ROOT
+from tests.support.gateway_forks import run_gateway
 from tests.support.up import Up, write_model
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eback"
@@ -120,9 +118,8 @@ def hostile() -> Iterator[str]:
     ids=" ".join,
 )
 def test_what_a_gateway_answers_is_escaped(hostile: str, arguments: list[str], shown: str) -> None:
-    command = [sys.executable, "-m", "gateway", *arguments, "--url", hostile]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
-    assert_harmless(run.stdout.decode())
-    assert_harmless(run.stderr.decode())
-    assert "u202eback" in getattr(run, shown).decode()
-    assert "Traceback" not in run.stderr.decode()
+    run = run_gateway(*arguments, "--url", hostile)
+    assert_harmless(run.stdout)
+    assert_harmless(run.stderr)
+    assert "u202eback" in getattr(run, shown)
+    assert "Traceback" not in run.stderr
