@@ -6,11 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from .serving import FloatArray, IntArray
 
@@ -35,6 +32,9 @@ class Split(NamedTuple):
 
 @cache
 def handwriting() -> Split:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     # The split precedes the augmentation, so that no version of a held-out digit is trained on.
     digits = load_digits()
     seen, held_out, seen_labels, held_out_labels = train_test_split(
@@ -63,6 +63,8 @@ def glyph(digit: int, font: Path, ground: int = 0, ink: int = 255, height: int =
 
 
 def font_files(pattern: str) -> list[Path]:
+    import matplotlib
+
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     return sorted(folder.glob(f"{pattern}.ttf"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -46,22 +47,21 @@ CONSTRUCTORS = ("__init__", "__post_init__")
 COMPAT_MODULES = {uvicorn: "gateway.uvicorn_compat", prometheus_client: "gateway.prometheus_compat"}
 
 
-TREES = package_trees()
-
-
 def find_imports(module: str) -> set[str]:
     """Return the modules of the gateway that a module imports anywhere, for type checking included."""
-    imported = set()
-    for node in ast.walk(TREES[module]):
+    imported, modules = set(), package_trees().keys()
+    for node in ast.walk(package_trees()[module]):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            imported |= {name if name in TREES else node.module for name in names}
+            imported |= {name if name in modules else node.module for name in names}
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
-    return imported & TREES.keys() - {"gateway", module}
+    return imported & modules - {"gateway", module}
 
 
-IMPORTS = {module: find_imports(module) for module in TREES}
+@cache
+def package_imports() -> dict[str, set[str]]:
+    return {module: find_imports(module) for module in package_trees()}
 
 
 def package_of(module: str) -> str:
@@ -69,29 +69,29 @@ def package_of(module: str) -> str:
 
 
 def test_every_module_is_in_the_table() -> None:
-    assert {package_of(module) for module in TREES} - {"gateway"} == LAYERS.keys()
+    assert {package_of(module) for module in package_trees()} - {"gateway"} == LAYERS.keys()
 
 
 def test_imports_go_down_the_table() -> None:
     upward = [
         f"{module} imports {imported}"
-        for module in TREES
-        for imported in IMPORTS[module]
+        for module, imports in package_imports().items()
+        for imported in imports
         if LAYERS[package_of(imported)] > LAYERS[package_of(module)]
     ]
     assert not upward
 
 
 def test_no_modules_import_each_other() -> None:
-    TopologicalSorter(IMPORTS).prepare()  # raises CycleError, which shows the cycle
+    TopologicalSorter(package_imports()).prepare()  # raises CycleError, which shows the cycle
 
 
 def test_the_client_imports_nothing_of_the_server() -> None:
     imported = {
         package_of(name)
-        for module in TREES
+        for module, imports in package_imports().items()
         if package_of(module) == "gateway.client"
-        for name in IMPORTS[module]
+        for name in imports
     }
     assert imported <= CLIENT_DEPENDENCIES
 
@@ -100,7 +100,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
 def test_what_is_pure_has_no_async_in_it(name: str) -> None:
     asynchronous = [
         f"{module}:{node.lineno}"
-        for module, tree in TREES.items()
+        for module, tree in package_trees().items()
         if name in (module, package_of(module))
         for node in ast.walk(tree)
         if isinstance(node, ASYNC_NODES)
@@ -134,6 +134,6 @@ def test_private_attributes_of_a_library_are_used_in_one_module(
             if isinstance(node, ast.Attribute) and node.attr in names
         }
         - own_attributes(tree)
-        for module, tree in TREES.items()
+        for module, tree in package_trees().items()
     }
     assert {module for module, used in uses.items() if used} == {compat_module}
