@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -37,6 +37,7 @@ from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
 from gateway.settings import Settings
+from gateway.settings.server import Dialect
 
 PREFLIGHT_MAX_AGE_S = 600
 # Response headers that pages of other origins may read.
@@ -74,10 +75,14 @@ class GatewayFastAPI(FastAPI):
     """A FastAPI whose OpenAPI document describes the errors, and how to send a key."""
 
     requires_key = False
+    error_schemas = ERROR_SCHEMAS
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
-        document["components"] = {"schemas": ERROR_SCHEMAS, "securitySchemes": SECURITY_SCHEMES}
+        document["components"] = {
+            "schemas": self.error_schemas,
+            "securitySchemes": SECURITY_SCHEMES,
+        }
         if self.requires_key:
             document["security"] = SECURITY
             for path in PUBLIC_PATHS & document["paths"].keys():
@@ -96,6 +101,17 @@ async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
 
     async with run_grpc_server(services, drain):
         yield
+
+
+def add_torchserve(app: GatewayFastAPI, routers: list[APIRouter]) -> Callable[[ASGIApp], ASGIApp]:
+    """Add the routes of TorchServe's API; return the layer that gives errors their shape."""
+    # Imported here, because few gateways serve this API.
+    from gateway.openapi.torchserve import TORCHSERVE_ERROR_SCHEMA  # noqa: PLC0415
+    from gateway.routes import torchserve  # noqa: PLC0415
+
+    routers.append(torchserve.router)
+    app.error_schemas = {**ERROR_SCHEMAS, "TorchServeError": TORCHSERVE_ERROR_SCHEMA}
+    return torchserve.TorchServeErrors
 
 
 def create_app(settings: Settings, on_open: Callable[[Services], None] | None = None) -> ASGIApp:
@@ -131,15 +147,18 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     )
     app.requires_key = components.keys_file is not None
     routers = [router for router in ROUTERS if router is not ui.router or settings.page]
+    has_torchserve = Dialect.torchserve in settings.dialects
+    add_errors = add_torchserve(app, routers) if has_torchserve else None
     edge = GatewayMiddleware(app, [route for router in routers for route in router.routes])
     for router in routers:
         app.include_router(router)
     for exception in HANDLED_EXCEPTIONS:
         app.add_exception_handler(exception, render_error)
+    application: ASGIApp = add_errors(edge) if add_errors else edge
     if not settings.cors_origins:
-        return edge
+        return application
     return CORSMiddleware(
-        edge,
+        application,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),  # safe, because a key is sent in a header and never in a cookie

@@ -30,7 +30,9 @@ KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 # Probes and browsers that load pages have no key.
-PUBLIC_PATHS: Final = frozenset(("/", "/livez", "/readyz", "/docs", "/redoc", "/openapi.json"))
+PUBLIC_PATHS: Final = frozenset(
+    ("/", "/livez", "/readyz", "/ping", "/docs", "/redoc", "/openapi.json")
+)
 PUBLIC_PATH_PREFIXES: Final = ("/static/", "/docs/")
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
 ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)

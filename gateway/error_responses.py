@@ -26,6 +26,8 @@ OPENAI_ERROR_TYPES: Final = {
 }
 OPENAI_REQUEST_ERROR: Final = "invalid_request_error"
 OPENAI_SERVER_ERROR: Final = "server_error"
+# The key of a scope whose errors have the shape of another API; an ASGI layer for its paths sets it.
+ERROR_SERIALIZER: Final = "error_serializer"
 
 # Errors that the framework raises itself, by status; its own message is only the status phrase.
 FRAMEWORK_ERRORS: Final = {
@@ -71,6 +73,8 @@ async def render_error(request: Request, exc: Exception) -> Response:
     headers = getattr(exc, "headers", None)
     if request.scope["path"] in OPENAI_PATHS:
         body = serialize_openai_error(message, code, status)
+    elif serialize := request.scope.get(ERROR_SERIALIZER):
+        body = serialize(message, code, status)
     else:
         body = serialize_error(message, code, request_id, getattr(exc, "report", None))
     if getattr(exc, "is_event", False):

@@ -252,6 +252,17 @@ class NoOpenAIServer(GatewayError):
     )
 
 
+class ScalingNotSupported(GatewayError):
+    status, code = 501, "SCALING_NOT_SUPPORTED"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"the workers of model {quote_text(model)} cannot be scaled by a request: Triton runs as many "
+            "instances as instance_group in the model's config.pbtxt says, on every replica; change it there "
+            "and load the model again, or add replicas"
+        )
+
+
 class UnknownMethod(GatewayError):
     status, code = 501, "UNKNOWN_METHOD"
     message = (

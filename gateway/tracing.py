@@ -25,7 +25,7 @@ TRACE_CONTEXT_HEADERS: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, s
 SERVER_ERROR_STATUS: Final = 500
 CLIENT_ERROR_STATUS: Final = 400  # an error of a client span, but not of a server span
 # Probes and scrapes come every few seconds and are not traced.
-PROBE_PATHS: Final = frozenset(("/livez", "/readyz", "/metrics"))
+PROBE_PATHS: Final = frozenset(("/livez", "/readyz", "/ping", "/metrics"))
 PROBE_PATH_PREFIX: Final = "/v2/health/"
 TRACE_FLUSH_TIMEOUT_S: Final = 2.0
 TraceHeaders = list[tuple[bytes, bytes]]

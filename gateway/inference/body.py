@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
 from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
@@ -23,6 +23,7 @@ from gateway.tensors.payload import Payload, PayloadLimits
 
 # The files of a form are copied once.
 MAX_INLINE_FORM_BYTES: Final = 4 << 20
+MIN_PEEKED_BYTES: Final = 16  # enough to recognize the type of a file
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,23 @@ class RequestBody:
     def has_content(self) -> bool:
         """Return whether the request has a body, which may be empty if it is chunked."""
         return bool(self.content_length) or b"transfer-encoding" in self.headers
+
+    async def peek(self) -> bytes:
+        """Return the first bytes of the body as they are sent; `read` and `stream` return them again."""
+        receive, beginning, has_more = self._receive, b"", True
+        while has_more and len(beginning) < MIN_PEEKED_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            beginning += message.get("body", b"")
+            has_more = message.get("more_body", False)
+        messages = [{"type": "http.request", "body": beginning, "more_body": has_more}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        self._receive = receive_again
+        return beginning
 
     async def receive_start(self, max_bytes: int) -> bool:
         """Receive what has arrived; return whether `read` and `stream` then take no time.

@@ -31,6 +31,7 @@ from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes
 from gateway.tensors.inputs import (
     InferInputs,
+    PredictParser,
     convert_payload,
     decode_body,
     decode_form,
@@ -133,8 +134,10 @@ class InferExchange:
             work = run(decode_form, body, *arguments)
         return await self._limit_time(work)
 
-    async def receive_predict_inputs(self) -> tuple[bool, list[InferInputs]]:
-        """Receive the body, acquire a slot, and return whether the body has columns, and its tensors."""
+    async def receive_predict_inputs(
+        self, parse: PredictParser = parse_predict_body
+    ) -> tuple[bool, list[InferInputs]]:
+        """Receive a JSON body, acquire a slot, and return whether it has columns, and its tensors."""
         is_received = await self._receive_start()
         reading = self.body.read(self.services.payload_limits.max_bytes, self.charge)
         body = await (reading if is_received else self._limit_time(reading))
@@ -142,6 +145,7 @@ class InferExchange:
         decoders = self.services.decode_executor
         if len(body) > JSON_CODEC.max_thread_bytes:
             arguments = (
+                parse,
                 body,
                 self.signature,
                 self.services.payload_limits,
@@ -150,7 +154,7 @@ class InferExchange:
             return await self._limit_time(
                 decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
             )
-        read = partial(parse_predict_body, body, self.signature, self.services.payload_limits)
+        read = partial(parse, body, self.signature, self.services.payload_limits)
         is_inline = len(body) <= JSON_CODEC.max_inline_bytes
         is_columns, payloads = (
             read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))

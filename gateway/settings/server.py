@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import ssl
+from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_settings import NoDecode
 
 from gateway.settings.values import (
     MAX_SETTING_S,
     NonNegativeSeconds,
     PositiveSeconds,
     SettingsGroup,
+    split_list,
 )
+
+
+class Dialect(str, Enum):
+    """The APIs of other servers with paths of their own, outside `/v1` and `/v2`."""
+
+    torchserve = "torchserve"
 
 
 class ServerSettings(SettingsGroup):
@@ -58,6 +68,8 @@ class ServerSettings(SettingsGroup):
     terminated, whatever it is doing."""
     page: bool = True
     """Whether / serves browsers a page with the fleet, a form for every model and live metrics."""
+    dialects: Annotated[tuple[Dialect, ...], NoDecode, BeforeValidator(split_list)] = ()
+    """Comma-separated APIs of other servers whose paths are served as well: torchserve."""
 
     @field_validator("tls_cert_file")
     @classmethod

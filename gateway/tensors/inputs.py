@@ -5,7 +5,7 @@ A worker process can run `decode_body`, `decode_form` and `decode_predict_body`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,8 @@ FEED_CHUNK_BYTES = 64 << 10
 MAX_IMAGES = 4096
 # A batch takes one place in the admission queue, however many inferences it is split into.
 MAX_SUB_BATCHES = 1000
+
+PredictParser = Callable[[bytes, Signature, PayloadLimits], tuple[bool, list[Payload]]]
 
 
 class InferInputs(NamedTuple):
@@ -280,8 +282,12 @@ def parse_predict_body(
 
 
 def decode_predict_body(
-    body: bytes, signature: Signature, limits: PayloadLimits, image_limits: ImageLimits
+    parse: PredictParser,
+    body: bytes,
+    signature: Signature,
+    limits: PayloadLimits,
+    image_limits: ImageLimits,
 ) -> tuple[bool, list[InferInputs]]:
     check_json_memory(body, limits)
-    is_columns, payloads = parse_predict_body(body, signature, limits)
+    is_columns, payloads = parse(body, signature, limits)
     return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]

@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.app import create_app
 from gateway.settings import Settings
+from gateway.settings.server import Dialect
 from tests.support.servers import ROOT
 
 DOCUMENT_FILE = ROOT / "docs" / "openapi.json"
@@ -22,8 +23,11 @@ REQUEST_PARTS = {"requestBody", "parameters"}
 
 
 def build_document() -> dict[str, Any]:
-    edge: Any = create_app(Settings(state="memory:"))
-    return dict(json.loads(json.dumps(edge._framework.openapi())))
+    application: Any = create_app(Settings(state="memory:", dialects=tuple(Dialect)))
+    framework = (
+        application._application._framework
+    )  # within the layers of a dialect and of the gateway
+    return dict(json.loads(json.dumps(framework.openapi())))
 
 
 def read_recorded_document() -> dict[str, Any]:

@@ -24,13 +24,19 @@ from gateway.sse import EventStreamScrubber
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.images import ImageLimits
-from gateway.tensors.inputs import decode_body, decode_predict_body
+from gateway.tensors.inputs import (
+    PredictParser,
+    decode_body,
+    decode_predict_body,
+    parse_predict_body,
+)
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
 from gateway.tensors.signature import Signature, build_signature
 from gateway.tensors.text_vectors import parse_embeddings_request, parse_rerank_request
+from gateway.tensors.torchserve import parse_prediction_body
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
@@ -60,8 +66,9 @@ def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
     return lambda data: decode_body(data, content_type, MODELS[kind], PayloadLimits(), IMAGE_LIMITS)
 
 
-def predict_as(kind: str) -> Callable[[bytes], object]:
-    return lambda data: decode_predict_body(data, MODELS[kind], PayloadLimits(), IMAGE_LIMITS)
+def predict_as(kind: str, parse: PredictParser = parse_predict_body) -> Callable[[bytes], object]:
+    limits = PayloadLimits()
+    return lambda data: decode_predict_body(parse, data, MODELS[kind], limits, IMAGE_LIMITS)
 
 
 def read_header(data: bytes) -> object:
@@ -93,6 +100,7 @@ def targets() -> list[Target]:
     reflection = ReflectionService()
     images = [body for bodies in IMAGES.values() for body in bodies]
     page = (ROOT / "tests/data/triton_metrics.txt").read_bytes()[: MAX_INPUT_BYTES // 8]
+    named = [b'{"data": [1, 2.5]}', b'{"X": {"b64": "AAEC"}}', b"[[1, 2], [3, 4]]"]
     predict = [b'{"instances": [[1, 2], [3, 4]]}', b'{"inputs": {"X": [[1.5]]}}']
     return [
         *body_targets(),
@@ -106,6 +114,10 @@ def targets() -> list[Target]:
             "reranking", parse_rerank_request, [b'{"model": "m", "query": "a", "documents": ["b"]}'], REFUSALS
         ),
         *(Target(f":predict for {kind}", predict_as(kind), predict, REFUSALS) for kind in MODELS),
+        *(
+            Target(f"TorchServe's JSON for {kind}", predict_as(kind, parse_prediction_body), named, REFUSALS)
+            for kind in MODELS
+        ),
         Target("image headers", read_header, images, REFUSALS),
         Target("Content-Type", latin_1(parse_content_type), [b'text/plain; charset="utf-8"'], REFUSALS),
         Target("Accept", latin_1(parse_accept), [b"image/png;q=0.5, */*"], REFUSALS),

@@ -1,0 +1,95 @@
+"""The routes of TorchServe's API."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.media_types import JSON, TEXT
+from gateway.openapi.infer import INFER_BODY_CONTENT, REQUEST_HEADER_PARAMETERS
+from gateway.openapi.responses import (
+    ERROR_DESCRIPTIONS,
+    REQUEST_ID_HEADER,
+    RETRY_AFTER_HEADER,
+    OpenApiResponses,
+    build_error_responses,
+    build_success_response,
+)
+from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
+from gateway.tensors.schema import Schema, build_object_schema
+
+TORCHSERVE_ERROR_SCHEMA: Final = build_object_schema(
+    {"code": {"type": "integer"}, "type": STRING_SCHEMA, "message": STRING_SCHEMA},
+    description="An error in the shape of TorchServe's API.",
+)
+TORCHSERVE_ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/TorchServeError"}
+WORKER_COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0}
+STATUS_SCHEMA: Final = build_object_schema({"status": STRING_SCHEMA})
+LISTED_MODEL_SCHEMA: Final = build_object_schema(
+    {"modelName": STRING_SCHEMA, "modelUrl": STRING_SCHEMA}
+)
+REGISTERED_MODEL_SCHEMA: Final = build_object_schema(
+    {
+        **dict.fromkeys(("modelName", "modelVersion", "modelUrl", "runtime"), STRING_SCHEMA),
+        "minWorkers": WORKER_COUNT_SCHEMA,
+        "maxWorkers": WORKER_COUNT_SCHEMA,
+        "workers": {
+            "type": "array",
+            "items": build_object_schema({"id": STRING_SCHEMA, "status": STRING_SCHEMA}),
+            "description": "The replicas that have the version, and its state there.",
+        },
+    }
+)
+
+
+def build_torchserve_responses(
+    schema: Schema, description: str, *error_statuses: int
+) -> OpenApiResponses:
+    errors = build_error_responses(*error_statuses, schema=TORCHSERVE_ERROR_REFERENCE)
+    return errors | build_success_response(schema, description)
+
+
+PING_RESPONSES: Final = build_torchserve_responses(STATUS_SCHEMA, "The fleet is ready.") | {
+    503: {
+        "description": "The fleet is not ready.",
+        "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
+        "content": {JSON: {"schema": {"anyOf": [STATUS_SCHEMA, TORCHSERVE_ERROR_REFERENCE]}}},
+    }
+}
+PREDICTION_OPENAPI: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": INFER_BODY_CONTENT
+        | {JSON: {"schema": {"description": "A value, or an object of values by input name."}}},
+    },
+    "parameters": REQUEST_HEADER_PARAMETERS,
+}
+PREDICTION_RESPONSES: Final = build_torchserve_responses(
+    {"description": "The value of the only output, or an object with the values of all outputs."},
+    "The output.",
+    *ERROR_DESCRIPTIONS,
+)
+PREDICTION_RESPONSES[200]["content"] |= {
+    TEXT: {"schema": STRING_SCHEMA},
+    "*/*": {"schema": BINARY_SCHEMA},
+}
+REGISTERED_LIST_RESPONSES: Final = build_torchserve_responses(
+    build_object_schema(
+        {
+            "models": {"type": "array", "items": LISTED_MODEL_SCHEMA},
+            "nextPageToken": STRING_SCHEMA,
+        },
+        optional=("nextPageToken",),
+    ),
+    "The models.",
+)
+REGISTERED_MODEL_RESPONSES: Final = build_torchserve_responses(
+    {"type": "array", "items": REGISTERED_MODEL_SCHEMA}, "One entry for each version.", 404
+)
+STATUS_RESPONSES: Final = build_torchserve_responses(
+    STATUS_SCHEMA, "It is done.", 404, 409, 422, 502, 504
+)
+SCALING_RESPONSES: Final = build_error_responses(
+    *(404, 501),
+    schema=TORCHSERVE_ERROR_REFERENCE,
+    descriptions={501: "The model's config decides on the number of instances."},
+)
