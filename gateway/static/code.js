@@ -72,7 +72,7 @@ export function writeJavaScript(request, hasKey) {
   const headers = formatHeaders(request, hasKey ? '"Authorization": `Bearer ${process.env.KEY}`' : "", ", ");
   const last = request.streams
     ? ["for await (const piece of response.body.pipeThrough(new TextDecoderStream())) process.stdout.write(piece);"]
-    : ["console.log((await response.json()).outputs);"];
+    : ["console.log(JSON.stringify((await response.json()).outputs));"];
   return [
     needsFiles ? 'import { openAsBlob } from "node:fs";\n' : null,
     ...javaScriptBody(request.parts),

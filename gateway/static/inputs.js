@@ -11,6 +11,8 @@ const PREVIEW = /^image\/(png|jpeg|webp|gif)$/;
 
 export const formatShape = (tensor) => `${tensor.datatype} [${tensor.shape.map((size) => (size < 0 ? "any" : size)).join(", ")}]`;
 
+const isArray = (tensor) => tensor.datatype !== "BYTES";
+
 /** Return the input methods for a tensor, with the default first. */
 export function inputMethods(tensor) {
   const type = tensor.content_type ?? "";
@@ -25,7 +27,7 @@ export function inputMethods(tensor) {
     if (tensor.datatype !== "BOOL") return ["number"];
     return tensor.shape.length > 1 ? ["values"] : tensor.optional ? ["choice"] : ["flag"]; // a checkbox always has a value
   }
-  if (!tensor.image) return ["values"];
+  if (!tensor.image) return ["values", "file"];
   return tensor.image.layout === "NHW" ? ["values", "file", "draw"] : ["draw", "file", "values"];
 }
 
@@ -113,8 +115,9 @@ export class Field {
 
   file() {
     const isImage = this.methods.includes("draw");
+    const accept = isImage ? "image/*" : isArray(this.tensor) ? ".npy" : null;
     const fileInput = (attributes) =>
-      el("input", { type: "file", accept: isImage ? "image/*" : null, multiple: this.batches, ...attributes,
+      el("input", { type: "file", accept, multiple: this.batches, ...attributes,
         onchange: (event) => this.setFiles(event.target.files) });
     this.previews = el("div", { class: "thumbnails" });
     this.fileStatus = el("span", { class: "quiet", role: "status", text: "No file selected." });
@@ -133,6 +136,7 @@ export class Field {
   }
 
   fileHint(isImage) {
+    if (!isImage && isArray(this.tensor)) return "Choose a NumPy file (.npy), or drop it here";
     if (this.batches) return isImage ? "Choose one or several images, drop them here, or paste one" : "Choose one or several files, or drop them here";
     return isImage ? "Choose an image, drop it here, or paste it" : "Choose a file, or drop it here";
   }

@@ -33,8 +33,9 @@ export function buildRequest(description, path, values, { parameters = "", heade
 /** A single value is the body itself. */
 function singleParts([[, value]]) {
   if (value.file) {
-    const type = value.file.type || "application/octet-stream";
-    return { kind: "file", type, name: fileName(value.file), body: () => value.file };
+    const name = fileName(value.file);
+    const type = value.file.type || (name.endsWith(".npy") ? "application/x-npy" : "application/octet-stream");
+    return { kind: "file", type, name, body: () => value.file };
   }
   return { kind: "text", type: "text/plain", text: value.text, body: () => value.text };
 }

@@ -33,7 +33,10 @@ export function useSample(field) {
 /** Return a value that stands for one that was not entered, so that the code is always complete. */
 export function placeholderValue(field) {
   const { tensor, method } = field;
-  if (method === "file" || method === "draw") return { file: new File([], field.methods.includes("draw") ? "image.png" : "file.bin", field.methods.includes("draw") ? { type: "image/png" } : {}) };
+  if (method === "file" || method === "draw") {
+    if (field.methods.includes("draw")) return { file: new File([], "image.png", { type: "image/png" }) };
+    return { file: new File([], tensor.datatype === "BYTES" ? "file.bin" : "array.npy") };
+  }
   if (method === "text") return { text: tensor.example && !tensor.example.startsWith("data:") ? tensor.example : "some text" };
   const one = { BYTES: '"some text"', BOOL: "true" }[tensor.datatype] ?? (/^(FP|BF)/.test(tensor.datatype) ? "0.5" : "1");
   const sizes = tensor.shape.map((size) => (size < 0 ? 2 : size));

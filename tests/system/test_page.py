@@ -13,11 +13,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from selenium.webdriver.common.keys import Keys
 
@@ -736,6 +738,89 @@ def test_several_images_are_one_request_with_an_answer_beside_each(
     assert not faults(page)
 
 
+def run_programs(page: browser.Page, folder: Path, key: str = "") -> Iterator[str]:
+    """What the code of each tab prints, run beside the files that it names."""
+    languages = {"curl": ["bash"], "python": [sys.executable], "javascript": ["node"]}
+    for language, program in languages.items():
+        if shutil.which(program[0]) is None:
+            continue
+        page.click(f"#tab-{language}")
+        file = folder / {"javascript": "request.mjs"}.get(language, language)
+        file.write_text(page.text("#curl"))
+        ended = subprocess.run(
+            [*program, str(file)],
+            cwd=folder,
+            env={**os.environ, "KEY": key},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        yield ended.stdout
+
+
+def numbers_in(printed: str, name: str) -> list[float]:
+    """The numbers of an output, as JSON, Python or Node print them."""
+    _, _, rest = printed.partition(name)
+    values = re.search(r"\[[^\]]*\]", rest)
+    assert values, printed
+    return [float(number) for number in re.findall(r"-?[0-9.]+", values[0])]
+
+
+def labels_in(printed: str) -> list[str]:
+    """The labels of an answer, best first, as JSON and Python print them."""
+    return re.findall(r"""["']label["']: ?["'](\w+)["']""", printed)
+
+
+@needs_browser
+def test_the_code_for_an_image_runs(page: browser.Page, demo_url: str, tmp_path: Path) -> None:
+    shutil.copy(IMAGES / "seven.png", tmp_path)
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    page.type("input[type=file]:not([capture])", str(tmp_path / "seven.png"))
+    page.see("#curl", "seven.png")
+    for printed in run_programs(page, tmp_path):
+        assert labels_in(printed)[0] == "7"
+
+
+@needs_browser
+def test_the_code_for_several_images_runs(
+    page: browser.Page, demo_url: str, tmp_path: Path
+) -> None:
+    names = ["seven.png", "three.jpg"]
+    for name in names:
+        shutil.copy(IMAGES / name, tmp_path)
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    page.type("input[type=file]:not([capture])", "\n".join(str(tmp_path / name) for name in names))
+    page.see("#curl", "three.jpg")
+    for printed in run_programs(page, tmp_path):
+        assert [labels_in(answer)[0] for answer in printed.split("doubtful")[:2]] == ["7", "3"]
+
+
+@needs_browser
+def test_the_code_for_arrays_runs(page: browser.Page, strangers: Strangers, tmp_path: Path) -> None:
+    """A JSON list; a NumPy file; and a NumPy file beside a number, which is a form."""
+    np.save(tmp_path / "array.npy", np.array([1.5, -2], np.float32))
+    output = strangers.names.tensor("Y")
+    page.open(strangers.url, strangers.fragment("optional"), key=INFER)
+    page.type(f"{strangers.input('X')} textarea", "1.5, -2")
+    page.see("#curl", "[1.5,-2]")
+    for printed in run_programs(page, tmp_path, INFER):
+        assert numbers_in(printed, output) == [1.5, -2]
+    page.click(f"{strangers.input('X')} input[value=file]")
+    page.see("#curl", "array.npy")  # stands for a file until one is chosen
+    page.type(f"{strangers.input('X')} input[type=file]", str(tmp_path / "array.npy"))
+    page.see("#curl", "application/x-npy")
+    for printed in run_programs(page, tmp_path, INFER):
+        assert numbers_in(printed, output) == [1.5, -2]
+    page.click("#infer")
+    page.see(strangers.output("Y"), "1.5")
+    page.type(f"{strangers.input('FACTOR')} input[type=number]", "2")
+    page.see("#curl", "application/json")
+    for printed in run_programs(page, tmp_path, INFER):
+        assert numbers_in(printed, output) == [3, -4]
+
+
 @needs_browser
 def test_the_code_of_each_language_sends_the_same_request(
     page: browser.Page, demo_url: str, tmp_path: Path
@@ -751,14 +836,8 @@ def test_the_code_of_each_language_sends_the_same_request(
     curl = page.see("#curl", "curl -s")
     page.click("#infer")
     page.see("#response-body figcaption", "384 numbers")
-    (tmp_path / "request.mjs").write_text(javascript)
-    # Python's program needs the package requests, which the gateway does not: it is compiled only.
-    compile(python, "request.py", "exec")
-    programs = [["bash", "-c", curl]]
-    if node := shutil.which("node"):
-        programs.append([node, str(tmp_path / "request.mjs")])
-    for program in programs:
-        answer = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert python != javascript != curl
+    for answer in run_programs(page, tmp_path):
         assert "EMBEDDING" in answer
 
 
