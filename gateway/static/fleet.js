@@ -88,6 +88,7 @@ function replicaCells(replica) {
 /** A model that is intentionally not loaded is not a failure. */
 function replicaStateCell(model, address) {
   const name = model.replicas?.[address] ?? "–";
+  if (name === "ON_DEMAND") return { text: "on demand", class: "state quiet" };
   const isIntended = name === "UNAVAILABLE" && !model.last_error && !model.declared && model.wished !== "loaded";
   return isIntended ? { text: "not loaded", class: "state quiet" } : stateCell(name);
 }
@@ -115,7 +116,7 @@ function updateColumns(addresses) {
 function modelCells(model, addresses) {
   const isUnloaded = ({ state, reason }) => state === "UNAVAILABLE" && (!reason || reason === "unloaded");
   const versions = model.versions.map((entry) => {
-    const state = isUnloaded(entry) ? "not loaded" : entry.state ?? "";
+    const state = isUnloaded(entry) ? "not loaded" : entry.state === "ON_DEMAND" ? "on demand" : entry.state ?? "";
     return entry.version ? `${entry.version} ${state}` : state;
   });
   const missing = model.wished === "loaded" && !model.ready;
@@ -123,7 +124,7 @@ function modelCells(model, addresses) {
   return [
     modelLink(model.name),
     {
-      text: (versions.join(", ") || model.state || "not loaded") + (missing ? ", load pending" : ""),
+      text: (versions.join(", ") || (model.on_demand ? "on demand" : "not loaded")) + (missing ? ", load pending" : ""),
       class: model.ready ? "state good" : "state quiet",
     },
     { text: describeLabels(model.labels), class: "long" },

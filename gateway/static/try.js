@@ -16,7 +16,8 @@ const MAX_DEFAULT_CANDIDATES = 12; // models that are examined to choose the def
 let description = null;
 let fields = [];
 let options = null; // RequestOptions
-let readyModels = [];
+let listedModels = []; // the names of those that are ready or load on demand
+let sleepingModels = new Set(); // those that their first request loads
 let running = null; // the AbortController of the request in progress
 let generation = 0; // of the form: responses for an older one are ignored
 
@@ -35,7 +36,8 @@ export function start() {
 
 export function reset() {
   description = null;
-  readyModels = [];
+  listedModels = [];
+  sleepingModels.clear();
   $("model").replaceChildren();
   history.reset();
   clear();
@@ -44,29 +46,40 @@ export function reset() {
 /** List the models that the search matches; the current one is always listed. */
 function listModels() {
   const words = $("model-search").value.trim().toLowerCase();
-  const names = readyModels.filter((name) => name === description?.name || name.toLowerCase().includes(words));
-  $("model-search").hidden = readyModels.length < MIN_SEARCHED_MODELS;
-  $("model").replaceChildren(...names.map((name) => el("option", { value: name, text: name })));
+  const names = listedModels.filter((name) => name === description?.name || name.toLowerCase().includes(words));
+  $("model-search").hidden = listedModels.length < MIN_SEARCHED_MODELS;
+  const choice = description ? [] : [el("option", { value: "", text: "Choose a model", disabled: true, selected: true })];
+  const options = names.map((name) => el("option", { value: name, text: name + (sleepingModels.has(name) ? " (loads on demand)" : "") }));
+  $("model").replaceChildren(...choice, ...options);
   if (description) $("model").value = description.name;
 }
 
 export async function show(requestedModel) {
   try {
-    readyModels = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
+    const models = (await withKey(api.listModels)).filter((model) => model.ready || model.on_demand);
+    listedModels = models.map((model) => model.name);
+    sleepingModels = new Set(models.filter((model) => !model.ready).map((model) => model.name));
     $("model-search").value = "";
     listModels();
-    const model = requestedModel || description?.name || (await chooseDefault(readyModels));
+    // A model is not loaded only because somebody opens the page.
+    const loaded = listedModels.filter((name) => !sleepingModels.has(name));
+    const model = requestedModel || description?.name || (await chooseDefault(loaded));
     if (!model) {
       clear();
-      showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
+      showNoModel();
       return;
     }
-    $("model").value = model;
     if (description?.name !== model) await openModel(model);
     else await reopenIfChanged();
+    listModels();
   } catch (error) {
     showError(error);
   }
+}
+
+function showNoModel() {
+  if (listedModels.length) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
+  else showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
 }
 
 /** Prefer a model whose config declares a content type, because its inputs are easy to provide. */
@@ -80,6 +93,7 @@ async function chooseDefault(names) {
 async function openModel(model, version = "") {
   const current = (generation += 1);
   clear();
+  if (sleepingModels.has(model)) showNotice($("try-notice"), `Loading ${model}…`);
   try {
     const newDescription = await withKey(() => api.describeModel(model, version));
     if (current !== generation) return;
@@ -92,12 +106,23 @@ async function openModel(model, version = "") {
   }
 }
 
+const signatureOf = ({ versions, platform, max_batch_size: batch, decoupled, inputs, outputs }) =>
+  JSON.stringify([versions, platform, batch, decoupled, inputs, outputs]);
+
 /** A model may have been reloaded with another signature. If it was not, the entered values are kept. */
 async function reopenIfChanged() {
   const { name, versions } = description;
   const version = $("version").hidden ? "" : $("version").value;
   const newDescription = await api.describeModel(name, versions.includes(version) ? version : "");
-  if (JSON.stringify(newDescription) !== JSON.stringify(description)) await openModel(name);
+  if (signatureOf(newDescription) !== signatureOf(description)) await openModel(name);
+  else showReady(newDescription.ready);
+}
+
+function showReady(ready) {
+  description.ready = ready;
+  if (ready) sleepingModels.delete(description.name);
+  listModels();
+  showFacts();
 }
 
 function showError(error) {
@@ -118,7 +143,7 @@ function clear() {
 }
 
 function showModelInfo(version) {
-  const { versions, platform, max_batch_size: batch, decoupled } = description;
+  const { versions } = description;
   const several = versions.length > 1;
   $("version").hidden = $("version-label").hidden = !several;
   $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name || "latest" })));
@@ -126,11 +151,17 @@ function showModelInfo(version) {
   $("model-details").hidden = $("model-api").hidden = false;
   $("model-details").href = `#model/${encodeURIComponent(description.name)}`;
   $("model-api").href = `/docs?model=${encodeURIComponent(description.name)}`;
+  showFacts();
+}
+
+function showFacts() {
+  const { versions, platform, max_batch_size: batch, decoupled, ready } = description;
   setText($("model-facts"), [
     platform,
-    several ? "" : `version ${versions[0] ?? ""}`,
+    versions.length > 1 ? "" : `version ${versions[0] ?? ""}`,
     batch > 0 ? `max batch size ${batch}` : "",
     decoupled ? "streams responses" : "",
+    ready ? "" : "the next request loads it",
   ].filter(Boolean).join(" · "));
 }
 
@@ -212,6 +243,7 @@ async function submit() {
   let isFailure = false;
   try {
     await run(requests, controller.signal, started);
+    if (running === controller && !description.ready) showReady(true);
   } catch (error) {
     isFailure = true;
     if (running === controller) results.showRequestError(error, started);

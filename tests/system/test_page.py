@@ -37,6 +37,7 @@ from tests.support.model_zoo.zoo import (
     identity,
     write_repository,
 )
+from tests.support.on_demand import list_held, model_names, on_demand_fleet, tritons_with
 from tests.support.servers import ROOT, Triton, gateway_before, triton_with
 from tests.support.uploads import FIRST, SECOND, triton_of
 from tests.support.wait import wait_until
@@ -123,13 +124,13 @@ def test_nothing_inline_runs_and_nothing_foreign_is_loaded(demo: httpx.Client) -
 def test_only_the_pages_own_files_are_served(demo: httpx.Client, name: str) -> None:
     answer = demo.get(f"/static/{name}")
     assert answer.status_code == 404
-    assert answer.json()["code"] == "NOT_FOUND"
+    assert response.json()["code"] == "NOT_FOUND"
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html;q=0, */*", "text/*"])
 def test_a_program_is_told_that_the_server_is_alive(demo: httpx.Client, accept: str) -> None:
     answer = demo.get("/", headers={"Accept": accept})
-    assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+    assert (answer.status_code, response.json()) == (200, {"status": "alive"})
     assert answer.headers["content-type"] == "application/json"
     page = demo.get("/", headers=BROWSER)
     assert answer.headers["vary"] == page.headers["vary"] == "Accept"
@@ -141,7 +142,7 @@ def test_it_can_be_switched_off() -> None:
     with gateway_before("http://127.0.0.1:1", page="false") as client:
         for headers in ({}, BROWSER):
             answer = client.get("/", headers=headers)
-            assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+            assert (answer.status_code, response.json()) == (200, {"status": "alive"})
         assert client.get("/static/main.js").status_code == 404
         assert client.get("/livez").status_code == 200
 
@@ -478,7 +479,7 @@ def test_a_dropped_model_is_uploaded_with_an_administrators_key(
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"inputs": {"X": [1, 2]}}
     answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
-    assert answer.json()["outputs"]["Y"] == [2, 3]
+    assert response.json()["outputs"]["Y"] == [2, 3]
 
 
 @needs_browser
@@ -875,8 +876,8 @@ def test_the_answer_is_downloaded(page: browser.Page, demo_url: str, tmp_path: P
     page.click("#infer")
     page.click("#response-body details summary")
     page.click("#response-body .download")
-    page.until((tmp_path / "answer.json").exists, "the file")
-    answer = json.loads((tmp_path / "answer.json").read_text())
+    page.until((tmp_path / "response.json").exists, "the file")
+    answer = json.loads((tmp_path / "response.json").read_text())
     assert answer["outputs"]["result"]["predictions"][0]["label"] == "7"
 
 
@@ -1041,6 +1042,37 @@ def test_a_repository_without_models_says_what_to_do(page: browser.Page, tmp_pat
             page.see("#try-notice", "No model is ready yet")
             page.click("#try-notice button")
             page.find("#upload-form")
+
+
+@needs_browser
+def test_an_on_demand_model_is_listed_and_loaded_by_its_first_request(
+    page: browser.Page, tmp_path: Path
+) -> None:
+    first, second = model_names(2)
+    state = f'#models tr[data-key="{first}"]'
+    with (
+        tritons_with(tmp_path, 1, (first, second)) as tritons,
+        on_demand_fleet(tritons, max_loaded_models="1") as fleet,
+    ):
+        page.open(str(fleet.client.base_url), "#fleet")
+        page.see(state, "on demand")
+        assert not page.all("#models .bad")
+        page.open(str(fleet.client.base_url))
+        page.see("#try-notice", "Choose one: it loads on demand")
+        assert not list_held(tritons[0])  # nothing is loaded only because the page is open
+        page.see("#model", f"{second} (loads on demand)")
+        page.find("#model").send_keys(first)
+        page.type("fieldset textarea", "1 2")
+        assert fleet.infer(second).status_code == 200  # for which the first one is unloaded
+        page.run("location.hash = 'fleet'")
+        page.see(state, "on demand")
+        page.run("location.hash = 'try'")
+        page.see("#model-facts", "the next request loads it")
+        page.click("#infer")
+        page.see('#response-body [data-output="Y"]', "1 2")
+        assert "loads" not in page.text("#model-facts")
+        page.run("location.hash = 'fleet'")
+        page.see(state, "READY")
 
 
 @needs_browser
