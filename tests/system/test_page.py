@@ -124,13 +124,13 @@ def test_nothing_inline_runs_and_nothing_foreign_is_loaded(demo: httpx.Client) -
 def test_only_the_pages_own_files_are_served(demo: httpx.Client, name: str) -> None:
     answer = demo.get(f"/static/{name}")
     assert answer.status_code == 404
-    assert response.json()["code"] == "NOT_FOUND"
+    assert answer.json()["code"] == "NOT_FOUND"
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html;q=0, */*", "text/*"])
 def test_a_program_is_told_that_the_server_is_alive(demo: httpx.Client, accept: str) -> None:
     answer = demo.get("/", headers={"Accept": accept})
-    assert (answer.status_code, response.json()) == (200, {"status": "alive"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
     assert answer.headers["content-type"] == "application/json"
     page = demo.get("/", headers=BROWSER)
     assert answer.headers["vary"] == page.headers["vary"] == "Accept"
@@ -142,7 +142,7 @@ def test_it_can_be_switched_off() -> None:
     with gateway_before("http://127.0.0.1:1", page="false") as client:
         for headers in ({}, BROWSER):
             answer = client.get("/", headers=headers)
-            assert (answer.status_code, response.json()) == (200, {"status": "alive"})
+            assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
         assert client.get("/static/main.js").status_code == 404
         assert client.get("/livez").status_code == 200
 
@@ -479,7 +479,7 @@ def test_a_dropped_model_is_uploaded_with_an_administrators_key(
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"inputs": {"X": [1, 2]}}
     answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
-    assert response.json()["outputs"]["Y"] == [2, 3]
+    assert answer.json()["outputs"]["Y"] == [2, 3]
 
 
 @needs_browser
