@@ -192,6 +192,7 @@ async def open_fleet(
         metrics=metrics,
         probe_interval_s=settings.poll_interval_s,
         dns_interval_s=settings.dns_interval_s,
+        slow_start_s=settings.slow_start_s,
     )
     await stack.enter_async_context(pool)
     dispatcher = Dispatcher(pool)

@@ -171,6 +171,10 @@ class Dispatcher:
         """
         pool, step = self._pool, target.sequence_step
         if step is None:
+            if pool.slow_start is not None:
+                candidates = pool.slow_start.limit_candidates(
+                    target.model, target.version, candidates
+                )
             return choose_less_loaded(candidates)
         holders = (
             replica

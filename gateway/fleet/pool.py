@@ -15,6 +15,7 @@ from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.slow_start import SlowStart
 from gateway.fleet.tasks import cancel_tasks
 from gateway.metrics import Metrics
 
@@ -41,6 +42,7 @@ class ReplicaPool:
         metrics: Metrics | None = None,
         probe_interval_s: float = 0.5,
         dns_interval_s: float = 5.0,
+        slow_start_s: float = 0.0,
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         self.cordoned: frozenset[str] = frozenset()  # replicas that get no new requests
@@ -55,6 +57,7 @@ class ReplicaPool:
         self._discovery = ReplicaDiscovery(sources, self._update_replicas, dns_interval_s)
         self._connection_options = connection_options
         self._loop = asyncio.get_running_loop()
+        self.slow_start = SlowStart(slow_start_s, self._loop.time) if slow_start_s else None
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._discovery_tasks: list[asyncio.Task[None]] = []
         self._lookup_task: asyncio.Task[None] | None = None
@@ -208,6 +211,8 @@ class ReplicaPool:
         candidates = self._find_candidates(model, version, allowed)
         if len(self._candidates) > MAX_CANDIDATE_LISTS:
             self._candidates.clear()
+        if self.slow_start is not None:
+            self.slow_start.track_candidates(model, version, candidates)
         self._candidates[model, version] = candidates
         return candidates
 

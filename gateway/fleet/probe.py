@@ -90,6 +90,8 @@ class HealthMonitor:
         previous = replica.health
         if previous.is_down or previous.missed_probes:
             replica.health = previous.with_probe_answer()
+            if previous.is_down:
+                replica.up_since = self._loop.time()
             self._report_state_change(replica, previous.state(self._loop.time()))
             changed = True
         replica.reason = ""

@@ -91,6 +91,7 @@ class Replica:
         self.name = str(address)
         self.restricted_api = options.restricted_api
         self.health = Health()
+        self.up_since = 0.0  # when a probe found it up after it was down, by the event loop's clock
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
         self.reason = "not probed yet"

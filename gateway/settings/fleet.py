@@ -9,7 +9,12 @@ from typing import Any, Final
 from pydantic import Field, SecretStr, field_validator
 
 from gateway.settings.bucket_url import BucketLocation, parse_bucket_url
-from gateway.settings.values import CommaSeparated, PositiveSeconds, SettingsGroup
+from gateway.settings.values import (
+    CommaSeparated,
+    NonNegativeSeconds,
+    PositiveSeconds,
+    SettingsGroup,
+)
 
 # The key becomes part of a gRPC metadata name, which must be in lower case.
 RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
@@ -29,6 +34,9 @@ class FleetSettings(SettingsGroup):
     """Interval between health probes of each replica."""
     dns_interval_s: PositiveSeconds = 5.0
     """Interval between DNS lookups of dns+http:// names."""
+    slow_start_s: NonNegativeSeconds = 0.0
+    """Time in which the share of a replica that can serve a model again, or for the first time, grows from a
+    tenth to the share of the others; 0 means that it gets its full share at once."""
     connect_timeout_s: PositiveSeconds = 0.5
     """Timeout for connecting to a replica."""
     triton_ca_file: Path | None = None

@@ -53,6 +53,7 @@ from gateway.fleet.reconcile_plan import (
     plan_actions,
 )
 from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
+from gateway.fleet.slow_start import SlowStart
 from gateway.state.desired import DesiredModel
 from gateway.state.loads import is_in_progress, new_load_token
 
@@ -272,6 +273,103 @@ def test_the_more_loaded_the_more_rarely_chosen_and_the_most_loaded_never() -> N
     assert seen[9] == 0
     expected = [20_000 * 2 * (9 - rank) / 90 for rank in range(9)]
     assert chi_squared(seen[:9], expected) < 35
+
+
+# Slow start.
+
+
+@dataclass
+class Started:
+    name: str
+    up_since: float = 0.0
+    outstanding: int = 0
+    relative_latency: float = 1.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+OLD, NEW, NEWER = Started("old"), Started("new"), Started("newer")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def slow_start(clock: Clock) -> SlowStart:
+    found = SlowStart(60.0, clock)
+    found.track_candidates("m", "", [OLD])
+    clock.now += 10
+    found.track_candidates("m", "", [OLD, NEW])
+    return found
+
+
+def share_of(slow_start: SlowStart, one: Started, candidates: Sequence[Started]) -> float:
+    chosen = Counter(
+        choose_less_loaded(slow_start.limit_candidates("m", "", candidates)).name
+        for _ in range(20_000)
+    )
+    return chosen[one.name] / 20_000
+
+
+@pytest.mark.usefixtures("fixed_chance")
+@pytest.mark.parametrize(
+    ("age_s", "share"), [(0, 0.05), (3, 0.05), (15, 0.125), (30, 0.25), (54, 0.45), (60, 0.5)]
+)
+def test_the_share_of_a_new_replica_grows_linearly(
+    slow_start: SlowStart, clock: Clock, age_s: float, share: float
+) -> None:
+    clock.now += age_s
+    assert share_of(slow_start, NEW, [OLD, NEW]) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.usefixtures("fixed_chance")
+def test_replicas_that_are_new_together_share_what_there_is(clock: Clock) -> None:
+    slow_start = SlowStart(60.0, clock)
+    slow_start.track_candidates("m", "", [OLD, NEW])  # of the gateway's start
+    assert slow_start.limit_candidates("m", "", both := [OLD, NEW]) is both
+    slow_start.track_candidates("m", "", [])
+    clock.now += 1
+    slow_start.track_candidates("m", "", [OLD, NEW])
+    assert share_of(slow_start, NEW, [OLD, NEW]) == pytest.approx(0.5, abs=0.02)
+    clock.now += 30
+    slow_start.track_candidates("m", "", [OLD, NEW, NEWER])
+    # Half of the full share against a tenth of it: the newest gets a fifth of a third.
+    shares = share_of(slow_start, NEWER, [OLD, NEW, NEWER])
+    assert shares == pytest.approx(0.2 / 3, abs=0.02)
+
+
+def test_a_warm_replica_stays_warm_until_it_leaves_or_starts_again(
+    slow_start: SlowStart, clock: Clock
+) -> None:
+    both = [OLD, NEW]
+    clock.now += 60
+    assert slow_start.limit_candidates("m", "", both) is both
+    slow_start.track_candidates("m", "", both)
+    assert slow_start.limit_candidates("m", "", both) is both
+    # It started again, and no request came while it was down.
+    restarted = Started("new", up_since=clock.now + 1)
+    clock.now += 5
+    slow_start.track_candidates("m", "", [OLD, restarted])
+    assert share_of(slow_start, restarted, [OLD, restarted]) < 0.1
+    clock.now += 60
+    # It was cordoned, for example.
+    slow_start.track_candidates("m", "", [OLD])
+    slow_start.track_candidates("m", "", [OLD, restarted])
+    assert share_of(slow_start, restarted, [OLD, restarted]) < 0.1
+
+
+def test_a_replica_is_warm_or_not_by_model(slow_start: SlowStart) -> None:
+    assert slow_start.limit_candidates("other", "", both := [OLD, NEW]) is both
+    # A retry has no other candidate.
+    assert slow_start.limit_candidates("m", "", [NEW]) == [NEW]
 
 
 @given(PACES, PACES)
