@@ -1,7 +1,8 @@
 """Prepare the documentation for a site generator: python -m deploy.site.prepare TARGET.
 
 The pages in docs/ are written for readers of the repository. In the copy, links out of docs/ lead to the
-repository's address, and api.md is generated from openapi.json. No generator needs a plugin for that.
+repository's address, notebooks are pages, blocks between <!-- tabs --> and <!-- /tabs --> are tabs, and
+api.md is generated from openapi.json. No generator needs a plugin for that.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import posixpath
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
+
+from deploy.site.notebooks import format_notebook
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/triton-gateway/triton-gateway"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- /tabs -->\n", re.DOTALL | re.MULTILINE)
+TAB = re.compile(r"^\*\*(\w+)\*\*\n\n(```.*?^```\n)", re.DOTALL | re.MULTILINE)
 API_HEAD = """\
 # HTTP API
 
@@ -31,9 +37,11 @@ def prepare(target: Path) -> None:
     """Write the site's pages and files into the folder, which is replaced."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(ROOT / "docs", target)
+    for notebook in target.glob("notebooks/*.ipynb"):
+        notebook.with_suffix(".md").write_text(format_notebook(notebook))
     for page in target.glob("**/*.md"):
         folder = page.parent.relative_to(target).as_posix()
-        page.write_text(rewrite_links(page.read_text(), folder))
+        page.write_text(format_tabs(rewrite_links(page.read_text(), folder)))
     document = json.loads((ROOT / "docs" / "openapi.json").read_text())
     (target / "api.md").write_text(format_api(document))
 
@@ -42,11 +50,26 @@ def rewrite_links(markdown: str, folder: str) -> str:
     def replace(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, match[1]))
         if path.startswith("docs/"):
-            return match[0]
+            # From another page, a notebook is the page that is made of it.
+            return match[0] if folder == "notebooks" else match[0].replace(".ipynb", ".md")
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{REPOSITORY}/{kind}/main/{path}{match[2] or ''}"
 
     return LINK.sub(replace, markdown)
+
+
+def read_tabs(markdown: str) -> list[dict[str, str]]:
+    """Return the code block of each tab by its title, for each group of tabs."""
+    return [dict(TAB.findall(group)) for group in TABS.findall(markdown)]
+
+
+def format_tabs(markdown: str) -> str:
+    """Write groups of tabs as pymdownx.tabbed expects them."""
+
+    def format_tab(match: re.Match[str]) -> str:
+        return f'=== "{match[1]}"\n\n{textwrap.indent(match[2], "    ")}'
+
+    return TABS.sub(lambda match: TAB.sub(format_tab, match[1]).lstrip(), markdown)
 
 
 def format_api(document: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from gateway.error_responses import FRAMEWORK_ERRORS
 from gateway.settings import Settings
 from tests.support.documents import (
     DOCUMENTS,
+    INTERPRETERS,
     ON_DEMAND,
     OWN_SERVER,
     READMES,
     assert_prints,
+    assert_prints_its_comment,
     examples,
+    programs,
 )
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
@@ -34,8 +38,19 @@ def test_an_example_prints_what_the_document_says(
     assert_prints(demo, command, answer)
 
 
+@pytest.mark.parametrize(("document", "language", "program"), list(programs(OF_THE_DEMO)))
+def test_a_program_in_a_tab_prints_its_comment(
+    demo: httpx.Client, document: str, language: str, program: str
+) -> None:
+    interpreter = INTERPRETERS[language][0]
+    if shutil.which(interpreter) is None:
+        pytest.skip(f"{interpreter} is not installed; the gate installs it with npm")
+    assert_prints_its_comment(demo, language, program)
+
+
 def test_there_are_examples() -> None:
     assert len(list(examples([ROOT / "README.md"]))) >= 5
+    assert len(list(programs(OF_THE_DEMO))) >= 8
 
 
 def family(error: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:

@@ -12,12 +12,19 @@ from pathlib import Path
 
 import httpx
 
+from deploy.site.prepare import read_tabs
 from tests.support.servers import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
 PROGRAMS = {"curl": ["curl"], "triton-gateway": [sys.executable, "-m", "gateway"]}
+
+
+INTERPRETERS = {
+    "Python": [sys.executable, "-c"],
+    "JavaScript": ["node", "--input-type=module", "-e"],
+}
 
 
 READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
@@ -36,6 +43,18 @@ def examples(documents: Iterable[Path]) -> Iterator[tuple[str, str, str]]:
             for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, _, answer = example.partition("\n")
                 yield path.name, command, answer.strip()
+
+
+def programs(documents: Iterable[Path]) -> Iterator[tuple[str, str, str]]:
+    """Every program of a document's tabs, with its language."""
+    for path in documents:
+        for tabs in read_tabs(path.read_text()):
+            for language in INTERPRETERS:
+                yield path.name, language, strip_fence(tabs[language])
+
+
+def strip_fence(block: str) -> str:
+    return block.split("\n", 1)[1].removesuffix("```\n")
 
 
 def matches(answer: str, printed: str) -> bool:
@@ -58,3 +77,13 @@ def assert_prints(gateway: httpx.Client, command: str, answer: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert matches(answer, run.stdout.strip()), run.stdout
+
+
+def assert_prints_its_comment(gateway: httpx.Client, language: str, program: str) -> None:
+    """Run the program: it prints what the comment at the end of its last line with one says."""
+    expected = re.findall(r"(?:#|//) (.*)$", program, re.MULTILINE)[-1]
+    source = program.replace("http://localhost:8080", str(gateway.base_url).rstrip("/"))
+    command = [*INTERPRETERS[language], source]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert matches(expected, run.stdout.strip()), run.stdout

@@ -22,17 +22,33 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_in_the_navigation(pages: Path) -> None:
-    listed = re.findall(r"^ +- ([\w-]+\.md)$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
-    written = {path.name for path in pages.glob("**/*.md")}
+    listed = re.findall(r"^ +- ([\w/-]+\.md)$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
+    written = {path.relative_to(pages).as_posix() for path in pages.glob("**/*.md")}
     assert set(listed) == written, "nav in mkdocs.yml lists every page"
     assert len(listed) == len(written)
+
+
+def test_programs_in_three_languages_are_tabs(pages: Path) -> None:
+    text = (pages / "quick-start.md").read_text()
+    tabs = re.findall(r'^=== "(\w+)"\n\n    ```(\w+)\n', text, re.MULTILINE)
+    assert tabs == [("curl", "console"), ("Python", "python"), ("JavaScript", "js")]
+    for page in pages.glob("**/*.md"):
+        assert "tabs -->" not in page.read_text()
+
+
+def test_notebooks_are_pages(pages: Path) -> None:
+    for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        text = (pages / "notebooks" / notebook.with_suffix(".md").name).read_text()
+        assert text.endswith(f"]({notebook.name})\n")
+    assert "](notebooks/streaming.md)" in (pages / "index.md").read_text()
 
 
 def test_links_out_of_the_documents_lead_to_files_of_the_repository(pages: Path) -> None:
     found = set()
     for page in pages.glob("**/*.md"):
         text = page.read_text()
-        assert not re.findall(r"\]\(\.\./", text), page.name
+        for target in re.findall(r"\]\((\.\./[^)#]*)", text):
+            assert (page.parent / target).resolve().is_relative_to(pages), page.name
         found |= set(re.findall(rf"\]\({REPOSITORY}/(?:blob|tree)/main/([^)#]+)", text))
     assert len(found) >= 5
     assert [path for path in found if not (ROOT / path).exists()] == []
