@@ -25,6 +25,7 @@ from gateway.passthrough.rules import Forwarding, MatchedRoute, change_version_c
 from gateway.tensors.sequence import SequenceStep
 from gateway.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.inference import decode_http_response
+from gateway.triton.json_guard import SEQUENCE_ID_KEY
 from gateway.version_labels import Shadow
 
 VERSION_HEADER: Final = b"x-model-version"
@@ -148,20 +149,22 @@ class LabelledRequest:
         shadow, call = self._shadow, self._call
         if shadow is None or call is None:
             return None
+        body = b"".join(self._chunks)
+        if SEQUENCE_ID_KEY in body:  # of `generate`, or of a body that was not received at once
+            return None
         read = partial(read_outputs, self._requested, max_bytes=self._runner.max_bytes)
         return ShadowCopy(
             self._target.label,
             shadow,
             request_id,
             timeout_s,
-            max(size_bytes, sum(map(len, self._chunks))),
-            partial(self._build_call, call, shadow),
+            max(size_bytes, len(body)),
+            partial(self._build_call, call, shadow, body),
             partial(read, reply),
             read,
         )
 
-    async def _build_call(self, call: HttpCall, shadow: Shadow) -> HttpCall:
-        body = b"".join(self._chunks)
+    async def _build_call(self, call: HttpCall, shadow: Shadow, body: bytes) -> HttpCall:
         headers = [header for header in call.headers if header[0] not in NOT_COPIED]
         headers.append((b"content-length", b"%d" % len(body)))
         return self._change_version(call, shadow.version)._replace(headers=headers, body=body)

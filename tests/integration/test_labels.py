@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -470,6 +472,27 @@ def test_two_gateways_with_one_redis_share_labels(triton: Triton, tmp_path: Path
             assert answer.json()["model_version"] == version
         one.delete(f"{LABELS}/stable")
         wait_until(lambda: two.get(f"{LABELS}/stable").status_code == 404)
+        # Each gateway reads the state once a second. A busy machine may delay some, but not most of them.
+        delays_s = [
+            measure_label_delay_s(*pair, version)
+            for pair in ((one, two), (two, one))
+            for version in ("1", "2", "3")
+        ]
+        print("a label reaches the other gateway after", *(f"{each:.2f} s" for each in delays_s))
+        assert statistics.median(delays_s) < 2
+
+
+def measure_label_delay_s(writer: httpx.Client, reader: httpx.Client, version: str) -> float:
+    """Return the time from the write of the state to the first request that follows the new label."""
+    put(writer, "moved", version=version)
+    written_at = time.monotonic()
+
+    def is_followed() -> bool:
+        answer = reader.post(f"{V2}/versions/moved/infer", json=V2_BODY)
+        return answer.status_code == 200 and answer.json()["model_version"] == version
+
+    wait_until(is_followed)
+    return time.monotonic() - written_at
 
 
 def test_a_declared_label_belongs_to_the_models_file(triton: Triton, tmp_path: Path) -> None:

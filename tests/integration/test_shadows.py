@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +25,12 @@ from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.shadows import ShadowRunner
 from gateway.metrics import Metrics
 from gateway.version_labels import Shadow, VersionLabel
-from tests.support.measurements import forget_peaks, peak_bytes
+from tests.support.load import closed_loop, p99_ms, statuses_of
+from tests.support.load import post as post_request
+from tests.support.measurements import assert_number, forget_peaks, peak_bytes
 from tests.support.servers import Command, Triton, gateway
 from tests.support.versioned import (
+    LABELS,
     NAME,
     V1_BODY,
     V2_BODY,
@@ -38,6 +43,7 @@ from tests.support.wait import wait_until
 QUICK = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "max_shadow_bytes": "200000"}
 V1, V2 = f"/v1/models/{NAME}/versions/stable", f"/v2/models/{NAME}/versions/stable"
 TEXTS = "texts"
+ROUNDS, CLIENTS, REQUESTS_PER_ROUND = 12, 8, 1500
 Results = dict[str, float]
 
 
@@ -234,6 +240,67 @@ def test_streams_and_other_versions_are_not_copied(client: httpx.Client) -> None
     assert subtract(read_results(client), before) == {"equal": 1}
 
 
+def count_inferences(client: httpx.Client, version: int) -> int:
+    """Return how many inferences of the version Triton itself counts."""
+    (stats,) = client.get(f"/v2/models/{NAME}/versions/{version}/stats").json()["model_stats"]
+    return int(stats["inference_stats"]["success"]["count"])
+
+
+STEP = {"sequence_id": 7, "sequence_start": True, "sequence_end": True}
+STEP_HEADERS = {"X-Sequence-ID": "7", "X-Sequence": "start, end"}
+LARGE = [1.0] * 40_000  # a body that is larger than those in which the gateway looks for a sequence
+
+
+def large_v2_body(**more: Any) -> dict[str, Any]:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, len(LARGE)], "data": LARGE}
+    return {"inputs": [tensor], **more}
+
+
+def gzipped(document: Any) -> dict[str, Any]:
+    content = gzip.compress(json.dumps(document).encode())
+    return {"content": content, "headers": {"Content-Encoding": "gzip"}}
+
+
+SEQUENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "v1 headers": (f"{V1}/infer", {"json": V1_BODY, "headers": STEP_HEADERS}),
+    "v1 parameters": (f"{V1}/infer", {"json": {**V1_BODY, "parameters": STEP}}),
+    "predict": (f"{V1}:predict", {"json": {"instances": [[1.0]]}, "headers": STEP_HEADERS}),
+    "v2 headers": (f"{V2}/infer", {"json": V2_BODY, "headers": STEP_HEADERS}),
+    "v2 parameters": (f"{V2}/infer", {"json": {**V2_BODY, "parameters": STEP}}),
+    "v2 compressed": (f"{V2}/infer", gzipped({**V2_BODY, "parameters": STEP})),
+    "v2 large": (f"{V2}/infer", {"json": large_v2_body(parameters=STEP)}),
+    "v2 large compressed": (f"{V2}/infer", gzipped(large_v2_body(parameters=STEP))),
+    "generate": (f"{V2}/generate", {"json": {"X": 1.0, **STEP}}),
+    "generate parameters": (f"{V2}/generate", {"json": {"X": 1.0, "parameters": STEP}}),
+}
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_a_sequence_is_never_copied(client: httpx.Client, kind: str) -> None:
+    put(client)
+    path, options = SEQUENCES[kind]
+    primary, shadow = count_inferences(client, 1), count_inferences(client, 2)
+    for _ in range(3):
+        answer = client.post(path, **options)
+        assert answer.status_code == 200, answer.text
+    assert count_inferences(client, 1) == primary + 3
+    # The copy of one more request is the only one that version 2 gets, and is sent after all others.
+    send = post(client, f"{V2}/infer", V2_BODY)
+    assert results_of(client, 1, send)["equal"] == 1
+    assert count_inferences(client, 2) == shadow + 1
+
+
+@pytest.mark.parametrize("accept", ["text/event-stream", "application/x-ndjson"])
+def test_a_stream_is_never_copied(client: httpx.Client, accept: str) -> None:
+    put(client)
+    shadow = count_inferences(client, 2)
+    for path, body in ((f"{V1}/infer", V1_BODY), (f"{V2}/generate_stream", {"X": 1.0})):
+        answer = client.post(path, json=body, headers={"Accept": accept})
+        assert answer.status_code == 200, answer.text
+    assert results_of(client, 1, post(client, f"{V2}/infer", V2_BODY)) == {"equal": 1}
+    assert count_inferences(client, 2) == shadow + 1
+
+
 def test_a_slow_shadow_delays_no_request(client: httpx.Client, repository: Path) -> None:
     put(client)
     set_behaviour(repository, 2, sleep_s=3)
@@ -246,6 +313,37 @@ def test_a_slow_shadow_delays_no_request(client: httpx.Client, repository: Path)
     assert set(added) <= {"dropped"}
     assert added["dropped"] >= 16
     wait_until(lambda: sum(subtract(read_results(client), before).values()) == 20)
+
+
+@pytest.mark.long
+def test_a_shadow_at_full_load_does_not_change_the_p99(client: httpx.Client) -> None:
+    """Rounds with and without the shadow alternate, so that both have the same neighbours."""
+    port = client.base_url.port
+    assert port is not None
+    wire = post_request(f"{V2}/infer", json.dumps(V2_BODY).encode())
+    before = read_results(client)
+    p99s_ms: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(1 + 2 * ROUNDS):
+        has_shadow = number % 2 == 1
+        if has_shadow:
+            put(client)
+        else:
+            client.put(f"{LABELS}/stable", json={"version": "1"}).raise_for_status()
+        samples = closed_loop(port, [wire], CLIENTS, REQUESTS_PER_ROUND)
+        assert set(statuses_of(samples)) == {200}
+        if number:  # the first round warms up
+            p99s_ms[has_shadow].append(p99_ms(samples))
+    results = subtract(read_results(client), before)
+    ratios = sorted(
+        shadowed / alone for shadowed, alone in zip(p99s_ms[True], p99s_ms[False], strict=True)
+    )
+    for name, values in (("with", p99s_ms[True]), ("without", p99s_ms[False])):
+        print(f"p99 {name} a shadow, in ms:", *(f"{each:.1f}" for each in values))
+    print(f"ratios: {ratios[0]:.2f} to {ratios[-1]:.2f}; copies: {results}")
+    copied = sum(count for result, count in results.items() if result != "dropped")
+    assert 0 < copied <= 0.011 * ROUNDS * REQUESTS_PER_ROUND + 8
+    median = statistics.median(ratios)
+    assert_number("p99 with a shadow, relative to without", median, at_most=1.05)
 
 
 # The comparison.

@@ -177,6 +177,7 @@ TRITON = (
         {
             "integration/test_shadows": [
                 "a_slow_shadow_delays_no_request",
+                "a_shadow_at_full_load_does_not_change_the_p99",
                 "other_results_are_counted_as_what_they_are",
                 "a_busy_gateway_copies_one_percent_and_one_at_its_limit_none",
             ]
