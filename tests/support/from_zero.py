@@ -6,7 +6,8 @@ import asyncio
 import io
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,18 +41,22 @@ def sleeping_fleet(folder: Path, **settings: str) -> Iterator[Sleeping]:
     for name in ("echo", "picture"):
         write_echo(repository, name)
     (repository / "picture" / "config.pbtxt").write_text(PICTURE_CONFIG)
-    models_file = folder / "models.yaml"
-    models_file.write_text("models: [picture, {name: echo, on_demand: true}]")
+    (folder / "models.yaml").write_text("models: [picture, {name: echo, on_demand: true}]")
     triton = Triton(repository)
+    with ExitStack() as stack:
+        client, command = stack.enter_context(waiting_gateway(folder, triton, **settings))
+        stack.callback(triton.end)
+        yield Sleeping(client, command, triton)
+
+
+def waiting_gateway(
+    folder: Path, triton: Triton, **settings: str
+) -> AbstractContextManager[tuple[httpx.Client, Command]]:
+    """A gateway before the fleet in the folder."""
     options = {**settings, "poll_interval_s": QUICK["poll_interval_s"], "connect_timeout_s": "10"}
     options.setdefault("hold_s", "60")
     options.setdefault("log_level", "warning")
-    with ExitStack() as stack:
-        client, command = stack.enter_context(
-            gateway(url_of(triton), models_file=str(models_file), **options)
-        )
-        stack.callback(triton.end)
-        yield Sleeping(client, command, triton)
+    return gateway(url_of(triton), models_file=str(folder / "models.yaml"), **options)
 
 
 def png() -> bytes:
@@ -81,10 +86,10 @@ def send_request(url: str, number: int) -> httpx.Response:
 
 
 class WaitingClients:
-    """Many connections with one request each, in one event loop."""
+    """Many connections with one request each, in one event loop, to each gateway in turn."""
 
-    def __init__(self, url: str) -> None:
-        self._host, self._port = httpx.URL(url).host, httpx.URL(url).port
+    def __init__(self, *urls: str) -> None:
+        self._urls = cycle([httpx.URL(url) for url in urls])
         body = json.dumps(V2_BODY).encode()
         self._request = (
             b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -104,7 +109,8 @@ class WaitingClients:
                 writer.close()
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        url = next(self._urls)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
         writer.write(self._request)
         return reader, writer
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +15,19 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.from_zero import Sleeping, WaitingClients, send_request, sleeping_fleet
+from tests.support.from_zero import (
+    Sleeping,
+    WaitingClients,
+    send_request,
+    sleeping_fleet,
+    waiting_gateway,
+)
 from tests.support.on_demand import metric
 from tests.support.wait import wait_until, wait_until_async
 
 COUNT = 100
 # The gateway needs two file descriptors for each connection.
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-MANY = 10_000 if OPEN_FILES < 0 else min(10_000, (OPEN_FILES - 1000) // 2)
 MAX_BYTES_PER_REQUEST = 40 * 1024
 
 
@@ -77,30 +84,42 @@ def test_more_requests_than_places_are_429(tmp_path: Path) -> None:
         assert statuses == {429: 15, 200: 5}
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(MANY, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_waiting_requests_take_little_memory(tmp_path: Path, count: int) -> None:
+    """Ten thousand requests wait at two gateways if one may not open enough files."""
+    gateways = 1 if OPEN_FILES < 0 else math.ceil(count / ((OPEN_FILES - 1000) // 2))
+    each = math.ceil(count / gateways)
     settings = {
-        "max_queue": str(count),
-        "max_connections": str(count + 100),
+        "max_queue": str(each),
+        "max_connections": str(each + 100),
         "max_connections_per_client": "0",
         "hold_s": "300",
         "log_level": "error",
     }
-    with sleeping_fleet(tmp_path, **settings) as fleet:
-        process = psutil.Process(fleet.command.pid)
-        before = process.memory_info().rss
-        clients = WaitingClients(str(fleet.client.base_url))
+    with sleeping_fleet(tmp_path, **settings) as fleet, ExitStack() as stack:
+        fleets = [fleet]
+        for _ in range(gateways - 1):
+            other = waiting_gateway(tmp_path, fleet.triton, **settings)
+            fleets.append(Sleeping(*stack.enter_context(other), fleet.triton))
+        processes = [psutil.Process(each.command.pid) for each in fleets]
+        before = [process.memory_info().rss for process in processes]
+        clients = WaitingClients(*(str(each.client.base_url) for each in fleets))
 
         async def start_triton() -> None:
-            await wait_until_async(partial(asyncio.to_thread, has_held, fleet, count))
-            grown = process.memory_info().rss - before
-            print(f"{count} waiting requests: {grown / count / 1024:.1f} KiB each")
-            assert grown < count * MAX_BYTES_PER_REQUEST
+            for one in fleets:
+                await wait_until_async(partial(asyncio.to_thread, has_held, one, each))
+            for process, size in zip(processes, before, strict=True):
+                grown = process.memory_info().rss - size
+                print(
+                    f"{each} waiting requests: {grown / each / 1024:.1f} KiB each, "
+                    f"{process.memory_info().rss >> 20} MiB in total"
+                )
+                assert grown < each * MAX_BYTES_PER_REQUEST
             fleet.triton.start()
 
-        asyncio.run(clients.run(count, start_triton))
+        asyncio.run(clients.run(each * gateways, start_triton))
         print(f"answers: {Counter(clients.statuses)}")
-        assert Counter(clients.statuses)[200] == count
+        assert Counter(clients.statuses) == {200: each * gateways}
 
 
 def test_the_body_of_a_waiting_request_is_not_read(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
+import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,44 @@ def test_an_autoscaler_starts_the_first_replica_and_all_requests_are_answered(
         assert [is_active for _, is_active in events] == [False, True, False]
         assert events[2][0] - ended > LINGER_S / 2
         assert scaler.read_demand() == 0
+
+
+def test_the_first_request_is_pushed_within_100_ms(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    arrivals: queue.Queue[tuple[float, bool]] = queue.Queue()
+    with (
+        sleeping_fleet(tmp_path, scaler_port=str(port)) as fleet,
+        scaler_client(port, lingerSeconds="0.1") as scaler,
+    ):
+        fleet.triton.start()
+        url = str(fleet.client.base_url).rstrip("/")
+        assert send_request(url, 0).status_code == 200
+
+        def listen() -> None:
+            with suppress(grpc.RpcError):  # the channel is closed at the end
+                for is_active in scaler.stream_activity():
+                    arrivals.put((time.monotonic(), is_active))
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
+        wait_until(lambda: not arrivals.empty())
+        while arrivals.get(timeout=TIMEOUT_S)[1]:
+            pass
+        delays_s = []
+        for _ in range(20):
+            began = time.monotonic()
+            assert send_request(url, 0).status_code == 200
+            arrived_at, is_active = arrivals.get(timeout=TIMEOUT_S)
+            assert is_active
+            delays_s.append(arrived_at - began)
+            assert arrivals.get(timeout=TIMEOUT_S)[1] is False
+        # A busy machine delays some, but not most of them.
+        print(
+            f"active {statistics.median(delays_s) * 1e3:.0f} ms after the first request was sent "
+            f"(median of 20; {min(delays_s) * 1e3:.0f} to {max(delays_s) * 1e3:.0f} ms)"
+        )
+        assert statistics.median(delays_s) < 0.1
+    listener.join(TIMEOUT_S)
 
 
 def test_the_metric_of_the_scaler_is_on_the_metrics_page(tmp_path: Path) -> None:
