@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Final
 
 import anyio
@@ -32,6 +33,7 @@ from gateway.triton.response import MAX_METADATA_BYTES
 log = logging.getLogger(__name__)
 
 ACTION_POLL_S: Final = 0.1
+UNLOAD_START_S: Final = 2.0  # until the index shows an unload that Triton has accepted
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class ModelLoader:
     async def _wait_for_index(self, replica: Replica, action: ModelAction) -> None:
         """Probe until the index confirms the action: Triton responds before it is done."""
         is_confirmed = Index.is_ready if action.is_load else Index.is_unloaded
+        accepted_at, has_begun = perf_counter(), False
         with anyio.move_on_after(self._options.load_timeout_s):
             while True:
                 await self._pool.monitor.probe(replica)
@@ -174,5 +177,10 @@ class ModelLoader:
                 has_failed = current.state == UNAVAILABLE and current.reason not in ("", UNLOADED)
                 if action.is_load and has_failed:
                     raise LoadFailed(action.model, sanitize_message(current.reason))
+                if not action.is_load and self._pool.replica_state(replica) is HealthState.UP:
+                    is_ready = replica.index.is_ready(action.model)
+                    has_begun |= not is_ready
+                    if is_ready and (has_begun or perf_counter() - accepted_at > UNLOAD_START_S):
+                        raise LoadFailed(action.model, "it was loaded again", "unload")
                 await asyncio.sleep(ACTION_POLL_S)
         raise DeadlinePassed(self._options.load_timeout_s)

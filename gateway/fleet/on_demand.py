@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 INITIATOR: Final = "on_demand"
 SURPLUS_CHECK_INTERVAL_S: Final = 0.5
+EVICTION_TIMEOUT_S: Final = (
+    10.0  # other decisions on the replica wait meanwhile; the unload goes on
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -283,7 +286,10 @@ class OnDemandLoader:
         self.facts.invalidate(model)
         try:
             action = ModelAction(model, False, {})
-            await asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))
+            unload = asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))
+            await asyncio.wait_for(unload, EVICTION_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return False
         except GatewayError as exc:
             log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
             return False

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.errors import assert_error
-from tests.support.fleet import V2_BODY
+from tests.support.fleet import V2_BODY, load_behind
 from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.measurements import assert_number
 from tests.support.on_demand import (
@@ -27,6 +27,7 @@ from tests.support.on_demand import (
     model_names,
     on_demand_fleet,
     on_demand_gateway,
+    read_index,
     tritons_with,
 )
 from tests.support.servers import Triton
@@ -202,6 +203,31 @@ def test_an_idle_model_is_unloaded(three: list[Triton]) -> None:
         wait_until(lambda: evictions(fleet, "idle") == 1)  # counted when Triton has answered
         assert all("model05" in list_held(triton) for triton in three)  # the API wants it
         assert fleet.infer("model00").status_code == 200
+
+
+def test_an_unload_that_is_reversed_delays_no_other_load(three: list[Triton]) -> None:
+    (triton, *_) = three
+    hold, held = (triton.repository / "model00" / name for name in ("hold", "held"))
+    held.unlink(missing_ok=True)
+    hold.touch()
+    try:
+        with on_demand_fleet([triton], idle_unload_s="1") as fleet, ThreadPoolExecutor(1) as pool:
+            assert fleet.infer("model00").status_code == 200
+            body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [2], "data": [-1000, 0]}]}
+            url = f"http://{triton.address}/v2/models/model00/infer"
+            waiting = pool.submit(httpx.post, url, json=body, timeout=60)
+            wait_until(held.exists)
+            wait_until(lambda: read_index(triton)["model00"] == "UNLOADING")
+            load_behind(triton, "model00")
+            wait_until(lambda: read_index(triton)["model00"] == "READY")
+            answer = fleet.infer("model01", headers={"X-Request-Timeout": "20"})
+            hold.unlink()
+            waiting.result()
+            assert answer.status_code == 200, answer.text
+            # The gateway unloads it after all.
+            wait_until(lambda: not list_held(triton))
+    finally:
+        hold.unlink(missing_ok=True)
 
 
 def test_a_slow_load_delays_no_other_model(three: list[Triton]) -> None:
