@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
@@ -61,6 +61,8 @@ class ModelLoader:
     load_errors: dict[str, str] = field(default_factory=dict)
     # Replicas whose model control mode allows neither loads nor unloads.
     uncontrollable_replicas: set[str] = field(default_factory=set)
+    # Called with the model of each action that has ended.
+    change_listeners: list[Callable[[str], None]] = field(default_factory=list)
 
     async def run(
         self,
@@ -88,7 +90,8 @@ class ModelLoader:
             await self._pool.monitor.probe(replica)
             raise
         finally:
-            self._models.invalidate(model)
+            for notify in (self._models.invalidate, *self.change_listeners):
+                notify(model)
             if started_load is not None:
                 await self._state.end_load(replica.name, model, started_load, resulting_load)
         metric.labels(action.verb, initiator, "done").inc()

@@ -77,7 +77,7 @@ class OnDemandLoader:
             LoadedModel(
                 name,
                 self.facts.get_memory_mb(name),
-                self.usage.get_last_used(name),
+                max(self.usage.get_last_used(name), self.facts.get_ready_since(name)),
                 self._check_eviction(name, index, name in started, name in brought),
                 self.facts.find_parts(name),
             )
@@ -199,7 +199,7 @@ class OnDemandLoader:
     async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
         await asyncio.gather(*map(self._pool.monitor.probe, self._list_controllable_replicas()))
-        await self.facts.update()
+        await self.facts.update(checks_ensembles=True)
         if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it
         placement = self._choose_placement(model)
@@ -223,14 +223,13 @@ class OnDemandLoader:
             raise
         metric.labels("done").inc()
         self.usage.record_use(model)
-        self.facts.invalidate(model)
         await self.facts.update()
         duration_s = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
 
     async def _trim(self, replica: Replica, model: str) -> None:
         """Unload others if the model brought parts that were not known before."""
-        victims = plan_excess(self.describe_replica(replica), self.options.budget)
+        victims = self._find_excess(replica)
         await self.evict(replica, victims, f"because {model} brought its parts", "room")
 
     # What is unloaded without a request for another model.
@@ -247,14 +246,25 @@ class OnDemandLoader:
                 await asyncio.gather(*map(self._unload_surplus, self._list_controllable_replicas()))
 
     async def _unload_surplus(self, replica: Replica) -> None:
+        if not (self._find_idle_models(replica) or self._find_excess(replica)):
+            return
         async with self.lock_replica(replica) as is_granted:
             if not is_granted:
                 return
-            if idle_s := self.options.idle_unload_s:
-                idle = find_idle_models(self.describe_replica(replica), perf_counter() - idle_s)
-                await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
-            excess = plan_excess(self.describe_replica(replica), self.options.budget)
+            await self.facts.update(checks_ensembles=True)
+            idle, idle_s = self._find_idle_models(replica), self.options.idle_unload_s
+            await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
+            excess = self._find_excess(replica)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
+
+    def _find_idle_models(self, replica: Replica) -> tuple[str, ...]:
+        if not self.options.idle_unload_s:
+            return ()
+        idle_since = perf_counter() - self.options.idle_unload_s
+        return find_idle_models(self.describe_replica(replica), idle_since)
+
+    def _find_excess(self, replica: Replica) -> tuple[str, ...]:
+        return plan_excess(self.describe_replica(replica), self.options.budget)
 
     def _list_controllable_replicas(self) -> list[Replica]:
         return [
@@ -283,7 +293,6 @@ class OnDemandLoader:
         if replica.index.is_unloaded(model):
             return True  # Triton unloaded it together with its ensemble
         log.info("unloading model %s from %s %s", model, replica.name, reason)
-        self.facts.invalidate(model)
         try:
             action = ModelAction(model, False, {})
             unload = asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))

@@ -78,6 +78,7 @@ class Repository:
         usage = ModelUsage(admission, last_used, perf_counter)
         self.on_demand_models = OnDemandModels(self._state, options.patterns)
         facts = ModelFactsCache(self._pool, self._models, options.default_memory_mb)
+        self._loader.change_listeners.append(facts.invalidate)
         loader = OnDemandLoader(
             self._pool,
             self._state,
