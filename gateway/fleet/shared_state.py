@@ -48,6 +48,8 @@ class SharedState:
         self._models_file = models_file
         self._can_upload = can_upload
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
+        # Replica and model → the arguments of an `end_load` that the store did not record.
+        self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
 
     @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
@@ -65,7 +67,7 @@ class SharedState:
                 log.warning("desired state of model %s is ignored: %s", model, ignored[model])
             self._ignored_models = ignored
             self._stored_labels = await self.store.read_labels()
-            self.loads = await self.store.read_loads()
+            self.loads = await self._read_loads()
             self.cordoned = await self.store.read_cordons()
         self._models_file.reload_if_changed()
         self.labels = merge_labels(self._stored_labels, self.declared_models)
@@ -138,7 +140,7 @@ class SharedState:
 
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):
-            self.loads = await self.store.read_loads()
+            self.loads = await self._read_loads()
 
     async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Publish a report of this gateway, and return those of the others; none without the store."""
@@ -150,6 +152,7 @@ class SharedState:
     # Loads.
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
+        self._unrecorded_ends.pop((replica, model), None)
         try:
             started_load = StartedLoad(*await self.store.begin_load(replica, model))
         except StateUnavailable:  # load anyway; other gateways cannot see it then
@@ -162,8 +165,23 @@ class SharedState:
         self, replica: str, model: str, started_load: StartedLoad, resulting_load: str
     ) -> None:
         self.loads = with_load(self.loads, replica, model, resulting_load)
+        end = (started_load.token, resulting_load)
+        try:
+            await self.store.end_load(replica, model, *end)
+        except StateUnavailable:
+            self._unrecorded_ends[replica, model] = end
+
+    async def _read_loads(self) -> Loads:
+        """Return the stored loads. Those whose end was not recorded are over, whatever the store has."""
         with suppress(StateUnavailable):
-            await self.store.end_load(replica, model, started_load.token, resulting_load)
+            for (replica, model), end in list(self._unrecorded_ends.items()):
+                await self.store.end_load(replica, model, *end)
+                self._unrecorded_ends.pop((replica, model), None)
+        loads = await self.store.read_loads()
+        for (replica, model), (token, resulting_load) in self._unrecorded_ends.items():
+            if loads.get(replica, {}).get(model) == token:
+                loads = with_load(loads, replica, model, resulting_load)
+        return loads
 
     async def forget_loads(self, replica: str) -> None:
         with suppress(StateUnavailable):

@@ -49,9 +49,9 @@ def mark_load_finished(
 ) -> tuple[dict[str, dict[str, str]], bool]:
     """Return the table with the resulting load, and whether that is known.
 
-    If another load began meanwhile, it is unknown which of them ended last.
+    If another load began meanwhile, it is unknown which of them ended last. A repeated call changes nothing.
     """
-    known = loads.get(replica, {}).get(model) == token
+    known = loads.get(replica, {}).get(model) in (token, resulting_load)
     return with_load(loads, replica, model, resulting_load if known else ""), known
 
 

@@ -40,7 +40,8 @@ redis.call('SET', KEYS[3], '1', 'PX', ARGV[3])
 return before or ''
 """
 END_LOAD = """
-if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] and ARGV[3] ~= '' then
+local load = redis.call('HGET', KEYS[1], ARGV[1])
+if (load == ARGV[2] or load == ARGV[3]) and ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 else
   redis.call('HDEL', KEYS[1], ARGV[1])

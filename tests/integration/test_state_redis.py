@@ -19,6 +19,8 @@ import trustme
 import uvloop
 
 from gateway.errors import StateUnavailable
+from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.shared_state import SharedState
 from gateway.state.desired import DesiredModel, StateStore
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
@@ -133,6 +135,26 @@ def test_a_redis_that_hangs_is_not_waited_for(
 
     with redis_server(tmp_path) as server:
         run(scenario())
+
+
+def test_a_load_that_ends_while_redis_is_away_is_not_under_way_for_ever(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(server.url(), 2) as (store, other):
+            state = SharedState(store, ModelsFile(None), can_upload=False)
+            started = await state.begin_load("a:8000", "core")
+            with server.client() as client:
+                client.replicaof("127.0.0.1", str(free_ports(1)[0]))  # not writable
+                await state.end_load("a:8000", "core", started, "7")
+                await state.refresh()
+                assert state.loads == {"a:8000": {"core": "7"}}
+                assert await other.read_loads() == {"a:8000": {"core": started.token}}
+                client.replicaof("NO", "ONE")
+            for _ in range(2):
+                await state.refresh()
+                assert state.loads == await other.read_loads() == {"a:8000": {"core": "7"}}
+
+    with redis_server(tmp_path) as server:
+        asyncio.run(scenario())
 
 
 def test_a_gateway_ends_in_time_when_redis_hangs(tmp_path: Path) -> None:

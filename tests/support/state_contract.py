@@ -105,8 +105,9 @@ class StateContract:
                 assert before == ""
                 assert await kept.read_loads() == {"a:8000": {"core": token}}
                 assert is_in_progress(token)
-                await kept.end_load("a:8000", "core", token, "7")
-                assert await kept.read_loads() == {"a:8000": {"core": "7"}}
+                for _ in range(2):  # again, if the response to the first was lost
+                    await kept.end_load("a:8000", "core", token, "7")
+                    assert await kept.read_loads() == {"a:8000": {"core": "7"}}
                 token, before = await kept.begin_load("a:8000", "core")
                 assert before == "7"
                 await kept.end_load("a:8000", "core", token, "")
