@@ -16,11 +16,12 @@ from gateway.errors import (
     MalformedRequest,
     Overloaded,
     RequestTooSlow,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
 from gateway.fleet.resolver import ModelTarget
-from gateway.grpc_server.receive import MessageReader, ReceivePools, ReceiveSlots
+from gateway.grpc_server.receive import MessageReader, ReceiveSlots
 from gateway.grpc_server.status import CallStatus, describe_failure
 from gateway.http_client.connection import Headers
 from gateway.keys import Right
@@ -40,8 +41,8 @@ OK_STATUS: Final = 200
 UNCOUNTED_STATUSES: Final = (OK_STATUS, CLIENT_CLOSED_REQUEST)
 # Larger messages count against the memory budget, like the bodies of /v2.
 MIN_CHARGED_BYTES: Final = 64 << 10
-# A message that needs no key has this time to arrive, whatever the deadline of its call.
-PUBLIC_TIMEOUT_S: Final = 5.0
+# A message of a few bytes has this time to arrive, whatever the deadline of its call.
+SHORT_MESSAGE_TIMEOUT_S: Final = 5.0
 # With `triton_grpc_error`, tritonserver 2.51 crashes when it ends a stream with an error.
 DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
     "user-agent",
@@ -101,7 +102,7 @@ class CallEnvironment(NamedTuple):
     """The objects that all calls share."""
 
     services: Services
-    receive_pools: ReceivePools
+    receive_slots: ReceiveSlots
     clients: ClientCalls
     stopping: asyncio.Event  # set when the server stops accepting calls
 
@@ -153,10 +154,13 @@ class IncomingCall:
     async def identify_caller(self) -> None:
         """Raises `Unauthenticated`, `Forbidden` or `RateLimitExceeded`."""
         info, services = self.info, self.services
-        if self._access.is_public:
-            info.caller = UNAUTHENTICATED
-            return
-        info.caller = caller = services.access.authenticate(self.scope)
+        try:
+            caller = services.access.authenticate(self.scope)
+        except Unauthenticated:
+            if not self._access.is_public:
+                raise
+            caller = UNAUTHENTICATED
+        info.caller = caller
         info.key = caller.name
         if caller.requests_per_second is not None and not self._access.is_unlimited:
             await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
@@ -215,18 +219,7 @@ class IncomingCall:
 
         Raises `RequestTooSlow`, `NoRequest`, or `MemoryBudgetExceeded` if too many are received.
         """
-        return await self._receive(self.environment.receive_pools.shared, timeout_s)
-
-    async def read_public_message(self, max_bytes: int) -> bytes:
-        """Return a request of a method that strangers may call.
-
-        Raises as `read_message`, and `MalformedRequest` for a large one.
-        """
-        message = await self._receive(self.environment.receive_pools.public, PUBLIC_TIMEOUT_S)
-        check_size(message, max_bytes)
-        return message
-
-    async def _receive(self, slots: ReceiveSlots, timeout_s: float) -> bytes:
+        slots = self.environment.receive_slots
         try:
             message = await MessageReader(self.context, slots, timeout_s).read()
         except MemoryBudgetExceeded:
@@ -236,6 +229,12 @@ class IncomingCall:
             raise NoRequest
         self.count_message(cast(bytes, message))
         return cast(bytes, message)
+
+    async def read_short_message(self, max_bytes: int) -> bytes:
+        """Return a request of a few bytes. Raises as `read_message`, or `MalformedRequest`."""
+        message = await self.read_message(SHORT_MESSAGE_TIMEOUT_S)
+        check_size(message, max_bytes)
+        return message
 
     def count_message(self, message: bytes) -> None:
         """Raises `MemoryBudgetExceeded`."""

@@ -6,6 +6,7 @@ import asyncio
 from time import monotonic
 from typing import Final
 
+from gateway.auth import UNAUTHENTICATED
 from gateway.draining import Drain
 from gateway.errors import NotFound, Overloaded
 from gateway.grpc_server.call import IncomingCall, ShuttingDown
@@ -18,7 +19,8 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 # Messages of grpc/health/v1/health.proto: HealthCheckRequest.service, HealthCheckResponse.status.
 SERVICE_FIELD: Final = 1
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
-KNOWN_SERVICES: Final = ("", GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
+WHOLE_GATEWAY: Final = ""
+KNOWN_SERVICES: Final = (WHOLE_GATEWAY, GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
 MAX_HEALTH_BYTES: Final = 1 << 10
 WATCH_INTERVAL_S: Final = 0.5
 MAX_WATCHES: Final = 1024
@@ -80,8 +82,14 @@ class HealthService:
 
 
 async def read_service(call: IncomingCall) -> str:
-    """Return the service of a HealthCheckRequest. Raises `MalformedRequest`."""
-    message = await call.read_public_message(MAX_HEALTH_BYTES)
+    """Return the service that a call asks for. Raises `MalformedRequest`.
+
+    The message of a client without a key is not read, because compressed bytes can become a message of any
+    size. It asks for the whole gateway, the status of which is that of all services.
+    """
+    if call.info.caller is UNAUTHENTICATED:
+        return WHOLE_GATEWAY
+    message = await call.read_short_message(MAX_HEALTH_BYTES)
     service = b""
     for field in iterate_fields(message, 0, len(message)):
         if field.number == SERVICE_FIELD and field.wire_type == LENGTH_DELIMITED:

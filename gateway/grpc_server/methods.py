@@ -60,14 +60,18 @@ def list_unary_methods(health: HealthService) -> dict[str, UnaryMethod]:
         access = MethodAccess(path, is_unlimited=is_unlimited, http_method=http_method)
         methods[path] = UnaryMethod(access, serve)
     check = f"/{HEALTH_SERVICE}/Check"
-    methods[check] = UnaryMethod(MethodAccess(check, is_public=True), health.check)
+    methods[check] = UnaryMethod(
+        MethodAccess(check, is_public=True, is_unlimited=True), health.check
+    )
     return methods
 
 
 def list_stream_methods(health: HealthService) -> dict[str, StreamMethod]:
     """Return the methods with several responses, without `ModelStreamInfer`."""
     watch = f"/{HEALTH_SERVICE}/Watch"
-    methods = {watch: StreamMethod(MethodAccess(watch, is_public=True), health.watch)}
+    methods = {
+        watch: StreamMethod(MethodAccess(watch, is_public=True, is_unlimited=True), health.watch)
+    }
     reflection = ReflectionService()
     for package in REFLECTION_VERSIONS:
         path = f"/{package}.ServerReflection/ServerReflectionInfo"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gateway.errors import RequestTooSlow
 from gateway.memory import MemoryBudgetExceeded
 
 # A message that takes longer to arrive is large or slow, and may use the memory budget.
 FAST_RECEIVE_S: Final = 0.1
-# The share of the slots for methods that need no key.
-PUBLIC_SHARE: Final = 8
 
 
 class StreamIdle(MemoryBudgetExceeded):
@@ -26,8 +24,8 @@ class ReceiveSlots:
     If all slots are taken, a stream that has waited `idle_s` for its next message is ended for another call.
     """
 
-    def __init__(self, count: int, idle_s: float) -> None:
-        self._free = count
+    def __init__(self, budget_bytes: int, message_bytes: int, idle_s: float) -> None:
+        self._free = max(budget_bytes // message_bytes, 1)
         self._idle_s = idle_s
         self._streams: dict[StreamReader, float] = {}  # those with a slot, and since when
 
@@ -64,20 +62,6 @@ class ReceiveSlots:
                 stream.end(StreamIdle())
                 return
         raise MemoryBudgetExceeded
-
-
-class ReceivePools(NamedTuple):
-    """The slots of methods that check a key, and of those that need none."""
-
-    shared: ReceiveSlots
-    public: ReceiveSlots
-
-
-def share_slots(budget_bytes: int, message_bytes: int, idle_s: float) -> ReceivePools:
-    """Return slots for as many messages of maximum size as the budget can hold, at least one of each kind."""
-    total = budget_bytes // message_bytes
-    public = max(total // PUBLIC_SHARE, 1)
-    return ReceivePools(ReceiveSlots(max(total - public, 1), idle_s), ReceiveSlots(public, idle_s))
 
 
 class MessageReader:

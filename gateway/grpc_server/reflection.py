@@ -70,7 +70,7 @@ class ReflectionService:
     async def serve(self, call: IncomingCall) -> None:
         with suppress(NoRequest):  # the end of the stream
             while True:
-                message = await call.read_public_message(MAX_REFLECTION_BYTES)
+                message = await call.read_short_message(MAX_REFLECTION_BYTES)
                 response = self.build_response(message)
                 await call.write(response)
                 call.succeed(response)

@@ -30,7 +30,7 @@ from gateway.grpc_server.methods import (
     list_stream_methods,
     list_unary_methods,
 )
-from gateway.grpc_server.receive import share_slots
+from gateway.grpc_server.receive import ReceiveSlots
 from gateway.grpc_server.streams import InferStream
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "127.0.0.1"
 KEEP_ALIVE_TIMEOUT_S: Final = 20
+# Sets of compression algorithms, as bits: identity, deflate, gzip.
+NO_COMPRESSION, ALL_COMPRESSION = 0b001, 0b111
 UNKNOWN_METHOD: Final = MethodAccess("")
 STREAM_ACCESS: Final = MethodAccess(STREAM_METHOD, is_unlimited=True, is_container=True)
 STREAM_REQUEST_ACCESS: Final = MethodAccess(STREAM_METHOD)
@@ -133,6 +135,7 @@ async def abort_call(call: IncomingCall, exc: Exception) -> None:
 
 
 def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:
+    algorithms = ALL_COMPRESSION if settings.grpc_compression else NO_COMPRESSION
     keep_alive_ms = settings.keep_alive_s * 1000
     return [
         ("grpc.max_receive_message_length", settings.max_body_bytes),
@@ -146,6 +149,7 @@ def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, i
         ("grpc.keepalive_time_ms", keep_alive_ms),
         ("grpc.keepalive_timeout_ms", KEEP_ALIVE_TIMEOUT_S * 1000),
         ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
+        ("grpc.compression_enabled_algorithms_bitset", algorithms),
         # Only the workers of one gateway share a port.
         ("grpc.so_reuseport", int(shares_port)),
     ]
@@ -160,9 +164,9 @@ async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[Non
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-    pools = share_slots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
+    slots = ReceiveSlots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
     clients = ClientCalls(settings.max_connections_per_client)
-    environment = CallEnvironment(services, pools, clients, drain.stopping)
+    environment = CallEnvironment(services, slots, clients, drain.stopping)
     is_worker = multiprocessing.parent_process() is not None
     server = grpc.aio.server(options=build_options(settings, shares_port=is_worker))
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))

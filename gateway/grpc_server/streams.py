@@ -62,7 +62,7 @@ class InferStream:
         self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
         self._write_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        slots = opening.environment.receive_pools.shared
+        slots = opening.environment.receive_slots
         self._reader = StreamReader(opening.context, slots, self._tasks, self._fail)
         self._last_response: asyncio.Event | None = None
         self._last_steps: dict[SequenceKey, asyncio.Event] = {}

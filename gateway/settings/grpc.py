@@ -15,3 +15,6 @@ class GrpcSettings(SettingsGroup):
     """Address on which gRPC is served. Empty: that of HTTP (--host)."""
     grpc_max_streams: int = Field(1024, gt=0)
     """Maximum number of concurrent gRPC calls of one connection; further calls wait in the client."""
+    grpc_compression: bool = True
+    """Whether gRPC messages of clients may be compressed. A small one can decompress into
+    GATEWAY_MAX_BODY_BYTES, which takes much more time than it took to send it."""

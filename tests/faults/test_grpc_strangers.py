@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 
 import grpc
 import pytest
 
+from tests.support import keys
 from tests.support.grpc_gateway import (
-    INFER,
     GrpcGateway,
     call_bytes,
     failure,
@@ -21,61 +22,63 @@ from tests.support.wait import TIMEOUT_S, wait_until
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 4, 8
+DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 4, 8, 16
 MAX_WATCHES = 1024
 CALLS_PER_CLIENT = 50
 UNKNOWN_FIELD = b"\x78\1"  # number 15, a varint
 IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
 
 
+KEY = (("x-api-key", keys.INFER),)
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[GrpcGateway]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrpcGateway]:
+    file = tmp_path_factory.mktemp("strangers") / "keys.yaml"
+    keys.written(file, keys.ENTRIES)
     (port,) = free_ports(1)
-    # Memory for four messages, one of which may belong to a method without a key.
-    limits = {"max_body_bytes": str(8 << 20), "max_bytes_in_flight": str(32 << 20)}
-    with grpc_gateway(
-        f"http://127.0.0.1:{port}", **limits, max_connections_per_client="0"
-    ) as gateway:
+    limits = {
+        "keys_file": str(file),
+        "max_body_bytes": str(8 << 20),
+        "max_bytes_in_flight": str(32 << 20),
+        "max_connections_per_client": "0",
+    }
+    with grpc_gateway(f"http://127.0.0.1:{port}", **limits) as gateway:
+        gateway.http.headers["x-api-key"] = keys.METRICS
         yield gateway
 
 
-@pytest.mark.parametrize("size", [3 << 10, 4 << 20])
-def test_methods_without_a_key_read_short_messages_only(served: GrpcGateway, size: int) -> None:
+@pytest.mark.parametrize("size", [6 << 10, 4 << 20])
+def test_short_messages_of_many_fields_are_refused(served: GrpcGateway, size: int) -> None:
     """Millions of small fields would be searched on the event loop."""
     message = UNKNOWN_FIELD * (size // len(UNKNOWN_FIELD))
-    code, text = failure(call_bytes, served.address, CHECK, message)
-    assert (code, text.rpartition("; ")[2]) == (
-        "INVALID_ARGUMENT",
-        "this method accepts at most 1024",
-    )
     with grpc.insecure_channel(served.address) as channel:
-        for method, limit in ((WATCH, 1024), (REFLECTION, 4096)):
-            responses = channel.stream_stream(method)(iter([message * 2]), timeout=TIMEOUT_S)
-            code, text = failure(list, responses)
-            assert (code, text.rpartition("; ")[2]) == (
+        for method, limit in ((CHECK, 1024), (WATCH, 1024), (REFLECTION, 4096)):
+            call = channel.stream_stream(method)
+            responses = call(iter([message]), timeout=TIMEOUT_S, metadata=KEY)
+            assert failure(list, responses) == (
                 "INVALID_ARGUMENT",
-                f"this method accepts at most {limit}",
+                f"the message has {size} bytes; this method accepts at most {limit}",
             )
 
 
-def test_silent_calls_without_a_key_leave_the_memory_to_others(served: GrpcGateway) -> None:
-    with Http2Connection(served.address) as strangers, Http2Connection(served.address) as slow:
-        for _ in range(10):
-            strangers.start_call(CHECK, x_request_timeout="300")
-        statuses = [strangers.wait_for_status() for _ in range(9)]
-        assert statuses == [RESOURCE_EXHAUSTED] * 9
-        stream = slow.start_call(INFER)
-        slow.send_data(stream, encode_message(bytes(1000), length=2000))
-        # The last one has used the slot of such methods for five seconds.
-        assert strangers.wait_for_status() == DEADLINE_EXCEEDED
-        slow.send_data(stream, bytes(1000), is_last=True)
-        assert slow.wait_for_status() != RESOURCE_EXHAUSTED
-
-
-def test_a_silent_stream_of_reflection_ends(served: GrpcGateway) -> None:
+def test_the_messages_of_strangers_are_not_read(served: GrpcGateway) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
     with Http2Connection(served.address) as client:
+        stream = client.start_call(CHECK, grpc_encoding="gzip")
+        client.send_data(stream, encode_message(bomb, is_compressed=True), is_last=True)
+        assert client.wait_for_status() == 0
+        client.start_call(CHECK, x_request_timeout="300")  # silent
+        assert client.wait_for_status() == 0
         client.start_call(REFLECTION)
-        assert client.wait_for_status() == DEADLINE_EXCEEDED
+        assert client.wait_for_status() == UNAUTHENTICATED
+
+
+def test_a_silent_call_of_a_short_message_ends_soon(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as client:
+        for method in (CHECK, REFLECTION):
+            client.start_call(method, x_request_timeout="300", x_api_key=keys.INFER)
+        assert client.wait_for_status() == client.wait_for_status() == DEADLINE_EXCEEDED
 
 
 def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
@@ -87,6 +90,17 @@ def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
         assert second.wait_for_status() == RESOURCE_EXHAUSTED
         assert call_bytes(served.address, CHECK, b"")
     wait_until(lambda: metric(served, IN_PROGRESS) == 0)
+
+
+def test_compressed_messages_can_be_refused() -> None:
+    (port,) = free_ports(1)
+    with grpc_gateway(f"http://127.0.0.1:{port}", grpc_compression="false") as served:
+        code, text = failure(
+            call_bytes, served.address, CHECK, bytes(100), compression=grpc.Compression.Gzip
+        )
+        assert (code, text) == ("UNIMPLEMENTED", "Compression algorithm 'gzip' is disabled.")
+        assert call_bytes(served.address, CHECK, b"")
+        assert "Compression algorithm" not in served.command.output
 
 
 def test_one_client_cannot_hold_calls_without_limit() -> None:

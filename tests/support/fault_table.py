@@ -1019,7 +1019,8 @@ GRPC = (
                 "a_compressed_message_over_the_limit_is_refused",
                 "compressed_messages_are_served",
                 "large_metadata_is_refused",
-            ]
+            ],
+            "faults/test_grpc_strangers": ["compressed_messages_can_be_refused"],
         },
     ),
     Row(
@@ -1036,15 +1037,22 @@ GRPC = (
         },
     ),
     Row(
-        "gRPC calls without a key that send large messages, none, or thousands of calls",
-        "`INVALID_ARGUMENT` above 1 KiB, or `DEADLINE_EXCEEDED` after 5 s, in a share of the memory of "
-        "their own; at most 1,024 calls watch the health",
+        "gRPC calls without a key that send large or compressed messages, none, or thousands of calls",
+        "the status of the gateway; the messages are not read, and at most 1,024 calls watch the health",
         {
             "faults/test_grpc_strangers": [
-                "methods_without_a_key_read_short_messages_only",
-                "silent_calls_without_a_key_leave_the_memory_to_others",
-                "a_silent_stream_of_reflection_ends",
+                "the_messages_of_strangers_are_not_read",
                 "calls_that_watch_the_health_are_limited",
+            ]
+        },
+    ),
+    Row(
+        "large messages of thousands of fields, or none, to the health service and reflection",
+        "`INVALID_ARGUMENT` above 1 KiB and 4 KiB, `DEADLINE_EXCEEDED` after 5 s",
+        {
+            "faults/test_grpc_strangers": [
+                "short_messages_of_many_fields_are_refused",
+                "a_silent_call_of_a_short_message_ends_soon",
             ]
         },
     ),
