@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.errors import BadUpstream, GatewayError
+from gateway.errors import BadUpstream, GatewayError, InputMismatch, TooLarge
 from gateway.fleet.health import HealthState
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
@@ -15,10 +15,12 @@ from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.transports import triton_model_path
 from gateway.messages import quote_text
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
 from gateway.triton.response import MAX_METADATA_BYTES
 
 PROBE_PARAMETER: Final = "gateway.probe"  # in the model's config: the JSON body of an inference
 PROBE_TIMEOUT_S: Final = 60.0
+MAX_PROBE_BYTES: Final = 1 << 20
 JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 
 
@@ -63,9 +65,22 @@ async def run_staged_load(
 async def send_probe(replica: Replica, model: str) -> None:
     """Send the inference that the model's config contains, if any, to one replica. Raises its error."""
     path = triton_model_path(model)
-    body = find_probe(await request(replica, model, b"GET", f"{path}/config"))
+    body = find_probe(await request(replica, model, b"GET", f"{path}/config")).encode()
     if body:
-        await request(replica, model, b"POST", f"{path}/infer", body.encode())
+        check_probe(body)
+        await request(replica, model, b"POST", f"{path}/infer", body)
+
+
+def check_probe(body: bytes) -> None:
+    """Raise the error of a probe that `/v2` would refuse: whoever uploads a config must not crash Triton."""
+    if len(body) > MAX_PROBE_BYTES:
+        raise TooLarge(f"{PROBE_PARAMETER} can have at most {MAX_PROBE_BYTES} bytes")
+    guard = JsonGuard(len(body), None, has_tensors=True)
+    for start in range(0, len(body), GUARD_CHUNK_BYTES):
+        guard.feed(body[start : start + GUARD_CHUNK_BYTES])
+    guard.finish()
+    if guard.has_classification:
+        raise InputMismatch(f"{PROBE_PARAMETER} must not use classification")
 
 
 def find_probe(config: Mapping[str, Any]) -> str:

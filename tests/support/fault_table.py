@@ -987,6 +987,11 @@ ATTACKS = (
         },
     ),
     Row(
+        "an uploaded config whose `gateway.probe` crashes a Triton",
+        "the staged load fails with the error that the same body gets on `/v2`; it never reaches Triton",
+        {"system/test_staged_load": ["a_probe_that_could_harm_triton_is_not_sent"]},
+    ),
+    Row(
         "a response of one long text and thousands of short ones, which a shadow version repeats",
         "compared in memory that is linear in its bytes; a response that decompresses beyond the "
         "limit is not compared",

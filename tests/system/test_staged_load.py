@@ -130,6 +130,28 @@ def test_a_probe_that_fails_stops_the_load(fleet: Fleet) -> None:
     fleet.unload("wrong")
 
 
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"shape": [1 << 31, 1 << 31]}, "elements"),
+        ({"parameters": {f"key{number}": 1 for number in range(2000)}}, "keys"),
+        ({"parameters": {"classification": 1}}, "classification"),
+    ],
+)
+def test_a_probe_that_could_harm_triton_is_not_sent(
+    fleet: Fleet, entry: dict[str, Any], words: str
+) -> None:
+    """Whoever may upload data only may write the probe of a config."""
+    write_probe(fleet, "harmful", {"inputs": [{**PROBE["inputs"][0], **entry}]})
+    before = [triton.pid for triton in fleet.tritons]
+    answer = fleet.load("harmful", json=STAGED)
+    assert answer.json()["code"] == "STAGED_LOAD_FAILED"
+    assert words in answer.json()["error"]
+    print(answer.json()["error"])
+    assert [triton.pid for triton in fleet.tritons] == before
+    fleet.unload("harmful")
+
+
 @pytest.mark.parametrize("value", [1, "true", None])
 def test_staged_is_true_or_false(fleet: Fleet, value: Any) -> None:
     answer = fleet.load("echo", json={"parameters": {"staged": value}})
