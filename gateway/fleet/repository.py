@@ -212,7 +212,9 @@ class Repository:
                 for replica in list(self._pool.replicas.values())
             }
             try:
-                await self._set_desired_model(model, DesiredModel(True, dict(parameters)))
+                revision = await self._set_desired_model(
+                    model, DesiredModel(True, dict(parameters))
+                )
             except BaseException:
                 for replica, started_load in started_loads.items():
                     confirmed_load = started_load.confirmed_load
@@ -223,7 +225,7 @@ class Repository:
             if is_staged:
                 started_loads = await self._load_in_stages(report, action, started_loads, before)
             await self._run_on_replicas(report, action, started_loads)
-            return await self._conclude(report, before)
+            return await self._conclude(report, before, revision)
 
     async def _load_in_stages(
         self,
@@ -266,10 +268,11 @@ class Repository:
             before = self.desired_models.get(model)
             # Without the desired state, the next request loads an on-demand model again.
             is_on_demand = self.on_demand_models.matches(model)
-            await self._set_desired_model(model, None if is_on_demand else DesiredModel(False, {}))
+            desired = None if is_on_demand else DesiredModel(False, {})
+            revision = await self._set_desired_model(model, desired)
             parameters = {"unload_dependents": True} if unload_dependents else {}
             await self._run_on_replicas(report, ModelAction(model, False, parameters), {})
-            return await self._conclude(report, before)
+            return await self._conclude(report, before, revision)
 
     async def _unload_absent(self, report: OperationReport) -> OperationReport:
         if report.model not in self.desired_models:
@@ -280,16 +283,20 @@ class Repository:
         report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
         return report
 
-    async def _set_desired_model(self, model: str, desired: DesiredModel | None) -> None:
-        await self._state.set_desired_model(model, desired)
+    async def _set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        revision = await self._state.set_desired_model(model, desired, expected_revision)
         self._reconciler.forget_failures(model=model)
+        return revision
 
     async def _conclude(
-        self, report: OperationReport, before: DesiredModel | None
+        self, report: OperationReport, before: DesiredModel | None, revision: int
     ) -> OperationReport:
         """Revert the desired state if every replica refused. Raises the report's error."""
         if report.is_refused:
-            await self._set_desired_model(report.model, before)
+            # A later call through another gateway may have succeeded, whose desired state stays.
+            await self._set_desired_model(report.model, before, revision)
         if report.errors:
             raise report.build_error()
         return report

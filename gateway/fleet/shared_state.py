@@ -74,11 +74,20 @@ class SharedState:
 
     # Desired models.
 
-    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> None:
-        revision = await self.store.set_desired_model(model, desired)
-        if desired is not None and not desired.revision:
-            desired = replace(desired, revision=revision)
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        """Store the desired state of a model, and return its revision; 0 without a desired state.
+
+        If `expected_revision` is given, a change by another gateway since then stays.
+        """
+        revision = await self.store.set_desired_model(model, desired, expected_revision)
+        if not revision:
+            return 0
+        if desired is not None:
+            desired = replace(desired, revision=desired.revision or revision)
         self.desired_models = with_desired_model(self.desired_models, model, desired)
+        return 0 if desired is None else desired.revision
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
         await self.store.set_label(model, name, label)

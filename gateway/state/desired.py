@@ -61,10 +61,14 @@ class StateStore(Protocol):
 
     async def read_desired_models(self) -> Mapping[str, DesiredModel]: ...
 
-    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
         """Store the desired model, or delete it if None, and return the new revision of the state.
 
-        The revision is higher than every earlier one. A model that already has a revision keeps it.
+        The revision is higher than every earlier one. A model that already has a revision keeps it. If
+        `expected_revision` is given (0: none is stored) and the stored model has another one, nothing is
+        changed, and the result is 0.
         """
 
     async def read_labels(self) -> LabelTable: ...
@@ -152,6 +156,11 @@ class DesiredState:
     models: Mapping[str, DesiredModel] = field(default_factory=dict)
     revision: int = 0
     labels: LabelTable = field(default_factory=dict)
+
+    def has_revision(self, model: str, expected_revision: int | None) -> bool:
+        """Return whether the model has this revision (0: it has none); None is any."""
+        revision = self.models[model].revision if model in self.models else 0
+        return expected_revision in (None, revision)
 
     def with_model(self, model: str, desired: DesiredModel | None) -> DesiredState:
         revision = self.revision + 1

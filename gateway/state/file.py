@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import SplitResult, unquote
@@ -129,16 +127,30 @@ class FileStateStore:
                 await self._run_action(WRITE_ACTION, self._probe_write)
         return await self._run_action(READ_ACTION, lambda: self._read_state().models)
 
-    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
-        change = methodcaller("with_model", model, desired)
-        return await self._run_action(WRITE_ACTION, lambda: self._change_state(change).revision)
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        def run() -> int:
+            with lock_file(self._lock_path):
+                state = self._read_state()
+                if not state.has_revision(model, expected_revision):
+                    return 0
+                state = state.with_model(model, desired)
+                replace_file(self._path, state.to_json())
+            return state.revision
+
+        return await self._run_action(WRITE_ACTION, run)
 
     async def read_labels(self) -> LabelTable:
         return await self._run_action(READ_ACTION, lambda: self._read_state().labels)
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        change = methodcaller("with_label", model, name, label)
-        await self._run_action(WRITE_ACTION, partial(self._change_state, change))
+        def run() -> None:
+            with lock_file(self._lock_path):
+                state = self._read_state().with_label(model, name, label)
+                replace_file(self._path, state.to_json())
+
+        await self._run_action(WRITE_ACTION, run)
 
     async def renew_leadership(self) -> bool:
         try:
@@ -251,12 +263,6 @@ class FileStateStore:
         if self._snapshot is not None:
             self._snapshot.file.close()
         self._snapshot = None
-
-    def _change_state(self, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
-        with lock_file(self._lock_path):
-            state = change(self._read_state())
-            replace_file(self._path, state.to_json())
-        return state
 
     def _read_loads(self) -> Loads:
         try:

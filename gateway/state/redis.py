@@ -112,10 +112,13 @@ class RedisStateStore:
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
         return await self._read_hash(self._desired_models)
 
-    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
         key, change_key = self._desired_models.keys
         # Changes have random names, because a Redis that lost its data would count from 1 again.
-        arguments: list[str | bytes] = [model, secrets.token_hex(8)]
+        expected = "" if expected_revision is None else str(expected_revision)
+        arguments: list[str | bytes] = [model, secrets.token_hex(8), expected]
         if desired is not None:
             # Without the opening brace: the script inserts the revision first.
             arguments.append(orjson.dumps(desired_model_to_dict(desired))[1:])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 SET_DESIRED_MODEL = """
+if ARGV[3] ~= '' then
+  local stored = redis.call('HGET', KEYS[1], ARGV[1])
+  if (stored and string.match(stored, '^{"revision":(%d+),') or '0') ~= ARGV[3] then
+    return 0
+  end
+end
 local revision = redis.call('INCR', KEYS[2])
-if ARGV[4] then
-  revision = tonumber(ARGV[4])
+if ARGV[5] then
+  revision = tonumber(ARGV[5])
 end
 redis.call('SET', KEYS[3], ARGV[2])
-if ARGV[3] then
-  redis.call('HSET', KEYS[1], ARGV[1], string.format('{"revision":%d,', revision) .. ARGV[3])
+if ARGV[4] then
+  redis.call('HSET', KEYS[1], ARGV[1], string.format('{"revision":%d,', revision) .. ARGV[4])
 else
   redis.call('HDEL', KEYS[1], ARGV[1])
 end

@@ -102,7 +102,11 @@ class MemoryStateStore:
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
         return self._state.models
 
-    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        if not self._state.has_revision(model, expected_revision):
+            return 0
         self._state = self._state.with_model(model, desired)
         return self._state.revision
 
@@ -175,7 +179,9 @@ class MemoryStateStore:
 class ReadOnlyStateStore(MemoryStateStore):
     """State for gateways that do not share any: only the models file decides what is loaded."""
 
-    async def set_desired_model(self, model: str, desired: DesiredModel | None) -> int:
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
         raise StateNotShared(f"model {quote_text(model)}")
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:

@@ -52,7 +52,7 @@ from gateway.fleet.signatures import ModelService
 from gateway.fleet.transports import HttpCall
 from gateway.state.desired import DesiredModel
 from gateway.state.store import open_state_store
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.error_mapping import LoadFailed, RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
 from tests.support.wait import TIMEOUT_S, wait_until_async
@@ -520,6 +520,32 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
         await several_looks(fakes[0], 3)
         assert [fake.requests["load"] for fake in fakes] == loads
         assert max(loads) <= 3 * 5 + 5  # at most one more in each round
+
+
+@on_uvloop
+async def test_a_refused_load_does_not_undo_a_later_one_of_another_gateway(tmp_path: Path) -> None:
+    state = f"file://{tmp_path}/state.json"
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as first,
+        over(fakes) as second,
+        managing(first, state=state) as refused,
+        managing(second, state=state) as loaded,
+    ):
+        for fake in fakes:
+            fake.refuses_loads = True
+        loading = asyncio.create_task(refused.load("m", {}))
+        await wait_until_async(lambda: all(fake.held for fake in fakes))
+        for fake in fakes:
+            fake.refuses_loads = False
+        await loaded.load("m", {})
+        for fake in fakes:
+            fake.release()
+        with pytest.raises(LoadFailed):
+            await loading
+        for repository in (refused, loaded):
+            await repository._state.refresh()
+            assert repository.desired_models["m"].is_loaded
 
 
 @on_uvloop

@@ -35,6 +35,7 @@ class SimulatedTriton:
     holds: bool = False  # answers no inference until `release`
     garbles: bool = False  # answers an inference with what is not HTTP
     denies: bool = False  # says of every model that it is not ready
+    refuses_loads: bool = False  # which are answered by `release`
     index_body: bytes | None = None  # instead of its index
     requests: Counter[str] = field(default_factory=Counter)  # by the last part of the path
     inferences: Counter[str] = field(default_factory=Counter)  # by model
@@ -71,7 +72,7 @@ class SimulatedTriton:
 
     def release(self) -> None:
         """Answer what was held."""
-        self.holds = False
+        self.holds = self.refuses_loads = False
         for answer in self.held:
             answer()
         self.held.clear()
@@ -101,7 +102,7 @@ class SimulatedTriton:
         loop = asyncio.get_running_loop()
         if load:
             self.loads_at.append(loop.time())
-        if model not in self.models:
+        if model not in self.models or self.refuses_loads:
             return 0.0, bad(f"failed to load '{model}', failed to poll from model repository")
         loop.call_later(self.load_s, self.models.__setitem__, model, load)
         return self.load_s, ok(b"")
@@ -143,7 +144,9 @@ class _Conversation(asyncio.Protocol):
         delay_s, answer = self._triton.answer(path)
         if self._triton.hangs:
             return
-        if self._triton.holds and path.endswith("/infer"):
+        if (self._triton.holds and path.endswith("/infer")) or (
+            self._triton.refuses_loads and path.endswith("/load")
+        ):
             self._triton.held.append(functools.partial(self._write, answer))
         elif delay_s:
             self._loop.call_later(delay_s, self._write, answer)

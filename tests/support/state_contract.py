@@ -97,6 +97,23 @@ class StateContract:
 
         asyncio.run(scenario())
 
+    def test_a_wish_that_another_replaced_is_not_reverted(self, fresh: Fresh) -> None:
+        async def scenario() -> None:
+            async with opened(fresh()) as (kept,):
+                assert await kept.set_desired_model("core", UNLOADED, 1) == 0
+                assert await kept.read_desired_models() == {}
+                first = await kept.set_desired_model("core", UNLOADED, 0)
+                second = await kept.set_desired_model("core", LOADED, first)
+                for reverted in (None, UNLOADED):
+                    for expected in (0, first):
+                        assert await kept.set_desired_model("core", reverted, expected) == 0
+                found = await kept.read_desired_models()
+                assert found == {"core": replace(LOADED, revision=second)}
+                assert await kept.set_desired_model("core", None, second)
+                assert await kept.read_desired_models() == {}
+
+        asyncio.run(scenario())
+
     def test_a_load_is_under_way_and_then_confirmed(self, fresh: Fresh) -> None:
         async def scenario() -> None:
             async with opened(fresh()) as (kept,):
