@@ -31,7 +31,8 @@ from gateway.protocol.parser import VALID_HOST
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.sse import EventStreamScrubber
 from gateway.triton import error_mapping
-from gateway.triton.grpc import channel, management
+from gateway.triton.grpc import errors as grpc_errors
+from gateway.triton.grpc import management
 from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
 from tests.support.linearity import cpu_s
@@ -152,7 +153,7 @@ def index(size: int) -> list[Any]:
 
 
 def translated(text: str) -> object:
-    return channel.map_grpc_error("UNAVAILABLE", text, error_mapping.RequestTarget(), 1)
+    return grpc_errors.map_grpc_error("UNAVAILABLE", text, error_mapping.RequestTarget(), 1)
 
 
 def step_in(body: bytes) -> object:
