@@ -64,6 +64,24 @@ class ReceiveSlots:
         raise MemoryBudgetExceeded
 
 
+class SlowTimer:
+    """Calls a function if a message takes long to arrive.
+
+    It lets one pass of the event loop go by first: if the loop was busy, the message may have arrived, but
+    its reader did not run yet.
+    """
+
+    def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._handle: asyncio.Handle = asyncio.get_running_loop().call_later(delay_s, self._yield)
+
+    def _yield(self) -> None:
+        self._handle = asyncio.get_running_loop().call_soon(self._callback)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+
 class MessageReader:
     """Receives one message. A timer, and no task of its own, ends what takes too long."""
 
@@ -74,13 +92,12 @@ class MessageReader:
         self._has_slot = False
         self._failure: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | SlowTimer | None = None
 
     async def read(self) -> Any:
         """Return the message or EOF. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` without a slot."""
-        loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task(loop)
-        self._timer = loop.call_later(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
+        self._task = asyncio.current_task()
+        self._timer = SlowTimer(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
         try:
             return await self._context.read()
         except asyncio.CancelledError:
@@ -140,8 +157,7 @@ class StreamReader:
                 self._slots.add_stream(self)
                 return await self._read()
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(FAST_RECEIVE_S, self._take_slot)
+        timer = SlowTimer(FAST_RECEIVE_S, self._take_slot)
         try:
             return await self._read()
         finally:

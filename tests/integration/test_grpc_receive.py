@@ -1,0 +1,60 @@
+"""Messages that arrive at a server of grpc.aio, whose event loop has other things to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+import grpc
+
+from gateway.grpc_server.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
+from tests.support.wait import TIMEOUT_S
+
+METHOD = "/test.Service/Method"
+
+
+class OneMethod(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    def __init__(self, handle: Any) -> None:
+        self._handler = grpc.stream_unary_rpc_method_handler(handle)
+
+    def service(self, _: Any) -> Any:
+        return self._handler
+
+
+def test_a_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
+    is_reading, is_sent = Event(), Event()
+    slots = ReceiveSlots(1, 1, idle_s=60)
+    assert slots.try_acquire()  # the only one
+
+    def block_loop() -> None:
+        is_reading.set()
+        is_sent.wait(TIMEOUT_S)
+        time.sleep(2 * FAST_RECEIVE_S)
+
+    async def handle(_: Any, context: Any) -> bytes:
+        asyncio.get_running_loop().call_soon(block_loop)
+        return bytes(await MessageReader(context, slots, TIMEOUT_S).read())
+
+    def send_messages() -> Iterator[bytes]:
+        is_reading.wait(TIMEOUT_S)
+        yield b"in time"
+        is_sent.set()  # the library asks for the next message when it has sent one
+
+    def call(port: int) -> bytes:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            return bytes(channel.stream_unary(METHOD)(send_messages(), timeout=TIMEOUT_S))
+
+    async def serve() -> bytes:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((OneMethod(handle),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            return await asyncio.to_thread(call, port)
+        finally:
+            await server.stop(0)
+
+    assert asyncio.run(serve()) == b"in time"
