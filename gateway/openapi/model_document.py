@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, ERROR_REFERENCE, ERROR_SCHEMA
@@ -14,9 +14,16 @@ from gateway.openapi.schemas import (
 )
 from gateway.tensors.codecs import BINARY_SCHEMA, CODECS
 from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.examples import build_example_inputs, build_infer_path
+from gateway.tensors.examples import (
+    build_example_inputs,
+    build_infer_path,
+    choose_example_tensors,
+    count_example_values,
+)
 from gateway.tensors.schema import Schema, build_request_schema, build_response_schema
 from gateway.tensors.signature import Signature
+
+MAX_EXAMPLE_VALUES: Final = 4096
 
 
 def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> dict[str, Any]:
@@ -50,10 +57,13 @@ def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> 
 
 
 def build_body_content(signature: Signature) -> Schema:
-    body_schema, example = build_request_schema(signature), build_example_inputs(signature)
+    json_content: Schema = {"schema": build_request_schema(signature)}
+    tensors = choose_example_tensors(signature)
+    if count_example_values(tensors) <= MAX_EXAMPLE_VALUES:
+        json_content["example"] = {"inputs": build_example_inputs(tensors)}
     form = {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY_SCHEMA)}
     content: Schema = {
-        JSON: {"schema": body_schema, "example": {"inputs": example}},
+        JSON: json_content,
         MULTIPART: {"schema": form},
     }
     required = signature.required_inputs

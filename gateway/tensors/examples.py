@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +27,14 @@ class ExampleBody:
     content_type: str
     file_name: str = ""
     text: str = ""
-    json: Any = None
+    tensors: tuple[TensorSpec, ...] = ()  # of the inputs of a JSON document
 
 
 def build_example_body(signature: Signature) -> ExampleBody:
     """Return the simplest body: the only input alone, or every required input by name."""
     candidates = signature.required_inputs or list(signature.inputs.values())
     if len(candidates) != 1:
-        return ExampleBody(JSON, json={"inputs": build_example_inputs(signature)})
+        return ExampleBody(JSON, tensors=choose_example_tensors(signature))
     (tensor,) = candidates
     if tensor.datatype.kind is DatatypeKind.BYTES and tensor.can_be_single:
         if tensor.content_type.startswith("image/"):
@@ -40,21 +42,33 @@ def build_example_body(signature: Signature) -> ExampleBody:
         return ExampleBody("text/plain", text="some text")
     if tensor.image_spec is not None and tensor.image_spec.layout is not ChannelLayout.GREY:
         return ExampleBody("image/png", file_name="image.png")
-    return ExampleBody(JSON, json={"inputs": {tensor.name: build_example_value(tensor)}})
+    return ExampleBody(JSON, tensors=(tensor,))
 
 
-def build_example_inputs(signature: Signature) -> dict[str, Any]:
+def choose_example_tensors(signature: Signature) -> tuple[TensorSpec, ...]:
     # Triton rejects a request without inputs, so the first one is shown if all of them are optional.
-    tensors = signature.required_inputs or list(signature.inputs.values())[:1]
+    return tuple(signature.required_inputs or list(signature.inputs.values())[:1])
+
+
+def choose_example_sizes(tensor: TensorSpec) -> list[int]:
+    """Return the shape of an example value; empty for a single one."""
+    shape = () if tensor.shape == (1,) else tensor.shape
+    return [EXAMPLE_SIZE if size < 0 else size for size in shape]
+
+
+def count_example_values(tensors: Iterable[TensorSpec]) -> int:
+    """Return the number of values, or of empty lists, without building them: a shape can have billions."""
+    return sum(math.prod(size or 1 for size in choose_example_sizes(tensor)) for tensor in tensors)
+
+
+def build_example_inputs(tensors: Iterable[TensorSpec]) -> dict[str, Any]:
     return {tensor.name: build_example_value(tensor) for tensor in tensors}
 
 
 def build_example_value(tensor: TensorSpec) -> Any:
     value: Any = tensor.datatype.example
-    if tensor.shape == (1,):
-        return value
-    for size in reversed(tensor.shape):
-        value = [value] * (EXAMPLE_SIZE if size < 0 else size)
+    for size in reversed(choose_example_sizes(tensor)):
+        value = [value] * size
     return value
 
 
@@ -70,10 +84,6 @@ def build_infer_target(signature: Signature) -> str:
     return f"{build_infer_path(signature)}{query}"
 
 
-def count_values(value: Any) -> int:
-    return sum(map(count_values, value)) if isinstance(value, list) else 1
-
-
 def format_curl_example(signature: Signature, base_url: str) -> str:
     example = build_example_body(signature)
     url = shlex.quote(f"{base_url}{build_infer_target(signature)}")
@@ -85,10 +95,11 @@ def format_curl_example(signature: Signature, base_url: str) -> str:
         return f"{command} --data-binary @{example.file_name} {header} {url}"
     if example.text:
         return f"{command} -d {shlex.quote(example.text)} {header} {url}"
-    if sum(map(count_values, example.json["inputs"].values())) > MAX_INLINE_VALUES:
-        program = f"import json; print(json.dumps({format_python_literal(example.json)}))"
+    if count_example_values(example.tensors) > MAX_INLINE_VALUES:
+        program = f"import json; print(json.dumps({format_python_document(example.tensors)}))"
         return f"python3 -c {shlex.quote(program)} | {command} -d @- {header} {url}"
-    return f"{command} -d {shlex.quote(orjson.dumps(example.json).decode())} {header} {url}"
+    document = orjson.dumps({"inputs": build_example_inputs(example.tensors)}).decode()
+    return f"{command} -d {shlex.quote(document)} {header} {url}"
 
 
 def format_python_example(signature: Signature, base_url: str) -> str:
@@ -98,7 +109,7 @@ def format_python_example(signature: Signature, base_url: str) -> str:
     elif example.text:
         body = f"{example.text!r}.encode()"
     else:
-        body = f"json.dumps({format_python_literal(example.json)}).encode()"
+        body = f"json.dumps({format_python_document(example.tensors)}).encode()"
     headers = f'"Content-Type": "{example.content_type}"'
     statement = 'print(json.load(urllib.request.urlopen(request))["outputs"])\n'
     if signature.is_decoupled:
@@ -113,11 +124,14 @@ def format_python_example(signature: Signature, base_url: str) -> str:
     )
 
 
-def format_python_literal(value: Any) -> str:
-    # All elements of a list in an example are equal.
-    if isinstance(value, dict):
-        items = (f"{key!r}: {format_python_literal(item)}" for key, item in value.items())
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, list):
-        return f"[{format_python_literal(value[0])}] * {len(value)}" if value else "[]"
-    return repr(value)
+def format_python_document(tensors: Iterable[TensorSpec]) -> str:
+    """Return the JSON document as an expression, in which a list is its equal elements times their number."""
+    items = ", ".join(f"{tensor.name!r}: {format_python_value(tensor)}" for tensor in tensors)
+    return f"{{'inputs': {{{items}}}}}"
+
+
+def format_python_value(tensor: TensorSpec) -> str:
+    text = repr(tensor.datatype.example)
+    for size in reversed(choose_example_sizes(tensor)):
+        text = f"[{text}] * {size}" if size else "[]"
+    return text

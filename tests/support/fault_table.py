@@ -992,6 +992,11 @@ ATTACKS = (
         {"system/test_staged_load": ["a_probe_that_could_harm_triton_is_not_sent"]},
     ),
     Row(
+        "the description of a model whose inputs have millions of values",
+        "small, at little cost: its examples are written as products, and left out of its OpenAPI document",
+        {"faults/test_stalls": ["a_model_with_large_tensors_is_described_at_little_cost"]},
+    ),
+    Row(
         "a response of one long text and thousands of short ones, which a shadow version repeats",
         "compared in memory that is linear in its bytes; a response that decompresses beyond the "
         "limit is not compared",

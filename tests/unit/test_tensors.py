@@ -97,7 +97,7 @@ def test_a_hint_that_cannot_be_is_named(kind: str, text: str, words: str) -> Non
 def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
     answers = {"Y": ("FP32", [1])}
     several = model({"A": ("INT32", [2]), "B": ("BYTES", [1])}, answers, 8, optional=True)
-    assert build_example_body(several).json == {"inputs": {"A": [1, 1]}}
+    assert [tensor.name for tensor in build_example_body(several).tensors] == ["A"]
     assert '{"inputs":{"A":[1,1]}}' in format_curl_example(several, "http://here")
     assert "{'inputs': {'A': [1] * 2}}" in format_python_example(several, "http://here")
     assert "'example': {'inputs': {'A': [1, 1]}}" in str(build_model_openapi(several))
@@ -107,7 +107,8 @@ def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
         read_payload(shown.text.encode(), shown.content_type, PayloadLimits()), only, ImageLimits()
     )
     assert inputs.arrays["B"].tolist() == [[b"some text"]]
-    assert build_example_body(model({}, answers, 8)).json == {"inputs": {}}
+    without = format_curl_example(model({}, answers, 8), "http://here")
+    assert '{"inputs":{}}' in without
 
 
 def test_answers_of_different_widths_are_no_batch_and_the_sentence_says_what_is() -> None:
