@@ -29,6 +29,7 @@ from gateway.embedded.options import LOAD_ALL
 from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
 from tests.support.network import Tensor, build_network
 from tests.support.servers import BriefTriton, gateway_before, server_of, triton_with
+from tests.support.wait import wait_until
 
 Array = NDArray[Any]
 
@@ -557,17 +558,26 @@ def test_requests_at_the_same_time_share_runs_and_a_bad_one_fails_alone(
         body = {"inputs": {"x": indices.tolist()}}
         return gateway.post("/v1/models/lookup/infer", json=body)
 
-    with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(post, rows))
-    for indices, answer in zip(rows, answers, strict=True):
-        if (indices == 99).any():
-            assert answer.status_code == 422, answer.text
-            assert "idx=99 must be within the inclusive range [-10,9]" in answer.json()["error"]
-            assert "Gather" not in answer.text
-        else:
-            assert answer.json()["outputs"]["y"] == table[indices].sum(axis=1).tolist()
-    statistics = client.get_inference_statistics("lookup")["model_stats"][0]
-    assert statistics["execution_count"] < statistics["inference_count"] / 3
+    def count_runs_and_requests() -> tuple[int, int]:
+        statistics = client.get_inference_statistics("lookup")["model_stats"][0]
+        return statistics["execution_count"], statistics["inference_count"] // 3
+
+    def runs_are_shared() -> bool:
+        """On a busy machine, requests may happen to come one after the other."""
+        runs_before, requests_before = count_runs_and_requests()
+        with ThreadPoolExecutor(16) as threads:
+            answers = list(threads.map(post, rows))
+        for indices, answer in zip(rows, answers, strict=True):
+            if (indices == 99).any():
+                assert answer.status_code == 422, answer.text
+                assert "idx=99 must be within the inclusive range [-10,9]" in answer.json()["error"]
+                assert "Gather" not in answer.text
+            else:
+                assert answer.json()["outputs"]["y"] == table[indices].sum(axis=1).tolist()
+        runs, requests = count_runs_and_requests()
+        return runs - runs_before < requests - requests_before
+
+    wait_until(runs_are_shared)
 
 
 def test_a_string_that_is_not_utf_8_is_refused(gateway: httpx.Client) -> None:
