@@ -41,7 +41,7 @@ from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
 from tests.support.servers import gateway_before
 
-EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "4"))
 LONG = EXAMPLES > 50
 ADMIN = "tgw_schema-secret"
 SERVING = (

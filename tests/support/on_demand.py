@@ -136,7 +136,7 @@ class IndexWatch:
 
 
 # `make test` has the short one.
-TRACE_SECONDS = [10.0, pytest.param(60.0, marks=pytest.mark.long)]
+TRACE_SECONDS = [5.0, pytest.param(60.0, marks=pytest.mark.long)]
 
 
 @dataclass

@@ -109,8 +109,11 @@ def test_two_gateways_keep_one_budget_and_do_not_thrash(
         assert loaded <= 1.2 * expected + 1
 
 
-def test_without_a_shared_state_both_gateways_serve_all_models(three: list[Triton]) -> None:
+@pytest.mark.parametrize("seconds", TRACE_SECONDS)
+def test_without_a_shared_state_both_gateways_serve_all_models(
+    three: list[Triton], seconds: float
+) -> None:
     trace = Trace(MODELS, seed=3)
     with two_gateways(three, "none:", max_loaded_models="4") as gateways:
-        trace.run([str(each.client.base_url) for each in gateways], 15)
+        trace.run([str(each.client.base_url) for each in gateways], seconds)
         assert not trace.failures
