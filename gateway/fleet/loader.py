@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 ACTION_POLL_S: Final = 0.1
 UNLOAD_START_S: Final = 2.0  # until the index shows an unload that Triton has accepted
+MAX_UNLOADED_PROBES: Final = 3  # in a row, after a load; a single one may be older than the load
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,48 @@ class ManagementOptions:
     hold_s: float = (
         0.0  # how long requests wait for a replica; above 0, a fleet without any is ready
     )
+
+
+@dataclass
+class ActionProgress:
+    """What successive indexes tell of an action that Triton has accepted.
+
+    What another client has reversed since is not waited for: a load is done, an unload raises `LoadFailed`.
+    """
+
+    action: ModelAction
+    accepted_at: float  # by perf_counter
+    has_begun: bool = False  # the unload
+    unloaded_count: int = 0  # of indexes in a row
+
+    def is_done(self, index: Index, *, is_current: bool) -> bool:
+        """Raises `LoadFailed`. Without `is_current`, the replica did not answer the last probe."""
+        return (
+            self._is_loaded(index) if self.action.is_load else self._is_unloaded(index, is_current)
+        )
+
+    def _is_loaded(self, index: Index) -> bool:
+        model = self.action.model
+        if index.is_ready(model):
+            return True
+        current = index.model_state(model)
+        is_unloaded = current.state == UNAVAILABLE and current.reason == UNLOADED
+        if current.state == UNAVAILABLE and current.reason and not is_unloaded:
+            raise LoadFailed(model, sanitize_message(current.reason))
+        self.unloaded_count = self.unloaded_count + 1 if is_unloaded else 0
+        return self.unloaded_count == MAX_UNLOADED_PROBES
+
+    def _is_unloaded(self, index: Index, is_current: bool) -> bool:
+        model = self.action.model
+        if index.is_unloaded(model):
+            return True
+        if is_current:
+            is_ready = index.is_ready(model)
+            self.has_begun |= not is_ready
+            is_late = perf_counter() - self.accepted_at > UNLOAD_START_S
+            if is_ready and (self.has_begun or is_late):
+                raise LoadFailed(model, "it was loaded again", "unload")
+        return False
 
 
 @dataclass(eq=False, repr=False)
@@ -169,21 +212,12 @@ class ModelLoader:
 
     async def _wait_for_index(self, replica: Replica, action: ModelAction) -> None:
         """Probe until the index confirms the action: Triton responds before it is done."""
-        is_confirmed = Index.is_ready if action.is_load else Index.is_unloaded
-        accepted_at, has_begun = perf_counter(), False
+        progress = ActionProgress(action, perf_counter())
         with anyio.move_on_after(self._options.load_timeout_s):
             while True:
                 await self._pool.monitor.probe(replica)
-                if is_confirmed(replica.index, action.model):
+                is_up = self._pool.replica_state(replica) is HealthState.UP
+                if progress.is_done(replica.index, is_current=is_up):
                     return
-                current = replica.index.model_state(action.model)
-                has_failed = current.state == UNAVAILABLE and current.reason not in ("", UNLOADED)
-                if action.is_load and has_failed:
-                    raise LoadFailed(action.model, sanitize_message(current.reason))
-                if not action.is_load and self._pool.replica_state(replica) is HealthState.UP:
-                    is_ready = replica.index.is_ready(action.model)
-                    has_begun |= not is_ready
-                    if is_ready and (has_begun or perf_counter() - accepted_at > UNLOAD_START_S):
-                        raise LoadFailed(action.model, "it was loaded again", "unload")
                 await asyncio.sleep(ACTION_POLL_S)
         raise DeadlinePassed(self._options.load_timeout_s)

@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -154,6 +156,29 @@ def test_a_request_does_not_wait_longer_than_its_deadline(
     finally:
         for hold in holds:
             hold.unlink(missing_ok=True)
+
+
+def test_a_model_that_another_client_unloads_during_its_load_is_loaded_again(
+    three: list[Triton],
+) -> None:
+    """Two gateways without a shared state do this to each other."""
+    (triton, *_) = three
+    hold = triton.repository / "model09" / "trouble"
+    hold.write_text("hold")
+    try:
+        with (
+            on_demand_fleet([triton]) as fleet,
+            ThreadPoolExecutor(1) as pool,
+            closing(HTTPConnection(triton.address, timeout=60)) as connection,
+        ):
+            waiting = pool.submit(fleet.infer, "model09")
+            wait_until(lambda: read_index(triton)["model09"] == "LOADING")
+            connection.request("POST", "/v2/repository/models/model09/unload")
+            hold.unlink()
+            assert connection.getresponse().status == 200  # when the model is loaded
+            assert waiting.result().status_code == 200
+    finally:
+        hold.unlink(missing_ok=True)
 
 
 def test_a_model_in_use_and_one_loaded_by_the_api_are_never_evicted(three: list[Triton]) -> None:
