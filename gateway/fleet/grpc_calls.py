@@ -11,9 +11,10 @@ from gateway.fleet.transports import trace_grpc_attempt
 from gateway.http_client.connection import Headers
 from gateway.tracing import TRACE_CONTEXT_HEADERS, Trace
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.byte_channel import ByteStream, Metadata, send_bytes
+from gateway.triton.grpc.byte_channel import ByteStream, Metadata
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import build_grpc_metadata
+from gateway.triton.grpc.unary import send_bytes
 
 log = logging.getLogger(__name__)
 

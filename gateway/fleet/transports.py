@@ -20,7 +20,6 @@ from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     ByteStream,
     map_stream_error,
-    send_bytes,
 )
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import (
@@ -28,6 +27,7 @@ from gateway.triton.grpc.messages import (
     decode_grpc_response,
     encode_grpc_request,
 )
+from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.inference import (
     InferRequest,
     InferResponse,

@@ -24,8 +24,9 @@ import pytest
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
+from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
 from gateway.triton.grpc.messages import encode_grpc_request
+from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.inference import InferRequest
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
 from tests.support.servers import Command, Triton, free_ports, gateway

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
+from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import load_model_via_grpc
+from gateway.triton.grpc.unary import send_bytes
 from tests.support.wait import TIMEOUT_S
 
 NOBODY = "nobody.invalid:8001"  # RFC 6761, section 6.4
