@@ -8,17 +8,13 @@ from typing import ClassVar
 
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import trace_grpc_attempt
-from gateway.http_client.connection import Headers
-from gateway.tracing import TRACE_CONTEXT_HEADERS, Trace
+from gateway.tracing import Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, Metadata
 from gateway.triton.grpc.errors import GrpcUnreachable
-from gateway.triton.grpc.messages import build_grpc_metadata
 from gateway.triton.grpc.unary import send_bytes
 
 log = logging.getLogger(__name__)
-
-NO_HEADERS: Headers = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +38,8 @@ class GrpcBytesCall:
         target = self.target._replace(timeout_s=timeout_s)
         channel = replica.byte_channel
         try:
-            if trace is None:
-                return await send_bytes(channel, target, self.method, self.message, metadata)
-            with trace_grpc_attempt(trace, replica, NO_HEADERS) as headers:
-                metadata = add_trace_context(metadata, headers)
-                return await send_bytes(channel, target, self.method, self.message, metadata)
+            with trace_grpc_attempt(trace, replica, metadata) as traced:
+                return await send_bytes(channel, target, self.method, self.message, traced)
         except GrpcUnreachable:
             mark_unavailable(replica)
             raise
@@ -66,8 +59,7 @@ class GrpcBytesStreamCall:
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
     ) -> tuple[ByteStream, bytes | None]:
-        with trace_grpc_attempt(trace, replica, NO_HEADERS) as headers:
-            metadata = add_trace_context(self.metadata, headers)
+        with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
             target = self.target._replace(timeout_s=timeout_s)
             try:
                 stream = await ByteStream.open(replica.byte_channel, target, metadata)
@@ -86,12 +78,3 @@ def mark_unavailable(replica: Replica) -> None:
     """Prefer other replicas for a while; the replica's HTTP may work."""
     if replica.byte_channel.mark_unavailable():
         log.warning("the gRPC port of %s is unreachable; gRPC clients need it", replica.address)
-
-
-def add_trace_context(metadata: Metadata, headers: Headers) -> Metadata:
-    """Return the metadata with the trace context of an attempt instead of the client's."""
-    if not headers:
-        return metadata
-    names = {name.decode() for name in TRACE_CONTEXT_HEADERS}
-    others = tuple(pair for pair in metadata if pair[0] not in names)
-    return (*others, *build_grpc_metadata(headers))

@@ -14,16 +14,18 @@ from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
-from gateway.tracing import ChildSpan, Trace
+from gateway.tracing import TRACEPARENT, ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     ByteStream,
+    Metadata,
     map_stream_error,
 )
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import (
     build_grpc_metadata,
+    build_http_headers,
     decode_grpc_response,
     encode_grpc_request,
 )
@@ -121,17 +123,17 @@ class GrpcUnaryCall(GrpcCall):
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> InferResponse:
         reason, channel = "", replica.byte_channel
-        with trace_grpc_attempt(trace, replica, self.request.trace_headers) as headers:
+        client_metadata = build_grpc_metadata(self.request.trace_headers)
+        with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             if not channel.is_unavailable:
                 target = self.target._replace(timeout_s=timeout_s)
                 message = await self.request.encode(encode_grpc_request)
-                metadata = build_grpc_metadata(headers)
                 try:
                     reply = await send_bytes(channel, target, INFER_METHOD, message, metadata)
                     return await decode_grpc_response(reply)
                 except GrpcUnreachable as exc:
                     reason = exc.detail
-            call = await prepare_http_infer(self.request, headers)
+            call = await prepare_http_infer(self.request, build_http_headers(metadata))
             remaining_s = self.request.remaining_s
             response = await replica.http.send(
                 call.method, call.path, call.headers, call.body, timeout_s=remaining_s
@@ -150,9 +152,9 @@ class GrpcStreamCall(GrpcCall):
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
     ) -> tuple[GrpcInferStream, InferResponse | None]:
-        with trace_grpc_attempt(trace, replica, self.request.trace_headers) as headers:
+        client_metadata = build_grpc_metadata(self.request.trace_headers)
+        with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             message = await self.request.encode(encode_grpc_request)
-            metadata = build_grpc_metadata(headers)
             stream = GrpcInferStream(
                 self.target, await ByteStream.open(replica.byte_channel, self.target, metadata)
             )
@@ -186,15 +188,16 @@ class GrpcInferStream:
 
 @contextmanager
 def trace_grpc_attempt(
-    trace: Trace | None, replica: Replica, headers: Headers
-) -> Iterator[Headers]:
-    """Yield the headers for an attempt. In a traced request they carry its span, the parent of Triton's."""
+    trace: Trace | None, replica: Replica, metadata: Metadata
+) -> Iterator[Metadata]:
+    """Yield the metadata for an attempt. In a traced request they carry its span, the parent of Triton's."""
     if trace is None:
-        yield headers
+        yield metadata
         return
     # gRPC calls are HTTP/2 POST requests.
     with start_attempt_span(trace, replica, replica.address.grpc_port, "POST") as span:
-        yield span.inject_context(headers)
+        others = (pair for pair in metadata if pair[0] != TRACEPARENT.decode())
+        yield (*others, *build_grpc_metadata(span.inject_context([])))
 
 
 def start_attempt_span(

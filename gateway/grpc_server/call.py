@@ -23,7 +23,6 @@ from gateway.errors import (
 from gateway.fleet.resolver import ModelTarget
 from gateway.grpc_server.receive import MessageReader, ReceiveSlots
 from gateway.grpc_server.status import CallStatus, describe_failure
-from gateway.http_client.connection import Headers
 from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.metrics import CLIENT_CLOSED_REQUEST
@@ -34,6 +33,7 @@ from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
 from gateway.tracing import choose_request_id
 from gateway.triton.grpc.byte_channel import Metadata
+from gateway.triton.grpc.messages import build_http_headers
 from gateway.triton.restricted_api import GRPC_KEY_PREFIX
 
 GRPC_ROUTE: Final = "grpc"  # the label of `gateway_requests_in_flight`
@@ -121,7 +121,7 @@ class IncomingCall:
         self._started_at = perf_counter()
         self._status = CLIENT_CLOSED_REQUEST
         self._client = ""  # as it is counted
-        headers = encode_headers(self.metadata)
+        headers = build_http_headers(self.metadata)
         self.info = info = RequestInfo(choose_request_id(headers))
         info.route = access.route
         current_request_info.set(info)
@@ -292,14 +292,6 @@ def check_size(message: bytes, max_bytes: int) -> None:
         raise MalformedRequest(
             f"the message has {len(message)} bytes; this method accepts at most {max_bytes}"
         )
-
-
-def encode_headers(metadata: Metadata) -> Headers:
-    """Return the metadata as headers, without the authority, which gRPC does not report."""
-    return [
-        (name.encode(), value if isinstance(value, bytes) else value.encode())
-        for name, value in metadata
-    ]
 
 
 def find_metadata(metadata: Metadata, name: str) -> str | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
@@ -24,7 +25,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.support.certificates import write_pair
 from tests.support.fleet import fleet_of, url_of, write_echo
-from tests.support.grpc_gateway import INFER, call_bytes, failure, fp32
+from tests.support.grpc_gateway import INFER, call_bytes, failure, fp32, grpc_gateway
 from tests.support.http2 import SETTINGS, Http2Connection
 from tests.support.keys import ADMIN, entry, written
 from tests.support.keys import INFER as INFER_KEY
@@ -287,6 +288,40 @@ def test_a_trace_goes_through_to_the_replica(triton: Triton) -> None:
         wait_until(lambda: len(collector.of(line["trace_id"])) == 2)
         spans = collector.of(line["trace_id"])
         assert spans["triton"].parent_span_id == spans[f"POST {INFER}"].span_id
+
+
+class MetadataRecorder(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers every call with an empty message, and records the metadata of inferences."""
+
+    def __init__(self) -> None:
+        self.metadata: Queue[dict[str, Any]] = Queue()
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        if handler_call_details.method == INFER:
+            self.metadata.put(dict(handler_call_details.invocation_metadata))
+        return grpc.unary_unary_rpc_method_handler(lambda _message, _context: b"")
+
+
+def test_the_state_of_a_trace_goes_through_to_the_replica(triton: Triton) -> None:
+    trace, parent = "0123456789abcdef" * 2, "0123456789abcdef"
+    carried = [("traceparent", f"00-{trace}-{parent}-01"), ("tracestate", "vendor=1")]
+    recorder = MetadataRecorder()
+    replica = grpc.server(ThreadPoolExecutor(1), handlers=[recorder])
+    url = f"http://{triton.address}?grpc={replica.add_insecure_port(f'{HOST}:0')}"
+    replica.start()
+    try:
+        with (
+            collecting() as collector,
+            grpc_gateway(url, otlp_endpoint=collector.url) as served,
+        ):
+            call_bytes(served.address, INFER, REQUEST, metadata=carried)
+            wait_until(lambda: "triton" in collector.of(trace))
+            attempt = collector.of(trace)["triton"].span_id.hex()
+    finally:
+        replica.stop(None).wait()
+    received = recorder.metadata.get(timeout=TIMEOUT_S)
+    assert received["traceparent"] == f"00-{trace}-{attempt}-01"
+    assert received["tracestate"] == "vendor=1"
 
 
 def test_connections_above_the_limit_are_refused(triton: Triton) -> None:

@@ -70,6 +70,14 @@ def build_grpc_metadata(headers: Headers) -> Metadata:
     return tuple(pair for pair in texts if pair[1].isascii() and pair[1].isprintable())
 
 
+def build_http_headers(metadata: Metadata) -> Headers:
+    """Return the metadata as headers, without the authority, which gRPC does not report."""
+    return [
+        (name.encode(), value if isinstance(value, bytes) else value.encode())
+        for name, value in metadata
+    ]
+
+
 async def decode_grpc_response(message: bytes, *, is_streamed: bool = False) -> InferResponse:
     """Return a ModelInferResponse, decoded in a thread if it is large. Raises `BadUpstream`."""
     if len(message) > MAX_INLINE_RESPONSE_BYTES:
