@@ -16,7 +16,7 @@ export function startTurn(description, request) {
   const turn = el("div", { class: "chat" }, asked ? el("p", { class: "asked", text: asked }) : null, answer);
   const element = el("div", {}, ...turns, turn);
   turns = [...turns, turn].slice(-MAX_TURNS);
-  return { element, append: (texts) => answer.append(...texts) };
+  return { element, append: (texts) => answer.append(...texts), end: () => answer.textContent || answer.append("(no text)") };
 }
 
 /** Return the first text of a request. */

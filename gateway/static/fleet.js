@@ -57,10 +57,12 @@ function draw(models, replicas) {
   canManage = replicas !== null;
   $("upload-form").hidden = $("upload-heading").hidden = !canManage;
   updateRows($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
-  const addresses = (replicas ?? []).map((replica) => replica.address);
+  // The states on the only replica are those of the versions.
+  const addresses = replicas?.length > 1 ? replicas.map((replica) => replica.address) : [];
   updateColumns(addresses);
   updateRows($("models").tBodies[0], models, (model) => model.name, (model) => modelCells(model, addresses));
   labelCells();
+  setText($("models-count"), `${models.filter((model) => model.ready).length} of ${models.length} ready`);
   filter();
 }
 

@@ -22,7 +22,9 @@ let shownModel = "";
 let description = null;
 let config = null;
 
-export function start() {}
+export function start() {
+  $("model-choice").addEventListener("change", () => { location.hash = `model/${encodeURIComponent($("model-choice").value)}`; });
+}
 
 export function reset() {
   shownModel = "";
@@ -31,7 +33,10 @@ export function reset() {
 
 export async function show(requested) {
   try {
-    const name = requested || shownModel || (await findFirstModel());
+    const ready = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
+    const name = requested || shownModel || (await chooseFirst(ready));
+    const listed = name && !ready.includes(name) ? [name, ...ready] : ready;
+    $("model-choice").replaceChildren(...listed.map((each) => el("option", { value: each, text: each, selected: each === name })));
     if (!name) {
       showNotice($("model-view-notice"), "No model is ready. An administrator can load one under Fleet.");
       return;
@@ -50,8 +55,7 @@ export async function show(requested) {
 }
 
 /** Prefer an ensemble, because it has a graph. */
-async function findFirstModel() {
-  const ready = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
+async function chooseFirst(ready) {
   const descriptions = await Promise.all(ready.slice(0, 12).map((name) => api.describeModel(name).catch(() => null)));
   return descriptions.find((model) => model?.platform === "ensemble")?.name ?? ready[0] ?? "";
 }
@@ -104,7 +108,7 @@ async function readGatewayTime(name) {
     throw error;
   }
   const samples = parseSamples(page, [DURATION_SUM, DURATION_COUNT, UPSTREAM]);
-  const ofModel = (labels) => (labels.model === name && /(infer|:predict|generate|generate_stream)$/.test(labels.route) ? "" : null);
+  const ofModel = (labels) => (labels.model === name && /(infer|:predict|generate|generate_stream)$|^\/predictions\//.test(labels.route) ? "" : null);
   const [sum, count, upstream] = [DURATION_SUM, DURATION_COUNT, UPSTREAM].map((metric) => sumBy(samples.get(metric), ofModel).get("") ?? 0);
   return count ? Math.max(sum - upstream, 0) * 1000 / count : null;
 }

@@ -73,5 +73,6 @@ export async function runStream(description, request, signal, started) {
     turn?.append(texts);
     list.append(el("li", {}, el("span", { class: "quiet", text: elapsed(started) }), renderOutputs(document, description, false)));
   }
+  turn?.end();
   setText($("response-state"), `${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}`);
 }

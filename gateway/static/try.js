@@ -137,7 +137,7 @@ function clear() {
   fields = [];
   $("try-form").replaceChildren();
   $("response-body").replaceChildren();
-  setText($("response-state"), "No request sent yet.");
+  setText($("response-state"), "No request sent yet: enter an input, and press Infer or Ctrl+Enter.");
   codetabs.showCode([]);
   $("model-details").hidden = $("model-api").hidden = true;
 }

@@ -1000,6 +1000,30 @@ def test_steps_are_arranged_by_what_they_need(page: browser.Page, demo_url: str)
 
 
 @needs_browser
+def test_another_model_is_chosen_on_the_view_of_a_model(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#model")
+    page.see("#model-view-heading", "ensemble")  # one with a graph comes first
+    page.find("#model-choice").send_keys("text_core")
+    page.see("#model-view-heading", "text_core")
+    assert page.run("return location.hash") == "#model/text_core"
+
+
+@needs_browser
+def test_the_cards_of_a_request_and_its_response_are_in_line(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("#infer")
+    tops = [page.find(css).rect["y"] for css in ("fieldset", "#response")]
+    assert tops[0] == tops[1]
+    page.click(".sample-value")
+    # The browser's own words would contradict the name of the sample beside them.
+    chosen = "return getComputedStyle(document.querySelector('.drop input')).fontSize"
+    assert page.run(chosen) == "0px"
+    page.see(".drop", "sample.png")
+
+
+@needs_browser
 def test_the_theme_is_switched_and_kept(page: browser.Page, demo_url: str) -> None:
     back = "return getComputedStyle(document.body).backgroundColor"
     page.open(demo_url, "#live")
@@ -1180,6 +1204,12 @@ def test_the_api_description_needs_no_other_server(page: browser.Page, demo_url:
     page.open(demo_url, "docs")
     page.see("#api", "/v1/models/{model}/infer")
     assert "/v1/embeddings" in page.text("#api")
+    back = "return getComputedStyle(document.body).backgroundColor"
+    light = page.run(back)
+    page.dark(True)
+    page.until(lambda: page.run(back) != light, "the dark theme")
+    page.click("header a")
+    page.see("#try-heading", "Try a model")
 
 
 @needs_browser

@@ -4,6 +4,13 @@ const model = new URLSearchParams(location.search).get("model");
 const url = model ? `/v1/models/${encodeURIComponent(model)}/openapi.json` : "/openapi.json";
 if (model) document.title = `API of ${model}`;
 
+// The theme that was chosen on the page at `/`, else what the system prefers.
+const theme = localStorage.getItem("triton-gateway-theme");
+const system = matchMedia("(prefers-color-scheme: dark)");
+const applyTheme = () => document.documentElement.classList.toggle("dark-mode", theme ? theme === "dark" : system.matches);
+system.addEventListener("change", applyTheme);
+applyTheme();
+
 /** Add the key of the page at `/` to requests without one. */
 function addKey(request) {
   const key = sessionStorage.getItem("triton-gateway-key");
