@@ -118,11 +118,17 @@ class GatewayMiddleware:
 
 
 def list_allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> list[str]:
-    """Return the methods of all routes of the path; the framework names those of the first one."""
-    matching = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
-    return sorted(
-        {method for route in matching for method in getattr(route, "methods", None) or ()}
-    )
+    """Return the methods of all routes of the path's template; the framework names those of one route.
+
+    The first template that matches counts: that of `/v1/models/{model}` matches `m:predict` as well.
+    """
+    matching = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+    same = (route for route in matching if has_same_template(route, matching[0]))
+    return sorted({method for route in same for method in getattr(route, "methods", None) or ()})
+
+
+def has_same_template(route: BaseRoute, other: BaseRoute) -> bool:
+    return getattr(route, "path", None) == getattr(other, "path", None)
 
 
 def choose_inference_route(scope: Scope) -> InferenceRoute | None:

@@ -36,6 +36,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 from gateway.app import ROUTERS
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
+from gateway.routes import torchserve
 from tests.support.errors import assert_error
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
@@ -91,6 +92,16 @@ EXCLUDED: dict[str, list[CheckFunction]] = {
     "create_embeddings": [positive_data_acceptance],
     "rerank": [positive_data_acceptance],
     "predict_label": [positive_data_acceptance],
+    "put_prediction": [positive_data_acceptance],
+    "create_prediction": [positive_data_acceptance],
+    "put_version_prediction": [positive_data_acceptance],
+    "create_version_prediction": [positive_data_acceptance],
+    # Which names are models, and which numbers are versions that are ready, is known at runtime only.
+    "register_model": [positive_data_acceptance],
+    "set_default_version": [positive_data_acceptance],
+    # 501, always.
+    "scale_model": [positive_data_acceptance, not_a_server_error],
+    "scale_model_version": [positive_data_acceptance, not_a_server_error],
     # Nor that one version is written as 1 and 01, or is a label's own shadow.
     "set_label": [positive_data_acceptance],
     # Which bytes are a model, and that those of the zoo are in use, no schema can say.
@@ -184,7 +195,11 @@ def service(
         for version in ("1", "2"):
             (stored / model / version).mkdir(parents=True)
             (stored / model / version / "model.onnx").write_bytes(b"anything")
-    settings = {"repository": f"file://{stored}", "model_uploads": "artifacts"}
+    settings = {
+        "repository": f"file://{stored}",
+        "model_uploads": "artifacts",
+        "dialects": "torchserve",
+    }
     with (
         gateway_before(zoo_triton.options.url, keys_file=str(keys), **settings) as client,
         requests.Session() as session,
@@ -243,7 +258,7 @@ def whole(service: Service) -> schemathesis.BaseSchema:
 
 LABELS = [
     f"{method} {route.path_format}"
-    for router in ROUTERS
+    for router in (*ROUTERS, torchserve.router)
     for route in router.routes
     if isinstance(route, APIRoute) and route.include_in_schema
     for method in route.methods or ()
