@@ -104,6 +104,7 @@ class CallEnvironment(NamedTuple):
     services: Services
     receive_slots: ReceiveSlots
     clients: ClientCalls
+    max_requests: int  # in progress; with more, a stream has one at a time
     stopping: asyncio.Event  # set when the server stops accepting calls
 
 
@@ -236,10 +237,10 @@ class IncomingCall:
         check_size(message, max_bytes)
         return message
 
-    def count_message(self, message: bytes) -> None:
+    def count_message(self, message: bytes, min_charged_bytes: int = MIN_CHARGED_BYTES) -> None:
         """Raises `MemoryBudgetExceeded`."""
         self.info.bytes_in = size = len(message)
-        if size > MIN_CHARGED_BYTES:
+        if size > min_charged_bytes:
             self.services.get_charge(self.info).add(size)
 
     def select_metadata(self) -> Metadata:

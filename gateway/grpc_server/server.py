@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "127.0.0.1"
 KEEP_ALIVE_TIMEOUT_S: Final = 20
+# A request in progress takes about this, besides its message: its objects, and buffers of the library.
+REQUEST_BYTES: Final = 16 << 10
+REQUESTS_SHARE: Final = 0.25  # of the memory budget
 # Sets of compression algorithms, as bits: identity, deflate, gzip.
 NO_COMPRESSION, ALL_COMPRESSION = 0b001, 0b111
 UNKNOWN_METHOD: Final = MethodAccess("")
@@ -166,7 +169,8 @@ async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[Non
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
     slots = ReceiveSlots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
     clients = ClientCalls(settings.max_connections_per_client)
-    environment = CallEnvironment(services, slots, clients, drain.stopping)
+    max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
+    environment = CallEnvironment(services, slots, clients, max_requests, drain.stopping)
     is_worker = multiprocessing.parent_process() is not None
     server = grpc.aio.server(options=build_options(settings, shares_port=is_worker))
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))

@@ -21,7 +21,7 @@ from gateway.fleet.grpc_calls import GrpcBytesStreamCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.tasks import cancel_tasks
-from gateway.grpc_server.call import IncomingCall, ResponseNotRead, ShuttingDown
+from gateway.grpc_server.call import GRPC_ROUTE, IncomingCall, ResponseNotRead, ShuttingDown
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.grpc_server.inference import check_classification, set_model_labels
 from gateway.grpc_server.receive import StreamReader
@@ -59,6 +59,7 @@ class InferStream:
         self._services = opening.services
         self._start_request = start_request
         self._stopping = opening.environment.stopping
+        self._max_requests = opening.environment.max_requests
         self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
         self._write_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,25 +83,30 @@ class InferStream:
 
     async def _read_requests(self) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
-        waiting: list[asyncio.Task[Any]] = [stopping]
         try:
-            while True:
-                await self._window.acquire()
-                reading = asyncio.create_task(self._reader.read())
-                waiting = [stopping, reading]
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():
-                    break
-                message = reading.result()
-                if message is grpc.aio.EOF:
-                    break
+            while (message := await self._read_message(stopping)) is not grpc.aio.EOF:
                 await self._accept(cast(bytes, message))
+                del message  # it can be large, and the next one may come much later
             if self._tasks:
                 await asyncio.wait(self._tasks)
             if self._stopping.is_set():
                 raise ShuttingDown
         finally:
-            await cancel_tasks(waiting)
+            await cancel_tasks([stopping])
+
+    async def _read_message(self, stopping: asyncio.Task[Any]) -> Any:
+        """Return the next message; EOF at the end of the stream, and when the gateway stops."""
+        await self._window.acquire()
+        in_flight, limit = self._services.metrics.in_flight, self._max_requests
+        while self._tasks and in_flight[GRPC_ROUTE] >= limit:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        reading = asyncio.create_task(self._reader.read())
+        try:
+            await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return reading.result() if reading.done() else grpc.aio.EOF
+        finally:
+            if not reading.done():
+                await cancel_tasks([reading])
 
     async def _accept(self, message: bytes) -> None:
         """Start a request in the order in which it came. Raises `Unauthenticated` for a revoked key."""
@@ -109,14 +115,14 @@ class InferStream:
         is_ordered = True
         try:
             await call.identify_caller()
-            call.count_message(message)
+            call.count_message(message, min_charged_bytes=0)
             is_ordered = await self._prepare(request)
         except GatewayError as exc:
             if isinstance(exc, Unauthenticated):
                 call.fail(exc)
                 call.end()
                 raise
-            request.failure = exc
+            request.failure, request.message = exc, b""
         except BaseException:
             call.end()
             raise

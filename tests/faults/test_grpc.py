@@ -30,6 +30,7 @@ from tests.support.grpc_gateway import (
     fp32,
     grpc_gateway,
     make_input,
+    memory_mib,
     metric,
 )
 from tests.support.http2 import (
@@ -95,10 +96,6 @@ SMALL = infer_request("plain_FP32", np.zeros((1, 4), np.float32))
 
 def serves(gateway: GrpcGateway) -> bool:
     return len(call_bytes(gateway.address, INFER, SMALL)) > 0
-
-
-def memory_mib(gateway: GrpcGateway) -> float:
-    return float(psutil.Process(gateway.command.pid).memory_info().rss) / (1 << 20)
 
 
 def ticking_request(count: int) -> bytes:
@@ -239,17 +236,41 @@ def waits_for_a_request(gateway: GrpcGateway) -> bool:
 
 
 def test_streams_whose_requests_run_are_not_ended_for_others(served: GrpcGateway) -> None:
-    request = service_pb2.ModelInferRequest(model_name="cancellable")
-    request.inputs.add(name="SECONDS", datatype="FP32", shape=[1, 1])
-    request.raw_input_contents.append(np.array([0.7], np.float32).tobytes())
-    message = bytes(request.SerializeToString())
     with ExitStack() as stack:
-        streams = [stack.enter_context(OpenStream(served, message)) for _ in range(5)]
+        streams = [stack.enter_context(OpenStream(served, wait_request(0.7))) for _ in range(5)]
         wait_until(lambda: sum(outstanding(served).values()) == 5)
         before = metric(served, SHED)
         with silent_streams(served, 4):
             wait_until(lambda: metric(served, SHED) >= before + 4)
             assert all(next(stream.responses) for stream in streams)
+
+
+def test_streams_hold_a_bounded_number_of_requests(triton: Triton) -> None:
+    """32 MiB are enough for 512 requests, and for one of each stream."""
+    limits = {**LIMITS, "max_body_bytes": str(64 << 10), "request_timeout_s": "60"}
+    refused = service_pb2.ModelInferRequest(model_name="absent").SerializeToString()
+    readings = [0.0]
+    with grpc_gateway(url_of(triton), **limits) as gateway, ExitStack() as stack:
+        wait_until(lambda: serves(gateway))
+        for _ in range(20):  # their responses wait for that of the first request
+            client = stack.enter_context(Http2Connection(gateway.address))
+            stream = client.start_call(STREAM)
+            messages = encode_message(wait_request(20)) + encode_message(refused) * 63
+            client.send_data(stream, messages)
+
+        def is_steady() -> bool:
+            readings.append(metric(gateway, IN_PROGRESS))
+            return readings[-1] >= 512 and readings[-1] == readings[-2]
+
+        wait_until(is_steady)
+        assert readings[-1] <= 512 + 20
+
+
+def wait_request(seconds: float) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="cancellable")
+    request.inputs.add(name="SECONDS", datatype="FP32", shape=[1, 1])
+    request.raw_input_contents.append(np.array([seconds], np.float32).tobytes())
+    return bytes(request.SerializeToString())
 
 
 def test_calls_without_a_request_end(served: GrpcGateway) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
+from queue import Queue
 
 import grpc
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.support import keys
 from tests.support.grpc_gateway import (
+    STREAM,
     GrpcGateway,
     call_bytes,
     failure,
     grpc_gateway,
+    memory_mib,
     metric,
 )
 from tests.support.http2 import Http2Connection, encode_message
@@ -90,6 +94,30 @@ def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
         assert second.wait_for_status() == RESOURCE_EXHAUSTED
         assert call_bytes(served.address, CHECK, b"")
     wait_until(lambda: metric(served, IN_PROGRESS) == 0)
+
+
+def test_idle_streams_hold_no_message() -> None:
+    (port,) = free_ports(1)
+    request = service_pb2.ModelInferRequest(
+        model_name="absent", raw_input_contents=[bytes(40 << 20)]
+    )
+    message = request.SerializeToString()
+    with (
+        grpc_gateway(f"http://127.0.0.1:{port}", max_bytes_in_flight=str(1 << 30)) as served,
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        before = memory_mib(served)
+        streams = []
+        for _ in range(10):
+            requests: Queue[bytes | None] = Queue()
+            requests.put(message)
+            responses = channel.stream_stream(STREAM)(iter(requests.get, None))
+            assert service_pb2.ModelStreamInferResponse.FromString(next(responses)).error_message
+            streams.append((requests, responses))
+        # Freed memory stays with the process for a while.
+        wait_until(lambda: memory_mib(served) < before + 10 * 40 / 2)
+        for requests, _ in streams:
+            requests.put(None)
 
 
 def test_compressed_messages_can_be_refused() -> None:

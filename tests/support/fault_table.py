@@ -1034,6 +1034,15 @@ GRPC = (
         },
     ),
     Row(
+        "gRPC streams with thousands of requests in progress, or idle after large ones",
+        "if they take a quarter of the memory budget, a stream has one at a time; an idle stream holds no "
+        "message",
+        {
+            "faults/test_grpc": ["streams_hold_a_bounded_number_of_requests"],
+            "faults/test_grpc_strangers": ["idle_streams_hold_no_message"],
+        },
+    ),
+    Row(
         "gRPC messages that never end, calls without a message, half-closed streams",
         "`RESOURCE_EXHAUSTED` when they hold `GATEWAY_MAX_BYTES_IN_FLIGHT`, or `DEADLINE_EXCEEDED` at "
         "their deadline; small requests are served, and streams whose requests run continue",

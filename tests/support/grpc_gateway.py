@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 import numpy as np
+import psutil
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
@@ -31,6 +32,10 @@ def grpc_gateway(*urls: str, **settings: str) -> Iterator[GrpcGateway]:
     (port,) = free_ports(1)
     with gateway(*urls, grpc_port=str(port), **settings) as (client, command):
         yield GrpcGateway(f"127.0.0.1:{port}", client, command)
+
+
+def memory_mib(gateway: GrpcGateway) -> float:
+    return float(psutil.Process(gateway.command.pid).memory_info().rss) / (1 << 20)
 
 
 def metric(gateway: GrpcGateway, name: str) -> float:
