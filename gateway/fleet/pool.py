@@ -74,6 +74,7 @@ class ReplicaPool:
     async def __aexit__(self, *_: object) -> None:
         lookups = [] if self._lookup_task is None else [self._lookup_task]
         await cancel_tasks([*self._discovery_tasks, *lookups, *self._probe_tasks.values()])
+        await self.monitor.close()
         for replica in self.replicas.values():
             replica.close()
 

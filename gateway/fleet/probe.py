@@ -15,6 +15,7 @@ from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.health import HealthState, can_eject
 from gateway.fleet.index import parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress
+from gateway.fleet.tasks import cancel_tasks
 from gateway.http_client.connection import RequestNotSent
 from gateway.metrics import Metrics
 from gateway.triton.response import MAX_METADATA_BYTES
@@ -40,6 +41,7 @@ class HealthMonitor:
     _interval_s: float
     _metrics: Metrics
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _round: asyncio.Task[None] | None = None  # the last one of `probe_all`
 
     async def probe_periodically(self, replica: Replica) -> None:
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
@@ -60,7 +62,19 @@ class HealthMonitor:
             replica.latency.decay()
 
     async def probe_all(self) -> None:
+        """Probe every replica, after this call began; calls that wait at the same time share the probes."""
+        if (running := self._round) is not None and not running.done():
+            await asyncio.wait([running])  # what it reads may be from before this call
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._probe_round())
+        await asyncio.shield(self._round)
+
+    async def _probe_round(self) -> None:
         await asyncio.gather(*map(self.probe, list(self._replicas.values())))
+
+    async def close(self) -> None:
+        if self._round is not None:
+            await cancel_tasks([self._round])
 
     async def probe(self, replica: Replica) -> None:
         """Probe the replica on a fresh connection: a stopping Triton still answers on existing ones."""

@@ -324,6 +324,23 @@ async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> No
         assert states(pool)[HealthState.UP] == REPLICAS
 
 
+@on_uvloop
+async def test_calls_for_the_index_share_the_probes_that_they_wait_for() -> None:
+    async with simulated_replicas(2, ["a"]) as fakes, over(fakes, NEVER_S) as pool:
+        before = fakes[0].requests["index"]
+        first = asyncio.create_task(pool.monitor.probe_all())
+        await asyncio.sleep(0)  # it has begun
+        fakes[0].models["new"] = True
+        cancelled, *others = (asyncio.create_task(pool.monitor.probe_all()) for _ in range(100))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(first, *others)
+        say(f"100 calls at the same time cost {fakes[0].requests['index'] - before} probes")
+        assert fakes[0].requests["index"] - before <= 3
+        assert all(replica.index.models for replica in pool.replicas.values())
+        assert pool.has_model("new")  # as after any of the calls
+
+
 def test_planning_costs_as_much_for_each_model_however_many_there_are() -> None:
     def plan(models: int) -> int:
         said = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]

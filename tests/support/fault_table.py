@@ -997,6 +997,15 @@ ATTACKS = (
         {"faults/test_stalls": ["a_model_with_large_tensors_is_described_at_little_cost"]},
     ),
     Row(
+        "a flood of requests for the repository index, each of which probes every replica",
+        "those that wait at the same time share the probes",
+        {
+            "integration/test_fleet_simulation": [
+                "calls_for_the_index_share_the_probes_that_they_wait_for"
+            ]
+        },
+    ),
+    Row(
         "a response of one long text and thousands of short ones, which a shadow version repeats",
         "compared in memory that is linear in its bytes; a response that decompresses beyond the "
         "limit is not compared",
