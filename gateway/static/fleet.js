@@ -10,6 +10,7 @@ const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…
 const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
 const links = new Map(); // by model, for the same reason
 const busy = new Map(); // model → action in progress
+let shownModels = [];
 let columns = null;
 let canManage = false; // without this right, buttons that would be refused are not there
 
@@ -27,23 +28,20 @@ export function reset() {
   buttons.clear();
   columns = null;
   $("report").replaceChildren();
+  shownModels = [];
   upload.reset();
 }
 
+/** Without a replica that works, the models are unknown, but the replicas say why. */
 export async function refresh() {
-  try {
-    const models = await api.listModels();
-    const replicas = await api.listReplicas().catch((error) => {
-      if (error.needsKey) return null;
-      throw error;
-    });
-    draw(models, replicas);
-    const isEmpty = replicas && models.length === 0;
-    if (replicas) showNotice($("fleet-notice"), isEmpty ? "The repository has no models yet. Drop a model file at the end of this page." : "");
-    else showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
-  } catch (error) {
-    showNotice($("fleet-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? useAnotherKey : null);
-  }
+  const [models, replicas] = await Promise.allSettled([api.listModels(), api.listReplicas()]);
+  const isRefused = Boolean(replicas.reason?.needsKey);
+  const error = models.reason ?? (isRefused ? null : replicas.reason);
+  shownModels = models.value ?? shownModels;
+  if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
+  if (error) showNotice($("fleet-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? useAnotherKey : null);
+  else if (isRefused) showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
+  else showNotice($("fleet-notice"), shownModels.length ? "" : "The repository has no models yet. Drop a model file at the end of this page.");
 }
 
 async function useAnotherKey() {
@@ -55,14 +53,14 @@ async function useAnotherKey() {
 
 function draw(models, replicas) {
   canManage = replicas !== null;
-  $("upload-form").hidden = $("upload-heading").hidden = !canManage;
+  $("upload-form").hidden = $("upload-heading").hidden = $("replicas-part").hidden = !canManage;
   updateRows($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
   // The states on the only replica are those of the versions.
   const addresses = replicas?.length > 1 ? replicas.map((replica) => replica.address) : [];
   updateColumns(addresses);
   updateRows($("models").tBodies[0], models, (model) => model.name, (model) => modelCells(model, addresses));
   labelCells();
-  setText($("models-count"), `${models.filter((model) => model.ready).length} of ${models.length} ready`);
+  setText($("models-count"), models.length ? `${models.filter((model) => model.ready).length} of ${models.length} ready` : "");
   filter();
 }
 

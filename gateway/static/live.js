@@ -158,6 +158,12 @@ function draw() {
   const model = $("live-model").value;
   const points = history.map(({ models }) => models.get(model));
   const column = (select) => points.map((stats) => (stats ? select(stats) : null));
+  const isEmpty = !points.some(Boolean);
+  $("live-charts").hidden = $("by-model-part").hidden = isEmpty;
+  if (isEmpty) {
+    setText($("live-now"), "No requests yet. Send one under Try it, and see it here.");
+    return;
+  }
   const times = history.map((point) => point.at);
   const data = [
     [times, column((stats) => stats.requests), column((stats) => stats.errors)],
@@ -168,7 +174,7 @@ function draw() {
   const last = points.at(-1);
   const [p50, , p99] = last?.ranges ?? [];
   const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
-  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "No request to this model yet. Send one under Try it, and see it here.");
+  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "");
 }
 
 function destroyCharts() {

@@ -38,6 +38,7 @@ export async function show(requested) {
     const listed = name && !ready.includes(name) ? [name, ...ready] : ready;
     $("model-choice").replaceChildren(...listed.map((each) => el("option", { value: each, text: each, selected: each === name })));
     if (!name) {
+      $("model-body").hidden = true;
       showNotice($("model-view-notice"), "No model is ready. An administrator can load one under Fleet.");
       return;
     }
@@ -47,6 +48,7 @@ export async function show(requested) {
     description = await withKey(() => api.describeModel(name));
     config = await api.getJson(`/v2/models/${encodeURIComponent(name)}/config`);
     showNotice($("model-view-notice"));
+    $("model-body").hidden = false;
     drawFacts();
     await refresh();
   } catch (error) {
@@ -61,6 +63,7 @@ async function chooseFirst(ready) {
 }
 
 function showError(error) {
+  $("model-body").hidden = !description;
   const retry = async () => (await promptForKey()) && show("");
   showNotice($("model-view-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
 }

@@ -48,6 +48,7 @@ function listModels() {
   const words = $("model-search").value.trim().toLowerCase();
   const names = listedModels.filter((name) => name === description?.name || name.toLowerCase().includes(words));
   $("model-search").hidden = listedModels.length < MIN_SEARCHED_MODELS;
+  $("try-choice").hidden = listedModels.length === 0;
   const choice = description ? [] : [el("option", { value: "", text: "Choose a model", disabled: true, selected: true })];
   const options = names.map((name) => el("option", { value: name, text: name + (sleepingModels.has(name) ? " (loads on demand)" : "") }));
   $("model").replaceChildren(...choice, ...options);
@@ -78,6 +79,7 @@ export async function show(requestedModel) {
 }
 
 function showNoModel() {
+  $("try-body").hidden = true;
   if (listedModels.length) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
   else showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
 }
@@ -99,6 +101,7 @@ async function openModel(model, version = "") {
     if (current !== generation) return;
     description = newDescription;
     showNotice($("try-notice"));
+    $("try-body").hidden = false;
     showModelInfo(version);
     buildForm();
   } catch (error) {
@@ -126,6 +129,7 @@ function showReady(ready) {
 }
 
 function showError(error) {
+  $("try-body").hidden = !description;
   const retry = async () => (await promptForKey()) && show("");
   showNotice($("try-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
 }

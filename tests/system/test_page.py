@@ -38,7 +38,7 @@ from tests.support.model_zoo.zoo import (
     write_repository,
 )
 from tests.support.on_demand import list_held, model_names, on_demand_fleet, tritons_with
-from tests.support.servers import ROOT, Triton, gateway_before, triton_with
+from tests.support.servers import ROOT, Triton, free_ports, gateway_before, triton_with
 from tests.support.uploads import FIRST, SECOND, triton_of
 from tests.support.wait import wait_until
 
@@ -1066,6 +1066,22 @@ def test_a_repository_without_models_says_what_to_do(page: browser.Page, tmp_pat
             page.see("#try-notice", "No model is ready yet")
             page.click("#try-notice button")
             page.find("#upload-form")
+
+
+@needs_browser
+def test_without_a_triton_the_page_says_which_replica_is_down(page: browser.Page) -> None:
+    page.refusals = {503}
+    with gateway_before(f"http://127.0.0.1:{free_ports(1)[0]}", log_level="error") as client:
+        for view in ("try", "model"):
+            page.open(str(client.base_url), f"#{view}")
+            page.see("main .notice:not([hidden])", "no Triton is reachable")
+            assert not shown(page, "main :is(select, table, pre, form)")  # nothing that is empty
+        page.open(str(client.base_url), "#fleet")
+        page.see("#fleet-notice", "no Triton is reachable")
+        page.see("#replicas tbody", "DOWN")
+        page.open(str(client.base_url), "#live")
+        page.see("#live-now", "No requests yet")
+        assert not shown(page, "#live-charts, #by-model")
 
 
 @needs_browser
