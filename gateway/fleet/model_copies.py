@@ -20,6 +20,7 @@ from gateway.fleet.tasks import cancel_tasks
 log = logging.getLogger(__name__)
 
 DEMAND_INTERVAL_S: Final = 0.5
+UNUSED_COPY_S: Final = 2.0  # a copy that other gateways need runs more often
 
 
 @dataclass(eq=False, repr=False)
@@ -87,7 +88,16 @@ class ModelCopies:
             holders, key=lambda replica: len(self._loader.describe_replica(replica).models)
         )
         async with self._loader.lock_replica(fullest) as is_granted:
-            if is_granted and not self._loader.usage.count_requests(model):
+            if is_granted and await self._is_unused(fullest, model):
                 await self._loader.evict(
                     fullest, [model], "because fewer copies are enough", "copies"
                 )
+
+    async def _is_unused(self, replica: Replica, model: str) -> bool:
+        """Return whether no request for the model runs, by the replica where gateways do not report it."""
+        if self._loader.usage.count_requests(model):
+            return False
+        if self._loader.has_reports:
+            return True
+        used_at = await self._loader.inference_times.read(replica, model)
+        return perf_counter() - used_at > UNUSED_COPY_S

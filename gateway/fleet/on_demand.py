@@ -13,6 +13,7 @@ from typing import Final
 from gateway.errors import GatewayError
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import UNLOADING, Index
+from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.loader import ModelLoader
 from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
@@ -54,6 +55,7 @@ class OnDemandLoader:
     usage: ModelUsage
     facts: ModelFactsCache
     options: OnDemandOptions
+    inference_times: InferenceTimes = field(default_factory=InferenceTimes)
     awaited: set[str] = field(default_factory=set)  # models that requests wait for
     _starting: dict[str, set[str]] = field(default_factory=dict)  # replica → own loads in progress
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
@@ -192,6 +194,10 @@ class OnDemandLoader:
                 await self.exchange_usage()
             yield is_granted
 
+    @property
+    def has_reports(self) -> bool:
+        return self._state.has_reports
+
     async def exchange_usage(self) -> None:
         reports = await self._state.exchange_reports(self.usage.build_report())
         self.usage.read_reports(reports)
@@ -252,7 +258,7 @@ class OnDemandLoader:
             if not is_granted:
                 return
             await self.facts.update(checks_ensembles=True)
-            idle, idle_s = self._find_idle_models(replica), self.options.idle_unload_s
+            idle, idle_s = await self._confirm_idle_models(replica), self.options.idle_unload_s
             await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
             excess = self._find_excess(replica)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
@@ -262,6 +268,13 @@ class OnDemandLoader:
             return ()
         idle_since = perf_counter() - self.options.idle_unload_s
         return find_idle_models(self.describe_replica(replica), idle_since)
+
+    async def _confirm_idle_models(self, replica: Replica) -> tuple[str, ...]:
+        """Return the idle models that the replica has not run for others, which send no report."""
+        for model in self._find_idle_models(replica):
+            used_at = await self.inference_times.read(replica, model)
+            self.usage.record_use_by_others(model, used_at)
+        return self._find_idle_models(replica)
 
     def _find_excess(self, replica: Replica) -> tuple[str, ...]:
         return plan_excess(self.describe_replica(replica), self.options.budget)

@@ -128,14 +128,16 @@ class ModelUsage:
         for report in reports:
             self._others_demand += int(sum(parse_numbers(report.get("demand")).values()))
             for model, age_s in parse_numbers(report.get("ages")).items():
-                last_used = self._others_last_used.get(model, now - age_s)
-                self._others_last_used[model] = max(last_used, now - age_s)
+                self.record_use_by_others(model, now - age_s)
             for model, count in parse_numbers(report.get("requests")).items():
                 others = self._others_requests.get(model, 0)
                 self._others_requests[model] = others + int(count)
 
     def record_use(self, model: str) -> None:
         self.last_used[model] = self._clock()
+
+    def record_use_by_others(self, model: str, used_at: float) -> None:
+        self._others_last_used[model] = max(self._others_last_used.get(model, used_at), used_at)
 
     def count_requests(self, model: str) -> int:
         """Return the number of requests that run or wait for a slot, on all gateways."""

@@ -147,6 +147,11 @@ class SharedState:
             await asyncio.sleep(LEASE_RENEWAL_S)
             await self._renew_lease(name)
 
+    @property
+    def has_reports(self) -> bool:
+        """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
+        return self.store.activity_marks() is not None and self.store.is_available
+
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):
             self.loads = await self._read_loads()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import httpx
 import pytest
 
-from tests.support.fleet import QUICK, Fleet, url_of, write_echo
+from tests.support.fleet import BODY, QUICK, Fleet, url_of, write_echo
 from tests.support.servers import Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -133,6 +134,30 @@ class IndexWatch:
                 copies.update(held)
             self.copies |= copies
             self.samples += 1
+
+
+@contextmanager
+def used_continuously(
+    fleet: Fleet, model: str, body: object = BODY, clients: int = 1
+) -> Iterator[list[int]]:
+    """The statuses of requests that clients send one after another until the block ends."""
+    statuses: list[int] = []
+    stop = threading.Event()
+
+    def send() -> None:
+        with httpx.Client(base_url=fleet.client.base_url, timeout=TIMEOUT_S) as client:
+            while not stop.wait(0.05):
+                response = client.post(f"/v1/models/{model}/infer", json=body)
+                statuses.append(response.status_code)
+
+    with ThreadPoolExecutor(clients) as pool:
+        sending = [pool.submit(send) for _ in range(clients)]
+        try:
+            yield statuses
+        finally:
+            stop.set()
+            for each in sending:
+                each.result()
 
 
 # `make test` has the short one.

@@ -15,7 +15,9 @@ from tests.support.on_demand import (
     list_held,
     model_names,
     on_demand_fleet,
+    on_demand_gateway,
     tritons_with,
+    used_continuously,
 )
 from tests.support.servers import Triton
 from tests.support.wait import wait_until
@@ -80,3 +82,20 @@ def test_a_model_has_the_copies_that_the_models_file_asks_for(
         wait_until(lambda: count_copies(three) == 2)
         assert fleet.infer("model01").status_code == 200
         assert sum("model01" in list_held(triton) for triton in three) == 1
+
+
+def test_a_gateway_without_requests_keeps_the_copies_that_another_needs(
+    three: list[Triton], tmp_path: Path
+) -> None:
+    with (
+        fleet_with(three, tmp_path, "{min: 1, max: 2}", state="none:") as busy,
+        used_continuously(busy, "model00", SLOW, clients=CLIENTS) as statuses,
+    ):
+        wait_until(lambda: count_copies(three) == 2)
+        models_file = str(tmp_path / "models.yaml")
+        with on_demand_gateway(three, models_file=models_file, state="none:") as idle:
+            begun = len(statuses)
+            wait_until(lambda: len(statuses) > begun + 40)
+            assert evictions(idle, "copies") == 0
+            assert count_copies(three) == 2
+        assert set(statuses) == {200}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from tests.support.on_demand import (
     on_demand_fleet,
     on_demand_gateway,
     tritons_with,
+    used_continuously,
 )
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.servers import Command, Triton, free_ports
@@ -117,3 +119,23 @@ def test_without_a_shared_state_both_gateways_serve_all_models(
     with two_gateways(three, "none:", max_loaded_models="4") as gateways:
         trace.run([str(each.client.base_url) for each in gateways], seconds)
         assert not trace.failures
+
+
+@pytest.mark.parametrize("has_redis", [False, True])
+def test_a_gateway_unloads_no_model_that_another_uses_unseen(
+    three: list[Triton], tmp_path: Path, has_redis: bool
+) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(redis_server(tmp_path)) if has_redis else None
+        state = "none:" if server is None else server.url()
+        first, second = stack.enter_context(two_gateways(three[:1], state, idle_unload_s="1"))
+        if server is not None:
+            server.stop()
+        statuses = stack.enter_context(used_continuously(first, "model00"))
+        wait_until(lambda: 200 in statuses)
+        for _ in range(2):  # others are idle in the meantime
+            assert second.infer("model01").status_code == 200
+            wait_until(lambda: list_held(three[0]) == {"model00"})
+        assert set(statuses) == {200}
+        assert loads(first) == 1
+        assert loads(second) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -10,6 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.fleet.inference_times import (
+    LastInference,
+    parse_last_inference,
+    update_last_inference,
+)
 from gateway.fleet.on_demand_plan import (
     CopyLimits,
     Eviction,
@@ -303,3 +309,35 @@ def test_the_fleet_loads_as_rarely_as_one_lru_cache(
 def test_the_simulation_evicts_in_the_order_of_use() -> None:
     assert simulate_policy(["a", "b", "a", "c", "a", "b"], 1, 2) == 4
     assert simulate_lru(["a", "b", "a", "c", "a", "b"], 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("document", "timestamp_ms"),
+    [
+        ({"model_stats": [{"last_inference": 5}, {"last_inference": 7}]}, 7),
+        ({"model_stats": [{"last_inference": "x"}, {}, None]}, 0),
+        ({"model_stats": {}}, 0),
+        ({"error": "unknown model"}, 0),
+        (None, 0),
+    ],
+)
+def test_the_last_inference_is_the_one_of_any_version(document: object, timestamp_ms: int) -> None:
+    assert parse_last_inference(document) == timestamp_ms
+
+
+@pytest.mark.parametrize(
+    ("known", "timestamp_ms", "at"),
+    [
+        (None, 0, -math.inf),  # never
+        (None, 990_000, 40.0),  # 10 s ago
+        (None, 5_000_000, 50.0),  # the replica's clock is ahead
+        (LastInference(990_000, 12.0), 990_000, 12.0),
+        (LastInference(990_000, 12.0), 990_001, 50.0),  # since the last look, by any clock
+        (LastInference(0, -math.inf), 1, 50.0),
+    ],
+)
+def test_the_clock_of_a_replica_is_trusted_at_the_first_look_only(
+    known: LastInference | None, timestamp_ms: int, at: float
+) -> None:
+    found = update_last_inference(known, timestamp_ms, now=50.0, wall_clock_s=1000.0)
+    assert found == LastInference(timestamp_ms, at)
