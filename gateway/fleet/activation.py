@@ -180,9 +180,8 @@ class ModelActivator:
 
     async def __aenter__(self) -> ModelActivator:
         copies = ModelCopies(self._pool, self._loader, self._reconciler)
-        self._background_tasks = [
-            asyncio.create_task(work) for work in (self._loader.run(), copies.run())
-        ]
+        background = (self._loader.report_usage(), self._loader.run(), copies.run())
+        self._background_tasks = [asyncio.create_task(work) for work in background]
         return self
 
     async def __aexit__(self, *_: object) -> None:

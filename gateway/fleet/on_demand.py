@@ -37,6 +37,7 @@ from gateway.state.loads import is_in_progress
 log = logging.getLogger(__name__)
 
 INITIATOR: Final = "on_demand"
+REPORT_INTERVAL_S: Final = 0.5
 SURPLUS_CHECK_INTERVAL_S: Final = 0.5
 EVICTION_TIMEOUT_S: Final = (
     10.0  # other decisions on the replica wait meanwhile; the unload goes on
@@ -238,15 +239,20 @@ class OnDemandLoader:
         victims = self._find_excess(replica)
         await self.evict(replica, victims, f"because {model} brought its parts", "room")
 
+    async def report_usage(self) -> None:
+        """Tell the other gateways what this one uses, for ever; no slow action delays it."""
+        while True:
+            self._pool.metrics.demand.set(self.usage.count_own_demand())
+            if self.models.is_enabled or self.options.scaler_port:
+                await self.exchange_usage()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
     # What is unloaded without a request for another model.
 
     async def run(self) -> None:
         """Unload idle models, and what exceeds the budget, for ever."""
         while True:
             await asyncio.sleep(SURPLUS_CHECK_INTERVAL_S)
-            if self.models.is_enabled or self.options.scaler_port:
-                await self.exchange_usage()
-            self._pool.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled and self._reconciler.is_leader:
                 await self.facts.update()
                 await asyncio.gather(*map(self._unload_surplus, self._list_controllable_replicas()))

@@ -255,6 +255,33 @@ def test_an_unload_that_is_reversed_delays_no_other_load(three: list[Triton]) ->
         hold.unlink(missing_ok=True)
 
 
+def test_demand_is_reported_during_a_slow_unload(three: list[Triton]) -> None:
+    (triton, *_) = three
+    folders = [triton.repository / name for name in ("model00", "model01")]
+    for folder in folders:
+        (folder / "held").unlink(missing_ok=True)
+        (folder / "hold").touch()
+    body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [2], "data": [-1000, 0]}]}
+    try:
+        with on_demand_fleet([triton], idle_unload_s="1") as fleet, ThreadPoolExecutor(2) as pool:
+            assert fleet.infer("model00").status_code == 200
+            url = f"http://{triton.address}/v2/models/model00/infer"
+            pool.submit(httpx.post, url, json=body, timeout=60)
+            wait_until((folders[0] / "held").exists)
+            wait_until(lambda: read_index(triton)["model00"] == "UNLOADING")
+            waiting = pool.submit(fleet.client.post, "/v2/models/model01/infer", json=body)
+            # Sooner than the gateway stops to wait for the unload.
+            wait_until(lambda: metric(fleet, "gateway_demand") == 1, timeout_s=8)
+            assert read_index(triton)["model00"] == "UNLOADING"
+            for folder in folders:
+                (folder / "hold").unlink()
+            assert waiting.result().status_code == 200
+            wait_until(lambda: metric(fleet, "gateway_demand") == 0)
+    finally:
+        for folder in folders:
+            (folder / "hold").unlink(missing_ok=True)
+
+
 def test_a_slow_load_delays_no_other_model(three: list[Triton]) -> None:
     """Times with and without a load alternate, so that both have the same neighbours."""
     holds = [triton.repository / "model10" / "trouble" for triton in three]
