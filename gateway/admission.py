@@ -124,10 +124,14 @@ class AdmissionQueue:
         }
 
     def is_crowded(self, model: str) -> bool:
-        """Return whether requests wait, or half of the slots of the model or of the process are taken."""
-        running = self._running_by_model.get(model, 0)
-        is_half_taken = 2 * running > self._max_running_per_model
-        return bool(self.waiting) or is_half_taken or 2 * self.running > self._max_running
+        """Return whether requests of the model wait, or half of its slots are taken."""
+        is_half_taken = 2 * self._running_by_model.get(model, 0) > self._max_running_per_model
+        return is_half_taken or any(name == model for name, _ in self._queues)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether requests of any model wait, or half of all slots are taken."""
+        return bool(self.waiting) or 2 * self.running > self._max_running
 
     def release(self, model: str) -> None:
         self.running -= 1

@@ -159,8 +159,9 @@ class ModelActivator:
             ):
                 await asyncio.sleep(EXIT_PAUSE_S)
             load.exits += 1
-            if load.exits % EXITS_PER_PAUSE == 0:
-                await asyncio.sleep(EXIT_PAUSE_S)  # those before are admitted meanwhile
+            # Those before are admitted meanwhile, or queue and crowd the model.
+            if load.exits % EXITS_PER_PAUSE == 0 or self._loader.usage.is_busy:
+                await asyncio.sleep(EXIT_PAUSE_S)
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
         if not self._is_loadable(model):

@@ -161,6 +161,11 @@ class ModelUsage:
         """Return whether further requests would take the second half of the model's slots."""
         return self._admission.is_crowded(model)
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether further requests of any model may have to queue."""
+        return self._admission.is_busy
+
 
 def parse_numbers(document: Any) -> dict[str, float]:
     """Return the numbers of a report by name, without anything else: others can write to the state."""

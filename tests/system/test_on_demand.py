@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -31,6 +32,7 @@ from tests.support.on_demand import (
     on_demand_gateway,
     read_index,
     tritons_with,
+    used_continuously,
 )
 from tests.support.servers import Triton
 from tests.support.wait import wait_until
@@ -280,6 +282,32 @@ def test_demand_is_reported_during_a_slow_unload(three: list[Triton]) -> None:
     finally:
         for folder in folders:
             (folder / "hold").unlink(missing_ok=True)
+
+
+def test_an_overloaded_model_does_not_starve_requests_that_waited_for_a_load(
+    three: list[Triton],
+) -> None:
+    (triton, *_) = three
+    hold = triton.repository / "model10" / "trouble"
+    hold.write_text("hold")
+    limits = {"max_inflight": "4", "max_model_inflight": "2", "max_queue": "200"}
+    slow = {"inputs": {"X": [-0.2, 0.0]}}
+    try:
+        with (
+            on_demand_fleet([triton], **limits) as fleet,
+            used_continuously(fleet, "model00", slow, clients=6) as statuses,
+            ThreadPoolExecutor(60) as pool,
+        ):
+            answers = [
+                pool.submit(fleet.infer, "model10", headers={"X-Request-Timeout": "20"})
+                for _ in range(60)
+            ]
+            wait_until(lambda: 200 in statuses)
+            wait_until(lambda: metric(fleet, "gateway_requests_held") == 60)
+            hold.unlink()
+            assert Counter(answer.result().status_code for answer in answers) == {200: 60}
+    finally:
+        hold.unlink(missing_ok=True)
 
 
 def test_a_slow_load_delays_no_other_model(three: list[Triton]) -> None:

@@ -235,6 +235,27 @@ def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None
     asyncio.run(scenario())
 
 
+def test_the_queue_of_one_model_does_not_crowd_another() -> None:
+    async def scenario() -> None:
+        door = gate(places=4, per_model=2, queue=4)
+        assert not door.is_busy
+        for _ in range(2):
+            assert door.try_acquire("a")
+        stuck = await waiting(door, "a")
+        assert door.is_busy
+        assert door.is_crowded("a")
+        assert not door.is_crowded("b")
+        for _ in range(2):
+            assert door.try_acquire("b")
+        assert door.is_crowded("b")
+        late = await waiting(door, "c")  # no place is left for its first request
+        assert door.is_crowded("c")
+        for task in (stuck, late):
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
     async def scenario() -> None:
         door = gate(places=1, per_model=1)
