@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from time import perf_counter
 
 from gateway.errors import DeadlinePassed, Overloaded
 from gateway.messages import quote_text
@@ -75,6 +76,8 @@ class AdmissionQueue:
         self._queues: dict[tuple[str, str], deque[asyncio.Future[None]]] = {}
         self.running = 0
         self.waiting = 0
+        # Model → the end of its last request, if models are loaded on demand.
+        self.last_used: dict[str, float] | None = None
 
     def try_acquire(self, model: str) -> bool:
         """Take a slot if one is free, to be given back with `release`.
@@ -140,6 +143,8 @@ class AdmissionQueue:
             self._running_by_model[model] = running
         else:
             del self._running_by_model[model]
+        if self.last_used is not None:
+            self.last_used[model] = perf_counter()
         if self.waiting:
             self._admit_next()
 

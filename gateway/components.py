@@ -229,9 +229,8 @@ async def open_activator(
         settings.hold_s,
         settings.scaler_port,
     )
-    last_used: dict[str, float] = {}
-    activator = repository.create_activator(admission, last_used, options)
-    dispatcher.enable_activation(activator, last_used)
+    activator = repository.create_activator(admission, options)
+    dispatcher.enable_activation(activator)
     await stack.enter_async_context(activator)
     if settings.scaler_port:
         # Imported here, because gRPC's server takes a while to import.

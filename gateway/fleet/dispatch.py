@@ -84,13 +84,10 @@ class Dispatcher:
         self._retry_budget = RetryBudget()
         self._sequences = SequenceRouter(asyncio.get_running_loop().time)
         self._activator: Activator | None = None
-        # Model → the end of its last request, if models are loaded on demand.
-        self._last_used: dict[str, float] | None = None
 
-    def enable_activation(self, activator: Activator, last_used: dict[str, float]) -> None:
-        """Let requests wait for their model, and record when each model was used last."""
+    def enable_activation(self, activator: Activator) -> None:
+        """Let requests wait for their model."""
         self._activator = activator
-        self._last_used = last_used
         self._pool.can_activate = activator.can_activate
 
     async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
@@ -137,8 +134,6 @@ class Dispatcher:
                 error = self._handle_failure(replica, call, exc, started_at)
             else:
                 duration_s = self._record_attempt(call, replica, started_at, "answered", info)
-                if self._last_used is not None and not call.is_idempotent:
-                    self._last_used[target.model] = started_at + duration_s
                 if step is not None or len(self._pool.replicas) > 1:
                     self._record_success(replica, target, started_at, duration_s)
                 return result

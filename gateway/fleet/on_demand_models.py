@@ -95,10 +95,12 @@ class ModelUsage:
     """The last use of each model, and the requests in progress."""
 
     _admission: AdmissionQueue
-    last_used: dict[str, float]  # by the clock of `time.perf_counter`; the dispatcher adds to it
     _clock: Callable[[], float]
 
     def __post_init__(self) -> None:
+        # The end of the last request, by the clock; the admission queue adds to it.
+        self.last_used: dict[str, float] = {}
+        self._admission.last_used = self.last_used
         self._started_at = self._clock()
         # The same of the other gateways, as they last reported.
         self._others_last_used: dict[str, float] = {}

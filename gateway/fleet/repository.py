@@ -73,9 +73,9 @@ class Repository:
         self._operations = OperationRunner(self._store, self._tasks)
 
     def create_activator(
-        self, admission: AdmissionQueue, last_used: dict[str, float], options: OnDemandOptions
+        self, admission: AdmissionQueue, options: OnDemandOptions
     ) -> ModelActivator:
-        usage = ModelUsage(admission, last_used, perf_counter)
+        usage = ModelUsage(admission, perf_counter)
         self.on_demand_models = OnDemandModels(self._state, options.patterns)
         facts = ModelFactsCache(self._pool, self._models, options.default_memory_mb)
         self._loader.change_listeners.append(facts.invalidate)

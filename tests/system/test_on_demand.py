@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.support.errors import assert_error
-from tests.support.fleet import V2_BODY, load_behind
+from tests.support.fleet import BODY, V2_BODY, load_behind, write_echo
 from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.measurements import assert_number
 from tests.support.on_demand import (
@@ -39,6 +39,24 @@ from tests.support.wait import wait_until
 
 MODELS = model_names(12)
 WINDOW_S = 2.0  # of the traffic that is measured during a load, and before it
+# Sends a response, and ends the stream when there is the file "end".
+STREAM = """
+import os, time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.end = os.path.join(args["model_repository"], "end")
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            value = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("Y", value)]))
+            while not os.path.exists(self.end):
+                time.sleep(0.01)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +326,26 @@ def test_an_overloaded_model_does_not_starve_requests_that_waited_for_a_load(
             assert Counter(answer.result().status_code for answer in answers) == {200: 60}
     finally:
         hold.unlink(missing_ok=True)
+
+
+def test_a_model_was_used_until_its_last_stream_ended(three: list[Triton]) -> None:
+    (triton, *_) = three
+    folder = triton.repository / "stream"
+    write_echo(triton.repository, "stream")
+    (folder / "1" / "model.py").write_text(STREAM)
+    with (folder / "config.pbtxt").open("a") as config:
+        config.write("model_transaction_policy { decoupled: true }")
+    with on_demand_fleet([triton], max_loaded_models="2") as fleet:
+        headers = {"Accept": "text/event-stream"}
+        path = "/v1/models/stream/infer"
+        with fleet.client.stream("POST", path, json=BODY, headers=headers) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "id: 1"
+            assert fleet.infer("model00").status_code == 200
+            (folder / "end").touch()
+            assert "event: end" in list(lines)
+        assert fleet.infer("model01").status_code == 200
+        assert list_held(triton) == {"stream", "model01"}
 
 
 def test_a_slow_load_delays_no_other_model(three: list[Triton]) -> None:
