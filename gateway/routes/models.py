@@ -228,7 +228,7 @@ async def get_model_metadata(
 ) -> dict[str, Any]:
     """Return the inputs and outputs with TensorFlow's names of datatypes."""
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    return build_model_metadata(await services.models.get_signature(*target))
+    return build_model_metadata(await get_signature(services, target))
 
 
 @router.get(

@@ -236,6 +236,7 @@ def test_a_model_is_described_without_another_load(three: list[Triton]) -> None:
         again = fleet.client.get("/v1/models/model00").json()
         assert again["ready"] is False
         assert all(again[key] == first[key] for key in ("inputs", "outputs", "curl", "platform"))
+        assert fleet.client.get("/v1/models/model00/metadata").status_code == 200
         assert fleet.client.get("/v2/models/model00/ready").status_code == 503
         assert loads(fleet) == 1
 
