@@ -180,7 +180,7 @@ class ModelActivator:
     # The load.
 
     async def __aenter__(self) -> ModelActivator:
-        copies = ModelCopies(self._pool, self._loader, self._reconciler)
+        copies = ModelCopies(self._loader, self._reconciler)
         background = (self._loader.report_usage(), self._loader.run(), copies.run())
         self._background_tasks = [asyncio.create_task(work) for work in background]
         return self

@@ -10,8 +10,12 @@ from typing import Final
 
 from gateway.errors import GatewayError
 from gateway.fleet.on_demand import OnDemandLoader
-from gateway.fleet.on_demand_plan import Placement, plan_copies, update_mean_demand
-from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.on_demand_plan import (
+    Placement,
+    is_removable,
+    plan_copies,
+    update_mean_demand,
+)
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
@@ -30,7 +34,6 @@ class ModelCopies:
     A copy is loaded only where there is room, so that it displaces no other model.
     """
 
-    _pool: ReplicaPool
     _loader: OnDemandLoader
     _reconciler: Reconciler
     _mean_demand: dict[str, float] = field(default_factory=dict)
@@ -47,13 +50,13 @@ class ModelCopies:
             await cancel_tasks(self._changes.values())
 
     def _start_changes(self) -> None:
-        for model in self._pool.ready_models:
+        for model, holders in self._loader.find_holders().items():
             limits = self._loader.models.get_copy_limits(model)
-            if limits.maximum > 1 and self._loader.models.is_on_demand(model):
+            # A model has too many copies when a replica that had it returns.
+            if max(len(holders), limits.maximum) > 1 and self._loader.models.is_on_demand(model):
                 requests = self._loader.usage.count_requests(model)
                 mean = update_mean_demand(self._mean_demand.get(model, 0.0), requests)
                 self._mean_demand[model] = mean
-                holders = self._loader.list_holders(model)
                 target = plan_copies(mean, len(holders), limits)
                 if target != len(holders) and self._can_change(model):
                     self._start_change(model, holders, is_load=target > len(holders))
@@ -84,9 +87,11 @@ class ModelCopies:
 
     async def _unload(self, model: str, holders: list[Replica]) -> None:
         """Unload the copy on the replica that holds most. It waits until the model has no request."""
-        fullest = max(
-            holders, key=lambda replica: len(self._loader.describe_replica(replica).models)
-        )
+        loads = {replica: self._loader.describe_replica(replica) for replica in holders}
+        removable = [replica for replica, load in loads.items() if is_removable(load, model)]
+        if not removable:
+            return
+        fullest = max(removable, key=lambda replica: len(loads[replica].models))
         async with self._loader.lock_replica(fullest) as is_granted:
             if is_granted and await self._is_unused(fullest, model):
                 await self._loader.evict(

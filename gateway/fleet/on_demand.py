@@ -130,8 +130,14 @@ class OnDemandLoader:
             for replica in self._pool.replicas.values()
         )
 
-    def list_holders(self, model: str) -> list[Replica]:
-        return [each for each in self._list_controllable_replicas() if self.is_held(each, model)]
+    def find_holders(self) -> dict[str, list[Replica]]:
+        """Return the replicas in service that have each model, or load it."""
+        holders: dict[str, list[Replica]] = {}
+        for replica in self._list_controllable_replicas():
+            if replica.name not in self._pool.cordoned:
+                for model in replica.index.ready_models | replica.index.changing_models:
+                    holders.setdefault(model, []).append(replica)
+        return holders
 
     def is_held(self, replica: Replica, model: str) -> bool:
         return replica.index.is_ready(model) or replica.index.is_changing(model)

@@ -160,6 +160,12 @@ def remove_victim(held: dict[str, LoadedModel], model: LoadedModel) -> None:
         held[part] = replace(held[part], last_used=last_used)
 
 
+def is_removable(replica: ReplicaLoad, model: str) -> bool:
+    """Return whether nobody uses this copy of a model, as a part of an ensemble or otherwise."""
+    is_free = any(each.name == model and each.eviction is Eviction.FREE for each in replica.models)
+    return is_free and not any(model in each.parts for each in replica.models)
+
+
 def plan_excess(replica: ReplicaLoad, budget: ModelBudget) -> tuple[str, ...]:
     """Return the victims that bring a replica back within its budget, as far as possible.
 

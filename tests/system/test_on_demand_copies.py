@@ -99,3 +99,20 @@ def test_a_gateway_without_requests_keeps_the_copies_that_another_needs(
             assert evictions(idle, "copies") == 0
             assert count_copies(three) == 2
         assert set(statuses) == {200}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_cordoned_copy_is_replaced_and_the_number_restored_afterwards(
+    three: list[Triton], tmp_path: Path, count: int
+) -> None:
+    with fleet_with(three, tmp_path, str(count)) as fleet:
+        assert fleet.infer("model00").status_code == 200
+        wait_until(lambda: count_copies(three) == count)
+        holder = next(triton for triton in three if "model00" in list_held(triton))
+        assert fleet.client.post(f"/v1/replicas/{holder.address}/cordon").status_code == 200
+        assert fleet.infer("model00").status_code == 200
+        wait_until(lambda: count_copies(three) == count + 1)
+        assert fleet.client.post(f"/v1/replicas/{holder.address}/uncordon").status_code == 200
+        wait_until(lambda: count_copies(three) == count)
+        assert fleet.infer("model00").status_code == 200
+        assert evictions(fleet, "copies") == 1

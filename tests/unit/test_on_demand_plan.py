@@ -30,6 +30,7 @@ from gateway.fleet.on_demand_plan import (
     compute_retry_after_s,
     find_all_parts,
     find_idle_models,
+    is_removable,
     parse_model_facts,
     plan_copies,
     plan_excess,
@@ -341,3 +342,12 @@ def test_the_clock_of_a_replica_is_trusted_at_the_first_look_only(
 ) -> None:
     found = update_last_inference(known, timestamp_ms, now=50.0, wall_clock_s=1000.0)
     assert found == LastInference(timestamp_ms, at)
+
+
+def test_a_copy_is_removable_unless_it_is_in_use_or_a_part() -> None:
+    ensemble = LoadedModel("ensemble", parts=frozenset({"part"}))
+    busy = LoadedModel("busy", eviction=Eviction.BUSY)
+    replica = ReplicaLoad("r", (ensemble, busy, LoadedModel("part"), LoadedModel("free")))
+    found = [each.name for each in replica.models if is_removable(replica, each.name)]
+    assert found == ["ensemble", "free"]
+    assert not is_removable(replica, "absent")
