@@ -29,13 +29,13 @@ from gateway.fleet.on_demand_plan import parse_model_facts
 from gateway.fleet.operations import OperationRunner
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import Readiness, ReadinessMonitor
-from gateway.fleet.reconcile_plan import ModelAction, is_outdated
+from gateway.fleet.reconcile_plan import ModelAction, is_outdated, merge_declared_models
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
-from gateway.fleet.staged_load import StagedLoadFailed, run_staged_load
+from gateway.fleet.staged_load import run_staged_load
 from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.fleet.uploads import STAGED
 from gateway.messages import join_names, quote_text
@@ -206,49 +206,43 @@ class Repository:
             if model not in model_names((await self.read_indexes()).values()):
                 raise UnknownModelToLoad(model)
             before = self.desired_models.get(model)
+            staged_loads: Mapping[Replica, StartedLoad] = {}
+            if is_staged:
+                # Raises if the state cannot be changed, before any replica is.
+                await self._set_desired_model(model, before, before.revision if before else 0)
+                staged_loads = await self._load_in_stages(report, parameters)
             # Recorded before the desired state, so that another gateway's reconciler does not load it too.
             started_loads = {
                 replica: await self._state.begin_load(replica.name, model)
                 for replica in list(self._pool.replicas.values())
+                if replica not in staged_loads
             }
             try:
                 revision = await self._set_desired_model(
                     model, DesiredModel(True, dict(parameters))
                 )
             except BaseException:
-                for replica, started_load in started_loads.items():
-                    confirmed_load = started_load.confirmed_load
-                    await self._state.end_load(replica.name, model, started_load, confirmed_load)
+                await self._state.end_loads(model, staged_loads, "")
+                await self._state.end_loads(model, started_loads, None)
                 raise
             desired = self._state.merge_models()[model]
+            await self._state.end_loads(model, staged_loads, desired.load_id)
             action = ModelAction(model, True, desired.parameters, desired.load_id)
-            if is_staged:
-                started_loads = await self._load_in_stages(report, action, started_loads, before)
             await self._run_on_replicas(report, action, started_loads)
             return await self._conclude(report, before, revision)
 
     async def _load_in_stages(
-        self,
-        report: OperationReport,
-        action: ModelAction,
-        started_loads: Mapping[Replica, StartedLoad],
-        before: DesiredModel | None,
-    ) -> dict[Replica, StartedLoad]:
-        """Run a staged load, and return the loads that remain; after a failure, revert the desired state."""
+        self, report: OperationReport, parameters: Mapping[str, Any]
+    ) -> Mapping[Replica, StartedLoad]:
+        desired = {report.model: DesiredModel(True, parameters)}
+        merged = merge_declared_models(desired, self.declared_models)[report.model]
+        # Without an id, because the state does not have the load yet.
+        action = ModelAction(report.model, True, merged.parameters)
 
         async def run(replica: Replica) -> None:
-            await self._run_on_replica(report, action, replica, started_loads[replica])
+            await self._run_on_replica(report, action, replica, None)
 
-        try:
-            rest = await run_staged_load(self._pool, report, list(started_loads), run)
-        except StagedLoadFailed:
-            await self._set_desired_model(action.model, before)
-            for replica, started in started_loads.items():
-                if replica.name not in report.outcomes:
-                    confirmed = started.confirmed_load
-                    await self._state.end_load(replica.name, action.model, started, confirmed)
-            raise
-        return {replica: started_loads[replica] for replica in rest}
+        return await run_staged_load(self._pool, self._state, report, run)
 
     async def _unload(
         self, report: OperationReport, unload_dependents: bool, is_visible: VisibilityCheck

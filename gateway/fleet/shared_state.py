@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.fleet.replica import Replica
 from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import quote_text
 from gateway.state.desired import (
@@ -184,6 +185,14 @@ class SharedState:
             await self.store.end_load(replica, model, *end)
         except StateUnavailable:
             self._unrecorded_ends[replica, model] = end
+
+    async def end_loads(
+        self, model: str, loads: Mapping[Replica, StartedLoad], resulting_load: str | None
+    ) -> None:
+        """Record what the replicas have now; None is what each had confirmed before."""
+        for replica, started_load in loads.items():
+            result = started_load.confirmed_load if resulting_load is None else resulting_load
+            await self.end_load(replica.name, model, started_load, result)
 
     async def _read_loads(self) -> Loads:
         """Return the stored loads. Those whose end was not recorded are over, whatever the store has."""

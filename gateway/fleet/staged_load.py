@@ -12,7 +12,8 @@ from gateway.fleet.health import HealthState
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
-from gateway.fleet.transports import triton_model_path
+from gateway.fleet.shared_state import SharedState, StartedLoad
+from gateway.fleet.transports import TRANSPORT_ERRORS, triton_model_path
 from gateway.messages import quote_text
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
@@ -39,27 +40,44 @@ class StagedLoadFailed(GatewayError):
 
 async def run_staged_load(
     pool: ReplicaPool,
+    state: SharedState,
     report: OperationReport,
-    replicas: list[Replica],
     run_on_replica: Callable[[Replica], Awaitable[None]],
-) -> list[Replica]:
-    """Load the model on one reachable replica after the other; return the unreachable ones.
+) -> Mapping[Replica, StartedLoad]:
+    """Load the model on one reachable replica after the other.
 
-    Raises `StagedLoadFailed` after the first failure.
+    The returned loads stay in progress, so that no gateway repairs these replicas until the caller has
+    stored the desired state. Raises `StagedLoadFailed` after the first failure.
     """
+    model, staged_loads = report.model, dict[Replica, StartedLoad]()
+    replicas = sorted(pool.replicas.values(), key=lambda each: each.name)
     report.replica_count = len(replicas)
-    reachable = [each for each in replicas if pool.replica_state(each) <= HealthState.EJECTED]
-    for replica in sorted(reachable, key=lambda each: each.name):
-        await run_on_replica(replica)
-        outcome = report.outcomes[replica.name]
-        if outcome.error is None:
-            try:
-                await send_probe(replica, report.model)
-            except GatewayError as exc:
-                outcome = report.outcomes[replica.name] = Outcome(outcome.state, exc)
-        if outcome.error is not None:
-            raise StagedLoadFailed(report, replica.name, outcome.error)
-    return [replica for replica in replicas if replica not in reachable]
+    try:
+        for replica in replicas:
+            if pool.replica_state(replica) <= HealthState.EJECTED:
+                staged_loads[replica] = await state.begin_load(replica.name, model)
+                await run_on_replica(replica)
+                error = report.outcomes[replica.name].error
+                if error is not None and not isinstance(error, TRANSPORT_ERRORS):
+                    # A failed load leaves the previous one in place.
+                    await state.end_loads(model, {replica: staged_loads.pop(replica)}, None)
+                await check_outcome(report, replica)
+    except BaseException:
+        await state.end_loads(model, staged_loads, "")
+        raise
+    return staged_loads
+
+
+async def check_outcome(report: OperationReport, replica: Replica) -> None:
+    """Probe the replica if the load succeeded there. Raises `StagedLoadFailed`."""
+    outcome = report.outcomes[replica.name]
+    if outcome.error is None:
+        try:
+            await send_probe(replica, report.model)
+        except GatewayError as exc:
+            outcome = report.outcomes[replica.name] = Outcome(outcome.state, exc)
+    if outcome.error is not None:
+        raise StagedLoadFailed(report, replica.name, outcome.error)
 
 
 async def send_probe(replica: Replica, model: str) -> None:

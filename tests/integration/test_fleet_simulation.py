@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import shutil
 import socket
 import statistics
 import time
@@ -496,6 +497,51 @@ async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_
                 )
             )
             assert not following.load_errors
+
+
+@on_uvloop
+async def test_a_staged_load_that_a_gateway_did_not_finish_is_not_finished_by_the_next(
+    tmp_path: Path,
+) -> None:
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(3) as fakes, over(fakes) as pool:
+        async with managing(pool, state=state) as ended:
+            await ended.load("m", {})
+            before = ended.desired_models
+            fakes[1].load_s = 3600
+            loading = asyncio.create_task(ended.load("m", {"staged": True}))
+            await wait_until_async(lambda: fakes[1].requests["load"] == 2)
+        loading.cancel()
+        fakes[1].load_s = 0
+        async with managing(pool, state=state) as following:
+            assert following.desired_models == before
+            # Whatever was begun is undone.
+            await wait_until_async(
+                lambda: (
+                    [fake.requests["load"] for fake in fakes[:2]] == [3, 3]
+                    and not following.outdated_replicas("m")
+                )
+            )
+            await several_looks(fakes[2], 1)
+            assert fakes[2].requests["load"] == 1
+
+
+@pytest.mark.parametrize("state", ["none:", "file"])
+@on_uvloop
+async def test_a_staged_load_changes_no_replica_unless_it_can_be_recorded(
+    tmp_path: Path, state: str
+) -> None:
+    url = state if state == "none:" else f"file://{tmp_path}/folder/state.json"
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as pool,
+        managing(pool, state=url) as repository,
+    ):
+        shutil.rmtree(tmp_path / "folder", ignore_errors=True)
+        with pytest.raises(GatewayError) as refused:
+            await repository.load("m", {"staged": True})
+        assert refused.value.code in ("STATE_NOT_SHARED", "STATE_UNAVAILABLE")
+        assert not any(fake.requests["load"] for fake in fakes)
 
 
 @on_uvloop

@@ -161,6 +161,18 @@ TRITON = (
         },
     ),
     Row(
+        "the gateway is killed or restarted during a staged load",
+        "the replicas that it had not reached keep what they had; nothing loads the model there",
+        {
+            "system/test_staged_load": [
+                "a_gateway_that_is_killed_during_a_staged_load_leaves_the_rest_as_it_was"
+            ],
+            "integration/test_fleet_simulation": [
+                "a_staged_load_that_a_gateway_did_not_finish_is_not_finished_by_the_next"
+            ],
+        },
+    ),
+    Row(
         "a version that a label means is unloaded, or its Triton or the gateway restarts",
         "the other versions of a split take its share; a label without a ready version is 503 until "
         "it has one again",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.errors import assert_error
-from tests.support.fleet import QUICK, Fleet, fleet_of, write_echo
+from tests.support.fleet import QUICK, Fleet, fleet_of, unload_behind, url_of, write_echo
+from tests.support.servers import gateway
 from tests.support.wait import wait_until
 
 STAGED = {"parameters": {"staged": True}}
@@ -104,6 +107,30 @@ def test_what_is_loaded_keeps_serving_while_a_staged_load_fails(fleet: Fleet) ->
     models = {each["name"]: each for each in fleet.client.get("/v1/models").json()["models"]}
     assert models["served"]["wished"] == "loaded"
     assert "behind" not in models["served"]
+
+
+def test_a_gateway_that_is_killed_during_a_staged_load_leaves_the_rest_as_it_was(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    held = trouble_at(fleet, "unfinished", 1, "hold")
+    third = fleet.tritons[in_order(fleet)[2]]
+    urls, state = list(map(url_of, fleet.tritons)), f"file://{tmp_path}/state.json"
+    with (
+        gateway(*urls, state=state, **QUICK) as (killed, command),
+        gateway(*urls, state=state, **QUICK) as (other, _),
+    ):
+        path = "/v2/repository/models/unfinished/load"
+        killed.post(path, json=STAGED, headers={"Prefer": "respond-async"}).raise_for_status()
+        wait_until(lambda: states(fleet, "unfinished")[:2] == ["READY", "LOADING"])
+        os.kill(command.pid, signal.SIGKILL)
+        held.unlink()
+        # The other one repairs the third replica, and loads only what is desired.
+        other.post("/v2/repository/models/late/load").raise_for_status()
+        unload_behind(third, "late")
+        wait_until(lambda: fleet.states("late")[third.address] == "READY")
+        assert states(fleet, "unfinished")[2] == "never"
+        other.post("/v2/repository/models/late/unload").raise_for_status()
+    fleet.unload("unfinished")
 
 
 def write_probe(fleet: Fleet, model: str, probe: Any) -> None:
