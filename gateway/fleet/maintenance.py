@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import anyio
@@ -19,6 +20,8 @@ from gateway.messages import quote_text
 
 DRAIN_POLL_S: Final = 0.1
 MARK_INTERVAL_S: Final = 0.5
+LEASE_NAME: Final = "cordons"
+LEASE_POLL_S: Final = 0.05
 # Until every gateway has read the cordon (once a second) and marked the work that it still has.
 NOTICE_S: Final = 2.5
 
@@ -65,17 +68,15 @@ class Maintenance:
     pool: ReplicaPool
     dispatcher: Dispatcher
     repository: Repository
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def cordon(self, name: str) -> DrainProgress:
         """Send no new requests to the replica. Raises `UnknownReplica`, or `Conflict` if it is the last."""
         replica = self._find_replica(name)
-        if name not in self.pool.cordoned:
-            others = (other for other in self.pool.replicas.values() if other is not replica)
-            if not any(self._is_usable(other) for other in others):
-                raise Conflict(
-                    f"replica {name} is the last one that can serve requests; add or uncordon another first"
-                )
-            await self.repository.set_cordon(name, is_cordoned=True)
+        async with self._lock_cordons():
+            if name not in self.pool.cordoned:
+                self._check_others(replica)
+                await self.repository.set_cordon(name, is_cordoned=True)
         return self._measure_progress(replica)
 
     async def uncordon(self, name: str) -> DrainProgress:
@@ -113,11 +114,33 @@ class Maintenance:
                     with suppress(StateUnavailable):  # the store logs it
                         await marks.mark(replica.name)
 
+    @asynccontextmanager
+    async def _lock_cordons(self) -> AsyncIterator[None]:
+        """Wait until no other call, of any gateway, sets a cordon; and know those that others have set."""
+        state = self.repository.state
+        async with self._lock:
+            while True:
+                async with state.lease(LEASE_NAME) as is_granted:
+                    if is_granted:
+                        await state.refresh()
+                        self.pool.set_cordoned(state.cordoned)
+                        yield
+                        return
+                await asyncio.sleep(LEASE_POLL_S)
+
     def _find_replica(self, name: str) -> Replica:
         replica = self.pool.find_replica(name)
         if replica is None:
             raise UnknownReplica(name)
         return replica
+
+    def _check_others(self, replica: Replica) -> None:
+        others = (other for other in self.pool.replicas.values() if other is not replica)
+        if not any(self._is_usable(other) for other in others):
+            raise Conflict(
+                f"replica {replica.name} is the last one that can serve requests; add or uncordon another "
+                "first"
+            )
 
     def _is_usable(self, replica: Replica) -> bool:
         is_alive = self.pool.replica_state(replica) <= HealthState.EJECTED

@@ -42,6 +42,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
 from gateway.fleet.loader import ManagementOptions
+from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
@@ -763,6 +764,28 @@ async def test_a_cordon_ends_when_the_address_leaves_and_not_when_its_process_do
             await wait_until_async(lambda: len(pool.replicas) == 3)
             await wait_until_async(is_in(pool, fakes[0], HealthState.UP))
             assert pool.cordoned == {restarting}
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+@on_uvloop
+async def test_cordons_at_once_leave_a_replica_that_serves(tmp_path: Path, gateways: int) -> None:
+    state = f"file://{tmp_path}/state.json"
+    async with simulated_replicas(2) as fakes, contextlib.AsyncExitStack() as stack:
+        callers = []
+        for _ in range(gateways):
+            pool = await stack.enter_async_context(over(fakes))
+            repository = await stack.enter_async_context(managing(pool, state=state))
+            callers.append(Maintenance(pool, dispatcher_of(pool), repository))
+        names = [str(fake.address) for fake in fakes]
+        for _ in range(5):
+            results = await asyncio.gather(
+                *(caller.cordon(name) for caller, name in zip(callers * 2, names, strict=False)),
+                return_exceptions=True,
+            )
+            assert [type(result) for result in results].count(Conflict) == 1
+            assert len(callers[0].pool.cordoned | callers[-1].pool.cordoned) == 1
+            for name in names:
+                await callers[0].uncordon(name)
 
 
 def replicas_in_metrics(pool: ReplicaPool) -> set[str]:
