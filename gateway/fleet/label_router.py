@@ -163,8 +163,12 @@ class ActiveLabel:
             return (
                 self.value.shares
             )  # the request waits for the model, or gets the error of the pool
-        is_servable, shares = self._pool.is_servable, self.value.shares
-        return {each: share for each, share in shares.items() if is_servable(self.model, each)}
+        # Where no new request may go, the sequences of a version go on.
+        return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.is_held)
+
+    def _find_shares(self, is_ready: Callable[[str, str], bool]) -> Mapping[str, int]:
+        shares = self.value.shares
+        return {each: share for each, share in shares.items() if is_ready(self.model, each)}
 
     def _count_redirect(self, version: str) -> None:
         self._pool.metrics.label_redirects.labels(self.model, self.name, version).inc()

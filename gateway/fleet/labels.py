@@ -132,7 +132,7 @@ class LabelManager:
             "label": name,
             **label.to_dict(),
             **({"declared": True} if self._is_declared(model, name) else {}),
-            "ready": {each: self._pool.is_servable(model, each) for each in label.versions},
+            "ready": {each: self._pool.is_usable(model, each) for each in label.versions},
             "model_version_status": build_version_status(
                 {"version": each, **self._find_best_state(model, each).to_dict()}
                 for each in label.shares

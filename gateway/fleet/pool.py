@@ -164,8 +164,8 @@ class ReplicaPool:
     def is_ready(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
-    def is_servable(self, model: str, version: str) -> bool:
-        """Return whether a replica that is not `DOWN` has the version ready."""
+    def is_held(self, model: str, version: str) -> bool:
+        """Return whether a replica that is not `DOWN` has the version ready, cordoned ones included."""
         return any(
             replica.index.is_ready(model, version)
             for replica in self.replicas.values()
@@ -245,12 +245,12 @@ class ReplicaPool:
             return False
         return self.can_activate(model)
 
-    def is_usable(self, model: str) -> bool:
-        """Return whether a live replica has the model ready for new requests."""
+    def is_usable(self, model: str, version: str = "") -> bool:
+        """Return whether a live replica has the version ready for new requests."""
         return any(
             self.replica_state(replica) is not HealthState.DOWN
             and replica.name not in self.cordoned
-            and replica.index.is_ready(model)
+            and replica.index.is_ready(model, version)
             and model not in replica.draining_models
             for replica in self.replicas.values()
         )

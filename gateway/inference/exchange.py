@@ -19,7 +19,7 @@ from gateway.fleet.signatures import check_output_names
 from gateway.fleet.tasks import run_together
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
-from gateway.inference.labels import copy_request, infer_with_label
+from gateway.inference.labels import copy_request, infer_with_label, read_signature
 from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
@@ -330,7 +330,7 @@ async def open_exchange(
         await services.activate_model(*target, max(deadline - now, 0.0))
     signature = services.models.find_signature(*target)
     if signature is None:
-        read = services.models.get_signature(*target)
+        read = read_signature(services.models, target, label, step)
         signature = await limit_time(read, deadline, timeout_s)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version

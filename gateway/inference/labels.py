@@ -9,14 +9,32 @@ from functools import partial
 from gateway.errors import ModelNotReady, UnknownModel
 from gateway.fleet.label_router import ActiveLabel
 from gateway.fleet.output_comparison import Arrays
-from gateway.fleet.resolver import LabelledTarget
+from gateway.fleet.resolver import LabelledTarget, ModelTarget
 from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.fleet.signatures import ModelService
 from gateway.fleet.transports import HttpCall, prepare_http_infer
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.outputs import InferResult
+from gateway.tensors.sequence import SequenceStep
+from gateway.tensors.signature import Signature
 from gateway.triton.inference import InferRequest, decode_http_response
 from gateway.version_labels import Shadow
+
+
+async def read_signature(
+    models: ModelService,
+    target: ModelTarget,
+    label: LabelledTarget | None,
+    step: SequenceStep | None,
+) -> Signature:
+    """Return the signature of the target, or if it was unloaded, of another version of a split."""
+    try:
+        return await models.get_signature(*target)
+    except (ModelNotReady, UnknownModel):
+        version = "" if label is None else label.choose_other_version(step)
+        if not version:
+            raise
+    return await models.get_signature(target.model, version)
 
 
 async def infer_with_label(

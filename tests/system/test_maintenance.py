@@ -18,7 +18,10 @@ from tests.support.fleet import BODY, QUICK, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import ROOT, Triton, gateway
+from tests.support.versioned import LABELS, NAME, V1_BODY, count_versions, write_versions
 from tests.support.wait import TIMEOUT_S, wait_until
+
+V1, V2 = f"/v1/models/{NAME}", f"/v2/models/{NAME}"
 
 
 @dataclass
@@ -55,6 +58,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             repository = folder / str(number)
             write_repository(repository, Names(), [COUNTING])
             write_echo(repository, "echo", instances=2)
+            write_versions(repository, (1,) if number else (1, 2))
             tritons.append(Triton(repository, "*"))
             tritons[-1].start()
             stack.callback(tritons[-1].kill)  # it would wait for sequences that do not end
@@ -204,6 +208,27 @@ def test_a_gateway_that_must_guess_finds_a_sequence_on_a_cordoned_replica(pair: 
     wait_until(lambda: cordoned(pair.other) == {first})
     for name, process in processes.items():
         assert step(pair.other, name, "end")["PROCESS"] == process
+
+
+def test_a_label_means_no_version_that_only_a_cordoned_replica_has(pair: Pair) -> None:
+    first = pair.tritons[0].address
+    for label, versions in (("canary", {"1": 50, "2": 50}), ("next", {"2": 1})):
+        path = f"{LABELS}/{label}"
+        assert pair.client.put(path, json={"versions": versions}).status_code == 200
+    wait_until(lambda: pair.other.get(f"{LABELS}/next").is_success)
+    for client in (pair.client, pair.other):
+        assert count_versions(client, f"{V1}/versions/canary/infer", 2) == {"1": 1, "2": 1}
+    pair.call("cordon", first)
+    wait_until(lambda: cordoned(pair.other) == {first})
+    for client in (pair.client, pair.other):
+        ready = [client.get(f"{LABELS}/{label}").json()["ready"] for label in ("canary", "next")]
+        assert ready == [{"1": True, "2": False}, {"2": False}]
+        for path in (f"{V1}/versions/canary/infer", f"{V2}/versions/canary/infer"):
+            assert count_versions(client, path, 10) == {"1": 10}
+        refused = client.post(f"{V1}/versions/next/infer", json=V1_BODY)
+        assert refused.status_code == 503
+    for label in ("canary", "next"):
+        assert pair.client.delete(f"{LABELS}/{label}").status_code == 200
 
 
 def test_the_last_replica_and_unknown_ones_cannot_be_cordoned(pair: Pair) -> None:
