@@ -52,7 +52,7 @@ class ManagementOptions:
 
 @dataclass
 class ActionProgress:
-    """What successive indexes tell of an action that Triton has accepted.
+    """The state of an action that Triton has accepted, by successive indexes.
 
     What another client has reversed since is not waited for: a load is done, an unload raises `LoadFailed`.
     """
