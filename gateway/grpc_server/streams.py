@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -50,6 +51,10 @@ class StreamRequest:
     sequence: SequenceKey | None = None
     previous_step: asyncio.Event | None = None  # of its sequence
     previous_response: asyncio.Event | None = None  # that must be written first
+
+    @property
+    def waits_for_order(self) -> bool:
+        return self.previous_response is not None and not self.previous_response.is_set()
 
 
 class InferStream:
@@ -181,17 +186,18 @@ class InferStream:
             timeout_s = call.find_timeout_s()
             started_at = perf_counter()
             await self._services.admission.acquire(target.model, timeout_s, call.info.key)
-            try:
+            with ExitStack() as slot:
+                slot.callback(self._services.admission.release, target.model)
                 timeout_s -= perf_counter() - started_at
-                await self._relay(request, target, timeout_s)
-            finally:
-                self._services.admission.release(target.model)
+                await self._relay(request, target, timeout_s, slot)
         except ResponseNotRead:
             raise
         except GatewayError as exc:
             await self._write_error(request, exc)
 
-    async def _relay(self, request: StreamRequest, target: ModelTarget, timeout_s: float) -> None:
+    async def _relay(
+        self, request: StreamRequest, target: ModelTarget, timeout_s: float, slot: ExitStack
+    ) -> None:
         call, head = request.call, request.head
         upstream = RequestTarget(
             *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
@@ -199,6 +205,10 @@ class InferStream:
         stream_call = GrpcBytesStreamCall(upstream, request.message, call.select_metadata())
         stream, response = await self._services.dispatcher.send(stream_call, timeout_s)
         try:
+            if response is not None and request.waits_for_order:
+                # The model has answered, and is not to wait for that of another request.
+                slot.close()
+                self._services.get_charge(call.info).add(len(response))
             while response is not None:
                 await self._write(request, response)
                 call.succeed(response)

@@ -17,7 +17,15 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.grpc_gateway import STREAM, GrpcGateway, failure, fp32, grpc_gateway, make_input
+from tests.support.grpc_gateway import (
+    STREAM,
+    GrpcGateway,
+    failure,
+    fp32,
+    grpc_gateway,
+    make_input,
+    metric,
+)
 from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, SHARED, write_repository
 from tests.support.servers import triton_with
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -125,6 +133,31 @@ def test_the_responses_of_a_decoupled_model_arrive_as_they_are_made(served: Grpc
         received = [(stream.receive().get_response().id, time.monotonic()) for _ in range(4)]
     assert "quick" in [each for each, _ in received[:2]]
     assert received[3][1] - received[1][1] > 0.25
+
+
+def test_a_response_that_waits_for_another_holds_no_slot_of_its_model(
+    triton: EmbeddedTriton,
+) -> None:
+    limits = {"max_model_inflight": "1", "max_queue": "0", "connect_timeout_s": "10"}
+
+    def is_served() -> bool:
+        try:
+            client.infer("plain_FP32", [fp32(1, shape=(1, 1))])
+        except InferenceServerException:
+            return False
+        return True
+
+    with (
+        grpc_gateway(triton.options.url, **limits) as gateway,
+        triton_grpc.InferenceServerClient(gateway.address) as client,
+        open_stream(gateway.address) as stream,
+    ):
+        wait_until(is_served)
+        stream.send("cancellable", fp32(20, shape=(1, 1), name="SECONDS"))
+        stream.send("plain_FP32", fp32(1, shape=(1, 1)))
+        wait_until(lambda: metric(gateway, 'gateway_requests_in_flight{route="grpc"}') == 3)
+        wait_until(is_served)
+        assert stream.outcomes.empty()
 
 
 def test_an_error_of_a_request_is_a_message_and_the_stream_continues(served: GrpcGateway) -> None:
