@@ -14,6 +14,8 @@ from gateway.errors import ModelFault
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
+MAX_DIMENSIONS = 64  # as in NumPy
+CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
 
@@ -198,6 +200,10 @@ def build_tensor_spec(
 ) -> TensorSpec:
     name = metadata["name"]
     shape = tuple(int(size) for size in metadata["shape"])
+    if len(shape) > MAX_DIMENSIONS:
+        raise ModelFault(
+            f"tensor {quote_text(name)} has {len(shape)} dimensions; the gateway supports {MAX_DIMENSIONS}"
+        )
     layouts = {
         "FORMAT_NCHW": ChannelLayout.CHANNELS_FIRST,
         "FORMAT_NHWC": ChannelLayout.CHANNELS_LAST,
@@ -212,13 +218,20 @@ def build_tensor_spec(
         shape=shape[1:] if supports_batching else shape,
         is_optional=bool(config.get("optional", False)),
         layout=layouts.get(config.get("format", "")),
-        content_type=hint("content_type"),
+        content_type=check_content_type(hint("content_type"), f"gateway.content_type.{name}"),
         scale=hint("scale"),
         mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
         std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
         has_labels=bool(config.get("label_filename")),
         example=hint("example"),
     )
+
+
+def check_content_type(text: str, key: str) -> str:
+    """Return the type, which becomes a header. Raises `ModelFault`."""
+    if text and not CONTENT_TYPE.fullmatch(text):
+        raise build_hint_error(text, key, "a media type")
+    return text
 
 
 def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> tuple[float, ...]:

@@ -94,6 +94,20 @@ def test_a_hint_that_cannot_be_is_named(kind: str, text: str, words: str) -> Non
     assert f"gateway.{kind}.X = '{text}', which is {words}" in raised.value.detail
 
 
+@pytest.mark.parametrize("text", ["text/html\r\nSet-Cookie: a=b", "image/é", "a" * 300, "a b"])
+def test_a_content_type_that_cannot_be_a_header_is_named(text: str) -> None:
+    tensor = {"X": ("BYTES", [1])}
+    assert model({}, tensor, hints={"gateway.content_type.X": "text/csv; charset=utf-8"})
+    with pytest.raises(ModelFault, match=r"gateway.content_type.X = .*, which is not a media type"):
+        model({}, tensor, hints={"gateway.content_type.X": text})
+
+
+def test_a_tensor_has_as_many_dimensions_as_numpy_supports() -> None:
+    assert format_curl_example(model({"X": ("FP32", [1] * 64)}, {}), "http://here")
+    with pytest.raises(ModelFault, match="'X' has 65 dimensions; the gateway supports 64"):
+        model({"X": ("FP32", [1] * 65)}, {})
+
+
 def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
     answers = {"Y": ("FP32", [1])}
     several = model({"A": ("INT32", [2]), "B": ("BYTES", [1])}, answers, 8, optional=True)
