@@ -76,7 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketPlace]:
             "repository": repository,
             "model_uploads": "artifacts",
             "state": f"file://{folder}/state.json",
-            "poll_interval_s": "0.1",
+            "poll_interval_s": "0.5",  # For each index, a Triton asks the S3 server many things.
             "connect_timeout_s": "10",
         }
         tritons = [triton_of(repository) for _ in range(2)]
@@ -279,7 +279,8 @@ def test_a_gateway_that_is_stopped_during_an_upload_leaves_nothing_behind(
 
 def test_what_a_killed_gateway_published_is_reverted_by_the_next(place: BucketPlace) -> None:
     """Once its lock has not been renewed for a while."""
-    assert place.client.put("/v1/models/cut", content=FIRST).status_code == 201
+    first = place.client.put("/v1/models/cut", content=FIRST)
+    assert first.status_code == 201, first.text
     with place.another_gateway() as (client, command):
         for triton in place.tritons:
             triton.signal(signal.SIGSTOP)
