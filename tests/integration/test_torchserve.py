@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,6 +231,16 @@ def test_without_the_setting_the_paths_do_not_exist(triton: EmbeddedTriton) -> N
             for path in client.get("/openapi.json").json()["paths"]
             if "predict" in path and "/v1" not in path
         ]
+
+
+def test_without_the_setting_nothing_of_it_is_imported() -> None:
+    program = (
+        "import sys; from gateway.app import create_app; from gateway.settings import Settings;"
+        "create_app(Settings(state='memory:'));"
+        "print([name for name in sys.modules if 'torchserve' in name])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert ended.stdout == b"[]\n"
 
 
 def test_an_unknown_dialect_is_refused_at_the_start(triton: EmbeddedTriton) -> None:
