@@ -67,6 +67,8 @@ class Services:
         """Wait until an on-demand model can be used; return the remaining seconds."""
         if self.activator is None or self.pool.can_serve(model, version):
             return timeout_s
+        if self.dispatcher.continues_sequences(model, version):
+            return timeout_s  # the dispatcher waits for the model, unless the request is a step of these
         return await self.activator.activate(model, timeout_s)
 
     @cached_property

@@ -106,6 +106,7 @@ class Dispatcher:
         while True:
             is_new = step is None or step.is_start
             find = pool.get_candidates if is_new else pool.get_sequence_candidates
+            find = pool.get_metadata_candidates if call.is_idempotent else find
             try:
                 candidates = find(target.model, target.version, history.failed_replica)
             except NoReplica:
@@ -146,6 +147,13 @@ class Dispatcher:
 
     def count_sequences(self, replica: str) -> int:
         return self._sequences.count_on(replica)
+
+    def continues_sequences(self, model: str, version: str) -> bool:
+        """Return whether sequences of the model go on, on cordoned replicas."""
+        if not self._pool.cordoned:
+            return False
+        holders = self._pool.list_cordoned_holders(model, version)
+        return bool(holders) and self._sequences.runs_on(model, holders)
 
     async def request_json(self, target: RequestTarget, path: str) -> Any:
         """Return Triton's JSON response to a GET. Raises `BadUpstream` if it is not valid JSON."""

@@ -204,6 +204,24 @@ class ReplicaPool:
             return candidates
         raise NoReplica
 
+    def get_metadata_candidates(
+        self, model: str, version: str = "", excluded: Replica | None = None
+    ) -> Sequence[Replica]:
+        """Return the replicas to read metadata from: cordoned ones if no other has the version ready."""
+        if self.cordoned and not self.is_usable(model, version):
+            return self.get_sequence_candidates(model, version, excluded)
+        return self.get_candidates(model, version, excluded)
+
+    def list_cordoned_holders(self, model: str, version: str) -> set[str]:
+        """Return the names of live cordoned replicas on which sequences of the model may be running."""
+        return {
+            replica.name
+            for replica in self.replicas.values()
+            if replica.name in self.cordoned
+            and self.replica_state(replica) is not HealthState.DOWN
+            and replica.index.is_ready(model, version)
+        }
+
     def update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
         """Find the candidates for a model again, and return them."""
         allowed = (

@@ -11,7 +11,7 @@ replica that was chosen before the last one joined.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
@@ -54,6 +54,10 @@ class SequenceRouter:
         """
         oldest = self.clock() - ACTIVE_S
         return sum(name == replica and used >= oldest for name, used in self._running.values())
+
+    def runs_on(self, model: str, replicas: Set[str]) -> bool:
+        """Return whether a known sequence of the model runs on one of the replicas."""
+        return any(key[0] == model and name in replicas for key, (name, _) in self._running.items())
 
     def is_known(self, model: str, step: SequenceStep) -> bool:
         """Return whether this process knows the replica of the sequence, or chooses it in this step."""

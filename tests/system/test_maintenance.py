@@ -14,13 +14,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fleet import BODY, QUICK, write_echo
+from tests.support.fleet import BODY, QUICK, load_behind, post_to, unload_behind, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import ROOT, Triton, gateway
 from tests.support.versioned import LABELS, NAME, V1_BODY, count_versions, write_versions
 from tests.support.wait import TIMEOUT_S, wait_until
 
+V2_STEP = {
+    "inputs": [{"name": "X", "datatype": "INT32", "shape": [1, 1], "data": [1]}],
+    "parameters": {"sequence_id": "alone"},
+}
 V1, V2 = f"/v1/models/{NAME}", f"/v2/models/{NAME}"
 
 
@@ -208,6 +212,49 @@ def test_a_gateway_that_must_guess_finds_a_sequence_on_a_cordoned_replica(pair: 
     wait_until(lambda: cordoned(pair.other) == {first})
     for name, process in processes.items():
         assert step(pair.other, name, "end")["PROCESS"] == process
+
+
+def state_on(triton: Triton, model: str = COUNTING.name) -> str:
+    index = {each["name"]: each["state"] for each in post_to(triton, "index").json()}
+    return str(index[model])
+
+
+@pytest.mark.parametrize("patterns", ["", COUNTING.name])
+def test_sequences_go_on_where_only_a_cordoned_replica_has_the_model(
+    pair: Pair, tmp_path: Path, patterns: str
+) -> None:
+    first, second = pair.tritons
+    urls = [triton.options.url for triton in pair.tritons]
+    settings = {"on_demand_models": patterns, "log_level": "warning", "poll_interval_s": "0.1"}
+    settings["state"] = f"file://{tmp_path}/state.json"
+    unload_behind(second, COUNTING.name)
+    wait_until(lambda: state_on(second) == "UNAVAILABLE")
+    with gateway(*urls, **settings) as (client, _), gateway(*urls, **settings) as (other, _):
+        started = step(client, "alone", "start")
+        assert client.post(f"/v1/replicas/{first.address}/cordon").status_code == 200
+        wait_until(lambda: cordoned(other) == {first.address})
+        # The other one has not read the metadata, and does not know the sequence.
+        clients = [client, client] if patterns else [client, other]
+        counts = []
+        for each in clients:
+            in_body = {"inputs": [1], "parameters": {"sequence_id": "alone"}}
+            answer = each.post(f"/v1/models/{COUNTING.name}/infer", json=in_body)
+            assert answer.status_code == 200, answer.text
+            for found in (answer.json()["outputs"], step(each, "alone")):
+                counts.append(found["COUNT"])
+                assert found["PROCESS"] == started["PROCESS"]
+            passed = each.post(f"/v2/models/{COUNTING.name}/infer", json=V2_STEP)
+            assert passed.status_code == 200, passed.text
+            counts.append(passed.json()["outputs"][0]["data"])
+        assert counts == [[number] for number in range(2, 8)]
+        assert state_on(second) == "UNAVAILABLE"  # no step has loaded it there
+        new = {"X-Sequence-ID": "new", "X-Sequence": "start, end"}
+        refused = client.post(
+            f"/v1/models/{COUNTING.name}/infer", json={"inputs": [1]}, headers=new
+        )
+        assert refused.status_code == (200 if patterns else 503), refused.text
+        assert step(client, "alone", "end")["PROCESS"] == started["PROCESS"]
+    load_behind(second, COUNTING.name)
 
 
 def test_a_label_means_no_version_that_only_a_cordoned_replica_has(pair: Pair) -> None:
