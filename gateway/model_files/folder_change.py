@@ -146,6 +146,12 @@ def try_link(target: Path, aside: Path) -> bool:
     return True
 
 
+def sync_file(path: Path) -> None:
+    """Make the content durable. Raises `OSError`, also for a write that failed later."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames durable; ignored by file systems that cannot."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

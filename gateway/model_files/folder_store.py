@@ -31,6 +31,7 @@ from gateway.model_files.folder_change import (
     is_temporary,
     make_folders,
     recover_folder,
+    sync_file,
     sync_folder,
 )
 from gateway.model_files.model_upload import Files, ModelUpload
@@ -233,6 +234,8 @@ class FolderStore(ModelStore):
         return (self.root / model).is_dir()
 
     def install(self, model: str, upload: ModelUpload) -> FolderChange:
+        for _, file in upload.all_files:  # only of accepted uploads: each costs milliseconds
+            sync_file(file.path)
         folder = self.root / model
         change = FolderChange(folder, self._name_temporary)
         is_new = not folder.is_dir() or not any(folder.iterdir())

@@ -67,7 +67,6 @@ class StagedWriter:
             view = view[self._file.write(view) :]
 
     def finish(self) -> StagedFile:
-        os.fsync(self._file.fileno())
         self._file.close()
         return StagedFile(self._path, self._size, self._hash.hexdigest())
 

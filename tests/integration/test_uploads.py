@@ -29,6 +29,7 @@ from tests.support.errors import assert_error
 from tests.support.fleet import Load, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, bearer, entry, written
+from tests.support.measurements import assert_number
 from tests.support.servers import gateway, gateway_before
 from tests.support.uploads import (
     FIRST,
@@ -327,6 +328,22 @@ def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: Fol
             assert_error(refused, 507, "REPOSITORY_FULL", "does not fit into the repository")
     finally:
         filler.unlink()
+    assert hidden(place.repository) == []
+
+
+def test_an_archive_of_many_files_is_refused_quickly(
+    limited: httpx.Client, place: FolderPlace
+) -> None:
+    """Files are written through to the disk, in milliseconds each, only when they are installed."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as zipped_files:
+        for number in range(5000):
+            zipped_files.writestr(f"1/{number}.txt", b"x")
+    refused = limited.put("/v1/models/bad", content=archive.getvalue())
+    assert_error(refused, 422, "INVALID_MODEL_FILE", "no model file")
+    seconds = refused.elapsed.total_seconds()
+    name = "an archive of 5,000 files without a model is refused after"
+    assert_number(name, seconds, "s", at_most=10)
     assert hidden(place.repository) == []
 
 

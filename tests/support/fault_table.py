@@ -989,12 +989,14 @@ ATTACKS = (
         },
     ),
     Row(
-        "many uploads at a time, whose lengths are unknown",
-        "507 as soon as they together exceed `GATEWAY_MAX_REPOSITORY_BYTES`, 429 for more than 16",
+        "many uploads at a time, whose lengths are unknown; archives of thousands of files",
+        "507 as soon as they together exceed `GATEWAY_MAX_REPOSITORY_BYTES`, 429 for more than 16; "
+        "only files of accepted uploads wait for the disk",
         {
             "integration/test_uploads": [
                 "uploads_in_progress_share_the_quota",
                 "sixteen_uploads_are_received_at_a_time",
+                "an_archive_of_many_files_is_refused_quickly",
             ]
         },
     ),
