@@ -1,0 +1,155 @@
+"""The decisions and pages of a large fleet: how many function calls they take, on any machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import NamedTuple
+
+import pytest
+
+from gateway.admission import AdmissionQueue
+from gateway.fleet.activation import ModelActivator
+from gateway.fleet.collector import FleetCollector, OnDemandCollector
+from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.health import Health
+from gateway.fleet.index import Index, merge_indexes, parse_index
+from gateway.fleet.loader import ManagementOptions
+from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.on_demand_models import OnDemandOptions
+from gateway.fleet.on_demand_plan import (
+    ModelBudget,
+    ModelFacts,
+    NoPlacement,
+    find_idle_models,
+    plan_excess,
+)
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.readiness import ReplicaStatus, check_readiness
+from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.repository import Repository
+from gateway.fleet.signatures import ModelService
+from gateway.state.store import MemoryStateStore
+
+REPLICAS, MODELS, LOADED = 100, 200, 30
+
+
+class LargeFleet(NamedTuple):
+    """A fleet that is never opened: its replicas have indexes, and nothing is sent."""
+
+    pool: ReplicaPool
+    repository: Repository
+    activator: ModelActivator
+
+
+def build_index(number: int) -> Index:
+    """Each replica has other models loaded."""
+    states = {
+        f"m{model}": "READY" if (model - number * 7) % MODELS < LOADED else "UNAVAILABLE"
+        for model in range(MODELS)
+    }
+    return parse_index(
+        [{"name": name, "version": "1", "state": state} for name, state in states.items()]
+    )
+
+
+def build_fleet() -> LargeFleet:
+    options = ReplicaConnectionOptions(1.0)
+    pool = ReplicaPool([], options)
+    for number in range(REPLICAS):
+        address = ReplicaAddress(f"10.0.0.{number + 1}", 8000)
+        replica = pool.replicas[address] = Replica(address, options)
+        replica.health = Health(is_down=False)
+        replica.index = build_index(number)
+    repository = Repository(
+        pool,
+        ModelService(Dispatcher(pool)),
+        MemoryStateStore(),
+        ModelsFile(None),
+        ManagementOptions(),
+    )
+    admission = AdmissionQueue(64, 32, 100, pool.metrics)
+    on_demand = OnDemandOptions(("*",), ModelBudget(LOADED), 100, 60.0, 100)
+    activator = repository.create_activator(admission, on_demand)
+    activator.loader.facts.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
+    return LargeFleet(pool, repository, activator)
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Return the number of Python functions and generators that the second round enters."""
+    work()  # what is computed once per index is computed
+    count = 0
+
+    def record(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(record)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def plan_round(fleet: LargeFleet) -> None:
+    loader = fleet.activator.loader
+    for load in loader.held.describe(fleet.pool.replicas.values()):
+        assert not find_idle_models(load, perf_counter() - 60)
+        assert not plan_excess(load, ModelBudget(LOADED))
+
+
+def place_model(fleet: LargeFleet) -> None:
+    # The facts are not current, so that nothing can be evicted yet.
+    placement = fleet.activator.loader.choose_placement("m0")
+    assert isinstance(placement, NoPlacement)
+    assert not placement.is_final
+
+
+def merge_one_model(fleet: LargeFleet) -> None:
+    assert len(merge_indexes(fleet.pool.list_usable_indexes(), ["m0"])) == 1
+
+
+def check_declared_models(fleet: LargeFleet) -> None:
+    statuses = [
+        ReplicaStatus(each.name, fleet.pool.replica_state(each), each.index)
+        for each in fleet.pool.replicas.values()
+    ]
+    declared: Mapping[str, DeclaredModel] = {f"m{n}": DeclaredModel(f"m{n}") for n in range(MODELS)}
+    readiness = check_readiness(statuses, declared, declared, 1, is_draining=False)
+    assert readiness.is_ready
+
+
+def collect_fleet(fleet: LargeFleet) -> None:
+    families = {each.name: each for each in FleetCollector(fleet.pool, fleet.repository).collect()}
+    assert len(families["gateway_model_ready_replicas"].samples) == MODELS
+
+
+def collect_memory(fleet: LargeFleet) -> None:
+    (memory,) = OnDemandCollector(fleet.pool, fleet.activator).collect()
+    assert len(memory.samples) == REPLICAS
+
+
+@pytest.mark.parametrize(
+    ("work", "most_calls"),
+    [
+        (place_model, 30_000),
+        (plan_round, 30_000),
+        (collect_memory, 20_000),
+        (collect_fleet, 20_000),
+        (check_declared_models, 15_000),
+        (merge_one_model, 2_000),
+    ],
+)
+def test_the_work_for_a_hundred_replicas_and_two_hundred_models_is_small(
+    work: Callable[[LargeFleet], None], most_calls: int
+) -> None:
+    async def scenario() -> int:
+        fleet = build_fleet()
+        return count_calls(lambda: work(fleet))
+
+    calls = asyncio.run(scenario())
+    print(f"{work.__name__}: {calls} function calls")
+    assert calls < most_calls
