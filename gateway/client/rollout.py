@@ -14,13 +14,14 @@ import typer
 from rich.console import Console
 
 from gateway.client.api import ApiClient, check_status, decode_json_response, label_api_path
-from gateway.client.errors import ClientError, GatewayUnreachable, UsageError
+from gateway.client.errors import AccessDenied, ClientError, UsageError
 from gateway.client.top import ModelTraffic, list_duration_samples, read_families
 from gateway.exposition.families import Families
 from gateway.messages import escape_unprintable
 
 POLL_S: Final = 1.0
-MAX_UNREACHABLE_POLLS: Final = 10
+MAX_FAILED_POLLS: Final = 10
+INTERRUPTIONS: Final = (KeyboardInterrupt, SystemExit)  # SIGINT, and SIGTERM
 INFERENCE_ROUTE: Final = re.compile(r"/v[12]/models/.*(/infer|/generate|/generate_stream|:predict)")
 FAILURE_STATUS: Final = "5xx"
 QUANTILE: Final = 0.99
@@ -62,6 +63,10 @@ class VersionTraffic:
     old: ModelTraffic = field(default_factory=ModelTraffic)
     new: ModelTraffic = field(default_factory=ModelTraffic)
     old_p99_s: float = inf
+
+    def is_reset_after(self, earlier: VersionTraffic) -> bool:
+        """Return whether the gateway restarted since, and counts from 0 again."""
+        return self.old.count < earlier.old.count or self.new.count < earlier.new.count
 
 
 def parse_steps(text: str) -> list[int]:
@@ -144,6 +149,10 @@ class Rollout:
         self._path = label_api_path(plan.model, plan.label)
         self._kept: dict[str, Any] = {}  # fields of the label that the rollout does not change
         self._old_p99_s = inf
+        self._has_moved = False
+        self._start = self._last = (
+            VersionTraffic()
+        )  # at the beginning of the step, and at the last poll
 
     def run(self) -> None:
         """Move the label through all steps. Raises `RolledBack` after it was moved back."""
@@ -153,13 +162,34 @@ class Rollout:
             try:
                 self._set_share(percent)
                 traffic = self._watch_step(percent)
-            except (RolledBack, KeyboardInterrupt) as exc:
-                reason = str(exc) or "interrupted"
-                self._set_share(0)
+            except BaseException as exc:
+                if not self._has_moved:
+                    raise
+                self._move_back()
+                if not isinstance(exc, (ClientError, *INTERRUPTIONS)):
+                    raise
+                reason = "interrupted" if isinstance(exc, INTERRUPTIONS) else str(exc)
                 raise RolledBack(
                     f"label {plan.label} of model {plan.model} is back on version {plan.old}: {reason}"
                 ) from None
             typer.echo(escape_unprintable(describe_step(plan, percent, traffic)))
+
+    def _move_back(self) -> None:
+        """Move all requests back to the old version. Raises `ClientError` if that fails for a while."""
+        plan = self._plan
+        failures = 0
+        while True:
+            try:
+                self._set_share(0)
+                break
+            except ClientError as exc:
+                failures += 1
+                if failures > MAX_FAILED_POLLS:
+                    raise ClientError(
+                        f"label {plan.label} of model {plan.model} could not be moved back to version "
+                        f"{plan.old}: {exc}"
+                    ) from None
+            time.sleep(POLL_S)
 
     def _check_label(self) -> None:
         """Raise `ClientError` if the label does not mean the old version."""
@@ -183,25 +213,31 @@ class Rollout:
         versions: dict[str, Any] = {"versions": {plan.old: 100 - percent, plan.new: percent}}
         if percent in (0, 100):
             versions = {"version": plan.new if percent else plan.old}
-        check_status(self._api.request("PUT", self._path, {**self._kept, **versions}))
+        had_moved, self._has_moved = self._has_moved, True  # unless a response says otherwise
+        response = self._api.request("PUT", self._path, {**self._kept, **versions})
+        self._has_moved = had_moved or response.is_success
+        check_status(response)
 
     def _watch_step(self, percent: int) -> VersionTraffic:
         """Wait until the step is over and judged. Raises `RolledBack`, with the reason only."""
-        plan, start = self._plan, self._read_traffic()
+        plan = self._plan
+        self._start = self._last = self._read_counters()
         end = time.monotonic() + plan.step_s
-        unreachable_polls = 0
+        failed_polls = 0
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("") as status:
             while True:
                 time.sleep(min(POLL_S, plan.step_s))
                 try:
-                    traffic = self._read_traffic(start)
+                    traffic = self._read_traffic()
                     self._check_ready()
-                except GatewayUnreachable as exc:
-                    unreachable_polls += 1
-                    if unreachable_polls > MAX_UNREACHABLE_POLLS:
-                        raise RolledBack(str(exc)) from None
+                except (RolledBack, AccessDenied):
+                    raise
+                except ClientError:
+                    failed_polls += 1
+                    if failed_polls > MAX_FAILED_POLLS:
+                        raise
                     continue
-                unreachable_polls = 0
+                failed_polls = 0
                 if violation := find_violation(traffic, plan.limits):
                     raise RolledBack(f"at {percent} % for version {plan.new}, {violation}")
                 left_s = max(end - time.monotonic(), 0)
@@ -215,14 +251,20 @@ class Rollout:
         if not label["ready"].get(self._plan.new, True):
             raise RolledBack(f"version {self._plan.new} is not ready on any replica")
 
-    def _read_traffic(self, start: VersionTraffic | None = None) -> VersionTraffic:
-        """Return the traffic since `start`, or since the gateway's."""
+    def _read_counters(self) -> VersionTraffic:
+        """Return the traffic since the gateway started."""
         plan, families = self._plan, read_families(self._api)
         old, new = (count_traffic(families, plan.model, each) for each in (plan.old, plan.new))
-        if start is None:
-            return VersionTraffic(old, new)
-        old, new = old.subtract(start.old), new.subtract(start.new)
-        if old.count >= plan.limits.min_requests:
+        return VersionTraffic(old, new)
+
+    def _read_traffic(self) -> VersionTraffic:
+        """Return the traffic since the beginning of the step, or since a restart of the gateway."""
+        counters = self._read_counters()
+        if counters.is_reset_after(self._last):
+            self._start = VersionTraffic()
+        self._last = counters
+        old, new = counters.old.subtract(self._start.old), counters.new.subtract(self._start.new)
+        if old.count >= self._plan.limits.min_requests:
             self._old_p99_s = compute_p99_s(old)
         return VersionTraffic(old, new, self._old_p99_s)
 

@@ -43,6 +43,9 @@ class ModelTraffic:
     buckets: dict[float, float] = field(default_factory=dict)
 
     def subtract(self, earlier: ModelTraffic) -> ModelTraffic:
+        """Return the traffic since `earlier`, or since the gateway started if it restarted meanwhile."""
+        if self.count < earlier.count:
+            return self
         return ModelTraffic(
             self.count - earlier.count,
             self.failed - earlier.failed,

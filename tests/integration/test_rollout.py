@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from gateway.client.rollout import (
     parse_steps,
 )
 from gateway.client.top import ModelTraffic
+from tests.support.keys import ADMIN, METRICS, bearer, entry, written
 from tests.support.servers import ROOT, Triton, gateway_before
 from tests.support.versioned import LABELS, NAME, V2_BODY, set_behaviour, write_versions
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -39,13 +41,18 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_versions(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="module")
+def triton(repository: Path) -> Iterator[Triton]:
+    with Triton(repository, NAME) as running:
+        running.wait()
+        yield running
+
+
 @pytest.fixture(scope="module", name="shared")
-def shared_gateway(repository: Path) -> Iterator[httpx.Client]:
-    with Triton(repository, NAME) as triton:
-        triton.wait()
-        with gateway_before(triton.options.url, **QUICK) as client:
-            wait_until(lambda: client.get(f"/v1/models/{NAME}").status_code == 200)
-            yield client
+def shared_gateway(triton: Triton) -> Iterator[httpx.Client]:
+    with gateway_before(triton.options.url, **QUICK) as client:
+        wait_until(lambda: client.get(f"/v1/models/{NAME}").status_code == 200)
+        yield client
 
 
 @pytest.fixture
@@ -139,14 +146,51 @@ def test_a_version_that_is_slow_is_taken_back(client: httpx.Client, repository: 
     assert default_label(client) == {"version": "1"}
 
 
-def test_an_interrupted_rollout_goes_back(client: httpx.Client) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_rollout_goes_back(client: httpx.Client, number: signal.Signals) -> None:
     running = start(client, "--from", "1", "--to", "2", "--steps", "50", "--every", "600")
     wait_until(lambda: default_label(client) == {"versions": {"1": 50, "2": 50}})
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     _, error = running.communicate(timeout=TIMEOUT_S)
     assert running.returncode != 0
     assert "is back on version 1: interrupted" in error
     assert default_label(client) == {"version": "1"}
+
+
+def test_a_rollout_goes_back_whatever_fails_and_tries_until_it_can(
+    client: httpx.Client, triton: Triton, tmp_path: Path
+) -> None:
+    allowed, watcher = entry(ADMIN, "admin"), entry(METRICS, "metrics")
+    keys = written(tmp_path / "keys.yaml", [allowed, watcher])
+
+    def count_rejections() -> int:
+        page = own.get("/metrics", headers=bearer(METRICS)).text
+        pattern = 'gateway_request_duration_seconds_count{.*status="4xx".*} (.*)'
+        return round(sum(map(float, re.findall(pattern, page))))
+
+    with gateway_before(triton.options.url, keys_file=str(keys), **QUICK) as own:
+        own.headers.update(bearer(ADMIN))
+        wait_until(lambda: own.get(f"/v1/models/{NAME}").status_code == 200)
+        running = start(
+            own, "--from", "1", "--to", "2", "--steps", "50", "--every", "600", "--key", ADMIN
+        )
+        wait_until(lambda: default_label(own) == {"versions": {"1": 50, "2": 50}})
+        before = count_rejections()
+        written(keys, [watcher])
+        wait_until(lambda: count_rejections() >= before + 2)  # a poll, and the way back
+        written(keys, [allowed, watcher])
+        _, error = running.communicate(timeout=TIMEOUT_S)
+        assert running.returncode == 1
+        assert "is back on version 1: " in error
+        assert default_label(own) == {"version": "1"}
+
+
+def test_a_rollout_that_cannot_begin_changes_nothing(client: httpx.Client) -> None:
+    status, _, error = roll_out(client, "--from", "1", "--to", "9")
+    assert status == 1
+    assert "version 9" in error
+    assert "is back" not in error
+    assert client.get(f"{LABELS}/default").status_code == 404
 
 
 def test_a_label_of_other_versions_is_left_alone(client: httpx.Client) -> None:
@@ -184,6 +228,14 @@ def test_a_limit_that_is_exceeded_is_named(new: ModelTraffic, old_p99_s: float, 
     violation = find_violation(VersionTraffic(ModelTraffic(), new, old_p99_s), limits)
     assert words in violation
     assert bool(words) == bool(violation)
+
+
+def test_the_counts_of_a_gateway_that_restarted_begin_again() -> None:
+    before, after = VersionTraffic(counted(50), counted(9, 3)), VersionTraffic(counted(60))
+    assert after.is_reset_after(before)
+    assert not before.is_reset_after(before)
+    assert after.new.subtract(before.new) == after.new
+    assert counted(9, 4).subtract(counted(5, 3)).failed == 1
 
 
 def test_a_quantile_is_interpolated_like_prometheus_does() -> None:
