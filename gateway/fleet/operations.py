@@ -6,16 +6,18 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Final
 
 from gateway import audit
-from gateway.errors import GatewayError, Overloaded
+from gateway.errors import GatewayError, Overloaded, StateUnavailable
 from gateway.fleet.report import OperationReport
 from gateway.fleet.tasks import TaskSet
 from gateway.state.desired import OPERATION_TTL_S, StateStore
 
 PROGRESS_POLL_S: Final = 0.1
+RECORD_RETRY_S: Final = 1.0
 OperationWork = Coroutine[Any, Any, OperationReport]
 
 
@@ -63,15 +65,31 @@ class OperationRunner:
             await asyncio.wait([task], timeout=PROGRESS_POLL_S)
             if len(report.outcomes) > reported_count:
                 reported_count = len(report.outcomes)
-                await self._record(operation_id, report, "running")
+                with suppress(StateUnavailable):  # later records contain the same
+                    await self._record(operation_id, report, "running")
         audit.log_result(report.action, report.model, task, operation_id)
         error = task.exception()
         if error is None:
-            await self._record(operation_id, report, "succeeded")
+            await self._record_result(operation_id, report, "succeeded")
         elif isinstance(error, GatewayError):
-            await self._record(operation_id, report, "failed", error)
+            await self._record_result(operation_id, report, "failed", error)
         else:
             raise error
+
+    async def _record_result(
+        self,
+        operation_id: str,
+        report: OperationReport,
+        status: str,
+        error: GatewayError | None = None,
+    ) -> None:
+        """Record the result as soon as the state is available, unless that takes too long."""
+        give_up_at = monotonic() + OPERATION_TTL_S
+        while monotonic() < give_up_at:
+            with suppress(StateUnavailable):  # the store logs it
+                await self._record(operation_id, report, status, error)
+                break
+            await asyncio.sleep(RECORD_RETRY_S)
 
     async def _record(
         self,

@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.errors import GatewayError
 from gateway.fleet.operations import OperationRunner, TooManyOperations
-from gateway.fleet.report import OperationReport
+from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.tasks import TaskSet
-from gateway.state.store import MemoryStateStore
+from gateway.state.store import MemoryStateStore, open_state_store
+from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written
 from tests.support.redis_server import redis_server
 from tests.support.servers import gateway, gateway_before
-from tests.support.wait import wait_until
+from tests.support.wait import wait_until, wait_until_async
 
 EXPORTED = {
     "format": 1,
@@ -186,6 +188,37 @@ def test_operations_in_the_background_are_bounded() -> None:
 
     assert asyncio.run(scenario(ends=False)) in range(256, 513)
     assert asyncio.run(scenario(ends=True)) == 10_000
+
+
+@pytest.mark.parametrize("error", [None, LoadFailed("m", "no memory")])
+def test_an_operation_that_ends_while_the_state_is_away_is_recorded_later(
+    tmp_path: Path, error: GatewayError | None
+) -> None:
+    async def scenario() -> None:
+        tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state/state.json")
+        report, is_over = OperationReport("m", True, 2), asyncio.Event()
+
+        async def load() -> OperationReport:
+            await is_over.wait()
+            if error is not None:
+                raise error
+            return report
+
+        operation = await OperationRunner(store, tasks).start(report, load)
+        (tmp_path / "state").rename(tmp_path / "away")
+        report.outcomes["a:8000"] = Outcome("READY")
+        await wait_until_async(lambda: not store.is_available)  # progress was not recorded
+        is_over.set()
+        await wait_until_async(lambda: len(tasks) == 1)
+        (tmp_path / "away").rename(tmp_path / "state")
+        await asyncio.gather(*tasks)
+        found = await store.read_operation(operation)
+        assert found is not None
+        assert found["operation"] == ("succeeded" if error is None else "failed")
+        assert found["replicas"] == {"a:8000": {"state": "READY"}}
+        await store.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_key_that_is_limited_to_some_models_cannot_change_all_of_them(
