@@ -86,6 +86,7 @@ class Metrics:
         self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
         self._dropped_lines = 0
         self.pending_attempts: Counts[tuple[str, str]] = Counts()
+        self._replicas: set[str] = set()
         self.pending_shadows: Counts[tuple[str, str, str, str]] = Counts()
 
         create = MetricFactory(self.registry)
@@ -236,6 +237,7 @@ class Metrics:
         build.labels(__version__).set(1)
 
     def add_replica(self, replica: str) -> None:
+        self._replicas.add(replica)
         # A series that starts at 0 makes its first event visible to increase().
         self.retries.labels(replica)
         self.ejections.labels(replica)
@@ -244,8 +246,14 @@ class Metrics:
         # Otherwise a fleet with changing addresses would add series without bound. With several workers they
         # remain: prometheus_client cannot remove them from its files.
         if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._replicas.discard(replica)  # requests in progress there are not counted
             for metric in (self.attempts, self.retries, self.ejections):
                 metric.remove_by_labels({"replica": replica})
+
+    def count_event(self, counter: Counter, replica: str) -> None:
+        """Count an event of a replica, unless that was removed."""
+        if replica in self._replicas:
+            counter.labels(replica).inc()
 
     def observe(self, info: RequestInfo, status: int, duration_s: float) -> None:
         key = (info.route, info.model, info.version, STATUS_LABELS[status])
@@ -271,8 +279,9 @@ class Metrics:
             self.bytes_in.labels(route, model, version).inc(pending.bytes_in)
             self.bytes_out.labels(route, model, version).inc(pending.bytes_out)
         attempts, self.pending_attempts = self.pending_attempts, Counts()
-        for labels, count in attempts.items():
-            self.attempts.labels(*labels).inc(count)
+        for (replica, outcome), count in attempts.items():
+            if replica in self._replicas:
+                self.attempts.labels(replica, outcome).inc(count)
         shadows, self.pending_shadows = self.pending_shadows, Counts()
         for results, count in shadows.items():
             self.shadow_requests.labels(*results).inc(count)

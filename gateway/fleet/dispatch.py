@@ -224,7 +224,7 @@ class Dispatcher:
         if history.failed_replica or not self._can_retry(call, replica, error):
             raise error
         log.warning("retrying on another replica than %s: %s", replica.name, error.detail)
-        self._metrics.retries.labels(replica.name).inc()
+        self._metrics.count_event(self._metrics.retries, replica.name)
         return history._replace(failed_replica=replica)
 
     def _can_activate_again(

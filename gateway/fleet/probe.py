@@ -141,7 +141,7 @@ class HealthMonitor:
         replica.probe_requested.set()
         if replica.health.ejected_until > now and previous is not HealthState.EJECTED:
             replica.reason = error.detail
-            self._metrics.ejections.labels(replica.name).inc()
+            self._metrics.count_event(self._metrics.ejections, replica.name)
             # A uvloop timer can fire slightly early, when the replica would still be ejected.
             self._loop.call_at(replica.health.ejected_until + TIMER_RESOLUTION_S, self._on_change)
         self._report_state_change(replica, previous)

@@ -809,6 +809,8 @@ async def test_what_is_under_way_at_an_address_that_is_gone_comes_to_its_end() -
             assert not asking.done()
             fake.release()
             await asking
+            # Its series are gone as well.
+            assert {name.split(":")[0] for name in replicas_in_metrics(pool)} == {"127.0.1.9"}
 
 
 @on_uvloop
