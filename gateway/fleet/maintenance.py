@@ -80,10 +80,12 @@ class Maintenance:
         return self._measure_progress(replica)
 
     async def uncordon(self, name: str) -> DrainProgress:
-        """Send requests to the replica again. Raises `UnknownReplica`."""
-        replica = self._find_replica(name)
+        """Send requests to the replica again, also when it returns. Raises `UnknownReplica`."""
+        if name not in self.pool.cordoned:
+            self._find_replica(name)
         await self.repository.set_cordon(name, is_cordoned=False)
-        return self._measure_progress(replica)
+        replica = self.pool.find_replica(name)
+        return DrainProgress(0, 0) if replica is None else self._measure_progress(replica)
 
     async def drain(self, name: str, timeout_s: float) -> DrainProgress:
         """Cordon the replica and wait for its requests and sequences. Raises `DrainTimeout`."""

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 RECONCILE_INTERVAL_S: Final = 1.0
 MIN_RECONCILE_PAUSE_S: Final = 0.1
+# Until the state of a replica that this gateway has never seen is deleted: another one may find it first.
+MAX_ABSENCE_S: Final = 60.0
 MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
 
 ActionKey = tuple[str, str]  # replica, model
@@ -48,6 +50,7 @@ class Reconciler:
     _locks: dict[str, ModelLock] = field(default_factory=dict)
     _backoffs: dict[ActionKey, Backoff] = field(default_factory=dict)
     _known_replicas: set[str] = field(default_factory=set)
+    _absent_since: dict[str, float] = field(default_factory=dict)  # replicas that have stored state
 
     async def run(self) -> None:
         while True:
@@ -105,7 +108,7 @@ class Reconciler:
         """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
         replicas = list(self._pool.replicas.values())
         current = {replica.name for replica in replicas}
-        removed = self._known_replicas - current
+        removed = (self._known_replicas - current) | self._find_absent_replicas(current)
         self._known_replicas = current
         self._loader.uncontrollable_replicas &= current
         for name in {key[0] for key in self._backoffs} - current:
@@ -116,6 +119,19 @@ class Reconciler:
         removed |= {replica.name for replica in replicas if replica.health.has_exited}
         for name in removed & self._state.loads.keys() if is_leader else ():
             await self._state.forget_loads(name)
+
+    def _find_absent_replicas(self, current: set[str]) -> set[str]:
+        """Return the replicas that have stored state, and have not been part of the fleet for a while.
+
+        The gateway that saw them leave may have exited before it could delete that.
+        """
+        now, stored = (
+            asyncio.get_running_loop().time(),
+            self._state.cordoned | self._state.loads.keys(),
+        )
+        since = self._absent_since
+        self._absent_since = {name: since.get(name, now) for name in stored - current}
+        return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}
 
     def _start_missing_actions(self) -> None:
         """Start the missing actions, a few per replica at a time, and none that is in backoff."""

@@ -174,7 +174,9 @@ class RedisStateStore:
         await self._write(script, self._loads.keys, field, token, resulting_load)
 
     async def forget_loads(self, replica: str) -> None:
-        models = (await self.read_loads()).get(replica, {})
+        models = (await self._read_hash(self._loads)).get(
+            replica, {}
+        )  # with those of exited processes
         fields = [load_field(replica, model) for model in models]
         for start in range(0, len(fields), MAX_FIELDS):
             batch = fields[start : start + MAX_FIELDS]

@@ -42,11 +42,11 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
 from gateway.fleet.loader import ManagementOptions
-from gateway.fleet.maintenance import Maintenance
+from gateway.fleet.maintenance import Maintenance, UnknownReplica
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
-from gateway.fleet.reconciler import RECONCILE_INTERVAL_S
+from gateway.fleet.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository
@@ -786,6 +786,43 @@ async def test_cordons_at_once_leave_a_replica_that_serves(tmp_path: Path, gatew
             assert len(callers[0].pool.cordoned | callers[-1].pool.cordoned) == 1
             for name in names:
                 await callers[0].uncordon(name)
+
+
+@with_skips
+async def test_the_state_of_a_replica_that_nobody_saw_leave_is_deleted_later(
+    tmp_path: Path,
+) -> None:
+    state, gone = f"file://{tmp_path}/state.json", "127.0.9.9:8000"
+    store = open_state_store(state)
+    await store.set_cordon(gone, is_cordoned=True)
+    token, _ = await store.begin_load(gone, "m")
+    await store.end_load(gone, "m", token, "1")
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as pool,
+        managing(pool, state=state) as repository,
+    ):
+        present = replica_of(pool, fakes[0]).name
+        await repository.set_cordon(present, is_cordoned=True)
+        await wait_until_async(lambda: gone in pool.cordoned)
+        skip(MAX_ABSENCE_S / 2)
+        await repository._state.refresh()
+        assert gone in repository._state.loads
+        await skip_until(lambda: pool.cordoned == {present})
+        await skip_until(lambda: gone not in repository._state.loads)
+        assert await store.read_cordons() == {present}
+    await store.close()
+
+
+@on_uvloop
+async def test_a_replica_that_is_absent_can_be_uncordoned() -> None:
+    async with simulated_replicas(2) as fakes, over(fakes) as pool, managing(pool) as repository:
+        maintenance = Maintenance(pool, dispatcher_of(pool), repository)
+        await repository.set_cordon("127.0.9.9:8000", is_cordoned=True)
+        assert (await maintenance.uncordon("127.0.9.9:8000")).is_finished
+        assert pool.cordoned == frozenset()
+        with pytest.raises(UnknownReplica):
+            await maintenance.uncordon("127.0.9.9:8000")
 
 
 def replicas_in_metrics(pool: ReplicaPool) -> set[str]:

@@ -276,6 +276,8 @@ class SharedStateContract:
                         "b:8000": {"core": "3"},
                     }
                 assert known(await one.read_loads()) == {"b:8000": {"core": "3"}}
+                await one.forget_loads("a:8000")
+                assert await one.read_loads() == {"b:8000": {"core": "3"}}
 
         asyncio.run(scenario())
 
