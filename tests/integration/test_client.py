@@ -659,8 +659,7 @@ def test_a_model_is_described_with_a_request_that_works(gateway: Gateway) -> Non
 
 def test_the_help_groups_the_commands_and_gives_examples() -> None:
     def show_help(*arguments: str) -> str:
-        ended = subprocess.run(command(*arguments, "--help"), capture_output=True, text=True)
-        return ended.stdout
+        return run_gateway(*arguments, "--help").stdout
 
     text = show_help()
     titles = ["Start a gateway", "Use models", "Manage models and replicas", "Watch and diagnose"]

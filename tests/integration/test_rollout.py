@@ -25,6 +25,7 @@ from gateway.client.rollout import (
     parse_steps,
 )
 from gateway.client.top import ModelTraffic
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, METRICS, bearer, entry, written
 from tests.support.servers import ROOT, Triton, gateway_before
 from tests.support.versioned import LABELS, NAME, V2_BODY, set_behaviour, write_versions
@@ -96,9 +97,9 @@ def start(client: httpx.Client, *arguments: str) -> subprocess.Popen[str]:
 
 
 def roll_out(client: httpx.Client, *arguments: str) -> tuple[int, str, str]:
-    running = start(client, *arguments)
-    printed, error = running.communicate(timeout=2 * TIMEOUT_S)
-    return running.returncode, printed, error
+    words = ("rollout", NAME, "--url", str(client.base_url), *arguments)
+    ended = run_gateway(*words, timeout_s=2 * TIMEOUT_S)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 def default_label(client: httpx.Client) -> dict[str, object]:

@@ -13,12 +13,10 @@ from pathlib import Path
 import httpx
 
 from deploy.site.prepare import read_tabs
+from tests.support.gateway_forks import run_gateway
 from tests.support.servers import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-
-
-PROGRAMS = {"curl": ["curl"], "triton-gateway": [sys.executable, "-m", "gateway"]}
 
 
 INTERPRETERS = {
@@ -67,14 +65,13 @@ def matches(answer: str, printed: str) -> bool:
 def assert_prints(gateway: httpx.Client, command: str, answer: str) -> None:
     words = shlex.split(command.replace("localhost:8080", str(gateway.base_url).rstrip("/")))
     environment = {**os.environ, "TRITON_GATEWAY_URL": str(gateway.base_url)}
-    run = subprocess.run(
-        [*PROGRAMS[words[0]], *words[1:]],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    if words[0] == "triton-gateway":
+        run = run_gateway(*words[1:], environment=environment)
+    else:
+        assert words[0] == "curl", command
+        run = subprocess.run(
+            words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
     assert run.returncode == 0, run.stderr
     assert matches(answer, run.stdout.strip()), run.stdout
 
