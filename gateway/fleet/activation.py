@@ -40,6 +40,9 @@ from gateway.triton.error_mapping import LoadFailed
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
+RETRY_PAUSES: Final = (
+    10  # of the time that the search for a place takes, which grows with the fleet
+)
 EXIT_PAUSE_S: Final = 0.005
 EXITS_PER_PAUSE: Final = 32
 MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline
@@ -195,14 +198,14 @@ class ModelActivator:
     def _start_load(self, model: str) -> SharedLoad:
         task = asyncio.create_task(self._load(model))
         load = self._loads[model] = SharedLoad(task, perf_counter())
-        self._loader.awaited.add(model)
+        self._loader.held.awaited.add(model)
         task.add_done_callback(lambda task: self._finish_load(model, task))
         return load
 
     def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
         del self._loads[model]
         self._obstacles.pop(model, None)
-        self._loader.awaited.discard(model)
+        self._loader.held.awaited.discard(model)
         if not task.cancelled():
             task.exception()  # the requests that waited may have gone
 
@@ -216,7 +219,9 @@ class ModelActivator:
             if not self._pool.has_live_replica:
                 await self._pool.look_up_replicas()
                 continue
+            started_at = perf_counter()
             placement = await self._find_placement(model) if self._is_loadable(model) else None
+            pause_s = max(RETRY_PAUSE_S, RETRY_PAUSES * (perf_counter() - started_at))
             if isinstance(placement, NoPlacement) and placement.is_final:
                 return placement
             if isinstance(placement, Placement):
@@ -229,7 +234,7 @@ class ModelActivator:
                     unreachable += 1
                     if unreachable == MAX_UNREACHABLE:
                         raise
-            await asyncio.sleep(RETRY_PAUSE_S)
+            await asyncio.sleep(pause_s)
         return None
 
     async def _find_placement(self, model: str) -> Placement | NoPlacement | None:

@@ -52,17 +52,17 @@ class FleetCollector(Collector):
                 state.add_metric([address, value.name.lower()], float(value is current))
             outstanding.add_metric([address], replica.outstanding)
             index = self._pool.known_index(replica)
-            states = Counter(index.model_state(name).state for name in index.models)
+            states = index.state_counts
             for name in STATE_RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
             is_cordoned = replica.name in self._pool.cordoned
             cordoned.add_metric([address], float(is_cordoned))
             usable = current <= HealthState.EJECTED and not is_cordoned
-            for name in replica.index.models:
-                is_ready = usable and replica.index.is_ready(name)
-                ready[name] += is_ready
-                if is_ready:
-                    versions.setdefault(name, set()).add(replica.index.ready_versions(name))
+            ready.update(dict.fromkeys(replica.index.models, 0))
+            if usable:
+                ready.update(replica.index.ready_models)
+                for name, numbers in replica.index.ready_versions_by_model.items():
+                    versions.setdefault(name, set()).add(numbers)
         yield from (state, outstanding, models, cordoned)
         yield from self._collect_models(ready, versions)
 
@@ -102,10 +102,9 @@ class OnDemandCollector(Collector):
             "Memory of the models on the replica, by gateway.memory_mb or GATEWAY_DEFAULT_MODEL_MEMORY_MB.",
         )
         if self._loader is not None:
-            for replica in list(self._pool.replicas.values()):
-                models = self._loader.describe_replica(replica).models
-                memory_mb = sum(model.memory_mb for model in models)
-                memory.add_metric([replica.name], memory_mb * MEBIBYTE)
+            for load in self._loader.held.describe(list(self._pool.replicas.values())):
+                memory_mb = sum([model.memory_mb for model in load.models])
+                memory.add_metric([load.name], memory_mb * MEBIBYTE)
         yield memory
 
 

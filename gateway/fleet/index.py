@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gateway.triton.error_mapping import sanitize_message
 
@@ -19,8 +20,7 @@ UNLOADED: Final = "unloaded"
 STATE_KEYS: Final = ("state", "reason")
 
 
-@dataclass(frozen=True)
-class VersionState:
+class VersionState(NamedTuple):
     state: str
     reason: str = ""
 
@@ -34,6 +34,10 @@ class VersionState:
     def to_dict(self) -> dict[str, str]:
         reason = {"reason": self.reason} if self.reason else {}
         return {"state": self.state, **reason}
+
+
+NEVER_LOADED: Final = VersionState(UNAVAILABLE)
+NOT_IN_REPOSITORY: Final = VersionState(UNAVAILABLE, "not in this replica's repository")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,15 @@ class Index:
             if any(version.state in states for version in versions.values())
         )
 
+    @cached_property
+    def ready_versions_by_model(self) -> Mapping[str, frozenset[str]]:
+        return {name: self.ready_versions(name) for name in self.ready_models}
+
+    @cached_property
+    def state_counts(self) -> Counter[str]:
+        """The number of models by state."""
+        return Counter(self.model_state(name).state for name in self.models)
+
     def is_ready(self, model: str, version: str = "") -> bool:
         """Return whether the version is ready, or without a version, whether any is."""
         if not version:
@@ -71,11 +84,14 @@ class Index:
 
     def model_state(self, model: str) -> VersionState:
         """Return the state of the model's best version."""
-        versions = self.models.get(model)
-        if not versions:
-            reason = "" if model in self.models else "not in this replica's repository"
-            return VersionState(UNAVAILABLE, reason)
-        return max(versions.values(), key=lambda version: version.rank)
+        return self._model_states.get(model, NOT_IN_REPOSITORY)
+
+    @cached_property
+    def _model_states(self) -> Mapping[str, VersionState]:
+        return {
+            name: max(versions.values(), key=lambda version: version.rank, default=NEVER_LOADED)
+            for name, versions in self.models.items()
+        }
 
     def is_changing(self, model: str) -> bool:
         return model in self.changing_models
@@ -114,15 +130,19 @@ def parse_index(document: Any) -> Index:
     return Index(models)
 
 
-def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
+def merge_indexes(
+    indexes: Mapping[str, Index], models: Iterable[str] | None = None
+) -> list[dict[str, str]]:
     """Merge the indexes of several replicas into one, in Triton's format; the worst state wins.
 
     A version that is missing on a replica counts as unavailable there, and the reason names the replica.
+    Only the given models are merged, if any are given.
     """
     entries: list[dict[str, str]] = []
-    for name in sorted({name for index in indexes.values() for name in index.models}):
+    known = model_names(indexes.values()) if models is None else models
+    for name in sorted(known):
         numbers = {number for index in indexes.values() for number in index.models.get(name, ())}
-        if not numbers:
+        if not numbers and any(name in index.models for index in indexes.values()):
             entries.append({"name": name})
         for number in sorted(numbers, key=version_sort_key):
             states = find_states(indexes, name, number)
@@ -131,12 +151,14 @@ def merge_indexes(indexes: Mapping[str, Index]) -> list[dict[str, str]]:
 
 
 def merge_version_states(states: Mapping[str, VersionState]) -> dict[str, str]:
-    worst_rank = min(version.rank for version in states.values())
-    addresses = [address for address, version in states.items() if version.rank == worst_rank]
+    distinct = set(states.values())
+    worst_rank = min(version.rank for version in distinct)
+    worst_states = {version for version in distinct if version.rank == worst_rank}
+    addresses = [address for address, version in states.items() if version in worst_states]
     worst = states[addresses[0]]
     if len(addresses) < len(states):
         place = f"on {', '.join(addresses)}"
-        worst = replace(worst, reason=f"{place}: {worst.reason}" if worst.reason else place)
+        worst = worst._replace(reason=f"{place}: {worst.reason}" if worst.reason else place)
     return worst.to_dict()
 
 
@@ -145,7 +167,7 @@ def version_sort_key(version: str) -> tuple[int, str]:
 
 
 def model_names(indexes: Iterable[Index]) -> set[str]:
-    return {name for index in indexes for name in index.models}
+    return set().union(*(index.models for index in indexes))
 
 
 def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) -> dict[str, Any]:

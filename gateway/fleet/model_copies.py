@@ -24,6 +24,7 @@ from gateway.fleet.tasks import cancel_tasks
 log = logging.getLogger(__name__)
 
 DEMAND_INTERVAL_S: Final = 0.5
+NO_ROOM_PAUSE_S: Final = 2.0
 UNUSED_COPY_S: Final = 2.0  # a copy that other gateways need runs more often
 
 
@@ -64,7 +65,7 @@ class ModelCopies:
     def _can_change(self, model: str) -> bool:
         backoff = self._backoffs.get(model)
         is_early = backoff is not None and perf_counter() < backoff.not_before
-        is_busy = model in self._loader.awaited or self._reconciler.is_locked(model)
+        is_busy = model in self._loader.held.awaited or self._reconciler.is_locked(model)
         return not (is_early or is_busy or model in self._changes)
 
     def _start_change(self, model: str, holders: list[Replica], *, is_load: bool) -> None:
@@ -75,6 +76,7 @@ class ModelCopies:
     async def _load(self, model: str) -> None:
         placement = await self._loader.find_placement(model)
         if not isinstance(placement, Placement) or placement.victims:
+            self._backoffs[model] = Backoff(not_before=perf_counter() + NO_ROOM_PAUSE_S)
             return
         try:
             async with self._reconciler.lock_model(model):
@@ -87,7 +89,7 @@ class ModelCopies:
 
     async def _unload(self, model: str, holders: list[Replica]) -> None:
         """Unload the copy on the replica that holds most. It waits until the model has no request."""
-        loads = {replica: self._loader.describe_replica(replica) for replica in holders}
+        loads = dict(zip(holders, self._loader.held.describe(holders), strict=True))
         removable = [replica for replica, load in loads.items() if is_removable(load, model)]
         if not removable:
             return

@@ -12,14 +12,13 @@ from typing import Final
 
 from gateway.errors import GatewayError
 from gateway.fleet.health import HealthState
-from gateway.fleet.index import UNLOADING, Index
+from gateway.fleet.held_models import HeldModels
+from gateway.fleet.index import UNLOADING
 from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.loader import ModelLoader
 from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
 from gateway.fleet.on_demand_plan import (
-    Eviction,
-    LoadedModel,
     NoPlacement,
     Placement,
     ReplicaLoad,
@@ -32,16 +31,14 @@ from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState, StartedLoad
-from gateway.state.loads import is_in_progress
 
 log = logging.getLogger(__name__)
 
 INITIATOR: Final = "on_demand"
 REPORT_INTERVAL_S: Final = 0.5
 SURPLUS_CHECK_INTERVAL_S: Final = 0.5
-EVICTION_TIMEOUT_S: Final = (
-    10.0  # other decisions on the replica wait meanwhile; the unload goes on
-)
+# Other decisions on the replica wait for an eviction. It goes on afterwards.
+EVICTION_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(eq=False, repr=False)
@@ -57,61 +54,12 @@ class OnDemandLoader:
     facts: ModelFactsCache
     options: OnDemandOptions
     inference_times: InferenceTimes = field(default_factory=InferenceTimes)
-    awaited: set[str] = field(default_factory=set)  # models that requests wait for
-    _starting: dict[str, set[str]] = field(default_factory=dict)  # replica → own loads in progress
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
 
-    # What the replicas hold.
+    def __post_init__(self) -> None:
+        self.held = HeldModels(self._state, self._reconciler, self.models, self.usage, self.facts)
 
-    def describe_replica(self, replica: Replica) -> ReplicaLoad:
-        """Return what the replica holds, what is being loaded, and what must be loaded there."""
-        index, loads = replica.index, self._state.loads.get(replica.name, {})
-        started = {name for name, load in loads.items() if is_in_progress(load)}
-        started |= self._starting.get(replica.name, set())
-        desired = {
-            name
-            for name, model in self._state.merge_models().items()
-            if model.is_loaded and name in index.models
-        }
-        parts = {part for name in started for part in self.facts.find_parts(name)}
-        held = index.ready_models | index.changing_models | started | desired | parts
-        brought = self._find_brought_parts()
-        models = (
-            LoadedModel(
-                name,
-                self.facts.get_memory_mb(name),
-                max(self.usage.get_last_used(name), self.facts.get_ready_since(name)),
-                self._check_eviction(name, index, name in started, name in brought),
-                self.facts.find_parts(name),
-            )
-            for name in sorted(held)
-        )
-        return ReplicaLoad(replica.name, tuple(models), replica.outstanding)
-
-    def _find_brought_parts(self) -> set[str]:
-        """Return the models that ensembles brought, which are evicted as their ensembles are."""
-        return {
-            part
-            for name in self.facts.facts
-            if self.models.is_on_demand(name)
-            for part in self.facts.find_parts(name)
-        }
-
-    def _check_eviction(
-        self, model: str, index: Index, is_started: bool, is_brought: bool
-    ) -> Eviction:
-        is_kept = model in self._state.declared_models or model in self._state.desired_models
-        if is_kept or not (is_brought or self.models.is_on_demand(model)):
-            return Eviction.NEVER
-        is_busy = (
-            is_started
-            or index.is_changing(model)
-            or model in self.awaited
-            or self._reconciler.is_locked(model)
-            or not self.facts.is_current(model)  # it may be an ensemble
-            or self.usage.count_requests(model) > 0
-        )
-        return Eviction.BUSY if is_busy else Eviction.FREE
+    # The replicas.
 
     def list_candidates(self, model: str) -> list[Replica]:
         return [
@@ -156,10 +104,10 @@ class OnDemandLoader:
     async def find_placement(self, model: str) -> Placement | NoPlacement:
         """Return the replica for a load, judging by the last known indexes."""
         await self.facts.update()
-        return self._choose_placement(model)
+        return self.choose_placement(model)
 
-    def _choose_placement(self, model: str) -> Placement | NoPlacement:
-        replicas = [self.describe_replica(replica) for replica in self.list_candidates(model)]
+    def choose_placement(self, model: str) -> Placement | NoPlacement:
+        replicas = self.held.describe(self.list_candidates(model))
         wanted = self.facts.build_wanted_model(model)
         return choose_placement(replicas, wanted, self.options.budget)
 
@@ -172,7 +120,7 @@ class OnDemandLoader:
         replica = self._pool.find_replica(replica_name)
         if replica is None:
             return False
-        starting = self._starting.setdefault(replica.name, set())
+        starting = self.held.starting.setdefault(replica.name, set())
         async with AsyncExitStack() as stack:
             # Of gateways that share a state, only one at a time changes what a replica or a model has.
             if not await stack.enter_async_context(self._state.lease(f"model:{model}")):
@@ -215,7 +163,7 @@ class OnDemandLoader:
         await self.facts.update(checks_ensembles=True)
         if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it
-        placement = self._choose_placement(model)
+        placement = self.choose_placement(model)
         if isinstance(placement, NoPlacement) or placement.replica != replica.name:
             return False
         if is_copy and placement.victims:
@@ -261,11 +209,18 @@ class OnDemandLoader:
             await asyncio.sleep(SURPLUS_CHECK_INTERVAL_S)
             if self.models.is_enabled and self._reconciler.is_leader:
                 await self.facts.update()
-                await asyncio.gather(*map(self._unload_surplus, self._list_controllable_replicas()))
+                await asyncio.gather(*map(self._unload_surplus, self._find_surplus_replicas()))
+
+    def _find_surplus_replicas(self) -> list[Replica]:
+        """Return the replicas with idle models, or that exceed the budget; the others are not locked."""
+        replicas = self._list_controllable_replicas()
+        return [
+            replica
+            for replica, load in zip(replicas, self.held.describe(replicas), strict=True)
+            if self._find_idle_models(load) or plan_excess(load, self.options.budget)
+        ]
 
     async def _unload_surplus(self, replica: Replica) -> None:
-        if not (self._find_idle_models(replica) or self._find_excess(replica)):
-            return
         async with self.lock_replica(replica) as is_granted:
             if not is_granted:
                 return
@@ -275,21 +230,24 @@ class OnDemandLoader:
             excess = self._find_excess(replica)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
 
-    def _find_idle_models(self, replica: Replica) -> tuple[str, ...]:
+    def _find_idle_models(self, load: ReplicaLoad) -> tuple[str, ...]:
         if not self.options.idle_unload_s:
             return ()
-        idle_since = perf_counter() - self.options.idle_unload_s
-        return find_idle_models(self.describe_replica(replica), idle_since)
+        return find_idle_models(load, perf_counter() - self.options.idle_unload_s)
 
     async def _confirm_idle_models(self, replica: Replica) -> tuple[str, ...]:
         """Return the idle models that the replica has not run for others, which send no report."""
-        for model in self._find_idle_models(replica):
+        for model in self._find_idle_models(self._describe(replica)):
             used_at = await self.inference_times.read(replica, model)
             self.usage.record_use_by_others(model, used_at)
-        return self._find_idle_models(replica)
+        return self._find_idle_models(self._describe(replica))
 
     def _find_excess(self, replica: Replica) -> tuple[str, ...]:
-        return plan_excess(self.describe_replica(replica), self.options.budget)
+        return plan_excess(self._describe(replica), self.options.budget)
+
+    def _describe(self, replica: Replica) -> ReplicaLoad:
+        (load,) = self.held.describe([replica])
+        return load
 
     def _list_controllable_replicas(self) -> list[Replica]:
         return [

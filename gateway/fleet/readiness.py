@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from time import monotonic
 from typing import Any
@@ -124,10 +125,12 @@ def find_unready_models(
     # A cordon must not make the gateway unready: the quorum is one of the others.
     required_count = max(min(quorum, sum(not replica.is_cordoned for replica in replicas)), 1)
     unready = {}
+    usable = [replica for replica in replicas if replica.is_usable]
     for name, model in models.items():
-        serving = [
-            replica for replica in replicas if replica.is_usable and has_model(replica.index, model)
-        ]
+        found = (replica for replica in usable if has_model(replica.index, model))
+        serving = list(
+            islice(found, required_count)
+        )  # no more are looked for: it costs their number
         if len(serving) < required_count:
             unready[name] = {
                 replica.address: explain_unready(replica, model)

@@ -125,12 +125,16 @@ class Repository:
     def outdated_replicas(self, model: str) -> list[str]:
         """Return the replicas that have not confirmed the last load of a model."""
         desired, loads = self._state.merge_model(model), self._state.loads
-        if desired is None:
+        if desired is None or not desired.load_id:
             return []
-        return [
-            replica.name
+        confirmed = {
+            replica.name: loads.get(replica.name, {}).get(model, "")
             for replica in self._pool.replicas.values()
-            if is_outdated(desired, loads.get(replica.name, {}).get(model, ""))
+        }
+        return [
+            name
+            for name, load in confirmed.items()
+            if load != desired.load_id and is_outdated(desired, load)
         ]
 
     def check_readiness(self, *, is_draining: bool) -> Readiness:

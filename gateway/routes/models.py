@@ -53,11 +53,13 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     indexes = services.pool.list_usable_indexes()
     expected_names = {*repository.declared_models, *repository.desired_models}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
+    ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
     for name, model in models.items():
-        model["ready"] = any(index.is_ready(name) for index in indexes.values())
+        model["ready"] = name in ready_models
         is_on_demand = repository.on_demand_models.is_on_demand(name)
+        states = {at: index.model_state(name) for at, index in indexes.items()}
         if is_on_demand:
-            model.update(describe_on_demand_model(name, indexes))
+            model.update(describe_on_demand_model(name, indexes, states.values()))
         if name in repository.declared_models:
             model["declared"] = True
         if name in repository.desired_models:
@@ -65,9 +67,8 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
         if labels := repository.state.labels.get(name):
             model["labels"] = {label: value.to_dict() for label, value in labels.items()}
         if Right.fleet in caller.rights:
-            states = {at: index.model_state(name) for at, index in indexes.items()}
             model["replicas"] = {
-                at: find_best_state([state])["state"] if is_on_demand else state.state
+                at: ON_DEMAND if is_on_demand and state.state == UNAVAILABLE else state.state
                 for at, state in states.items()
             }
             if behind := repository.outdated_replicas(name):
@@ -86,19 +87,20 @@ def build_openai_entry(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "triton"}
 
 
-def describe_on_demand_model(model: str, indexes: Mapping[str, Index]) -> dict[str, Any]:
+def describe_on_demand_model(
+    model: str, indexes: Mapping[str, Index], states: Iterable[VersionState]
+) -> dict[str, Any]:
     """Return what differs from other models: the best state of each version, not the worst."""
     numbers = {number for index in indexes.values() for number in index.models.get(model, ())}
     versions = [
         {"version": number, **find_best_state(find_states(indexes, model, number).values())}
         for number in sorted(numbers, key=version_sort_key)
     ]
-    state = find_best_state(index.model_state(model) for index in indexes.values())["state"]
-    return {"on_demand": True, "state": state, "versions": versions}
+    return {"on_demand": True, "state": find_best_state(states)["state"], "versions": versions}
 
 
 def find_best_state(states: Iterable[VersionState]) -> dict[str, str]:
-    best = max(states, key=lambda version: version.rank)
+    best = max(set(states), key=lambda version: version.rank)
     return {"state": ON_DEMAND if best.state == UNAVAILABLE else best.state}
 
 
@@ -202,9 +204,8 @@ async def describe_model(
         **build_openai_entry(signature.model),
         "model_version_status": build_version_status(
             entry
-            for entry in merge_indexes(services.pool.list_usable_indexes())
-            if entry["name"] == signature.model
-            and signature.version in ("", entry.get("version", ""))
+            for entry in merge_indexes(services.pool.list_usable_indexes(), [signature.model])
+            if signature.version in ("", entry.get("version", ""))
         ),
         "curl": examples.format_curl_example(signature, base_url),
         "python": examples.format_python_example(signature, base_url),
