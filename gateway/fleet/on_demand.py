@@ -132,9 +132,6 @@ class OnDemandLoader:
                 stack.callback(starting.discard, model)
                 started_load = await self._state.begin_load(replica.name, model)
             await self._run_load(model, replica, started_load)
-            async with self.lock_replica(replica) as is_granted:
-                if is_granted:
-                    await self._trim(replica, model)
         return True
 
     @asynccontextmanager
@@ -187,11 +184,6 @@ class OnDemandLoader:
         await self.facts.update()
         duration_s = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
-
-    async def _trim(self, replica: Replica, model: str) -> None:
-        """Unload others if the model brought parts that were not known before."""
-        victims = self._find_excess(replica)
-        await self.evict(replica, victims, f"because {model} brought its parts", "room")
 
     async def report_usage(self) -> None:
         """Tell the other gateways what this one uses, for ever; no slow action delays it."""

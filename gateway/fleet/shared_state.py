@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from time import monotonic
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
@@ -27,6 +28,8 @@ from gateway.version_labels import LabelTable, VersionLabel
 log = logging.getLogger(__name__)
 
 LEASE_RENEWAL_S: Final = 1.5
+OUTAGE_PAUSE_S: Final = 2.0
+T = TypeVar("T")
 
 
 class StartedLoad(NamedTuple):
@@ -51,6 +54,8 @@ class SharedState:
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
         # Replica and model → the arguments of an `end_load` that the store did not record.
         self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
+        self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
+        self._retry_at = 0.0
 
     @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
@@ -135,11 +140,11 @@ class SharedState:
         finally:
             await cancel_tasks([renewal])
             with suppress(StateUnavailable):
-                await self.store.release_lease(name)
+                await self._try_store(lambda: self.store.release_lease(name))
 
     async def _renew_lease(self, name: str) -> bool:
         try:
-            return await self.store.acquire_lease(name)
+            return await self._try_store(lambda: self.store.acquire_lease(name))
         except StateUnavailable:
             return True
 
@@ -148,6 +153,24 @@ class SharedState:
             await asyncio.sleep(LEASE_RENEWAL_S)
             await self._renew_lease(name)
 
+    async def _try_store(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of a call that gateways agree by. Raises `StateUnavailable`.
+
+        After a failure, one of these calls tries the store every two seconds, and the others fail at once:
+        a load makes about ten of them, and each would wait for a store that hangs.
+        """
+        if self._failure is not None:
+            if monotonic() < self._retry_at:
+                raise self._failure.with_traceback(None)
+            self._retry_at = monotonic() + OUTAGE_PAUSE_S
+        try:
+            result = await call()
+        except StateUnavailable as exc:
+            self._failure, self._retry_at = exc, monotonic() + OUTAGE_PAUSE_S
+            raise
+        self._failure = None
+        return result
+
     @property
     def has_reports(self) -> bool:
         """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
@@ -155,12 +178,12 @@ class SharedState:
 
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):
-            self.loads = await self._read_loads()
+            self.loads = await self._try_store(self._read_loads)
 
     async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Publish a report of this gateway, and return those of the others; none without the store."""
         try:
-            return await self.store.exchange_reports(report)
+            return await self._try_store(lambda: self.store.exchange_reports(report))
         except StateUnavailable:
             return []
 
@@ -169,7 +192,8 @@ class SharedState:
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
         self._unrecorded_ends.pop((replica, model), None)
         try:
-            started_load = StartedLoad(*await self.store.begin_load(replica, model))
+            begun = await self._try_store(lambda: self.store.begin_load(replica, model))
+            started_load = StartedLoad(*begun)
         except StateUnavailable:  # load anyway; other gateways cannot see it then
             confirmed_load = self.loads.get(replica, {}).get(model, "")
             started_load = StartedLoad(new_load_token(""), confirmed_load)
@@ -182,7 +206,7 @@ class SharedState:
         self.loads = with_load(self.loads, replica, model, resulting_load)
         end = (started_load.token, resulting_load)
         try:
-            await self.store.end_load(replica, model, *end)
+            await self._try_store(lambda: self.store.end_load(replica, model, *end))
         except StateUnavailable:
             self._unrecorded_ends[replica, model] = end
 

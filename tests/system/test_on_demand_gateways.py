@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from tests.support.on_demand import (
     count_lru_loads,
     list_held,
     loads,
+    metric,
     model_names,
     on_demand_fleet,
     on_demand_gateway,
@@ -139,3 +141,21 @@ def test_a_gateway_unloads_no_model_that_another_uses_unseen(
         assert set(statuses) == {200}
         assert loads(first) == 1
         assert loads(second) == 2
+
+
+def test_a_redis_that_hangs_delays_no_load_for_long(three: list[Triton], tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path) as server,
+        on_demand_fleet(three[:1], state=server.url(), log_level="warning") as fleet,
+    ):
+        assert fleet.infer("model00").status_code == 200
+        server.signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: metric(fleet, "gateway_state_up") == 0)
+            for model in MODELS[1:3]:
+                answer = fleet.infer(model, headers={"X-Request-Timeout": "10"})
+                assert answer.status_code == 200, answer.text
+        finally:
+            server.signal(signal.SIGCONT)
+        wait_until(lambda: metric(fleet, "gateway_state_up") == 1)
+        assert fleet.infer("model03").status_code == 200
