@@ -298,7 +298,11 @@ def limited(place: FolderPlace) -> Iterator[httpx.Client]:
     keys = [entry(ADMIN, "admin"), entry("tgw_some-secret", "admin", models=["some-*"])]
     keys.append(entry("tgw_infer-secret", "infer"))
     file = written(place.repository.parent / "keys.yaml", keys)
-    limits = {"max_model_bytes": str(4 * MIB), "max_repository_bytes": str(16 * MIB)}
+    limits = {
+        "max_model_bytes": str(4 * MIB),
+        "max_repository_bytes": str(16 * MIB),
+        "body_stall_s": "60",  # uploads of a busy test wait for one another
+    }
     with place.another_gateway(keys_file=str(file), state="memory:", **limits) as (client, _):
         client.headers.update(bearer(ADMIN))
         yield client
