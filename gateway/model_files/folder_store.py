@@ -11,9 +11,10 @@ import os
 import re
 import secrets
 import stat
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -71,6 +72,7 @@ class FolderStore(ModelStore):
         self._opening = threading.Lock()
         self._reserving = threading.Lock()
         self._free_bytes = 0
+        self._unwritten_bytes = 0
         self._owner_lock = -1
         self._model_locks = -1
         self._recovered_models: list[str] = []
@@ -181,22 +183,31 @@ class FolderStore(ModelStore):
         self._ensure_owner_lock()
         return Staging(lambda: self._name_temporary(self.root), self._reserve_bytes)
 
-    def _reserve_bytes(self, count: int) -> None:
-        """Raise `RepositoryFull` if this many more bytes of an upload exceed the limit.
+    @contextmanager
+    def _reserve_bytes(self, count: int) -> Iterator[None]:
+        """Reserve bytes of an upload while they are written. Raises `RepositoryFull`.
 
         Uploads in progress share what the last look at the folder found free.
         """
-        if not self._max_bytes:
-            return
         with self._reserving:
             self._free_bytes -= count
             if self._free_bytes < 0:
-                self.check_quota(count)
-                self._free_bytes -= count
+                needed_bytes = self._unwritten_bytes + count  # which the folder does not show yet
+                self._free_bytes = self._find_free_bytes(needed_bytes) - needed_bytes
+            self._unwritten_bytes += count
+        try:
+            yield
+        finally:
+            with self._reserving:
+                self._unwritten_bytes -= count
 
     def check_quota(self, needed_bytes: int = 0) -> None:
+        self._find_free_bytes(needed_bytes)
+
+    def _find_free_bytes(self, needed_bytes: int) -> int:
+        """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
         if not self._max_bytes:
-            return
+            return sys.maxsize
         used = sum(
             path.lstat().st_size for path in walk_model_files(self.root, with_temporary=True)
         )
@@ -205,7 +216,7 @@ class FolderStore(ModelStore):
                 f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
                 "remove models or versions first"
             )
-        self._free_bytes = self._max_bytes - used
+        return self._max_bytes - used
 
     def check_upload(self, upload: ModelUpload) -> None:
         self.check_quota()  # which counts temporary files as well

@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -60,11 +60,11 @@ class StagedWriter:
         """Raises `UploadAborted`, `RepositoryFull` or `OSError`."""
         self._staging.check_open()
         view = memoryview(data)
-        self._staging.reserve(len(view))
-        self._hash.update(view)
-        self._size += len(view)
-        while view:
-            view = view[self._file.write(view) :]
+        with self._staging.reserve(len(view)):
+            self._hash.update(view)
+            self._size += len(view)
+            while view:
+                view = view[self._file.write(view) :]
 
     def finish(self) -> StagedFile:
         self._file.close()
@@ -74,19 +74,22 @@ class StagedWriter:
         self._file.close()
 
 
-def ignore_size(size: int) -> None:
+def reserve_nothing(_size: int) -> AbstractContextManager[None]:
     """Reserve nothing: the files are not in the repository."""
+    return nullcontext()
 
 
 class Staging:
     """The temporary files of one upload. `discard` removes those that were not installed.
 
-    A thread may still write when the upload is discarded: its next write raises `UploadAborted`. `reserve` is
-    called with the number of bytes before they are written.
+    A thread may still write when the upload is discarded: its next write raises `UploadAborted`. `reserve`
+    holds a number of bytes while they are written.
     """
 
     def __init__(
-        self, name_temporary: Callable[[], Path], reserve: Callable[[int], None] = ignore_size
+        self,
+        name_temporary: Callable[[], Path],
+        reserve: Callable[[int], AbstractContextManager[None]] = reserve_nothing,
     ) -> None:
         self._name_temporary = name_temporary
         self.reserve = reserve

@@ -352,7 +352,7 @@ def test_an_archive_of_many_files_is_refused_quickly(
 
 
 def test_uploads_in_progress_share_the_quota(limited: httpx.Client, place: FolderPlace) -> None:
-    """They name no length, and together would take 30 of 16 MiB."""
+    """They name no length, and together would take 40 of 16 MiB."""
     head = (
         f"PUT /v1/models/many HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN}\r\n"
         "Transfer-Encoding: chunked\r\n\r\n"
@@ -368,7 +368,7 @@ def test_uploads_in_progress_share_the_quota(limited: httpx.Client, place: Folde
             connections.append(connection)
         wait_until(lambda: len(hidden(place.repository)) == 10)
         for connection in connections:
-            connection.sendall(chunk * 29)
+            connection.sendall(chunk * 39)
         refusals: list[bytes] = []
         while len(refusals) < 5:
             (ready, _, _) = select.select(connections, [], [], TIMEOUT_S)
