@@ -108,7 +108,9 @@ def gateway(
     arguments = ["serve", "--port", str(port)]
     if workers > 1:
         arguments += ["--workers", str(workers)]
-    with Command(*arguments, environment=environment) as command:
+    # A process of its own: one that tests fork shares the memory of its parent.
+    program = (sys.executable, "-m", "gateway")
+    with Command(*arguments, environment=environment, program=program) as command:
         command.wait_for("serving")
         yield f"http://127.0.0.1:{port}", psutil.Process(command.pid)
 
