@@ -683,6 +683,7 @@ async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
             path.write_text("models: [a, slow, misspelt]")
             await skip_until(lambda: pending() == {"slow", "misspelt"})
             await skip_until(lambda: pending() == {"misspelt"})
+            await skip_until(lambda: all(fake.models["slow"] for fake in fakes))
             for fake in fakes:
                 fake.load_s = NEVER_S  # it is not loaded again before both were seen without it
                 fake.models["slow"] = False
