@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from gateway.decoding.worker import (
+from gateway.decoding.messages import (
     FRAME_COUNT,
     FRAME_SIZE,
-    WorkerCallError,
-    WorkerOutOfMemory,
     pack_message,
     unpack_frame_sizes,
     unpack_message,
 )
+from gateway.decoding.worker import MAX_READ_BYTES, WorkerCallError, WorkerOutOfMemory
 from gateway.errors import GatewayError, TooLarge
 
 T = TypeVar("T")
 
 MAX_FRAMES: Final = 4096
+MAX_INLINE_BYTES: Final = 64 << 10  # larger results are unpacked in a thread
 # A process is replaced after this many calls, because the memory of a process never shrinks to what it was.
 MAX_CALLS: Final = 1000
 
@@ -70,23 +72,24 @@ class DecodeProcess:
                 raise WorkerLost
             sizes = unpack_frame_sizes(await self._receive_exactly(count * FRAME_SIZE.size))
             frames = [await self._receive_exactly(size) for size in sizes]
-            succeeded, result = unpack_message(frames)
+            unpack = partial(unpack_message, frames)
+            is_large = sum(sizes) > MAX_INLINE_BYTES
+            succeeded, result = await asyncio.to_thread(unpack) if is_large else unpack()
         except OSError:
             raise WorkerLost from None
         if succeeded:
             return result  # type: ignore[no-any-return]
         raise result
 
-    async def _receive_exactly(self, size: int) -> bytearray:
+    async def _receive_exactly(self, size: int) -> bytes:
         loop = asyncio.get_running_loop()
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = await loop.sock_recv_into(self._connection, view)
-            if not count:
+        file = io.BytesIO()
+        while (missing := size - file.tell()) > 0:
+            data = await loop.sock_recv(self._connection, min(missing, MAX_READ_BYTES))
+            if not data:
                 raise WorkerLost
-            view = view[count:]
-        return data
+            file.write(data)
+        return file.getvalue()
 
     def is_alive(self) -> bool:
         # An idle worker sends nothing, and its socket is closed when it exits.

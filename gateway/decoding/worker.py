@@ -8,44 +8,28 @@ even if the gateway has crashed.
 from __future__ import annotations
 
 import gc
+import io
 import os
-import pickle
 import resource
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from gateway.decoding.messages import (
+    FRAME_COUNT,
+    FRAME_SIZE,
+    pack_message,
+    unpack_frame_sizes,
+    unpack_message,
+)
 from gateway.errors import GatewayError
 
 NICENESS: Final = 5
 DEADLINE_GRACE_S: Final = 1.0  # the gateway itself kills the process at the deadline
-FRAME_COUNT: Final = struct.Struct("<I")
-FRAME_SIZE: Final = struct.Struct("<Q")
-
-
-def pack_message(message: Any) -> list[bytes | memoryview]:
-    """Return the frames of a message: a header with the size of each frame, the pickle, and its buffers.
-
-    Arrays are not copied into the pickle (PEP 574).
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    frames: list[bytes | memoryview] = [body, *(buffer.raw() for buffer in buffers)]
-    sizes = b"".join(FRAME_SIZE.pack(len(frame)) for frame in frames)
-    return [FRAME_COUNT.pack(len(frames)) + sizes, *frames]
-
-
-def unpack_message(frames: list[bytearray]) -> Any:
-    # The message's arrays share the frames' memory.
-    return pickle.loads(frames[0], buffers=frames[1:])  # noqa: S301 - the peer is our own process
-
-
-def unpack_frame_sizes(data: bytes | bytearray) -> list[int]:
-    return [size for (size,) in FRAME_SIZE.iter_unpack(data)]
+MAX_READ_BYTES: Final = 256 << 10
 
 
 def receive_message(connection: socket.socket) -> Any:
@@ -55,15 +39,14 @@ def receive_message(connection: socket.socket) -> Any:
     return unpack_message([read_exactly(connection, size) for size in sizes])
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    file = io.BytesIO()
+    while (missing := size - file.tell()) > 0:
+        data = connection.recv(min(missing, MAX_READ_BYTES))
+        if not data:
             raise EOFError
-        view = view[count:]
-    return data
+        file.write(data)
+    return file.getvalue()
 
 
 class WorkerOutOfMemory(Exception):

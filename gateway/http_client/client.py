@@ -7,6 +7,7 @@ stack of idle connections, sends a small request in one write, and streams both 
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
@@ -77,14 +78,12 @@ class UpstreamResponse:
         max_bytes = min(max_bytes, self._max_bytes)
         if self.is_complete:  # as nearly all small responses
             return check_response_size(self.take_buffered(), max_bytes)
-        chunks: list[bytes] = []
-        length = 0
+        # Joining the chunks of a large body at its end would hold the event loop.
+        file = io.BytesIO()
         while chunk := await self.next_chunk():
-            chunks.append(chunk)
-            length += len(chunk)
-            if length > max_bytes:
+            if file.write(chunk) and file.tell() > max_bytes:
                 raise UpstreamResponseTooLarge(max_bytes)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return file.getvalue()
 
     async def read_complete(self, max_bytes: int = MAX_RESPONSE_BYTES) -> CompleteResponse:
         """Return the response with its whole body, and close it. Raises `UpstreamResponseTooLarge`."""

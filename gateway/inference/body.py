@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -111,11 +112,12 @@ class RequestBody:
             check_length(len(data), max_bytes)
             charge.add(factor * len(data))
             return data
-        chunks = []
+        # Joining the chunks of a large body at its end would hold the event loop.
+        file = io.BytesIO()
         async for chunk in self.stream(max_bytes):
             charge.add(factor * len(chunk))
-            chunks.append(chunk)
-        return b"".join(chunks)
+            file.write(chunk)
+        return file.getvalue()
 
     async def stream(self, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""

@@ -56,3 +56,10 @@ def parse_datatype(name: str) -> Datatype:
     """Return the datatype for its name in a model's metadata or config. Raises `KeyError`."""
     name = name.removeprefix("TYPE_")
     return BYTES if name == "STRING" else DATATYPES[name]
+
+
+def build_bytes_array(values: list[bytes]) -> np.ndarray:
+    """Return a flat array of BYTES. NumPy itself would read texts as characters."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.copying import copy_bytes
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON, OCTET_STREAM, TEXT
 from gateway.tensors.codecs import find_codec, read_bytes, read_single_value
@@ -81,7 +82,7 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
         raise MalformedRequest(
             "a part of the multipart body has a name that is not valid UTF-8"
         ) from None
-    is_file, data = "filename" in options, bytes(raw_part.content)
+    is_file, data = "filename" in options, copy_bytes(raw_part.content)
     content_type = raw_part.headers.get("content-type", OCTET_STREAM if is_file else TEXT)
     kind, parameters = parse_content_type(content_type)
     codec = find_codec(kind)

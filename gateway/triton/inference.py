@@ -19,12 +19,13 @@ from tritonclient.utils import (
     TRITON_RESERVED_REQUEST_PARAMS_PREFIX,
 )
 
+from gateway.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
 from gateway.http_client.connection import Buffer, Headers
 from gateway.messages import quote_text
 from gateway.tensors import sequence
-from gateway.tensors.dtypes import BYTES, DATATYPES
+from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import Signature
 from gateway.triton.error_mapping import RequestTarget
@@ -325,16 +326,12 @@ def decode_binary_data(body: bytes, start: int, size: int, dtype: np.dtype) -> n
 
 def decode_bytes_elements(body: bytes, start: int, end: int) -> list[bytes]:
     values = []
+    view = memoryview(body)
     while start < end:
         first = start + LENGTH.size
         start = first + LENGTH.unpack_from(body, start)[0]
-        values.append(body[first:start])
+        is_large = start - first > MAX_PIECE_BYTES
+        values.append(copy_bytes(view[first:start]) if is_large else body[first:start])
     if start != end:
         raise ValueError("an output has a part of an element")
     return values
-
-
-def build_bytes_array(values: list[bytes]) -> np.ndarray:
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
