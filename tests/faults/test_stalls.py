@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -45,8 +46,8 @@ NICENESS = 10
 BUDGET_BYTES = 256 * MIB
 PER_S = 100
 MEASURE_S = 4.0
-# Usually it is 1 to 2 ms; an attack from 16 connections takes a whole CPU, and one of large bodies 10 Gbit/s.
-MOST_INFER_MS = 20
+# Usually it is 1 to 3 ms.
+MIN_LIMIT_MS = 10
 MODELS = (
     image("images", (3, 32, 32)),
     identity("numbers", "FP32", (-1, -1), 8),
@@ -62,6 +63,7 @@ REFUSALS = {400, 404, 408, 413, 415, 422, 429, 503, 504}
 class Target:
     client: httpx.Client
     port: int
+    triton_port: int
     pid: int
 
     def family(self) -> list[psutil.Process]:
@@ -78,7 +80,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         triton_on_free_ports(folder) as triton,
         gateway(triton.options.url, **settings) as (client, command),
     ):
-        target = Target(client, port_of(client), command.pid)
+        triton_port = urlsplit(triton.options.url).port
+        assert triton_port is not None
+        target = Target(client, port_of(client), triton_port, command.pid)
         if compares_numbers():
             measure(target)  # the first inferences are slow
         yield target
@@ -136,35 +140,51 @@ def attack(pipe: Pipe, stop: Event, port: int, wire: bytes, connections: int) ->
     pipe.send(statuses)
 
 
-def measure(target: Target) -> tuple[float, float]:
-    """Return the 99th percentiles of `/livez` and of another model's inference, in milliseconds."""
+@dataclass(frozen=True)
+class Latencies:
+    """99th percentiles in milliseconds: of `/livez`, and of another model, also without the gateway."""
+
+    livez: float
+    infer: float
+    direct: float
+
+
+def measure(target: Target) -> Latencies:
     count = int(PER_S * MEASURE_S)
     health, inference = [get("/livez")], [infer_v2("echo", 1, 2)]
     with (
         OpenLoop(Pool(target.port), health, PER_S, MEASURE_S) as livez,
         OpenLoop(Pool(target.port), inference, PER_S, MEASURE_S) as infer,
+        OpenLoop(Pool(target.triton_port), inference, PER_S, MEASURE_S) as direct,
     ):
-        seen = livez.samples(), infer.samples()
+        seen = livez.samples(), infer.samples(), direct.samples()
     for samples in seen:
         assert set(statuses_of(samples)) == {200}
         assert len(samples) > count // 2
-    return p99_ms(seen[0]), p99_ms(seen[1])
+    return Latencies(*map(p99_ms, seen))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("connections", [1, 16])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_requests_stall_nobody(target: Target, name: str, connections: int) -> None:
-    """Takes a while: others are measured before and during each attack."""
-    _, usual_ms = measure(target)
+    """Takes a while: others are measured before and during each attack.
+
+    The attacker, the load and Triton share the machine's CPUs with the gateway. What they take from each
+    other shows in the requests that go to Triton directly, and is not the gateway's.
+    """
+    before = measure(target)
     with attacking(target.port, ATTACKS[name].wire, connections) as statuses:
-        livez_ms, infer_ms = measure(target)
+        during = measure(target)
         memory = target.family()[0].memory_info().rss
     assert set(statuses) <= set(map(str, REFUSALS)), statuses
+    contention = max(during.direct / before.direct, 1)
     print(f"{connections} connections: {dict(statuses)}")
-    print(f"p99 of another model, times the usual: {infer_ms / usual_ms:.1f}")
-    assert_number("p99 of /livez", livez_ms, "ms", at_most=100)
-    assert_number("p99 of another model", infer_ms, "ms", at_most=max(3 * usual_ms, MOST_INFER_MS))
+    print(f"p99 of another model, times the usual: {during.infer / before.infer:.1f}")
+    print(f"p99 of another model without the gateway, times the usual: {contention:.1f}")
+    most_ms = max(3 * before.infer * contention, MIN_LIMIT_MS)
+    assert_number("p99 of /livez", during.livez, "ms", at_most=100)
+    assert_number("p99 of another model", during.infer, "ms", at_most=most_ms)
     assert_number("memory", memory / MIB, "MiB", at_most=(BUDGET_BYTES + 64 * MIB) / MIB + 100)
 
 
