@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, time
 from typing import Any, Final
 
 from gateway import audit
-from gateway.errors import GatewayError, Overloaded, StateUnavailable
+from gateway.errors import GatewayError, Overloaded, StateUnavailable, Unavailable
 from gateway.fleet.report import OperationReport
 from gateway.fleet.tasks import TaskSet
 from gateway.state.desired import OPERATION_TTL_S, StateStore
 
 PROGRESS_POLL_S: Final = 0.1
 RECORD_RETRY_S: Final = 1.0
+HEARTBEAT_S: Final = 5.0
+# The operation ended with its gateway. The clocks of gateways may differ by less.
+MAX_HEARTBEAT_AGE_S: Final = 30.0
 OperationWork = Coroutine[Any, Any, OperationReport]
 
 
@@ -27,6 +30,13 @@ MAX_RECORDED: Final = 10_000  # operations in the background, within the time th
 
 class TooManyOperations(Overloaded):
     message = "too many loads and unloads run in the background; wait for some of them"
+
+
+class OperationLost(Unavailable):
+    message = (
+        "the gateway that ran the operation ended before it; GET /v1/models shows the model's state, "
+        "and a repeated request completes it"
+    )
 
 
 class OperationRunner:
@@ -49,6 +59,17 @@ class OperationRunner:
         self._tasks.start(self._run_recorded(operation_id, report, work()))
         return operation_id
 
+    async def read(self, operation_id: str) -> Mapping[str, Any] | None:
+        """Return the last record of an operation, which may run in another gateway."""
+        document = await self._store.read_operation(operation_id)
+        if document is None or document.get("operation") != "running":
+            return document
+        updated_at = document.get("updated_at")
+        if isinstance(updated_at, int) and updated_at > time() - MAX_HEARTBEAT_AGE_S:
+            return document
+        error = OperationLost()
+        return {**document, "operation": "failed", "error": error.detail, "code": error.code}
+
     def _count_recorded(self, now: float) -> None:
         while self._recorded_at and self._recorded_at[0] < now - OPERATION_TTL_S:
             self._recorded_at.popleft()
@@ -60,11 +81,12 @@ class OperationRunner:
         self, operation_id: str, report: OperationReport, work: OperationWork
     ) -> None:
         task = self._tasks.start(work)
-        reported_count = 0
+        reported_count, recorded_at = 0, monotonic()
         while not task.done():
             await asyncio.wait([task], timeout=PROGRESS_POLL_S)
-            if len(report.outcomes) > reported_count:
-                reported_count = len(report.outcomes)
+            is_heartbeat_due = monotonic() - recorded_at > HEARTBEAT_S
+            if len(report.outcomes) > reported_count or is_heartbeat_due:
+                reported_count, recorded_at = len(report.outcomes), monotonic()
                 with suppress(StateUnavailable):  # later records contain the same
                     await self._record(operation_id, report, "running")
         audit.log_result(report.action, report.model, task, operation_id)
@@ -99,7 +121,7 @@ class OperationRunner:
         error: GatewayError | None = None,
     ) -> None:
         document = {"id": operation_id, "action": report.action, **report.to_dict()}
-        document["operation"] = status
+        document |= {"operation": status, "updated_at": int(time())}
         if error is not None:
             document |= {"error": error.detail, "code": error.code}
         await self._store.record_operation(operation_id, document)

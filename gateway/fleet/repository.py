@@ -197,7 +197,7 @@ class Repository:
         return await self._operations.start(report, work)
 
     async def get_operation(self, operation_id: str) -> Mapping[str, Any] | None:
-        return await self._store.read_operation(operation_id)
+        return await self._operations.read(operation_id)
 
     async def _load(
         self, report: OperationReport, parameters: Mapping[str, Any]

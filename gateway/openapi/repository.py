@@ -46,6 +46,10 @@ OPERATION_SCHEMA = build_object_schema(
         "action": {"enum": ["load", "unload"]},
         **REPORT_PROPERTIES,
         "operation": {"enum": ["running", "succeeded", "failed"]},
+        "updated_at": {
+            "type": "integer",
+            "description": "Time of the record, in seconds since 1970.",
+        },
         "error": {"type": "string", "description": "Reason of the failure, in one sentence."},
         "code": STRING_SCHEMA,
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +13,12 @@ import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.errors import GatewayError
-from gateway.fleet.operations import OperationRunner, TooManyOperations
+from gateway.fleet.operations import (
+    MAX_HEARTBEAT_AGE_S,
+    OperationLost,
+    OperationRunner,
+    TooManyOperations,
+)
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.tasks import TaskSet
 from gateway.state.store import MemoryStateStore, open_state_store
@@ -216,6 +222,37 @@ def test_an_operation_that_ends_while_the_state_is_away_is_recorded_later(
         assert found is not None
         assert found["operation"] == ("succeeded" if error is None else "failed")
         assert found["replicas"] == {"a:8000": {"state": "READY"}}
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_operation_that_ended_with_its_gateway_has_failed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state.json")
+        runner, report = OperationRunner(store, tasks), OperationReport("m", True, 2)
+
+        async def wait() -> OperationReport:
+            await asyncio.Event().wait()
+            return report
+
+        operation = await runner.start(report, wait)
+        running = await runner.read(operation)
+        assert running is not None
+        assert running["operation"] == "running"
+        for task in tasks:
+            task.cancel()  # as at the end of a gateway
+        await asyncio.gather(*tasks, return_exceptions=True)
+        old = {**running, "updated_at": int(time.time() - MAX_HEARTBEAT_AGE_S) - 1}
+        await store.record_operation(operation, old)
+        lost = await runner.read(operation)
+        assert lost == {
+            **old,
+            "operation": "failed",
+            "error": OperationLost.message,
+            "code": "UNAVAILABLE",
+        }
+        assert await runner.read("0" * 32) is None
         await store.close()
 
     asyncio.run(scenario())
