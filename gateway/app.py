@@ -149,7 +149,9 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     routers = [router for router in ROUTERS if router is not ui.router or settings.page]
     has_torchserve = Dialect.torchserve in settings.dialects
     add_errors = add_torchserve(app, routers) if has_torchserve else None
-    edge = GatewayMiddleware(app, [route for router in routers for route in router.routes])
+    edge = GatewayMiddleware(app)
+    # The application keeps the routes of routers to itself; errors name their methods.
+    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router)
     for exception in HANDLED_EXCEPTIONS:

@@ -10,8 +10,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
-from gateway.errors import GatewayError, MalformedRequest, NotEnoughMemory, serialize_error
+from gateway.errors import (
+    GatewayError,
+    MalformedRequest,
+    MethodNotAllowed,
+    NotEnoughMemory,
+    serialize_error,
+)
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
@@ -33,7 +40,6 @@ ERROR_SERIALIZER: Final = "error_serializer"
 FRAMEWORK_ERRORS: Final = {
     400: ("MALFORMED_REQUEST", "the request is malformed"),
     404: ("NOT_FOUND", "path not found; GET /docs shows the API"),
-    405: ("METHOD_NOT_ALLOWED", "this path does not accept this method; see the Allow header"),
     413: ("TOO_LARGE", "the request is too large"),
 }
 
@@ -56,6 +62,8 @@ async def render_error(request: Request, exc: Exception) -> Response:
     if isinstance(exc, MemoryError):
         log.warning("out of memory", extra={"request_id": request_id})
         exc = NotEnoughMemory()
+    elif is_wrong_method(exc):
+        exc = MethodNotAllowed(find_allowed_methods(request))
     if isinstance(exc, GatewayError):
         status, code, message = exc.status, exc.code, exc.detail
         release_frames(exc)
@@ -80,6 +88,31 @@ async def render_error(request: Request, exc: Exception) -> Response:
     if getattr(exc, "is_event", False):
         return Response(b"data: %b\n\n" % body, status, headers, "text/event-stream")
     return Response(body, status, headers, "application/json")
+
+
+def is_wrong_method(exc: Exception) -> bool:
+    """Return whether the framework has no route for the method; its error names those of one route."""
+    return (
+        isinstance(exc, HTTPException)
+        and not isinstance(exc, GatewayError)
+        and exc.status_code == MethodNotAllowed.status
+    )
+
+
+def find_allowed_methods(request: Request) -> set[str]:
+    """Return the methods of all routes of the path's template.
+
+    The first template that matches counts: that of `/v1/models/{model}` matches `m:predict` as well.
+    """
+    routes: list[BaseRoute] = request.app.state.routes
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    same = (route for route in matching if has_same_template(route, matching[0]))
+    methods = {method for route in same for method in getattr(route, "methods", None) or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
+
+
+def has_same_template(route: BaseRoute, other: BaseRoute) -> bool:
+    return getattr(route, "path", None) == getattr(other, "path", None)
 
 
 def serialize_openai_error(message: str, code: str, status: int) -> bytes:

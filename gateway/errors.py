@@ -83,6 +83,16 @@ class UnknownModelToTrace(UnknownModel):
         return f"Request for unknown model : {quote_text(model)[1:-1]}"
 
 
+class MethodNotAllowed(GatewayError):
+    status, code = 405, "METHOD_NOT_ALLOWED"
+
+    def __init__(self, methods: Iterable[str]) -> None:
+        allowed = sorted(methods)
+        super().__init__(
+            f"this path supports only {join_names(allowed)}", headers={"Allow": ", ".join(allowed)}
+        )
+
+
 class NotAcceptable(GatewayError):
     status, code = 406, "NOT_ACCEPTABLE"
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
-from gateway.errors import Forbidden, GatewayError, NotFound, UnknownModel, UnknownModelToTrace
+from gateway.errors import (
+    Forbidden,
+    MethodNotAllowed,
+    NotFound,
+    UnknownModel,
+    UnknownModelToTrace,
+)
 from gateway.keys import Right
 from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, KeyLimits
 
@@ -126,14 +132,6 @@ class MatchedRoute:
         return replace(
             self, version=version, path=path, version_start=start + len(added) - len(version)
         )
-
-
-class MethodNotAllowed(GatewayError):
-    status, code = 405, "METHOD_NOT_ALLOWED"
-
-    def __init__(self, methods: frozenset[str]) -> None:
-        allowed = ", ".join(sorted(methods))
-        super().__init__(f"this path supports only {allowed}", headers={"Allow": allowed})
 
 
 def is_passthrough(raw_path: bytes) -> bool:

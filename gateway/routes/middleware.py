@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from time import perf_counter
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
@@ -30,17 +28,15 @@ from gateway.tracing import Trace, choose_request_id, is_probe
 log = logging.getLogger(ACCESS_LOGGER)
 
 # Browsers must not run a model's output as a page of the gateway's origin.
-MODEL_PATH_PREFIX = "/v1/"
+MODEL_PATH_PREFIXES = ("/v1/", "/predictions/")
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
-METHOD_NOT_ALLOWED = 405
 
 
 class GatewayMiddleware:
     """The ASGI application. Requests to `/v2` go to Triton without the framework; FastAPI serves the rest."""
 
-    def __init__(self, framework: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, framework: FastAPI) -> None:
         self._framework = framework
-        self._routes = routes  # of the framework, which keeps those of routers to itself
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +85,7 @@ class GatewayMiddleware:
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
         header = (b"x-request-id", info.request_id.encode())
-        is_model_path = scope["path"].startswith(MODEL_PATH_PREFIX)
+        is_model_path = scope["path"].startswith(MODEL_PATH_PREFIXES)
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -98,10 +94,6 @@ class GatewayMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), header, NOSNIFF_HEADER]
-                if status == METHOD_NOT_ALLOWED:
-                    allowed = list_allowed_methods(self._routes, scope)
-                    headers = [pair for pair in headers if pair[0] != b"allow"]
-                    headers.append((b"allow", ", ".join(allowed).encode()))
                 if is_model_path:
                     headers.append(SANDBOX_HEADER)
                 message["headers"] = headers
@@ -115,20 +107,6 @@ class GatewayMiddleware:
             # The label is the route's template: a client's path would be unbounded.
             info.route = getattr(framework_scope.get("route"), "path", "")
         return status
-
-
-def list_allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> list[str]:
-    """Return the methods of all routes of the path's template; the framework names those of one route.
-
-    The first template that matches counts: that of `/v1/models/{model}` matches `m:predict` as well.
-    """
-    matching = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
-    same = (route for route in matching if has_same_template(route, matching[0]))
-    return sorted({method for route in same for method in getattr(route, "methods", None) or ()})
-
-
-def has_same_template(route: BaseRoute, other: BaseRoute) -> bool:
-    return getattr(route, "path", None) == getattr(other, "path", None)
 
 
 def choose_inference_route(scope: Scope) -> InferenceRoute | None:
@@ -187,7 +165,7 @@ async def send_refusal(scope: Scope, receive: Receive, send: Send, exc: GatewayE
     response.headers["x-request-id"] = scope["request_id"]
     extra_headers = (
         [NOSNIFF_HEADER, SANDBOX_HEADER]
-        if scope["path"].startswith(MODEL_PATH_PREFIX)
+        if scope["path"].startswith(MODEL_PATH_PREFIXES)
         else [NOSNIFF_HEADER]
     )
     response.raw_headers += extra_headers

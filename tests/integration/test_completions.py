@@ -20,8 +20,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
-from tests.support.servers import free_ports, gateway_before
+from tests.support.servers import ROOT, free_ports, gateway_before
 from tests.support.wait import wait_until
 
 MODEL = "text_org/model-7b"  # a name as vLLM's models have
@@ -123,6 +124,14 @@ def test_a_completion_is_relayed_without_the_key(
     assert server.requests[-1] == {"model": MODEL, "messages": MESSAGES, "temperature": 0.5}
     assert "authorization" not in server.headers[-1]
     assert TEXTS not in str(server.headers[-1])
+
+
+def test_the_command_for_a_completion_prints_what_the_page_says(server: CompletionServer) -> None:
+    page = ROOT / "docs" / LANGUAGE_MODELS
+    ((_, command, answer),) = [each for each in examples([page]) if COMPLETIONS in each[1]]
+    (nobody,) = free_ports(1)
+    with gateway_before(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as client:
+        assert_prints(client, command.replace("llama-3.1-8b", MODEL), answer)
 
 
 def test_a_stream_arrives_piece_by_piece(gateway: httpx.Client) -> None:

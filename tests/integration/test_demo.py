@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.messages import join_names
 from tests.support.errors import assert_error
 from tests.support.servers import ROOT, Command, free_ports
 
@@ -183,8 +184,20 @@ def test_an_unknown_path_is_404_in_the_same_shape(demo: httpx.Client) -> None:
 
 
 def test_a_wrong_method_is_405_in_the_same_shape(demo: httpx.Client) -> None:
-    assert_error(demo.get("/v1/models/ensemble/infer"), 405, "METHOD_NOT_ALLOWED", "Allow")
-    assert_error(demo.get("/v2/models/ensemble/infer"), 405, "METHOD_NOT_ALLOWED", "POST")
+    table = [
+        ("GET", "/v1/models/ensemble/infer", ["POST"]),
+        ("GET", "/v2/models/ensemble/infer", ["POST"]),
+        ("POST", "/v2/models/ensemble", ["GET", "HEAD"]),
+        ("POST", "/v2/models", ["GET", "HEAD"]),
+        ("POST", "/livez", ["GET", "HEAD"]),
+        ("POST", "/openapi.json", ["GET", "HEAD"]),
+        ("PATCH", "/v1/models/ensemble", ["DELETE", "GET", "HEAD", "PUT"]),
+    ]
+    for method, path, allowed in table:
+        response = demo.request(method, path)
+        words = f"this path supports only {join_names(allowed)}"
+        assert_error(response, 405, "METHOD_NOT_ALLOWED", words)
+        assert response.headers.get_list("allow") == [", ".join(allowed)], path
 
 
 def test_a_wrong_method_names_those_that_a_path_accepts(demo: httpx.Client) -> None:

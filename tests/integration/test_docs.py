@@ -17,6 +17,7 @@ from gateway.settings import Settings
 from tests.support.documents import (
     DOCUMENTS,
     INTERPRETERS,
+    LANGUAGE_MODELS,
     ON_DEMAND,
     OWN_SERVER,
     READMES,
@@ -28,7 +29,8 @@ from tests.support.documents import (
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in (OWN_SERVER, ON_DEMAND)]
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
+OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in OF_THEIR_OWN_MODELS]
 
 
 @pytest.mark.parametrize(("document", "command", "answer"), list(examples(OF_THE_DEMO)))
@@ -96,6 +98,7 @@ TASKS = {
     "add a model to a running server": "curl -s -T ",
     "run inference on 2,000 images": "triton-gateway infer MODEL photos/",
     "stream generated text": "text/event-stream",
+    "serve a language model": "POST /v1/chat/completions",
     "use OpenAI's Python client": "from openai import OpenAI",
     "give a team a key": "triton-gateway key create",
     "find out why a model is slow": "each with its share of the time",

@@ -23,12 +23,23 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from gateway.embedded.options import LOAD_ALL, CannotStart
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.documents import READMES, examples, matches
+from tests.support.documents import (
+    COMPLETIONS,
+    LANGUAGE_MODELS,
+    READMES,
+    assert_prints,
+    assert_prints_its_comment,
+    examples,
+    matches,
+    python_programs,
+)
+from tests.support.grpc_gateway import grpc_gateway
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 from tests.support.wait import wait_until
 
 REPOSITORY = ROOT / "triton_repo_examples"
 MODELS = sorted(folder.name for folder in REPOSITORY.iterdir())
+PAGE = ROOT / "docs" / LANGUAGE_MODELS
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 TEXT = {"Content-Type": "text/plain"}
 MANY_STEPS = 931386509544713451  # needs 2,283: more than any other number below 10¹⁸
@@ -111,6 +122,20 @@ def test_a_readme_prints_what_it_says(client: httpx.Client, readme: Path) -> Non
         run = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert run.returncode == (GIVES_UP if "-m" in words else 0), run.stderr
         assert matches(answer, run.stdout.strip()), run.stdout
+
+
+def test_the_commands_for_language_models_print_what_the_page_says(client: httpx.Client) -> None:
+    commands = [each for each in examples([PAGE]) if COMPLETIONS not in each[1]]
+    assert len(commands) == 3
+    for _, command, answer in commands:
+        assert_prints(client, command, answer)
+
+
+def test_the_program_for_language_models_prints_its_comment(triton: EmbeddedTriton) -> None:
+    (program,) = python_programs(PAGE)
+    with grpc_gateway(triton.options.url) as gateway:
+        source = program.replace("localhost:8001", gateway.address)
+        assert_prints_its_comment(gateway.http, "Python", source)
 
 
 def test_every_model_has_a_readme_and_a_row_in_the_overview() -> None:

@@ -322,7 +322,9 @@ def test_an_output_of_one_file_is_the_file(client: httpx.Client) -> None:
     assert response.content.startswith(b"\x89PNG")
     text = client.put("/predictions/text", content=b"<b>a</b>")
     assert (text.text, text.headers["content-type"]) == ("<b>a</b>", "text/plain; charset=utf-8")
-    assert text.headers["x-content-type-options"] == "nosniff"
+    for answer in (response, text, client.put("/predictions/nobody", content=b"a")):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["content-security-policy"] == "sandbox; default-src 'none'"
 
 
 def test_the_default_version_answers_requests_without_one(client: httpx.Client) -> None:
@@ -367,8 +369,10 @@ def test_a_model_of_the_repository_is_loaded_and_unloaded(client: httpx.Client) 
 
 
 def test_errors_have_torchserves_shape(client: httpx.Client) -> None:
-    assert error_of(client.get("/predictions/text"))[1] == "MethodNotAllowedException"
-    assert client.get("/predictions/text").headers["allow"] == "POST, PUT"
+    refused = client.get("/predictions/text")
+    message = "this path supports only POST and PUT"
+    assert error_of(refused) == (405, "MethodNotAllowedException", message)
+    assert refused.headers["allow"] == "POST, PUT"
     assert error_of(client.get("/models", params={"limit": "x"}))[0] == 400
     assert client.get("/nothing").json()["code"] == "NOT_FOUND"
     assert client.get("/modelsx").json()["code"] == "NOT_FOUND"

@@ -32,6 +32,10 @@ READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
 # test_on_demand_walkthrough.py.
 OWN_SERVER = "bring-your-model.md"
 ON_DEMAND = "on-demand.md"
+# Its examples are about a model of `triton_repo_examples`, and about completions: test_examples.py and
+# test_completions.py run them.
+LANGUAGE_MODELS = "llm.md"
+COMPLETIONS = "/v1/chat/completions"
 
 
 def examples(documents: Iterable[Path]) -> Iterator[tuple[str, str, str]]:
@@ -49,6 +53,11 @@ def programs(documents: Iterable[Path]) -> Iterator[tuple[str, str, str]]:
         for tabs in read_tabs(path.read_text()):
             for language in INTERPRETERS:
                 yield path.name, language, strip_fence(tabs[language])
+
+
+def python_programs(document: Path) -> list[str]:
+    """The programs of a document outside of tabs, in their order."""
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def strip_fence(block: str) -> str:
