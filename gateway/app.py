@@ -96,8 +96,7 @@ async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
     if not services.settings.grpc_port:
         yield
         return
-    # Imported here, because most gateways serve HTTP only.
-    from gateway.grpc_server.server import run_grpc_server  # noqa: PLC0415
+    from gateway.grpc_server.server import run_grpc_server  # noqa: PLC0415 - most serve HTTP only
 
     async with run_grpc_server(services, drain):
         yield
@@ -105,9 +104,8 @@ async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
 
 def add_torchserve(app: GatewayFastAPI, routers: list[APIRouter]) -> Callable[[ASGIApp], ASGIApp]:
     """Add the routes of TorchServe's API; return the layer that gives errors their shape."""
-    # Imported here, because few gateways serve this API.
-    from gateway.openapi.torchserve import TORCHSERVE_ERROR_SCHEMA  # noqa: PLC0415
-    from gateway.routes import torchserve  # noqa: PLC0415
+    from gateway.openapi.torchserve import TORCHSERVE_ERROR_SCHEMA  # noqa: PLC0415 - few serve this API
+    from gateway.routes import torchserve  # noqa: PLC0415 - as above
 
     routers.append(torchserve.router)
     app.error_schemas = {**ERROR_SCHEMAS, "TorchServeError": TORCHSERVE_ERROR_SCHEMA}

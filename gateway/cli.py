@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -83,12 +83,14 @@ Roles = Annotated[
     list[Role],
     typer.Option("--role", help="Role of the key; may be repeated. admin includes the others."),
 ]
+DEFAULT_ROLES: Final = [Role.infer]
 ModelPatterns = Annotated[
     list[str],
     typer.Option(
         "--model", help="Model that the key may use, or a pattern such as 'res*'; may be repeated."
     ),
 ]
+DEFAULT_MODEL_PATTERNS: Final = ["*"]
 RequestRate = Annotated[
     float | None, typer.Option(min=0, help="Maximum number of requests per second.")
 ]
@@ -189,8 +191,8 @@ def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: JsonOption = False
 )
 def create_key(
     name: KeyName,
-    role: Roles = [Role.infer],  # noqa: B006 - typer's convention
-    model: ModelPatterns = ["*"],  # noqa: B006 - as above
+    role: Roles = DEFAULT_ROLES,
+    model: ModelPatterns = DEFAULT_MODEL_PATTERNS,
     requests_per_second: RequestRate = None,
     file: KeysPath = None,
 ) -> None:

@@ -233,8 +233,7 @@ async def open_activator(
     dispatcher.enable_activation(activator)
     await stack.enter_async_context(activator)
     if settings.scaler_port:
-        # Imported here, because gRPC's server takes a while to import.
-        from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415
+        from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415 - imports gRPC's server, which is slow
 
         scaler = FleetScaler(activator.loader.usage, settings.scaler_port)
         await stack.enter_async_context(scaler)

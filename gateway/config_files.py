@@ -38,6 +38,11 @@ class StrictYamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def parse_yaml(text: str) -> Any:
+    """Raises one of `YAML_ERRORS`."""
+    return yaml.load(text, StrictYamlLoader)  # noqa: S506 - a subclass of SafeLoader
+
+
 class WatchedFile(Generic[T]):
     """A file that is parsed again when it or one of its `companions` changes.
 

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeGuard
 
 import yaml
 
-from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
+from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile, parse_yaml
 from gateway.messages import CommandError
 from gateway.names import quote_path_segment
 
@@ -123,7 +123,7 @@ def parse_keys(text: str) -> dict[bytes, Caller]:
 
 def parse_key_entries(text: str) -> list[Any]:
     try:
-        document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a subclass of SafeLoader
+        document = parse_yaml(text)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark
         position = f" at line {mark.line + 1}" if mark is not None else ""

@@ -10,9 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -55,36 +55,58 @@ GRPC_PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 MessageWriter = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class EmbeddedFleet:
+    """The Tritons of `up`, and the gateway in front of them."""
+
+    tritons: tuple[TritonOptions, ...]
+    host: str  # of the gateway
+    port: int
+    settings: Settings
+    print_line: MessageWriter
+
+
 def run_with_embedded_triton(
     options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
 ) -> None:
     """Run Tritons and a gateway; the overrides are settings that flags set."""
     started_at = time.monotonic()
+    run_fleet(configure_fleet(options, host, port, replicas, overrides), started_at)
+
+
+def configure_fleet(
+    options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
+) -> EmbeddedFleet:
+    """Choose the ports and settings, and configure the log. Raises `CommandError`."""
     options = with_demonstration(options)
-    fleet = [options.for_replica(number) for number in range(replicas)]
-    ports = {"--port": port, **collect_ports(fleet)}
+    tritons = [options.for_replica(number) for number in range(replicas)]
+    ports = {"--port": port, **collect_ports(tritons)}
     check_distinct_ports(ports)
     check_port_free(host, port, "--port")
     # Sessions of `up` may use different repositories, so loaded models are not remembered between them.
     # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
-    urls = tuple(options.url for options in fleet)
     settings, print_line = configure_process(
-        triton_urls=urls,
+        triton_urls=tuple(triton.url for triton in tritons),
         drain_s=0,
         **choose_upload_settings(options),
         **choose_grpc_settings(host, ports.values()),
         **overrides,
     )
-    settings = prepare_grpc(host, settings, ports)
+    settings = restrict_allowed_hosts(host, prepare_grpc(host, settings, ports))
     restricted = read_restricted_api(settings) or generate_restricted_api()
-    fleet = [replace(options, restricted_api=restricted) for options in fleet]
     settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
+    protected = tuple(replace(triton, restricted_api=restricted) for triton in tritons)
+    return EmbeddedFleet(protected, host, port, settings, print_line)
+
+
+def run_fleet(fleet: EmbeddedFleet, started_at: float) -> None:
+    """Run until a signal arrives. Raises `CommandError` when the last Triton has failed."""
     from gateway.app import create_app
     from gateway.server import create_server
     from gateway.welcome import Welcome
 
-    settings = restrict_allowed_hosts(host, settings)
+    host, port, settings, print_line = fleet.host, fleet.port, fleet.settings, fleet.print_line
     warn_if_exposed(settings, host)
     welcome = Welcome(host, port, print_line)
 
@@ -100,18 +122,35 @@ def run_with_embedded_triton(
 
     def on_failure(reason: str) -> None:
         reasons.append(reason)
-        if len(reasons) == replicas:
+        if len(reasons) == len(fleet.tritons):
             gateway.should_exit = True
         else:
             print_line(f"{reason}; the gateway continues with the other replicas")
 
     with prompt_exit():
-        with resolve_model_paths(options.model_repositories) as repositories:
-            fleet = [replace(each, model_repositories=repositories) for each in fleet]
-            with run_embedded_tritons(create_tritons(fleet, on_failure, print_line), print_line):
-                gateway.run()
-        if len(reasons) == replicas:
+        with (
+            prepare_tritons(fleet, on_failure) as tritons,
+            run_embedded_tritons(tritons, print_line),
+        ):
+            gateway.run()
+        if len(reasons) == len(fleet.tritons):
             raise CommandError(reasons[-1])
+
+
+@contextmanager
+def prepare_tritons(
+    fleet: EmbeddedFleet, on_failure: MessageWriter
+) -> Iterator[list[EmbeddedTriton]]:
+    """Yield the Tritons, which are not started, with the repositories of models given as files."""
+    with resolve_model_paths(fleet.tritons[0].model_repositories) as repositories:
+
+        def create_triton(options: TritonOptions) -> EmbeddedTriton:
+            # The messages of several Tritons begin with their addresses.
+            prefix = f"{options.address}: " if len(fleet.tritons) > 1 else ""
+            options = replace(options, model_repositories=repositories)
+            return EmbeddedTriton(options, fleet.print_line, on_failure, prefix)
+
+        yield list(map(create_triton, fleet.tritons))
 
 
 def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
@@ -303,14 +342,3 @@ def warn_if_exposed(settings: Settings, host: str) -> None:
             "create a keys file with: triton-gateway key create",
             host,
         )
-
-
-def create_tritons(
-    fleet: Sequence[TritonOptions], on_failure: MessageWriter, on_message: MessageWriter
-) -> list[EmbeddedTriton]:
-    def create_triton(options: TritonOptions) -> EmbeddedTriton:
-        # The messages of several Tritons begin with their addresses.
-        prefix = f"{options.address}: " if len(fleet) > 1 else ""
-        return EmbeddedTriton(options, on_message, on_failure, prefix)
-
-    return list(map(create_triton, fleet))

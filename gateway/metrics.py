@@ -79,7 +79,7 @@ class Metrics:
 
     def __init__(self) -> None:
         # Otherwise every counter has an additional `_created` series.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.collector_registry = CollectorRegistry()
         self.in_flight = {V2_ROUTE: 0, V1_ROUTE: 0}
@@ -303,7 +303,7 @@ class Metrics:
             yield from self.registry.collect()
             return
         remove_dead_worker_files(Path(folder))
-        yield from MultiProcessCollector(None, folder).collect()  # type: ignore[no-untyped-call]
+        yield from MultiProcessCollector(None, folder).collect()
 
 
 def record_replaced_worker(folder: Path) -> None:

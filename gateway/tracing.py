@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from gateway.errors import GatewayError
@@ -52,36 +53,34 @@ class Tracer:
 
     def __init__(self, endpoint: str, *, service: str, version: str) -> None:
         try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-                OTLPSpanExporter,
-            )
-            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
-            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+            from opentelemetry import trace as api  # noqa: PLC0415 - an optional dependency
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - as above
+            from opentelemetry.sdk import resources, trace  # noqa: PLC0415 - as above
+            from opentelemetry.sdk.trace import export  # noqa: PLC0415 - as above
+            from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415 - as above
         except ImportError:
             raise BadTracing(
                 "GATEWAY_OTLP_ENDPOINT requires OpenTelemetry: pip install 'triton-gateway[otel]'"
             ) from None
-        resource = Resource.create({"service.name": service, "service.version": version})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        attributes = {"service.name": service, "service.version": version}
+        resource = resources.Resource.create(attributes)
+        self._provider = trace.TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = trace_exporter.OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self._api = api
+        self._propagator = tracecontext.TraceContextTextMapPropagator()
         self._tracer = self._provider.get_tracer("triton-gateway", version)
 
     def start_trace(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
         """Start the server span, as a child of the caller's span if it sent one (W3C Trace Context)."""
-        from opentelemetry.trace import SpanKind  # noqa: PLC0415
-        from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
-            TraceContextTextMapPropagator,
-        )
-
         carrier = {
             name.decode(): value.decode("latin-1")
             for name, value in headers
             if name in TRACE_CONTEXT_HEADERS
         }
-        parent = TraceContextTextMapPropagator().extract(carrier)
-        return Trace(self._tracer, self._tracer.start_span(method, parent, kind=SpanKind.SERVER))
+        parent = self._propagator.extract(carrier)
+        span = self._tracer.start_span(method, parent, kind=self._api.SpanKind.SERVER)
+        return Trace(self._api, self._tracer, span)
 
     def close(self) -> None:
         """Send the remaining spans; wait at most `TRACE_FLUSH_TIMEOUT_S`."""
@@ -94,7 +93,8 @@ class Tracer:
 class Trace:
     """The spans of one request: the server span, and a child for each step."""
 
-    def __init__(self, tracer: Any, span: Span) -> None:
+    def __init__(self, api: ModuleType, tracer: Any, span: Span) -> None:
+        self._api = api
         self._tracer = tracer
         self._server_span = span
 
@@ -111,25 +111,21 @@ class Trace:
         self, name: str, *, client: bool = False, **attributes: str | int
     ) -> Iterator[ChildSpan]:
         """Start a child span that records the error of its block; `__` in an attribute's name is a dot."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
-
-        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
-        context = set_span_in_context(self._server_span)
+        kind = self._api.SpanKind.CLIENT if client else self._api.SpanKind.INTERNAL
+        context = self._api.set_span_in_context(self._server_span)
         dotted = {key.replace("__", "."): value for key, value in attributes.items()}
         span = self._tracer.start_span(name, context, kind=kind, attributes=dotted)
         try:
-            yield ChildSpan(span)
+            yield ChildSpan(self._api, span)
         except BaseException as exc:
             error_type = exc.code if isinstance(exc, GatewayError) else type(exc).__qualname__
             span.set_attribute("error.type", error_type)
-            span.set_status(Status(StatusCode.ERROR, error_type))
+            span.set_status(self._api.StatusCode.ERROR, error_type)
             raise
         finally:
             span.end()
 
     def end(self, name: str, status: int, attributes: dict[str, str | int]) -> None:
-        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
-
         self._server_span.update_name(name)
         self._server_span.set_attribute("http.response.status_code", status)
         self._server_span.set_attributes(
@@ -137,26 +133,25 @@ class Trace:
         )
         if status >= SERVER_ERROR_STATUS:
             self._server_span.set_attribute("error.type", str(status))
-            self._server_span.set_status(Status(StatusCode.ERROR))
+            self._server_span.set_status(self._api.StatusCode.ERROR)
         self._server_span.end()
 
 
 class ChildSpan:
     """A span that is not ended yet."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, api: ModuleType, span: Span) -> None:
+        self._api = api
         self._span = span
 
     def set_attribute(self, name: str, value: str | int) -> None:
         self._span.set_attribute(name, value)
 
     def set_response_status(self, status: int) -> None:
-        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
-
         self._span.set_attribute("http.response.status_code", status)
         if status >= CLIENT_ERROR_STATUS:
             self._span.set_attribute("error.type", str(status))
-            self._span.set_status(Status(StatusCode.ERROR))
+            self._span.set_status(self._api.StatusCode.ERROR)
 
     def inject_context(self, headers: Sequence[tuple[bytes, bytes]]) -> TraceHeaders:
         """Return the headers with this span as the parent instead of the caller's."""

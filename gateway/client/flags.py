@@ -28,16 +28,15 @@ def add_flags(
     shared = list(signature(group, eval_str=True).parameters.values())
 
     def decorate(command: Callable[Concatenate[F, P], None]) -> Callable[..., None]:
-        receiver, *own = signature(command, eval_str=True).parameters.values()
+        own = list(signature(command, eval_str=True).parameters.values())[1:]
 
         @wraps(command)
-        def run(**values: Any) -> None:
-            flags = group(**{flag.name: values.pop(flag.name) for flag in shared})
-            values[receiver.name] = flags
-            command(**values)  # type: ignore[call-arg]
+        def run(*arguments: P.args, **values: P.kwargs) -> None:
+            flags: dict[str, Any] = {flag.name: values.pop(flag.name) for flag in shared}
+            command(group(**flags), *arguments, **values)
 
         parameters = [flag.replace(kind=Parameter.KEYWORD_ONLY) for flag in (*own, *shared)]
-        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        vars(run)["__signature__"] = Signature(parameters)
         run.__annotations__ = {flag.name: flag.annotation for flag in parameters}
         return run
 

@@ -81,7 +81,7 @@ class InferClient:
                 wait_s = retry_after_s(reply)
             self.retry_count += 1
             # Jitter: requests that were rejected together must not return together.
-            await asyncio.sleep(wait_s * random.uniform(1, 1.25))  # noqa: S311
+            await asyncio.sleep(wait_s * random.uniform(1, 1.25))  # noqa: S311 - not for security
         raise AssertionError("the last attempt has returned or raised")
 
     async def _post(self, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> CompleteResponse:

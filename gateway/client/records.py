@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -147,7 +146,7 @@ def resume_output(path: Path, writer: RecordWriter) -> Counter[str]:
                     kept_bytes += copy.write(row.raw.encode())
         if kept_bytes != path.stat().st_size:
             temporary.chmod(path.stat().st_mode)
-            os.replace(temporary, path.resolve())  # noqa: PTH105
+            temporary.replace(path.resolve())
     except UnicodeDecodeError:
         raise UsageError(f"cannot resume {path}: it is not UTF-8") from None
     except (UsageError, csv.Error) as exc:

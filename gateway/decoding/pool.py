@@ -10,7 +10,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from gateway.decoding.messages import (
     FRAME_COUNT,
@@ -78,7 +78,7 @@ class DecodeProcess:
         except OSError:
             raise WorkerLost from None
         if succeeded:
-            return result  # type: ignore[no-any-return]
+            return cast(T, result)
         raise result
 
     async def _receive_exactly(self, size: int) -> bytes:

@@ -156,14 +156,13 @@ class ModelActivator:
     async def _go_on(self, model: str, load: SharedLoad) -> None:
         """Wait for the turn of a request: thousands at once would find the admission queue full."""
         async with load.exit_lock:
-            # Polled, because an event would cost something for each request that ends.
-            while (  # noqa: ASYNC110
-                load.waiters > EXITS_PER_PAUSE and self._loader.usage.is_crowded(model)
-            ):
+            usage = self._loader.usage
+            # An event would cost something for each request that ends.
+            while load.waiters > EXITS_PER_PAUSE and usage.is_crowded(model):  # noqa: ASYNC110 - cheaper
                 await asyncio.sleep(EXIT_PAUSE_S)
             load.exits += 1
             # Those before are admitted meanwhile, or queue and crowd the model.
-            if load.exits % EXITS_PER_PAUSE == 0 or self._loader.usage.is_busy:
+            if load.exits % EXITS_PER_PAUSE == 0 or usage.is_busy:
                 await asyncio.sleep(EXIT_PAUSE_S)
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:

@@ -43,7 +43,7 @@ def choose_less_loaded(candidates: Sequence[Candidate]) -> Candidate:
     if count == 1:
         return candidates[0]
     first = int(random() * count)  # noqa: S311 - not for security
-    second = int(random() * (count - 1))  # noqa: S311
+    second = int(random() * (count - 1))  # noqa: S311 - not for security
     if second >= first:
         second += 1
     one, other = candidates[first], candidates[second]

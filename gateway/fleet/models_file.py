@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-import yaml
 
-from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile
+from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml
 from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.messages import CommandError
 from gateway.names import VERSION_NUMBER
@@ -54,7 +53,7 @@ class DeclaredModel:
 def parse_models_file(text: str) -> dict[str, DeclaredModel]:
     """Return the models in a models file by name. Raises `BadModelsFile`."""
     try:
-        document = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
+        document = parse_yaml(text)
         orjson.dumps(drop_labels(document))  # Triton accepts only JSON
     except YAML_ERRORS as exc:
         raise BadModelsFile(f"cannot be parsed: {' '.join(str(exc).split())}") from None

@@ -56,17 +56,17 @@ class Bucket:
     def __init__(self, location: BucketLocation) -> None:
         try:
             import obstore  # noqa: PLC0415 - an optional dependency
-            from obstore.exceptions import BaseError  # noqa: PLC0415
-            from obstore.store import S3Store  # noqa: PLC0415
         except ImportError:
             raise CannotUseBucket(
                 "GATEWAY_REPOSITORY is a bucket, which requires: pip install 'triton-gateway[s3]'"
             ) from None
         options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
         self._api = obstore
-        self._failures = (BaseError, OSError)
+        exceptions = obstore.exceptions
+        self._failures = (exceptions.BaseError, OSError)
+        self._conflicts = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
         # Credentials and region come from the environment, by the names that AWS's tools use.
-        self._store = S3Store(
+        self._store = obstore.store.S3Store(
             location.bucket,
             prefix=location.prefix or None,
             client_options={"allow_http": True, "connect_timeout": CONNECT_TIMEOUT},
@@ -77,11 +77,9 @@ class Bucket:
     @contextmanager
     def _translate(self) -> Iterator[None]:
         """Translate errors, but for a missing object, which is a `FileNotFoundError`."""
-        from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
-
         try:
             yield
-        except (AlreadyExistsError, PreconditionError):
+        except self._conflicts:
             raise ObjectChanged from None
         except self._failures as exc:
             text = str(exc)

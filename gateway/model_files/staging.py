@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -54,7 +55,7 @@ class StagedWriter:
         self._size = 0
         self._hash = hashlib.sha256()
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        self._file = open(os.open(path, flags, FILE_MODE), "wb", buffering=0)  # noqa: PTH123, SIM115
+        self._file = FileIO(os.open(path, flags, FILE_MODE), "wb")
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Raises `UploadAborted`, `RepositoryFull` or `OSError`."""

@@ -195,7 +195,7 @@ def convert_metrics(metrics: Iterable[Metric]) -> Families:
         for number, (part, labels, value, *_) in enumerate(metric.samples, 1):
             joined = join_labels((key, escape_label_value(text)) for key, text in labels.items())
             label_text = f"{{{joined}}}" if joined else ""
-            family.samples.append((part, label_text, floatToGoString(value)))  # type: ignore[no-untyped-call]
+            family.samples.append((part, label_text, floatToGoString(value)))
             if not number % SLICE_LINES:
                 time.sleep(PAUSE_S)
     return families

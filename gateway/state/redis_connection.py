@@ -58,14 +58,13 @@ def explain_redis_error(exc: Exception) -> str:
 def create_redis_client(server: RedisServer) -> Any:
     """Create a redis-py client with timeouts, which connects on first use. Raises `BadState`."""
     try:
-        from redis import asyncio as redis  # noqa: PLC0415 - an optional dependency
-        from redis import backoff, exceptions  # noqa: PLC0415
-        from redis.asyncio.retry import Retry  # noqa: PLC0415
+        import redis.asyncio  # noqa: PLC0415 - an optional dependency
     except ImportError:
         raise BadState(
             "GATEWAY_STATE uses Redis, which requires: pip install 'triton-gateway[redis]'"
         ) from None
-    return redis.Redis(
+    no_backoff = redis.backoff.NoBackoff()
+    return redis.asyncio.Redis(
         host=server.host,
         port=server.port,
         db=server.database,
@@ -77,7 +76,7 @@ def create_redis_client(server: RedisServer) -> Any:
         socket_connect_timeout=REDIS_TIMEOUT_S,
         socket_timeout=REDIS_TIMEOUT_S,
         # One retry, for a connection that was closed while idle. Every command is safe to repeat.
-        retry=Retry(backoff.NoBackoff(), 1, (exceptions.ConnectionError,)),
+        retry=redis.asyncio.retry.Retry(no_backoff, 1, (redis.ConnectionError,)),
         protocol=2,  # version 3 begins with HELLO, which has the password among its arguments
     )
 

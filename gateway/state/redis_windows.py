@@ -29,7 +29,7 @@ class RedisRateWindows:
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
         from limits.aio.storage import RedisStorage  # noqa: PLC0415 - an optional dependency
-        from redis.asyncio import BlockingConnectionPool  # noqa: PLC0415
+        from redis.asyncio import BlockingConnectionPool  # noqa: PLC0415 - as above
 
         default_pool = create_redis_client(server).connection_pool
         # Bursts of requests share a few connections instead of opening one each.

@@ -38,7 +38,7 @@ def build_element_schema(datatype: Datatype, *, is_input: bool) -> Schema:
         low, high = datatype.integer_range
         return {"type": "integer", "minimum": low, "maximum": high}
     if is_input:
-        info = ml_dtypes.finfo(datatype.numpy_dtype)  # type: ignore[no-untyped-call]
+        info = ml_dtypes.finfo(datatype.numpy_dtype)
         return {"type": "number", "minimum": float(info.min), "maximum": float(info.max)}
     return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 

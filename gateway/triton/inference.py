@@ -203,7 +203,7 @@ def build_http_request(
     return headers, b"".join(buffers) if length <= MAX_JOINED_BYTES else buffers
 
 
-class BinaryInput(InferInput):  # type: ignore[misc]
+class BinaryInput(InferInput):  # type: ignore[misc]  # tritonclient has no types
     """An input whose data is not copied; `buffers` are what Triton receives."""
 
     def __init__(self, name: str, array: np.ndarray, datatype: str) -> None:

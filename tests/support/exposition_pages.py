@@ -70,7 +70,7 @@ def samples(
 def families_of(page: str, form: PageFormat) -> list[Metric]:
     if form is PageFormat.PROMETHEUS_TEXT:
         return list(parser.text_string_to_metric_families(page))
-    return list(open_parser.text_string_to_metric_families(page))  # type: ignore[no-untyped-call]
+    return list(open_parser.text_string_to_metric_families(page))
 
 
 def key(sample: Sample) -> tuple[object, ...]:

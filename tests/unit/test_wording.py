@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gateway.client.errors import COMMAND_HINTS
+from tests.support.servers import ROOT
 from tests.support.source import package_trees
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -35,6 +36,18 @@ PHRASES = {
     r"\bcan(not)? be had\b": "is (not) available",
     r"\bwas asked\b": "was requested",
 }
+
+
+# An exception of ruff or mypy, and the same with its reason; mypy reads one only after another #.
+LINTER_EXCEPTION = re.compile(r"# (noqa|type: ignore)")
+EXPLAINED_EXCEPTION = re.compile(r"# noqa: [A-Z]+\d+ - \w|# type: ignore\[[\w-]+\]  # \w")
+
+
+def test_every_exception_of_a_linter_has_a_reason() -> None:
+    for path in sorted((ROOT / "gateway").rglob("*.py")):
+        for line in path.read_text().splitlines():
+            if LINTER_EXCEPTION.search(line):
+                assert EXPLAINED_EXCEPTION.search(line), f"{path}: {line.strip()}"
 
 
 def test_a_public_name_is_defined_once() -> None:
