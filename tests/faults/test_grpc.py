@@ -98,8 +98,8 @@ def serves(gateway: GrpcGateway) -> bool:
     return len(call_bytes(gateway.address, INFER, SMALL)) > 0
 
 
-def ticking_request(count: int) -> bytes:
-    request = service_pb2.ModelInferRequest(model_name="ticking")
+def ticking_request(count: int, **fields: Any) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="ticking", **fields)
     for name, datatype, value in (
         ("COUNT", "INT32", np.array([count], np.int32)),
         ("SECONDS", "FP32", np.array([0], np.float32)),
@@ -112,8 +112,9 @@ def ticking_request(count: int) -> bytes:
 def test_a_client_that_does_not_read_its_stream_is_disconnected(served: GrpcGateway) -> None:
     name = 'gateway_requests_refused_total{reason="answer_not_taken"}'
     before, memory = metric(served, name), memory_mib(served)
+    long_responses = ticking_request(3000, id="a" * 50_000)  # each repeats the id
     with grpc.insecure_channel(served.address) as channel:
-        responses = channel.stream_stream(STREAM)(iter([ticking_request(50_000)]))
+        responses = channel.stream_stream(STREAM)(iter([long_responses]))
         wait_until(lambda: metric(served, name) == before + 1)
         assert memory_mib(served) < memory + 64
         code, message = failure(list, responses)
