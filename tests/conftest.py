@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.line_tracing import first_examples_traced
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
@@ -51,6 +52,12 @@ def start_order(item: pytest.Item) -> tuple[int, int]:
     longest = [number for number, name in enumerate(LONGEST_FIRST) if group.startswith(name)]
     lane = next((number for number, name in enumerate(LANES) if name in item.path.parts), 0)
     return (longest[0] if longest else len(LONGEST_FIRST), lane)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    with first_examples_traced(pyfuncitem.obj):
+        return (yield)
 
 
 # Of a gateway on a machine that is busy.

@@ -1,0 +1,52 @@
+"""Less line tracing under `make coverage`: it doubles the CPU time, and repeated work runs the same lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+TRACED_EXAMPLES = 20
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Trace no line of this thread in the block."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
+
+
+@contextmanager
+def first_examples_traced(test: Any) -> Iterator[None]:
+    """Trace only the first examples of a property test, and not how Hypothesis draws them."""
+    tracer, handle = sys.gettrace(), getattr(test, "hypothesis", None)
+    if tracer is None or handle is None:
+        yield
+        return
+    run_example: Callable[..., object] = handle.inner_test
+    examples = 0
+
+    @wraps(run_example)
+    def run_traced(*args: object, **kwargs: object) -> object:
+        nonlocal examples
+        examples += 1
+        if examples > TRACED_EXAMPLES:
+            return run_example(*args, **kwargs)
+        sys.settrace(tracer)
+        try:
+            return run_example(*args, **kwargs)
+        finally:
+            sys.settrace(None)
+
+    handle.inner_test = run_traced
+    try:
+        with untraced():
+            yield
+    finally:
+        handle.inner_test = run_example
