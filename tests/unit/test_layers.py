@@ -113,10 +113,26 @@ def private_attributes(library: ModuleType) -> set[str]:
     return {name for path in sources for name in re.findall(r"\.(_[a-z]\w*)", path.read_text())}
 
 
-def own_attributes(tree: ast.AST) -> set[str]:
+@cache
+def private_nodes() -> dict[str, list[ast.Attribute]]:
+    """Return the uses of private attributes in each module."""
+    return {
+        module: [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        ]
+        for module, tree in package_trees().items()
+    }
+
+
+@cache
+def own_attributes(module: str) -> set[str]:
     """Return the fields of a module's classes, and all that constructors mention, as `self.x`."""
+    tree = package_trees()[module]
     nodes = (node for node in ast.walk(tree) if getattr(node, "name", "") in CONSTRUCTORS)
-    mentioned = {ast.unparse(part) for node in nodes for part in ast.walk(node)}
+    parts = (part for node in nodes for part in ast.walk(node))
+    mentioned = {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     fields = (part for node in classes for part in node.body if isinstance(part, ast.AnnAssign))
     return mentioned | {f"self.{ast.unparse(field.target)}" for field in fields}
@@ -128,12 +144,7 @@ def test_private_attributes_of_a_library_are_used_in_one_module(
 ) -> None:
     names = private_attributes(library)
     uses = {
-        module: {
-            ast.unparse(node)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and node.attr in names
-        }
-        - own_attributes(tree)
-        for module, tree in package_trees().items()
+        module: {ast.unparse(node) for node in nodes if node.attr in names} - own_attributes(module)
+        for module, nodes in private_nodes().items()
     }
     assert {module for module, used in uses.items() if used} == {compat_module}
