@@ -268,7 +268,7 @@ def test_a_connection_that_closes_as_it_is_reused_runs_nothing_twice(
 class Rush:
     """Requests that each carry their number, in an answer of a length of its own."""
 
-    count: int = 2000
+    count: int = 1000
     at_a_time: int = 48
     seen: Counter[str] = field(default_factory=Counter)
     passed: Counter[bytes] = field(default_factory=Counter)
