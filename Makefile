@@ -35,7 +35,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist audit crds lock clean models examples
+.PHONY: compile-tests clients bench bench-count bench-peers resnet50 manifests interface site dist audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ test: $(VENV)/.dev models examples ## Run every test but the longest; ARGS="-k n
 # Tests that start no other process, for fast feedback.
 test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long" tests/unit $(ARGS)
+
+# Compile the tests as pytest does, once: each process of `make test` would. `make test` reports what is wrong.
+compile-tests: $(VENV)/.dev
+	-@$(BIN)/python -m pytest -n 0 --collect-only -qq > /dev/null 2>&1
 
 # Rerun the tests that failed in the last run; one that passes now is reported as flaky.
 rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones
