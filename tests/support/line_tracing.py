@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,11 @@ from functools import wraps
 from typing import Any
 
 TRACED_EXAMPLES = 20
+
+
+def untraced_environment() -> dict[str, str]:
+    """The environment of a program whose lines are not measured, such as a server that is not ours."""
+    return {name: value for name, value in os.environ.items() if "COVERAGE_PROCESS" not in name}
 
 
 @contextmanager

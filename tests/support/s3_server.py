@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import httpx
 
 from gateway.embedded import reaper
+from tests.support.line_tracing import untraced_environment
 from tests.support.servers import free_ports
 from tests.support.wait import wait_until
 
@@ -38,6 +39,7 @@ class S3Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=untraced_environment(),
             start_new_session=True,
         )
         wait_until(self._creates_bucket)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from benchmarks.startup import IMPORTS
 from benchmarks.workloads import EVENTS, Workload, build_workloads
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.grpc_gateway import INFER, call_bytes, grpc_gateway
+from tests.support.line_tracing import untraced_environment
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 WORKLOADS = build_workloads()
@@ -85,7 +85,7 @@ def test_the_bare_proxy_returns_what_triton_returns(stage: Stage) -> None:
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", *arguments]
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment: dict[str, Any] = {**untraced_environment(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
     )

@@ -19,6 +19,7 @@ import pytest
 
 from gateway import __version__
 from tests.support.documents import examples, matches
+from tests.support.line_tracing import untraced_environment
 from tests.support.servers import ROOT, Command, free_ports
 from tests.support.wait import TIMEOUT_S
 
@@ -29,7 +30,10 @@ SDIST = f"triton_gateway-{__version__}.tar.gz"
 
 def build(source: Path, target: Path, *words: str) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(target), *words]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=TIMEOUT_S)
+    environment = untraced_environment()
+    subprocess.run(
+        command, cwd=source, env=environment, check=True, capture_output=True, timeout=TIMEOUT_S
+    )
     return target
 
 
@@ -93,7 +97,7 @@ def installed(built: Path, tmp_path: Path) -> Iterator[Command]:
     python = tmp_path / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     install += ["--no-deps", "--no-index", "--disable-pip-version-check", str(built / WHEEL)]
-    subprocess.run(install, check=True, timeout=TIMEOUT_S)
+    subprocess.run(install, env=untraced_environment(), check=True, timeout=TIMEOUT_S)
     # The dependencies, without the editable installation beside them.
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(f"{Path(fastapi.__file__).parents[1]}\n")
