@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -195,6 +196,14 @@ def page(tab: browser.Page) -> Iterator[browser.Page]:
     tab.close()
     assert not tab.console()
     assert tab.origins() <= {tab.origin}
+
+
+@contextmanager
+def gateway_of(page: browser.Page, *urls: str, **settings: str) -> Iterator[httpx.Client]:
+    """A gateway that the page does not ask any more when it ends."""
+    with gateway_before(*urls, **settings) as client:
+        yield client
+        page.close()
 
 
 @dataclass(frozen=True)
@@ -545,7 +554,7 @@ def test_a_model_that_is_to_be_loaded_and_is_nowhere_is_shown_and_can_be_given_u
 ) -> None:
     state = f"file://{tmp_path}/state.json"
     asyncio.run(open_state_store(state).set_desired_model("lost", DesiredModel(True)))
-    with gateway_before(triton[0], state=state) as client:
+    with gateway_of(page, triton[0], state=state) as client:
         page.open(str(client.base_url), "#fleet")
         row = '#models tr[data-key="lost"]'
         page.see(row, "not loaded, load pending")
@@ -649,7 +658,7 @@ def test_the_versions_of_a_split_are_seen_with_their_shares(
 ) -> None:
     with Triton(versioned.write_versions(tmp_path), versioned.NAME) as triton:
         triton.wait()
-        with gateway_before(triton.options.url) as client:
+        with gateway_of(page, triton.options.url) as client:
             wait_until(lambda: client.get(f"/v1/models/{versioned.NAME}").status_code == 200)
             split = {"versions": {"1": 90, "2": 10}, "shadow": {"version": "3"}}
             client.put(f"{versioned.LABELS}/canary", json=split).raise_for_status()
@@ -1059,7 +1068,7 @@ def test_a_repository_without_models_says_what_to_do(page: browser.Page, tmp_pat
     with triton_of(tmp_path) as triton:
         triton.wait()
         settings = {"repository": f"file://{tmp_path}", "model_uploads": "artifacts"}
-        with gateway_before(triton.options.url, **settings) as client:
+        with gateway_of(page, triton.options.url, **settings) as client:
             page.open(str(client.base_url), "#fleet")
             page.see("#fleet-notice", "Drop a model file")
             page.open(str(client.base_url), "#try")
@@ -1071,7 +1080,7 @@ def test_a_repository_without_models_says_what_to_do(page: browser.Page, tmp_pat
 @needs_browser
 def test_without_a_triton_the_page_says_which_replica_is_down(page: browser.Page) -> None:
     page.refusals = {503}
-    with gateway_before(f"http://127.0.0.1:{free_ports(1)[0]}", log_level="error") as client:
+    with gateway_of(page, f"http://127.0.0.1:{free_ports(1)[0]}", log_level="error") as client:
         for view in ("try", "model"):
             page.open(str(client.base_url), f"#{view}")
             page.see("main .notice:not([hidden])", "no Triton is reachable")
@@ -1113,6 +1122,7 @@ def test_an_on_demand_model_is_listed_and_loaded_by_its_first_request(
         assert "loads" not in page.text("#model-facts")
         page.run("location.hash = 'fleet'")
         page.see(state, "READY")
+        page.close()
 
 
 @needs_browser
