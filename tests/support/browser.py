@@ -33,6 +33,9 @@ ARGUMENTS = (
     "--disable-component-update",
     "--force-device-scale-factor=1",
     "--hide-scrollbars",
+    # Each navigation would start a process for the next one, or keep the last page alive.
+    "--disable-features=SpareRendererForSitePerProcess,BackForwardCache",
+    "--disable-extensions",
     "--window-size=1200,1000",
 )
 
@@ -93,7 +96,7 @@ class Page:
     def until(self, condition: Callable[[], T | Literal[False] | None], what: str) -> T:
         """Wait until the condition is true, and give what it is."""
         ignored = (StaleElementReferenceException,)
-        wait = WebDriverWait(self.driver, PATIENCE_S, 0.03, ignored_exceptions=ignored)
+        wait = WebDriverWait(self.driver, PATIENCE_S, 0.1, ignored_exceptions=ignored)
         try:
             return cast(T, wait.until(lambda _: condition()))
         except WebDriverException as exc:
