@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.line_tracing import first_examples_traced
+from tests.support.line_tracing import only_examples_traced
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
@@ -56,7 +56,7 @@ def start_order(item: pytest.Item) -> tuple[int, int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    with first_examples_traced(pyfuncitem.obj):
+    with only_examples_traced(pyfuncitem.obj):
         return (yield)
 
 
