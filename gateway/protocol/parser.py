@@ -6,7 +6,7 @@ httptools has no limits and accepts ambiguous request lengths, so both are check
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -35,6 +35,7 @@ VALID_HOST: Final = re.compile(
 )
 SMALL_READ_BYTES: Final = 2048  # smaller reads are parsed at once, even if they are pipelined
 MIN_FEED_BYTES: Final = 64
+MAX_KNOWN_HEADER_BYTES: Final = 2048  # of each connection
 
 
 class BodyReceiver(Protocol):
@@ -50,8 +51,21 @@ class RequestReceiver(Protocol):
     def end_request(self) -> None: ...
 
 
+class KnownRequest(NamedTuple):
+    """A request after which the connection persists, and what was delivered for its header."""
+
+    header: bytes
+    size: int  # with the body
+    scope: dict[str, Any]
+    expects_continue: bool
+
+
 class RequestParser:
-    """Splits the data of a connection into requests, and delivers their ASGI scopes and bodies."""
+    """Splits the data of a connection into requests, and delivers their ASGI scopes and bodies.
+
+    Many clients send the same header again and again. A request with the header of the last one, byte for
+    byte, is delivered without being parsed, which costs a tenth of what the gateway does for a request.
+    """
 
     def __init__(
         self, receiver: RequestReceiver, limits: ProtocolLimits, common_scope: Scope
@@ -72,6 +86,10 @@ class RequestParser:
         self._declined_upgrade: bytes | None = None
         self._ignores_next_header = False  # a restarted parser gets the framing headers again
         self._is_between_requests = True
+        self._known_request: KnownRequest | None = None  # the last read, if it was just this
+        # What was delivered for the last header of this read.
+        self._delivered: tuple[dict[str, Any], bool, bool] | None = None
+        self._was_at_request_end = True  # the last read ended with a request, or there was none
         self._fed_bytes = SMALL_READ_BYTES  # the maximum size of the data that httptools is given
         self._header_bytes = 0  # of an incomplete header, without those
         self._request_headers: HeaderPairs = []
@@ -86,6 +104,7 @@ class RequestParser:
         """Ignore all further data."""
         self.is_closed = True
         self.unparsed = b""
+        self._known_request = None
 
     def release(self) -> None:
         """Close, and break the reference cycles."""
@@ -99,6 +118,44 @@ class RequestParser:
         """
         if self.is_closed:
             return False
+        size, known = len(data), self._known_request
+        if (
+            known is not None
+            and size == known.size
+            and data.startswith(known.header)
+            and not self.pending
+        ):
+            self._repeat_request(known, data)
+            return False
+        begins_request = self._was_at_request_end
+        self._was_at_request_end = 0 < size == self._remaining_body_bytes
+        self._known_request = self._delivered = None
+        is_incomplete = self._parse(data)
+        if begins_request and self._delivered is not None and not is_incomplete:
+            self._learn_request(data, *self._delivered)
+        return is_incomplete
+
+    def _learn_request(
+        self, data: bytes, scope: dict[str, Any], keep_alive: bool, expects_continue: bool
+    ) -> None:
+        """Keep the header if the data is one request without chunks, and nothing else."""
+        header_bytes = data.find(REQUEST_HEADER_END) + len(REQUEST_HEADER_END)
+        size = len(data)
+        if header_bytes + self._body_bytes != size or header_bytes > MAX_KNOWN_HEADER_BYTES:
+            return
+        self._was_at_request_end = True
+        if keep_alive:
+            header = data[:header_bytes]
+            self._known_request = KnownRequest(header, size, scope, expects_continue)
+
+    def _repeat_request(self, known: KnownRequest, data: bytes) -> None:
+        scope = known.scope.copy()
+        body_receiver = self._receiver.begin_request(scope, True, known.expects_continue)
+        if len(known.header) < known.size:
+            body_receiver.feed_body(data[len(known.header) :])
+        self._receiver.end_request()
+
+    def _parse(self, data: bytes) -> bool:
         size = len(data)
         try:
             if self.unparsed or (
@@ -169,7 +226,9 @@ class RequestParser:
         self._request_headers = headers
         self._url = b""
         self._headers = []
+        self._body_bytes = 0
         keep_alive = version in PERSISTENT_VERSIONS and parser.should_keep_alive()
+        self._delivered = scope.copy(), keep_alive, expects_continue
         self._body_receiver = self._receiver.begin_request(scope, keep_alive, expects_continue)
 
     def on_body(self, data: bytes) -> None:
@@ -182,7 +241,7 @@ class RequestParser:
             return  # httptools treats the body as data of the other protocol
         self._is_between_requests = True
         self._body_receiver = None
-        self._remaining_body_bytes = self._body_bytes = 0
+        self._remaining_body_bytes = 0
         self._seen_body_bytes = -1
         if self._headers:
             # Trailers are not merged into the headers (RFC 9110, section 6.5.1).

@@ -7,6 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Scope
 
 from gateway.errors import GatewayError, TooManyConnections
@@ -68,6 +70,58 @@ class Recorder:
 def cut_everywhere(wire: bytes) -> list[list[bytes]]:
     cuts = [(), *((cut,) for cut in range(1, len(wire))), tuple(range(1, len(wire)))]
     return [[wire[a:b] for a, b in pairwise((0, *cut, len(wire)))] for cut in cuts]
+
+
+# Reads of a client that repeats its requests, cuts them at odd places, or means to confuse the parser.
+POST = REQUESTS["a length"].removesuffix(GET)
+READS = st.sampled_from(
+    [
+        *(GET, GET * 2, POST, POST.replace(b"hello", b"HELLO"), POST.replace(b"5", b"05")),
+        *(
+            GET[:2],
+            GET[2:],
+            POST[:-2],
+            POST[-2:],
+            POST[-2:] + GET,
+            POST + GET[:2],
+            b"\r\n",
+            b"\r\n\r\n",
+        ),
+        *(
+            REQUESTS["HTTP/1.0"],
+            REQUESTS["Expect"],
+            REQUESTS["chunks and trailers"].removesuffix(GET),
+        ),
+        *(REQUESTS["an offer of HTTP/2"].removesuffix(GET), b"GET / HTTP/1.1\r\nHost: x\r\n"),
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(GET),
+    ]
+)
+
+
+@given(
+    st.lists(READS, max_size=8).map(lambda reads: [each for read in reads for each in (read,) * 2])
+)
+def test_repeated_requests_are_read_as_any_others(reads: list[bytes]) -> None:
+    recorder, others = Recorder(), Recorder()
+    code = recorder.feed(*reads)
+    assert code == others.feed(*(b"%c" % byte for read in reads for byte in read))
+    assert recorder.events == others.events
+
+
+@pytest.mark.parametrize(
+    "reads", [(GET + GET[:2], GET[2:], GET[2:]), (POST[:-2], POST[-2:] + GET, POST[-2:] + GET)]
+)
+def test_a_read_that_began_within_a_request_is_no_header_to_repeat(reads: list[bytes]) -> None:
+    assert Recorder().feed(*reads) == "MALFORMED_REQUEST"
+
+
+def test_a_repeated_header_is_not_parsed() -> None:
+    recorder = Recorder()
+    assert recorder.feed(POST, POST, POST.replace(b"hello", b"HELLO")) == ""
+    (first, *_), (second, *_), (third, *_) = recorder.events[::2]
+    assert first["headers"] is second["headers"] is third["headers"]
+    assert first is not second
+    assert recorder.events[1::2] == [b"hello", b"hello", b"HELLO"]
 
 
 @pytest.mark.parametrize("wire", [*REQUESTS.values(), *UNAMBIGUOUS.values()])
