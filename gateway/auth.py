@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from gateway.errors import Forbidden, Unauthenticated
 from gateway.keys import Caller, KeysFile, Right, Role
 from gateway.messages import quote_text
 from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
-from gateway.request_info import ManagementCall
+from gateway.request_info import ManagementCall, read_headers
 
 KEYS_FILE_POLL_S: Final = 0.5
 AUTHORIZATION: Final = b"authorization"
@@ -79,8 +80,7 @@ class Authenticator:
         if file is None:
             return self._anonymous
         try:
-            key = extract_key(scope["headers"])
-            if (caller := file.find_caller(key)) is None:
+            if (caller := file.find_caller(read_headers(scope, hash_key))) is None:
                 raise Unauthenticated("unknown key")
         except Unauthenticated:
             if is_public_path(scope["path"]):
@@ -134,6 +134,11 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     if not key:
         raise Unauthenticated("a key is required: send Authorization: Bearer KEY or X-API-Key: KEY")
     return key
+
+
+def hash_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the SHA-256 of a request's key. Raises `Unauthenticated`."""
+    return hashlib.sha256(extract_key(headers)).digest()
 
 
 def read_password(credentials: bytes) -> bytes:

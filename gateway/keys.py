@@ -182,9 +182,11 @@ class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
     def __init__(self, path: Path) -> None:
         super().__init__(path, read_keys_file)
 
-    def find_caller(self, key: bytes) -> Caller | None:
-        # Only hashes are compared, so that the time it takes reveals nothing about other keys.
-        digest = hashlib.sha256(key).digest()
+    def find_caller(self, digest: bytes) -> Caller | None:
+        """Return the caller with the key of this SHA-256.
+
+        Only hashes are compared, so that the time it takes reveals nothing about other keys.
+        """
         caller = self.value.get(digest)
         return caller if caller is not None and compare_digest(caller.digest, digest) else None
 

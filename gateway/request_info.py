@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from starlette.types import Scope
 
 from gateway.keys import Caller
 from gateway.memory import MemoryCharge
 from gateway.tracing import Trace
 
+T = TypeVar("T")
+HEADER_FACTS: Final = "header_facts"  # in the ASGI scope of a request with a repeated header
 MAX_RECORDED_PARAMETERS: Final = 16
 MAX_PARAMETER_CHARS: Final = 128
 
@@ -71,6 +75,19 @@ class RequestInfo:
         self.management_call: ManagementCall | None = None
         self.trace: Trace | None = None
         self.charge: MemoryCharge | None = None  # the memory that the request holds
+
+
+def read_headers(scope: Scope, read: Callable[[list[tuple[bytes, bytes]]], T]) -> T:
+    """Return what the function reads in the headers; it reads a repeated header once.
+
+    The requests with that header share the result, which must not be changed.
+    """
+    facts: dict[Any, T] | None = scope.get(HEADER_FACTS)
+    if facts is None:
+        return read(scope["headers"])
+    if read not in facts:
+        facts[read] = read(scope["headers"])
+    return facts[read]
 
 
 current_request_info: ContextVar[RequestInfo | None] = ContextVar("request_info", default=None)

@@ -33,10 +33,19 @@ TraceHeaders = list[tuple[bytes, bytes]]
 
 
 def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the caller's `X-Request-ID` if it is valid, or 32 random hexadecimal digits."""
+    """Return the caller's `X-Request-ID` if it is valid, or a new one."""
+    return find_request_id(headers) or create_request_id()
+
+
+def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the caller's `X-Request-ID` if it is valid, else an empty string."""
     for name, value in headers:
         if name == b"x-request-id" and VALID_REQUEST_ID.fullmatch(value):
             return value.decode()
+    return ""
+
+
+def create_request_id() -> str:
     return f"{random.getrandbits(128):032x}"
 
 

@@ -41,7 +41,7 @@ from gateway.passthrough.headers import (
 from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
 from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
-from gateway.request_info import RequestInfo
+from gateway.request_info import RequestInfo, read_headers
 from gateway.services import Services
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
@@ -126,16 +126,15 @@ async def forward_request(
     """Return Triton's successful response. For an inference, the caller must release the slot."""
     rule, model = route.rule, route.model
     info: RequestInfo = scope["request_info"]
-    headers = prepare_request_headers(scope["headers"])
+    headers = read_headers(scope, prepare_request_headers)
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
     if action.can_activate and services.activator is not None:
         timeout_s = await services.activate_model(model, route.version, timeout_s)
-    body, step = await prepare_body(services, scope, receive, route, action, headers)
+    forwarded, body, step = await prepare_body(services, scope, receive, route, action, headers)
     if step is not None and labelled is not None:
         route = labelled.set_sequence(step)
-    forwarded = headers.forwarded
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference and not services.admission.try_acquire(model):
@@ -172,9 +171,9 @@ async def prepare_body(
     route: MatchedRoute,
     action: Forwarding,
     headers: RequestHeaders,
-) -> tuple[PassthroughBody, SequenceStep | None]:
-    """Return the body for Triton and its sequence step, and adjust the framing in `headers`."""
-    length, forwarded = headers.content_length, headers.forwarded
+) -> tuple[Headers, PassthroughBody, SequenceStep | None]:
+    """Return the headers for Triton with the framing of the body, the body, and its sequence step."""
+    length, forwarded = headers.content_length, headers.forwarded.copy()
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
@@ -214,7 +213,7 @@ async def prepare_body(
             services.large_body_turn,
             refuses_sequence=refuses_sequence,
         )
-    return body, step
+    return forwarded, body, step
 
 
 async def wait_for_admission(

@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, UrlTooLong
 from gateway.protocol.limits import ProtocolLimits
+from gateway.request_info import HEADER_FACTS
 
 # Copied for each request; a copy that has all keys is faster than one that grows.
 SCOPE: Final[Scope] = {
@@ -146,6 +147,7 @@ class RequestParser:
         self._was_at_request_end = True
         if keep_alive:
             header = data[:header_bytes]
+            scope[HEADER_FACTS] = {}
             self._known_request = KnownRequest(header, size, scope, expects_continue)
 
     def _repeat_request(self, known: KnownRequest, data: bytes) -> None:

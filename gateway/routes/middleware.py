@@ -20,10 +20,10 @@ from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
 from gateway.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
-from gateway.request_info import RequestInfo, current_request_info
+from gateway.request_info import RequestInfo, current_request_info, read_headers
 from gateway.routes.infer import InferenceRoute, find_inference_route
 from gateway.services import Services
-from gateway.tracing import Trace, choose_request_id, is_probe
+from gateway.tracing import Trace, create_request_id, find_request_id, is_probe
 
 log = logging.getLogger(ACCESS_LOGGER)
 
@@ -45,7 +45,7 @@ class GatewayMiddleware:
             await self._framework(scope, receive, send)
             return
         started = perf_counter()
-        info = RequestInfo(choose_request_id(scope["headers"]))
+        info = RequestInfo(read_headers(scope, find_request_id) or create_request_id())
         current_request_info.set(info)
         scope["request_id"] = info.request_id
         scope["request_info"] = info

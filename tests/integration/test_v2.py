@@ -800,6 +800,28 @@ def test_only_the_headers_that_are_tritons_business_reach_it(faked: tuple[Fake, 
         assert got == (body if isinstance(body, bytes) else b"".join(body))
 
 
+@pytest.mark.parametrize("encoding", [b"gzip", b"identity", b""])
+def test_a_repeated_request_reaches_triton_as_the_first_one(
+    faked: tuple[Fake, int], encoding: bytes
+) -> None:
+    fake, gateway = faked
+    body = gzip.compress(b"{}") if encoding == b"gzip" else b"{}"
+    request = b"POST /v2/models/a/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: %b\r\n" % encoding
+    request += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    if not encoding:
+        request = b"GET /v2/models/a HTTP/1.1\r\nHost: x\r\n\r\n"  # the gateway adds the framing
+    with Wire(gateway) as wire:
+        ids = set()
+        for _ in range(4):
+            wire.socket.sendall(request)
+            got = wire.read()
+            assert got.status == 200
+            ids.add(got.header("x-request-id"))
+    assert len(ids) == 4
+    first, *others = [fake.requests.get(timeout=TIMEOUT_S) for _ in range(4)]
+    assert others == [first] * 3
+
+
 def test_the_headers_of_an_answer_come_back_as_they_were(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
     got = ask(gateway, "GET", "/v2/models/odd")

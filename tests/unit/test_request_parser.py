@@ -15,6 +15,7 @@ from gateway.errors import GatewayError, TooManyConnections
 from gateway.protocol.deadlines import Deadlines, Due
 from gateway.protocol.limits import ProtocolLimits
 from gateway.protocol.parser import RequestParser
+from gateway.request_info import HEADER_FACTS
 from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
 
 LIMITS = ProtocolLimits(
@@ -47,6 +48,7 @@ class Recorder:
     def begin_request(self, scope: Scope, keep_alive: bool, expects_continue: bool) -> Recorder:
         if len(self.events) >= self.allowed:
             raise TooManyConnections
+        scope.pop(HEADER_FACTS, None)
         self.events.append((scope, keep_alive, expects_continue))
         return self
 
