@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import httptools
 
@@ -20,6 +20,8 @@ Buffer = bytes | memoryview
 RESPONSE_HIGH_WATER_BYTES: Final = 256 * 1024
 MAX_RESPONSE_HEADERS: Final = 200
 MAX_RESPONSE_HEAD_BYTES: Final = 128 * 1024
+MAX_KNOWN_HEADER_BYTES: Final = 2048  # of each connection
+RESPONSE_HEADER_END: Final = b"\r\n\r\n"
 RESPONSE_FRAMING_HEADERS: Final = (b"content-length", b"transfer-encoding")
 
 
@@ -41,8 +43,20 @@ STATE_BODY: Final = 2
 STATE_DONE: Final = 3
 
 
+class KnownResponse(NamedTuple):
+    """A response that arrived in one read, and after which the connection persists."""
+
+    header: bytes
+    size: int  # with the body
+    status: int
+    headers: Headers
+
+
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to a server and its current exchange."""
+    """A connection to a server and its current exchange.
+
+    A response with the header of the last one, byte for byte, is not parsed again.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -64,6 +78,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_close_delimited = False
         self._head_bytes = 0
         self._body_bytes = 0
+        self._known_response: KnownResponse | None = None  # the last read, if it was just this
         self.status = 0
         self.headers: Headers = []
         self.idle_since = 0.0
@@ -77,16 +92,37 @@ class UpstreamConnection(asyncio.Protocol):
         if self._state == STATE_IDLE:
             self.abort()  # unsolicited data must not become the response to a later request
             return
-        body_bytes = self._body_bytes
+        size, known, body_bytes = len(data), self._known_response, self._body_bytes
+        is_first = self._state == STATE_HEAD and not self._head_bytes
+        if is_first and known is not None and size == known.size and data.startswith(known.header):
+            self._repeat_response(known, data)
+            return
+        self._known_response = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self.fail(BadUpstream("the replica's response is not HTTP/1.1"), exc)
         # An endless header or trailer never reaches a callback, so its size is counted here.
         if self._state in (STATE_HEAD, STATE_BODY) and self._body_bytes == body_bytes:
-            self._head_bytes += len(data)
+            self._head_bytes += size
             if self._head_bytes > MAX_RESPONSE_HEAD_BYTES:
                 self.fail(BadUpstream("the replica's response header is too large"))
+        elif is_first and self._state == STATE_DONE and self._can_keep_alive:
+            self._learn_response(data)
+
+    def _learn_response(self, data: bytes) -> None:
+        """Keep the header if the data is one response without chunks, and nothing else."""
+        header_bytes = data.find(RESPONSE_HEADER_END) + len(RESPONSE_HEADER_END)
+        size = len(data)
+        if header_bytes + self._body_bytes == size and header_bytes <= MAX_KNOWN_HEADER_BYTES:
+            header = data[:header_bytes]
+            self._known_response = KnownResponse(header, size, self.status, self.headers)
+
+    def _repeat_response(self, known: KnownResponse, data: bytes) -> None:
+        self.status, self.headers = known.status, known.headers
+        self.on_body(data[len(known.header) :])
+        self._state = STATE_DONE
+        self._wake_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._can_keep_alive = False

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -369,6 +369,27 @@ TELLINGS = {
         reused=False,
     ),
 }
+
+
+def test_repeated_answers_on_one_connection_are_read_as_any_others(run: Run) -> None:
+    lasting = [telling for telling in TELLINGS.values() if telling.reused]
+    other = Telling(plain(b"HELLO"), b"HELLO", of_length(b"HELLO"))
+    told = [each for telling in [*lasting, other] for each in (telling,) * 3]
+    told += [each for pair in product(lasting[:4], lasting) for each in pair]
+
+    async def tell_all(peer: Peer) -> None:
+        for telling in told:
+            await peer.asked()
+            await telling.tell(peer)
+
+    async def scene() -> None:
+        async with before(tell_all) as (upstream, replica):
+            replies = [await get(upstream) for _ in told]
+            assert replies == [telling.read_as() for telling in told]
+            assert replies[0].headers is replies[1].headers  # the header is not parsed again
+            assert len(replica.peers) == 1
+
+    run(scene())
 
 
 @pytest.mark.parametrize("name", TELLINGS)
