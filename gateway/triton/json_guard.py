@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ MAX_SHAPE_BYTES: Final = 4096  # from the opening bracket of the list to its end
 MAX_EMPTY_SHAPE_PRODUCT: Final = 1 << 40
 # Checking a chunk of this size takes at most a few milliseconds, whatever it contains.
 GUARD_CHUNK_BYTES: Final = 32 * 1024
+MAX_CACHED_JSON_BYTES: Final = 1024
 
 JSON_SPACE_PATTERN: Final = rb"[ \t\r\n]*"
 JSON_WHITESPACE: Final = b" \t\r\n"
@@ -237,17 +239,27 @@ def check_complete_json(
 
     Return whether the request uses classification. Raises `InputMismatch` or `MalformedRequest`.
     """
-    text = body if json_bytes is None else body[:json_bytes]
+    if json_bytes is None:
+        return check_json(body, len(body), has_tensors, key_limits)
+    # The JSON before binary data is the same for all tensors of the same shapes.
+    check = check_json_cached if json_bytes <= MAX_CACHED_JSON_BYTES else check_json
+    return check(body[:json_bytes], len(body), has_tensors, key_limits)
+
+
+def check_json(text: bytes, max_elements: int, has_tensors: bool, key_limits: KeyLimits) -> bool:
     if not is_within_limits(text, key_limits):
-        guard = JsonGuard(len(body), json_bytes, has_tensors=has_tensors, key_limits=key_limits)
-        guard.feed(body)
+        guard = JsonGuard(max_elements, has_tensors=has_tensors, key_limits=key_limits)
+        guard.feed(text)
         return guard.has_classification
     if not has_tensors:
         return False
     for _, dims in find_shapes(text):
         if dims is not None:
-            count_elements(dims, len(body))
+            count_elements(dims, max_elements)
     return uses_classification(text)
+
+
+check_json_cached = lru_cache(256)(check_json)
 
 
 def uses_classification(text: bytes) -> bool:

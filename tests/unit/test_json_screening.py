@@ -43,9 +43,9 @@ def verdict(pieces: Iterable[bytes], keys: KeyLimits = FEW, room: int = ROOM) ->
     return "classes" if screening.has_classification else "passed"
 
 
-def verdict_of_complete(body: bytes) -> str:
+def verdict_of_complete(body: bytes, json_bytes: int | None = None) -> str:
     try:
-        classes = check_complete_json(body, None, has_tensors=True, key_limits=FEW)
+        classes = check_complete_json(body, json_bytes, has_tensors=True, key_limits=FEW)
     except (InputMismatch, MalformedRequest):
         return "refused"
     return "classes" if classes else "passed"
@@ -144,6 +144,9 @@ def test_the_verdict_is_that_of_a_plain_reading_wherever_it_is_cut(
     right = expected(body)
     assert verdict([body]) == right
     assert verdict_of_complete(body) == expected(body, room=len(body))
+    for binary in (b"[" * 1000, b"", b"[" * 1000):  # the JSON is the same, but not its room
+        room = len(body + binary)
+        assert verdict_of_complete(body + binary, len(body)) == expected(body, room=room)
     assert verdict(cut(body, cuts)) == right
     if len(body) < 2000:
         assert verdict(cut(body, range(len(body)))) == right
