@@ -13,10 +13,16 @@ DOT_SEGMENTS: Final = (".", "..")
 PATH_SAFE_CHARACTERS: Final = "!$&'()*+,;=:@"
 # The gateway decodes a path at most once, and a proxy between it and Triton may decode it again.
 MAX_DECODINGS: Final = 2
+MAX_MODEL_NAME_CHARS: Final = 256  # no file system has longer names
 
 
 def is_model_name(name: str) -> bool:
-    """Return whether a name stays a single path segment however often it is percent-decoded."""
+    """Return whether a name stays a single path segment however often it is percent-decoded.
+
+    A name in a gRPC message can have any length, and names are keys of tables that outlive their request.
+    """
+    if len(name) > MAX_MODEL_NAME_CHARS:
+        return False
     for _ in range(MAX_DECODINGS + 1):
         if name in DOT_SEGMENTS or FORBIDDEN_CHARACTERS.search(name):
             return False

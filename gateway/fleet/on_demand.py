@@ -188,6 +188,7 @@ class OnDemandLoader:
     async def report_usage(self) -> None:
         """Tell the other gateways what this one uses, for ever; no slow action delays it."""
         while True:
+            self.usage.drop_unknown_models(self._pool.has_model)
             self._pool.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled or self.options.scaler_port:
                 await self.exchange_usage()

@@ -15,6 +15,8 @@ from gateway.fleet.shared_state import SharedState
 from gateway.messages import join_names, quote_text
 
 MAX_REPORTED_NUMBER: Final = 1e12
+# With more times of use than this, those of models that do not exist are dropped.
+MAX_USED_MODELS: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,18 @@ class ModelUsage:
 
     def record_use_by_others(self, model: str, used_at: float) -> None:
         self._others_last_used[model] = max(self._others_last_used.get(model, used_at), used_at)
+
+    def drop_unknown_models(self, has_model: Callable[[str], bool]) -> None:
+        """Drop the times of models that no replica has, if there are many: clients can invent names.
+
+        The last use stays, because the scaler reports it.
+        """
+        for times in (self.last_used, self._others_last_used):
+            if len(times) > MAX_USED_MODELS:
+                latest = max(times, key=times.__getitem__)
+                unknown = [name for name in times if name != latest and not has_model(name)]
+                for name in unknown:
+                    del times[name]
 
     def count_requests(self, model: str) -> int:
         """Return the number of requests that run or wait for a slot, on all gateways."""

@@ -17,6 +17,7 @@ import orjson
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault, TooLarge
 from gateway.media_types import JSON, TEXT
 from gateway.messages import join_names, quote_text
+from gateway.names import MAX_MODEL_NAME_CHARS
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.json_body import parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult
@@ -26,7 +27,6 @@ from gateway.tensors.signature import Signature, TensorSpec
 MAX_TEXTS: Final = 2048
 # A model without a batch dimension runs once for each text.
 MAX_UNBATCHED_TEXTS: Final = 1000
-MAX_MODEL_NAME_CHARS: Final = 256  # no file system has longer names
 ENCODING_FORMATS: Final = ("float", "base64")
 EMBEDDING_HINT: Final = "embedding"
 SCORE_HINT: Final = "score"

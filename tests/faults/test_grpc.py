@@ -133,6 +133,17 @@ def test_a_flood_of_streams_leaves_other_clients_alone(served: GrpcGateway) -> N
     wait_until(lambda: metric(served, IN_PROGRESS) == 0)
 
 
+def test_long_names_of_models_are_unknown_and_not_kept(served: GrpcGateway) -> None:
+    """The tables of the gateway have names as keys, and outlive the request."""
+    memory, values = memory_mib(served), np.zeros((1, 4), np.float32)
+    for number in range(200):
+        message = infer_request(f"{number}{'x' * 200_000}", values)
+        code, _ = failure(call_bytes, served.address, INFER, message)
+        assert code == "NOT_FOUND"
+    assert memory_mib(served) < memory + 20
+    assert serves(served)
+
+
 def test_a_message_over_the_limit_is_refused(served: GrpcGateway) -> None:
     values = np.zeros((1, 3 << 20), np.float32)
     code, message = failure(call_bytes, served.address, INFER, infer_request("plain_FP32", values))

@@ -898,8 +898,11 @@ ATTACKS = (
     ),
     Row(
         "thousands of unknown model names, and names that a server of completions accepts",
-        "no additional metric series; at most 64 of a server of completions",
+        "no additional metric series; at most 64 of a server of completions; the memory for names is "
+        "bounded, and names of more than 256 characters are unknown",
         {
+            "faults/test_gateway_faults": ["invented_names_of_models_are_forgotten"],
+            "faults/test_grpc": ["long_names_of_models_are_unknown_and_not_kept"],
             "integration/test_observability": ["unknown_names_add_no_series"],
             "integration/test_completions": [
                 "invented_names_that_a_server_accepts_are_few_metric_series"
