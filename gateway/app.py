@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import orjson
+from anyio import to_thread
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -17,6 +20,7 @@ from gateway.auth import PUBLIC_PATHS
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import render_error
+from gateway.media_types import JSON
 from gateway.openapi.openai import OPENAI_ERROR_SCHEMA
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
@@ -76,6 +80,22 @@ class GatewayFastAPI(FastAPI):
 
     requires_key = False
     error_schemas = ERROR_SCHEMAS
+    _serialized_document = b""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(openapi_url=None, docs_url=None, redoc_url=None, **options)
+        self._document_turn = asyncio.Lock()
+        self.add_route("/openapi.json", self.get_document, include_in_schema=False)
+
+    async def get_document(self, _: Request) -> Response:
+        """Return the OpenAPI document. It takes half a second to build, and anyone may ask for it."""
+        async with self._document_turn:
+            if not self._serialized_document:
+                self._serialized_document = await to_thread.run_sync(self._serialize_document)
+        return Response(self._serialized_document, media_type=JSON)
+
+    def _serialize_document(self) -> bytes:
+        return orjson.dumps(self.openapi())
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
@@ -140,8 +160,6 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         title="triton-gateway",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
     )
     app.requires_key = components.keys_file is not None
     routers = [router for router in ROUTERS if router is not ui.router or settings.page]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import select
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -14,7 +15,8 @@ import pytest
 import trustme
 
 from tests.support.certificates import trusting, write_pair
-from tests.support.servers import Command, free_ports
+from tests.support.fake_triton import port_of
+from tests.support.servers import Command, free_ports, gateway_before
 from tests.support.wait import TIMEOUT_S, wait_until
 
 NO_TRITON = {"GATEWAY_TRITON_URLS": "http://127.0.0.1:9"}
@@ -116,3 +118,19 @@ def is_answered(port: int, path: str) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT_S).status_code == 200
     return False
+
+
+def test_who_asks_first_for_the_description_of_the_api_holds_up_nobody() -> None:
+    """It takes half a second to build, and needs no key."""
+    (nobody,) = free_ports(1)
+    with gateway_before(f"http://127.0.0.1:{nobody}") as client, ExitStack() as stack:
+        document, liveness = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port_of(client))))
+            for _ in range(2)
+        ]
+        document.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        liveness.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answered, _, _ = select.select([document, liveness], [], [], TIMEOUT_S)
+        assert answered == [liveness]
+        assert document.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        assert client.get("/openapi.json").json() == client.get("/openapi.json").json()
