@@ -223,16 +223,16 @@ class ModelFacts:
 
 
 def parse_model_facts(config: Any) -> ModelFacts:
-    """Return the facts of Triton's config of a model; an invalid size counts as unknown."""
-    if not isinstance(config, dict):
+    """Return the facts of Triton's config of a model; an invalid size or an invalid config is unknown."""
+    try:
+        parameter = config.get("parameters", {}).get(MEMORY_PARAMETER, {})
+        written = str(parameter.get("string_value", "")).strip()
+        steps = config.get("ensemble_scheduling", {}).get("step", ())
+        parts = frozenset(str(step.get("model_name", "")) for step in steps)
+    except (AttributeError, TypeError):
         return ModelFacts()
-    parameter = config.get("parameters", {}).get(MEMORY_PARAMETER, {})
-    written = str(parameter.get("string_value", "")).strip()
-    steps = config.get("ensemble_scheduling", {}).get("step", ())
-    return ModelFacts(
-        int(written) if written.isascii() and written.isdecimal() and len(written) < 10 else None,
-        frozenset(str(step.get("model_name", "")) for step in steps),
-    )
+    is_number = written.isascii() and written.isdecimal() and len(written) < 10
+    return ModelFacts(int(written) if is_number else None, parts)
 
 
 def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import grpc
 import httpx
 import psutil
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.support.errors import assert_error
+from tests.support.grpc_gateway import STREAM, grpc_gateway
 from tests.support.servers import gateway
+from tests.support.wait import TIMEOUT_S
 
 MIB = 1 << 20
 TEXT = {"name": "Y", "datatype": "BYTES", "shape": [1]}
@@ -179,3 +184,32 @@ def test_an_answer_without_an_end_is_502_and_not_kept(
     assert process.memory_info().rss - before < 400 * MIB
     Replica.answers = {"m": {"outputs": [{**TEXT, "data": ["a"]}]}}
     assert infer(client, "m").status_code == 200
+
+
+class InvalidMessages(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Responds to each message with an error whose text is not UTF-8."""
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        if handler_call_details.method != STREAM:
+            return grpc.unary_unary_rpc_method_handler(lambda _message, _context: b"")
+        return grpc.stream_stream_rpc_method_handler(
+            lambda messages, _context: (b"\x0a\x02\xff\xfe" for _ in messages)
+        )
+
+
+def test_a_message_of_a_stream_that_cannot_be_read_is_502(replica: str) -> None:
+    Replica.answers = {"config m": {"model_transaction_policy": {"decoupled": True}}}
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[InvalidMessages()])
+    url = f"{replica}?grpc={server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    request = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
+    try:
+        with grpc_gateway(url) as served, grpc.insecure_channel(served.address) as channel:
+            answer = infer(served.http, "m", "text/event-stream")
+            assert_error(answer, 502, "BAD_UPSTREAM", "the replica's inference response is invalid")
+            responses = channel.stream_stream(STREAM)(iter([request, request]), timeout=TIMEOUT_S)
+            read = service_pb2.ModelStreamInferResponse.FromString
+            texts = [read(response).error_message for response in responses]
+            assert texts == ["the replica's inference response is invalid"] * 2
+    finally:
+        server.stop(None).wait()

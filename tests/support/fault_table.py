@@ -265,7 +265,9 @@ TRITON = (
                 "an_inference_that_cannot_be_read_is_502",
                 "texts_in_json_are_read_as_such",
                 "metadata_that_cannot_be_read_is_502",
-            ]
+                "a_message_of_a_stream_that_cannot_be_read_is_502",
+            ],
+            "unit/test_on_demand_plan": ["a_config_that_is_none_says_nothing"],
         },
     ),
     Row(

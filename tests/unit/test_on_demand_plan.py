@@ -202,6 +202,21 @@ def test_the_facts_of_a_model_are_in_its_config() -> None:
         assert parse_model_facts(config).memory_mb is None
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        [1],
+        {"parameters": []},
+        {"parameters": {"gateway.memory_mb": [1]}},
+        {"ensemble_scheduling": {"step": 1}},
+        {"ensemble_scheduling": {"step": [1]}},
+    ],
+)
+def test_a_config_that_is_none_says_nothing(config: object) -> None:
+    """One replica's answer must not end the loads of all models."""
+    assert parse_model_facts(config) == ModelFacts()
+
+
 def test_an_ensemble_of_ensembles_has_the_parts_of_both() -> None:
     facts = {
         "outer": ModelFacts(parts=frozenset(("inner", "last"))),

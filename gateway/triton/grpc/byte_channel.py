@@ -21,7 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import DeadlinePassed, GatewayError
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.errors import (
@@ -321,11 +321,14 @@ def map_stream_error(message: bytes, target: RequestTarget) -> GatewayError | No
     """Return the error in a ModelStreamInferResponse; None if it has a response.
 
     The header `triton_grpc_error` would give stream errors a status, but tritonserver 2.51 crashes when it
-    ends a stream that way. So errors are mapped by their message.
+    ends a stream that way. So errors are mapped by their message. Raises `BadUpstream` for invalid messages.
     """
     if not message.startswith(ERROR_MESSAGE_TAG):
         return None
-    response = service_pb2.ModelStreamInferResponse.FromString(message)
+    try:
+        response = service_pb2.ModelStreamInferResponse.FromString(message)
+    except DecodeError as exc:
+        raise BadUpstream("the replica's inference response is invalid") from exc
     return map_triton_error(400, encode_triton_error(response.error_message), target)
 
 
