@@ -22,6 +22,7 @@ MAX_RESPONSE_HEADERS: Final = 200
 MAX_RESPONSE_HEAD_BYTES: Final = 128 * 1024
 MAX_KNOWN_HEADER_BYTES: Final = 2048  # of each connection
 RESPONSE_HEADER_END: Final = b"\r\n\r\n"
+MIN_STATUS, MAX_STATUS = 100, 599  # RFC 9110, section 15
 RESPONSE_FRAMING_HEADERS: Final = (b"content-length", b"transfer-encoding")
 
 
@@ -156,7 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        if self.status < 100:
+        if not MIN_STATUS <= self.status <= MAX_STATUS:
             raise httptools.HttpParserError("an invalid status")
         if self.status < 200:
             return

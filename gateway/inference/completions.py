@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Final, NamedTuple
 
+import orjson
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.errors import GatewayError, MalformedRequest
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
+from gateway.inference.exchange import ATTACHMENT_HEADERS, is_active_content
 from gateway.media_types import JSON
+from gateway.messages import quote_text
 from gateway.tensors.text_vectors import parse_object, read_model_name
 from gateway.tracing import TRACE_CONTEXT_HEADERS
 
+log = logging.getLogger(__name__)
+
+MODEL_KEY: Final = "model"
 FORWARDED_HEADERS: Final = frozenset((b"accept", *TRACE_CONTEXT_HEADERS))
 RELAYED_HEADERS: Final = (b"content-type", b"retry-after")
 
 
 class CompletionRequest(NamedTuple):
-    """The model of a request for a completion, and the body as it was received."""
+    """The model of a request for a completion, and the body for the server, which names no other model."""
 
     model: str
     body: bytes
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
-    """Raises `MalformedRequest`."""
-    return CompletionRequest(read_model_name(parse_object(body)), body)
+    """Raises `MalformedRequest`.
+
+    The body is encoded again, because a server may use another one of several keys `model`, for which the
+    caller has no right. Some servers ignore the case of keys.
+    """
+    document = parse_object(body)
+    for key in document:
+        if key != MODEL_KEY and key.lower() == MODEL_KEY:
+            raise MalformedRequest(f'unknown key {quote_text(key)}; write "model" in lower case')
+    try:
+        return CompletionRequest(read_model_name(document), orjson.dumps(document))
+    except orjson.JSONEncodeError:  # it can read more levels than it can write
+        raise MalformedRequest("the body has too many levels of nested values") from None
 
 
 def build_completion_headers(headers: Headers, length: int) -> Headers:
@@ -48,6 +67,8 @@ class RelayedResponse(StreamingResponse):
             for name in RELAYED_HEADERS
             if (value := response.header(name))
         }
+        if is_active_content(headers.get("content-type", "")):
+            headers |= ATTACHMENT_HEADERS
         self._response = response
         self._release = release
         super().__init__(relay_chunks(response, timeout_s), response.status, headers)
@@ -55,6 +76,9 @@ class RelayedResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except GatewayError as exc:
+            # The response has started: the server closes the connection, so that clients see the error.
+            log.warning("the response was aborted: %s", exc.detail)
         finally:
             self._response.close()
             self._release()

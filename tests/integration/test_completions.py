@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
 from tests.support.servers import ROOT, free_ports, gateway_before
+from tests.support.servers import gateway as real_gateway
 from tests.support.wait import wait_until
 
 MODEL = "text_org/model-7b"  # a name as vLLM's models have
@@ -35,6 +36,7 @@ class CompletionServer:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.ended_streams = 0
         self.app = FastAPI()
@@ -50,11 +52,14 @@ class CompletionServer:
 
     async def complete(self, request: Request) -> Response:
         document = await request.json()
+        self.bodies.append(await request.body())
         self.requests.append(document)
         self.headers.append(dict(request.headers))
         if document["model"] != MODEL and not document["model"].startswith(ANY):
             error = {"message": "no such model", "type": "NotFoundError", "param": None}
             return JSONResponse({"error": {**error, "code": 404}}, 404)
+        if document.get("user") == "page":
+            return Response("<script>", media_type="text/html")
         if document.get("stream"):
             return StreamingResponse(self.stream(document), media_type="text/event-stream")
         message = {"role": "assistant", "content": document["messages"][0]["content"].upper()}
@@ -76,6 +81,8 @@ class CompletionServer:
                 chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
                 yield f"data: {json.dumps({**chunk, 'choices': [choice]})}\n\n"
                 await asyncio.sleep(0.05)
+            if document.get("user") == "broken":
+                raise ConnectionError
             yield "data: [DONE]\n\n"
         finally:
             self.ended_streams += 1
@@ -169,6 +176,39 @@ def test_a_key_for_other_models_is_refused_before_the_server(
     with pytest.raises(openai.AuthenticationError):
         connect(gateway, "tgw_wrong").chat.completions.create(model=MODEL, messages=MESSAGES)
     assert len(server.requests) == count
+
+
+def test_a_server_reads_no_other_model_than_the_gateway_has_checked(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    """Which one of several equal keys counts, and whether case matters, differs between servers."""
+    path, headers = "/v1/chat/completions", bearer(TEXTS)
+    document = json.dumps({"model": MODEL, "messages": MESSAGES})
+    ambiguous = f'{{"model": "secret", "mod\\u0065l": "secret", {document[1:]}'
+    assert gateway.post(path, content=ambiguous, headers=headers).status_code == 200
+    assert json.loads(server.bodies[-1]) == json.loads(document)
+    assert server.bodies[-1].count(b'model":') == 1
+    count = len(server.requests)
+    for more in ('"Model": "secret"', '"messages": ' + "[" * 1000 + "]" * 1000):
+        refused = gateway.post(path, content=f"{document[:-1]}, {more}}}", headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "MALFORMED_REQUEST"
+    assert len(server.requests) == count
+
+
+def test_a_page_of_a_server_is_downloaded(gateway: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "user": "page"}
+    answer = gateway.post("/v1/chat/completions", json=body, headers=bearer(TEXTS))
+    assert answer.headers["content-disposition"] == "attachment"
+
+
+def test_a_stream_that_its_server_breaks_off_is_broken_off(server: CompletionServer) -> None:
+    (nobody,) = free_ports(1)
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, "user": "broken"}
+    with real_gateway(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as (client, command):
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.post("/v1/chat/completions", json=body)
+        command.wait_for("the response was aborted")
 
 
 def test_completions_are_counted_by_model_and_unknown_names_are_not(

@@ -856,6 +856,7 @@ NONSENSE = {
     "a version that is none": b"HTTP/7.3 200 OK\r\nContent-Length: 0\r\n\r\n",
     "a status of two digits": b"HTTP/1.1 20 OK\r\nContent-Length: 0\r\n\r\n",
     "a status below 100": b"HTTP/1.1 099 X\r\nContent-Length: 4\r\n\r\nevil" + plain(b"ok"),
+    "a status above 599": b"HTTP/1.1 600 X\r\nContent-Length: 4\r\n\r\nevil" + plain(b"ok"),
     "the status 000": b"HTTP/1.1 000 X\r\nContent-Length: 4\r\n\r\nevil" + plain(b"ok"),
     "a header without a colon": HEAD + b"Content-Length 5\r\n\r\nhello",
     "a space before the colon": HEAD + b"Content-Length : 5\r\n\r\nhello",
