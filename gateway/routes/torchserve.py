@@ -346,7 +346,7 @@ async def scale_model(
 
 def to_version_number(version: str) -> str:
     """Return Triton's version for TorchServe's, such as 2 for 2.0."""
-    return version.removesuffix(".0")
+    return version.removesuffix(".0") or version
 
 
 def build_status(status: str) -> Response:

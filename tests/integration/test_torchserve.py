@@ -332,6 +332,7 @@ def test_the_default_version_answers_requests_without_one(client: httpx.Client) 
     response = client.put("/predictions/text", content=b"a")
     assert response.headers["x-model-version"] == "1"
     assert client.delete("/v1/models/text/labels/default").json()["version"] == "1"
+    assert client.put("/predictions/text/.0", content=b"a").status_code == 404
     assert error_of(client.put("/models/text/7/set-default"))[:2] == (
         409,
         "ConflictStatusException",
