@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
+
+from anyio import CapacityLimiter
 
 from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
@@ -30,6 +33,9 @@ from gateway.settings import Settings
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.payload import PayloadLimits
 from gateway.tracing import Tracer
+
+# Each one occupies threads, which together would keep Python's global lock from the event loop.
+MAX_METRICS_PAGES: Final = 4  # at the same time
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,16 @@ class Services:
     def large_body_turn(self) -> asyncio.Lock:
         """Held while a piece of a large body is checked on the event loop."""
         return asyncio.Lock()
+
+    @cached_property
+    def metrics_page_turns(self) -> asyncio.Semaphore:
+        """Held while the replicas are scraped for a page and their pages are merged."""
+        return asyncio.Semaphore(MAX_METRICS_PAGES)
+
+    @cached_property
+    def metrics_page_threads(self) -> CapacityLimiter:
+        """Limits the threads that write metrics pages."""
+        return CapacityLimiter(MAX_METRICS_PAGES)
 
     @cached_property
     def payload_limits(self) -> PayloadLimits:

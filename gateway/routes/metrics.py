@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -80,6 +80,30 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
     """Return the merged metrics. If a replica does not respond, only its samples are missing."""
     headers = request.headers
     timeout_s = parse_scrape_timeout(headers.get("x-prometheus-scrape-timeout-seconds", ""))
+    async with services.metrics_page_turns:
+        families = await scrape_fleet(services, timeout_s)
+    page_format = choose_page_format(headers.get("accept", ""))
+    page: Iterator[bytes] = (piece.encode() for piece in encode_page(families, page_format))
+    response_headers = {"content-type": page_format.value, "vary": "Accept, Accept-Encoding"}
+    if parse_quality_value(headers.get("accept-encoding", ""), ("gzip", "*")) > 0:
+        response_headers["content-encoding"] = "gzip"
+        page = gzip_chunks(page)
+    pieces = iterate_in_thread(batch_chunks(page), services.metrics_page_threads)
+    return StreamingResponse(pieces, headers=response_headers)
+
+
+async def iterate_in_thread(
+    pieces: Iterator[bytes], limiter: anyio.CapacityLimiter
+) -> AsyncIterator[bytes]:
+    while (piece := await to_thread.run_sync(next, pieces, None, limiter=limiter)) is not None:
+        yield piece
+
+
+# Scraping.
+
+
+async def scrape_fleet(services: Services, timeout_s: float) -> Families:
+    """Return the metrics of the gateway and of all replicas."""
     replicas = list_scraped_replicas(services)
     scrapes = await asyncio.gather(
         *(scrape_replica(services.pool, replica, timeout_s) for replica in replicas)
@@ -87,20 +111,9 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
     services.metrics.flush()
     # Collected here, because these metrics read state that the event loop changes.
     loop_metrics = list(services.metrics.collector_registry.collect())
-    families = await to_thread.run_sync(
+    return await to_thread.run_sync(
         merge_metrics_pages, services.metrics.collect, loop_metrics, scrapes
     )
-    page_format = choose_page_format(headers.get("accept", ""))
-    page: Iterator[bytes] = (piece.encode() for piece in encode_page(families, page_format))
-    response_headers = {"content-type": page_format.value, "vary": "Accept, Accept-Encoding"}
-    if parse_quality_value(headers.get("accept-encoding", ""), ("gzip", "*")) > 0:
-        response_headers["content-encoding"] = "gzip"
-        page = gzip_chunks(page)
-    # Starlette runs the generator in a thread.
-    return StreamingResponse(batch_chunks(page), headers=response_headers)
-
-
-# Scraping.
 
 
 def list_scraped_replicas(services: Services) -> list[Replica]:

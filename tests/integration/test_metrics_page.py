@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.exposition.encoder import PageFormat
 from gateway.routes.metrics import parse_scrape_timeout
+from gateway.services import MAX_METRICS_PAGES
 from tests.support.fleet import BODY, Fleet, fleet_of, repository
 from tests.support.servers import Triton, free_ports, gateway
 from tests.support.tools import check_with_promtool, of_models, program
@@ -402,6 +404,37 @@ def test_inference_goes_on_while_large_pages_are_scraped_all_the_time(three: Fle
             f"p50 {medians[0]:.2f} → {medians[1]:.2f} ms (× {medians[1] / medians[0]:.1f}), "
             f"p99 {worst[0]:.2f} → {worst[1]:.2f} ms"
         )
+
+
+class Counted(Server):
+    """Counts how many scrapes it answers at the same time."""
+
+    running = most = total = 0
+
+    def get(self) -> bytes:
+        with self.lock:
+            self.running += 1
+            self.total += 1
+            self.most = max(self.most, self.running)
+            self.lock.wait_for(lambda: self.most > MAX_METRICS_PAGES, timeout=0.1)
+            self.running -= 1
+        return b"nv_x 1\n"
+
+    lock = threading.Condition()
+
+
+def test_a_flood_of_scrapes_is_served_a_few_at_a_time() -> None:
+    """300 at the same time kept the event loop waiting for ten seconds."""
+    count, replica = 4 * MAX_METRICS_PAGES, Counted()
+    with (
+        replica,
+        gateway(replica.url) as (client, _),
+        ThreadPoolExecutor(count) as pool,
+    ):
+        answers = list(pool.map(lambda _: client.get("/metrics"), range(count)))
+    assert all("nv_x{" in answer.text for answer in answers)
+    assert replica.total == count
+    assert replica.most <= MAX_METRICS_PAGES
 
 
 # A real Prometheus.
