@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -20,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from gateway.inference.completions import relay_chunks
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
 from tests.support.servers import ROOT, free_ports, gateway_before
@@ -209,6 +212,56 @@ def test_a_stream_that_its_server_breaks_off_is_broken_off(server: CompletionSer
         with pytest.raises(httpx.RemoteProtocolError):
             client.post("/v1/chat/completions", json=body)
         command.wait_for("the response was aborted")
+
+
+class FastStream:
+    """Stands for the response of a server whose next piece arrives in each pass of the event loop."""
+
+    is_complete = False
+
+    def __init__(self) -> None:
+        self.pieces = 0
+        self.waiter: asyncio.Future[bytes] | None = None
+
+    def set_timeout(self, _: float) -> None:
+        self.is_complete = self.pieces > 1000
+
+    async def next_chunk(self) -> bytes:
+        self.waiter = asyncio.get_running_loop().create_future()
+        return await self.waiter
+
+    def receive(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.pieces += 1
+            self.waiter.set_result(b"piece")
+
+
+def test_a_stream_of_any_speed_can_be_cancelled() -> None:
+    """A task group does not cancel a task whose next piece is there already."""
+    stream: Any = FastStream()
+
+    async def relay() -> None:
+        async for _ in relay_chunks(stream, 1.0):
+            pass
+
+    async def leave() -> int:
+        loop = asyncio.get_running_loop()
+        readable, written = socket.socketpair()
+        with readable, written:
+            written.send(b"never read")
+            async with anyio.create_task_group() as group:
+                group.start_soon(relay)
+                while stream.pieces < 10:
+                    await asyncio.sleep(0)
+                    stream.receive()
+                await asyncio.sleep(0)
+                loop.call_soon(group.cancel_scope.cancel)
+                stream.receive()
+                loop.add_reader(readable, stream.receive)
+            loop.remove_reader(readable)
+        return int(stream.pieces)
+
+    assert asyncio.run(leave()) < 20
 
 
 def test_completions_are_counted_by_model_and_unknown_names_are_not(
