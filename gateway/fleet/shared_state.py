@@ -16,6 +16,7 @@ from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.fleet.replica import Replica
 from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import quote_text
+from gateway.state.cordons import with_cordon
 from gateway.state.desired import (
     DesiredModel,
     StateStore,
@@ -121,7 +122,7 @@ class SharedState:
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
         await self.store.set_cordon(replica, is_cordoned=is_cordoned)
-        self.cordoned = self.cordoned | {replica} if is_cordoned else self.cordoned - {replica}
+        self.cordoned = with_cordon(self.cordoned, replica, is_cordoned=is_cordoned)
 
     # Agreement between gateways.
 

@@ -41,11 +41,12 @@ from gateway.state.file_locks import LOCK_TIMEOUT_S, is_same_file, lock_file, tr
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,
+    find_confirmed_load,
     load_owners,
-    mark_load_finished,
-    mark_load_started,
     new_load_token,
     parse_loads,
+    with_finished_load,
+    with_load,
     without_replica,
 )
 from gateway.version_labels import LabelTable, VersionLabel
@@ -98,7 +99,7 @@ class FileStateStore:
         activity = path.with_name(f"{path.name}.activity")
         self._activity_marks = FileActivityMarks(activity, self._owner, self._run_action)
         folder = path.with_name(f"{path.name}.leases")
-        self._leases = FileLeases(folder, self._owner, try_lock_file)
+        self._leases = FileLeases(folder, self._owner)
 
     def check(self) -> None:
         """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
@@ -164,26 +165,29 @@ class FileStateStore:
     async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
         token = new_load_token(self._owner)
 
-        def change(loads: Loads) -> tuple[Loads, str]:
+        def change(loads: Loads) -> Loads:
             self._hold_alive_lock()
-            return mark_load_started(loads, replica, model, token)
+            return with_load(loads, replica, model, token)
 
-        return token, await self._change_loads(change)
+        before = await self._change_loads(change)
+        return token, find_confirmed_load(before, replica, model)
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
         await self._change_loads(
-            lambda loads: mark_load_finished(loads, replica, model, token, resulting_load)
+            lambda loads: with_finished_load(loads, replica, model, token, resulting_load)
         )
 
     async def forget_loads(self, replica: str) -> None:
-        await self._change_loads(lambda loads: (without_replica(loads, replica), None))
+        await self._change_loads(lambda loads: without_replica(loads, replica))
 
-    async def _change_loads(self, change: Callable[[Loads], tuple[Loads, T]]) -> T:
-        def run() -> T:
+    async def _change_loads(self, change: Callable[[Loads], Loads]) -> Loads:
+        """Return the loads before the change."""
+
+        def run() -> Loads:
             with lock_file(self._lock_path):
-                loads, result = change(self._read_loads())
-                replace_file(self._loads_path, orjson.dumps(loads), is_durable=False)
-            return result
+                before = self._read_loads()
+                replace_file(self._loads_path, orjson.dumps(change(before)), is_durable=False)
+            return before
 
         return await self._run_action(WRITE_ACTION, run)
 

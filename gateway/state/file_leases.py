@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -12,23 +12,24 @@ from typing import Any, Final
 
 import orjson
 
+from gateway.state.file_locks import try_lock_file
+
 REPORT_TTL_S: Final = 5.0
 
 
 class FileLeases:
     """Leases as locks that end with their process. The methods block, and raise `OSError`."""
 
-    def __init__(self, folder: Path, owner: str, try_lock: Callable[[Path], int | None]) -> None:
+    def __init__(self, folder: Path, owner: str) -> None:
         self._folder = folder
         self._owner = owner
-        self._try_lock = try_lock
         self._locks: dict[str, int] = {}  # name → descriptor
 
     def acquire(self, name: str) -> bool:
         if name not in self._locks:
             self._folder.mkdir(0o700, exist_ok=True)
             digest = blake2b(name.encode(), digest_size=16).hexdigest()
-            descriptor = self._try_lock(self._folder / f"{digest}.lease")
+            descriptor = try_lock_file(self._folder / f"{digest}.lease")
             if descriptor is None:
                 return False
             self._locks[name] = descriptor

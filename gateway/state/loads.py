@@ -36,26 +36,24 @@ def token_owner(token: str) -> str:
     return token[len(IN_PROGRESS_PREFIX) :].partition(":")[0]
 
 
-def mark_load_started(
-    loads: Loads, replica: str, model: str, token: str
-) -> tuple[dict[str, dict[str, str]], str]:
-    """Return the table with a load in progress, and the load confirmed before; empty if unknown."""
-    before = loads.get(replica, {}).get(model, "")
-    return with_load(loads, replica, model, token), "" if is_in_progress(before) else before
+def find_confirmed_load(loads: Loads, replica: str, model: str) -> str:
+    """Return the last confirmed load; empty if it is unknown, or another load is in progress."""
+    load = loads.get(replica, {}).get(model, "")
+    return "" if is_in_progress(load) else load
 
 
-def mark_load_finished(
+def with_finished_load(
     loads: Loads, replica: str, model: str, token: str, resulting_load: str
-) -> tuple[dict[str, dict[str, str]], bool]:
-    """Return the table with the resulting load, and whether that is known.
+) -> Loads:
+    """Return the table with the resulting load.
 
     If another load began meanwhile, it is unknown which of them ended last. A repeated call changes nothing.
     """
-    known = loads.get(replica, {}).get(model) in (token, resulting_load)
-    return with_load(loads, replica, model, resulting_load if known else ""), known
+    is_known = loads.get(replica, {}).get(model) in (token, resulting_load)
+    return with_load(loads, replica, model, resulting_load if is_known else "")
 
 
-def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, dict[str, str]]:
+def with_load(loads: Loads, replica: str, model: str, load: str) -> Loads:
     models = {name: value for name, value in loads.get(replica, {}).items() if name != model}
     if load:
         models[model] = load
@@ -63,11 +61,11 @@ def with_load(loads: Loads, replica: str, model: str, load: str) -> dict[str, di
     return {**table, replica: models} if models else table
 
 
-def without_replica(loads: Loads, replica: str) -> dict[str, dict[str, str]]:
-    return {name: dict(models) for name, models in loads.items() if name != replica}
+def without_replica(loads: Loads, replica: str) -> Loads:
+    return {name: models for name, models in loads.items() if name != replica}
 
 
-def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> dict[str, dict[str, str]]:
+def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> Loads:
     """Return the table without loads in progress of exited processes: their results are unknown."""
     return {
         replica: {

@@ -28,9 +28,10 @@ from gateway.state.desired import (
 from gateway.state.file import open_file_store
 from gateway.state.loads import (
     Loads,
-    mark_load_finished,
-    mark_load_started,
+    find_confirmed_load,
     new_load_token,
+    with_finished_load,
+    with_load,
     without_replica,
 )
 from gateway.state.redis import open_redis_store
@@ -124,11 +125,12 @@ class MemoryStateStore:
 
     async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
         token = new_load_token("")
-        self._loads, before = mark_load_started(self._loads, replica, model, token)
+        before = find_confirmed_load(self._loads, replica, model)
+        self._loads = with_load(self._loads, replica, model, token)
         return token, before
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        self._loads, _ = mark_load_finished(self._loads, replica, model, token, resulting_load)
+        self._loads = with_finished_load(self._loads, replica, model, token, resulting_load)
 
     async def forget_loads(self, replica: str) -> None:
         self._loads = without_replica(self._loads, replica)

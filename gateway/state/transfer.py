@@ -52,32 +52,29 @@ class ExportedState:
 def parse_export(raw: bytes) -> ExportedState:
     """Raises `BadExport`."""
     try:
-        document: Any = decode_state(raw)
+        return parse_document(decode_state(raw))
     except UnreadableState as exc:
         raise BadExport(f"the file is not an exported state: {exc}") from None
+
+
+def parse_document(document: Any) -> ExportedState:
+    """Raises `BadExport` or `UnreadableState`."""
     match document:
         case {"format": int(version)} if version != EXPORT_FORMAT:
             raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")
         case {"format": int(), "models": dict(models), "cordons": list(cordons)}:
             parsed = {name: parse_model(name, model) for name, model in models.items()}
-            labels = parse_exported_labels(document.get("labels", {}))
+            labels = parse_label_table(document.get("labels", {}))
             if all(isinstance(name, str) for name in cordons):
                 return ExportedState(parsed, labels, frozenset(cordons))
-    raise BadExport("the file is not an exported state: unexpected structure")
+    raise UnreadableState("unexpected structure")
 
 
 def parse_model(name: str, document: Any) -> DesiredModel:
     match document:
         case {"loaded": bool(loaded), "parameters": dict(parameters)}:
             return DesiredModel(loaded, parameters)
-    raise BadExport(f"the file is not an exported state: unexpected structure of model {name!r}")
-
-
-def parse_exported_labels(document: Any) -> LabelTable:
-    try:
-        return parse_label_table(document)
-    except UnreadableState as exc:
-        raise BadExport(f"the file is not an exported state: {exc}") from None
+    raise UnreadableState(f"unexpected structure of model {name!r}")
 
 
 async def export_state(store: StateStore) -> ExportedState:
