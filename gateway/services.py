@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from anyio import CapacityLimiter
 
 from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
 from gateway.decoding.executor import DecodeExecutor
-from gateway.errors import MalformedRequest
+from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.labels import LabelManager
+from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
@@ -25,11 +27,14 @@ from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import ModelService
 from gateway.http_client.connection import Headers
+from gateway.keys import Caller
 from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.messages import quote_text
 from gateway.metrics import Metrics
 from gateway.rate_limit import RateLimiter
 from gateway.request_info import RequestInfo
 from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
 from gateway.tensors.images import ImageLimits
 from gateway.tensors.payload import PayloadLimits
 from gateway.tracing import Tracer
@@ -68,6 +73,29 @@ class Services:
         if charge is None:
             charge = info.charge = MemoryCharge(self.memory)
         return charge
+
+    def accepts_code(self, caller: Caller) -> bool:
+        """Return whether the caller may upload configs and files with code, which can access every model."""
+        return self.settings.accepted_uploads is ModelUploads.code and caller.can_see_all
+
+    def record_model(self, info: RequestInfo, model: str, version: str = "") -> None:
+        """Set the labels of the request's metrics; only models that exist become label values."""
+        if self.pool.has_model(model, version):
+            info.model, info.version = model, version
+
+    def accept_load_parameters(
+        self, info: RequestInfo, model: str, parameters: Mapping[str, Any], *, can_upload: bool
+    ) -> None:
+        """Record a load or an unload, and check its parameters. Raises `Forbidden` or `MalformedRequest`."""
+        self.record_model(info, model)
+        if info.management_call is not None:
+            info.management_call.record_parameters(parameters)
+        check_load_parameters(parameters, can_upload=can_upload)
+        caller = info.caller
+        if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
+            raise Forbidden(
+                f"{UNLOAD_DEPENDENTS} requires access to all models; key {quote_text(caller.name)} lacks it"
+            )
 
     async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
         """Wait until an on-demand model can be used; return the remaining seconds."""

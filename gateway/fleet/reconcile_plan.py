@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.index import Index
+from gateway.fleet.load_parameters import check_load_parameters
 from gateway.fleet.models_file import DeclaredModel
-from gateway.fleet.uploads import check_load_parameters
 from gateway.names import is_model_name
 from gateway.state.desired import DesiredModel
 from gateway.state.loads import is_in_progress

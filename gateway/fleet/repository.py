@@ -20,6 +20,7 @@ from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToL
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
+from gateway.fleet.load_parameters import STAGED
 from gateway.fleet.loader import ManagementOptions, ModelLoader
 from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
@@ -37,7 +38,6 @@ from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import ModelService
 from gateway.fleet.staged_load import run_staged_load
 from gateway.fleet.tasks import TaskSet, cancel_tasks
-from gateway.fleet.uploads import STAGED
 from gateway.messages import join_names, quote_text
 from gateway.state.desired import ActivityMarks, DesiredModel, StateStore
 

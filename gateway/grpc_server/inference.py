@@ -48,7 +48,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
         finally:
             services.admission.release(target.model)
     finally:
-        set_model_labels(call, target)
+        services.record_model(call.info, *target)
 
 
 async def check_classification(services: Services, target: ModelTarget, head: InferHead) -> None:
@@ -56,9 +56,3 @@ async def check_classification(services: Services, target: ModelTarget, head: In
     if head.class_outputs:
         signature = await services.models.get_signature(*target)
         find_outputs_without_classes(signature, head.class_outputs)
-
-
-def set_model_labels(call: IncomingCall, target: ModelTarget) -> None:
-    # Only models that exist become label values.
-    if call.services.pool.has_model(*target):
-        call.info.model, call.info.version = target

@@ -17,7 +17,6 @@ from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget
 from gateway.grpc_server.call import IncomingCall, check_size
 from gateway.grpc_server.infer_request import set_version
-from gateway.grpc_server.inference import set_model_labels
 from gateway.grpc_server.wire import invalid_message
 from gateway.keys import Right
 from gateway.passthrough.rules import NO_SHARED_MEMORY
@@ -53,7 +52,7 @@ async def forward(
     try:
         return await call.services.dispatcher.send(request, timeout_s)
     finally:
-        set_model_labels(call, target)
+        call.services.record_model(call.info, *target)
 
 
 async def serve_server_live(call: IncomingCall) -> bytes:

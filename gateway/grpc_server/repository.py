@@ -7,14 +7,12 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import Forbidden, UnknownModel, UnknownModelToLoad
+from gateway.errors import UnknownModel, UnknownModelToLoad
 from gateway.fleet.index import READY, merge_indexes
-from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS
 from gateway.grpc_server.call import IncomingCall
 from gateway.grpc_server.models import EMPTY_MESSAGE, decode, read_small_message
 from gateway.keys import Right
-from gateway.messages import quote_text
-from gateway.settings.access import ModelUploads
 
 INDEX_FIELDS: Final = ("name", "version", "state", "reason")
 
@@ -36,9 +34,7 @@ async def serve_load(call: IncomingCall) -> bytes:
     call.authorize(Right.manage)  # before a message is decoded that may contain files
     message = await call.read_message(call.find_timeout_s())
     request = decode(service_pb2.RepositoryModelLoadRequest, message)
-    settings, caller = call.services.settings, call.info.caller
-    # Uploaded configs and files can contain code, which can access every model.
-    can_upload = settings.accepted_uploads is ModelUploads.code and caller.can_see_all
+    can_upload = call.services.accepts_code(call.info.caller)
     model, parameters = prepare_change(call, request, UnknownModelToLoad, can_upload=can_upload)
     await call.services.repository.load(model, parameters)
     return EMPTY_MESSAGE
@@ -58,19 +54,9 @@ def prepare_change(
     call: IncomingCall, request: Any, not_found_error: type[UnknownModel], *, can_upload: bool
 ) -> tuple[str, dict[str, Any]]:
     """Return the model and the parameters of a load or unload, which the caller may request."""
-    services, info = call.services, call.info
     model = call.resolve(Right.manage, request.model_name, not_found_error=not_found_error).model
     parameters = {name: read_value(value) for name, value in request.parameters.items()}
-    if services.pool.has_model(model):
-        info.model = model
-    if info.management_call is not None:
-        info.management_call.record_parameters(parameters)
-    caller = info.caller
-    check_load_parameters(parameters, can_upload=can_upload)
-    if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
-        raise Forbidden(
-            f"{UNLOAD_DEPENDENTS} requires access to all models; key {quote_text(caller.name)} lacks it"
-        )
+    call.services.accept_load_parameters(call.info, model, parameters, can_upload=can_upload)
     return model, parameters
 
 

@@ -24,7 +24,7 @@ from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.tasks import cancel_tasks
 from gateway.grpc_server.call import GRPC_ROUTE, IncomingCall, ResponseNotRead, ShuttingDown
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
-from gateway.grpc_server.inference import check_classification, set_model_labels
+from gateway.grpc_server.inference import check_classification
 from gateway.grpc_server.receive import StreamReader
 from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
@@ -160,7 +160,7 @@ class InferStream:
             self._last_response = None
         if request.sequence and self._last_steps.get(request.sequence) is request.is_done:
             del self._last_steps[request.sequence]
-        set_model_labels(request.call, request.target)
+        self._services.record_model(request.call.info, *request.target)
         request.call.end()
         self._tasks.discard(task)
         self._window.release()

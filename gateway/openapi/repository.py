@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.fleet.uploads import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
+from gateway.fleet.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
 from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ERROR_PROPERTIES,

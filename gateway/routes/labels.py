@@ -76,7 +76,6 @@ async def delete_label(
 
 def record_label(request: Request, services: Services, model: str, label: str) -> None:
     info = request.scope["request_info"]
-    if services.pool.has_model(model):
-        info.model = model
+    services.record_model(info, model)
     if info.management_call is not None:
         info.management_call.label = label

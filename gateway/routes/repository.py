@@ -11,12 +11,11 @@ from typing import Any, Final
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from gateway.errors import Forbidden, MalformedRequest, NotFound
+from gateway.errors import MalformedRequest, NotFound
 from gateway.fleet.index import READY, build_index_entry, merge_indexes
-from gateway.fleet.uploads import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
-from gateway.messages import quote_text
 from gateway.openapi.repository import (
     INDEX_OPENAPI,
     INDEX_RESPONSES,
@@ -33,7 +32,6 @@ from gateway.routes.dependencies import (
     get_caller,
 )
 from gateway.services import Services
-from gateway.settings.access import ModelUploads
 
 router = APIRouter(tags=["management"])
 MAX_MANAGEMENT_BODY_BYTES: Final = 64 << 10
@@ -117,22 +115,12 @@ async def get_operation(
 
 async def change_model(request: Request, services: Services, model: str, *, load: bool) -> Response:
     caller = get_caller(request)
-    # Uploaded configs and files can contain code, which can access every model.
-    accepts_code = services.settings.accepted_uploads is ModelUploads.code
-    uploads = load and accepts_code and caller.can_see_all
-    limit = services.settings.max_body_bytes if uploads else MAX_LOAD_BODY_BYTES
+    can_upload = load and services.accepts_code(caller)
+    limit = services.settings.max_body_bytes if can_upload else MAX_LOAD_BODY_BYTES
     document = await read_management_body(request, services, limit)
     parameters: dict[str, Any] = document.get("parameters", {})
     info: RequestInfo = request.scope["request_info"]
-    if services.pool.has_model(model):
-        info.model = model
-    if info.management_call is not None:
-        info.management_call.record_parameters(parameters)
-    check_load_parameters(parameters, can_upload=uploads)
-    if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
-        raise Forbidden(
-            f"{UNLOAD_DEPENDENTS} requires access to all models; key {quote_text(caller.name)} lacks it"
-        )
+    services.accept_load_parameters(info, model, parameters, can_upload=can_upload)
     if RESPOND_ASYNC in request.headers.get("prefer", "").lower():
         operation_id = await services.repository.start_operation(
             model, load, parameters, caller.can_see

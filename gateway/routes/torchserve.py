@@ -258,8 +258,7 @@ async def register_model(
     target = services.resolver.resolve(
         request.scope, Right.manage, name, not_found_error=UnknownModelToLoad
     )
-    if services.pool.has_model(target.model):
-        request.scope["request_info"].model = target.model
+    services.record_model(request.scope["request_info"], target.model)
     report = await services.repository.load(target.model, {})
     ignored = [parameter for parameter in CONFIG_FIELDS if parameter in request.query_params]
     fields = join_names(dict.fromkeys(CONFIG_FIELDS[parameter] for parameter in ignored))
@@ -289,8 +288,7 @@ async def unregister_model(
     """Unload a model from every replica; its files stay. Triton unloads all versions at the same time."""
     if model_version:
         check_only_version(services.pool.list_usable_indexes(), model, model_version)
-    if services.pool.has_model(model):
-        request.scope["request_info"].model = model
+    services.record_model(request.scope["request_info"], model)
     await services.repository.unload(model, False, get_caller(request).can_see)
     return build_status(f'Model "{model}" unregistered')
 

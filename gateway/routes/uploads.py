@@ -93,10 +93,8 @@ async def upload_model(
     publisher = get_publisher(services)
     check_storable_name(model)
     number = parse_version_number(version) if version else None
-    caller, settings = get_caller(request), services.settings
-    # Code can access every model.
-    accepts_code = settings.accepted_uploads is ModelUploads.code and caller.can_see_all
-    rules = UploadRules(model, accepts_code, settings.max_model_bytes)
+    accepts_code = services.accepts_code(get_caller(request))
+    rules = UploadRules(model, accepts_code, services.settings.max_model_bytes)
     body = RequestBody(request.scope, request.receive)
     try:
         async with receive_files(body, publisher.files, filename, rules) as (staging, received):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from gateway.errors import Forbidden, MalformedRequest
+from gateway.fleet.load_parameters import check_load_parameters
 from gateway.fleet.models_file import DeclaredModel
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
-from gateway.fleet.uploads import check_load_parameters
 from gateway.state.desired import DesiredModel
 
 PLAIN = {

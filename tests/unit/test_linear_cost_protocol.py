@@ -19,7 +19,7 @@ from gateway.exposition.encoder import PageFormat, encode_page, escape_help
 from gateway.exposition.page_cache import PageCache
 from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
-from gateway.fleet.uploads import FILE_PARAMETER
+from gateway.fleet.load_parameters import FILE_PARAMETER
 from gateway.http_client.client import CompleteResponse
 from gateway.inflate import ZLIB_WBITS, Inflater
 from gateway.messages import escape_unprintable
