@@ -55,11 +55,9 @@ class FleetCollector(Collector):
             states = index.state_counts
             for name in STATE_RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
-            is_cordoned = replica.name in self._pool.cordoned
-            cordoned.add_metric([address], float(is_cordoned))
-            usable = current <= HealthState.EJECTED and not is_cordoned
+            cordoned.add_metric([address], float(replica.name in self._pool.cordoned))
             ready.update(dict.fromkeys(replica.index.models, 0))
-            if usable:
+            if self._pool.is_in_service(replica):
                 ready.update(replica.index.ready_models)
                 for name, numbers in replica.index.ready_versions_by_model.items():
                     versions.setdefault(name, set()).add(numbers)

@@ -19,7 +19,7 @@ from gateway.errors import (
     UnknownModel,
 )
 from gateway.fleet.balancer import choose_less_loaded
-from gateway.fleet.health import HealthState, RetryBudget
+from gateway.fleet.health import RetryBudget
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceRouter
@@ -179,12 +179,7 @@ class Dispatcher:
                     target.model, target.version, candidates
                 )
             return choose_less_loaded(candidates)
-        holders = (
-            replica
-            for replica in pool.replicas.values()
-            if pool.replica_state(replica) is not HealthState.DOWN
-            and replica.index.is_ready(target.model, target.version)
-        )
+        holders = pool.list_holders(target.model, target.version)
         untried = [replica for replica in candidates if replica not in history.refusing_replicas]
         return self._sequences.choose_replica(target.model, step, untried, holders)
 

@@ -164,11 +164,11 @@ class ActiveLabel:
                 self.value.shares
             )  # the request waits for the model, or gets the error of the pool
         # Where no new request may go, the sequences of a version go on.
-        return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.is_held)
+        return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.list_holders)
 
-    def _find_shares(self, is_ready: Callable[[str, str], bool]) -> Mapping[str, int]:
+    def _find_shares(self, find: Callable[[str, str], object]) -> Mapping[str, int]:
         shares = self.value.shares
-        return {each: share for each, share in shares.items() if is_ready(self.model, each)}
+        return {each: share for each, share in shares.items() if find(self.model, each)}
 
     def _count_redirect(self, version: str) -> None:
         self._pool.metrics.label_redirects.labels(self.model, self.name, version).inc()

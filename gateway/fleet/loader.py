@@ -120,7 +120,7 @@ class ModelLoader:
             started_load = await self._state.begin_load(replica.name, model)
         resulting_load = ""  # unknown
         try:
-            if self._pool.replica_state(replica) is HealthState.DOWN:
+            if not self._pool.is_live(replica):
                 raise RequestNotSent(replica.reason)
             await self._wait_while_reachable(replica, self._apply_action(replica, action))
             resulting_load = action.load_id
@@ -156,8 +156,7 @@ class ModelLoader:
             while not task.done():
                 await asyncio.wait([task], timeout=ACTION_POLL_S)
                 is_member = self._pool.replicas.get(replica.address) is replica
-                is_down = self._pool.replica_state(replica) is HealthState.DOWN
-                if not task.done() and (is_down or not is_member):
+                if not (task.done() or (is_member and self._pool.is_live(replica))):
                     reason = replica.reason or "its address was removed"
                     raise RequestNotSent(f"the replica became unavailable: {reason}")
             await task

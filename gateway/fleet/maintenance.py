@@ -12,7 +12,6 @@ import anyio
 
 from gateway.errors import Conflict, GatewayError, NotFound, StateUnavailable
 from gateway.fleet.dispatch import Dispatcher
-from gateway.fleet.health import HealthState
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.repository import Repository
@@ -138,15 +137,11 @@ class Maintenance:
 
     def _check_others(self, replica: Replica) -> None:
         others = (other for other in self.pool.replicas.values() if other is not replica)
-        if not any(self._is_usable(other) for other in others):
+        if not any(map(self.pool.is_in_service, others)):
             raise Conflict(
                 f"replica {replica.name} is the last one that can serve requests; add or uncordon another "
                 "first"
             )
-
-    def _is_usable(self, replica: Replica) -> bool:
-        is_alive = self.pool.replica_state(replica) <= HealthState.EJECTED
-        return is_alive and replica.name not in self.pool.cordoned
 
     def _measure_progress(self, replica: Replica) -> DrainProgress:
         sequences = self.dispatcher.count_sequences(replica.name)

@@ -73,8 +73,7 @@ class OnDemandLoader:
     @property
     def has_controllable_replica(self) -> bool:
         return any(
-            self._pool.replica_state(replica) is not HealthState.DOWN
-            and replica.name not in self._loader.uncontrollable_replicas
+            self._pool.is_live(replica) and replica.name not in self._loader.uncontrollable_replicas
             for replica in self._pool.replicas.values()
         )
 

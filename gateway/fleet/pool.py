@@ -108,9 +108,7 @@ class ReplicaPool:
 
     @property
     def has_live_replica(self) -> bool:
-        return any(
-            self.replica_state(each) is not HealthState.DOWN for each in self.replicas.values()
-        )
+        return any(map(self.is_live, self.replicas.values()))
 
     def find_replica(self, name: str) -> Replica | None:
         return next((each for each in self.replicas.values() if each.name == name), None)
@@ -130,9 +128,21 @@ class ReplicaPool:
     def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())
 
+    def is_live(self, replica: Replica) -> bool:
+        """Return whether the replica is not `DOWN`."""
+        return self.replica_state(replica) is not HealthState.DOWN
+
+    def is_reachable(self, replica: Replica) -> bool:
+        """Return whether the replica answers probes in time; one that is ejected does."""
+        return self.replica_state(replica) <= HealthState.EJECTED
+
+    def is_in_service(self, replica: Replica) -> bool:
+        """Return whether the replica is reachable and not cordoned."""
+        return replica.name not in self.cordoned and self.is_reachable(replica)
+
     def known_index(self, replica: Replica) -> Index:
         """Return the index of the replica, or an empty one while it is `DOWN`."""
-        return EMPTY_INDEX if self.replica_state(replica) is HealthState.DOWN else replica.index
+        return replica.index if self.is_live(replica) else EMPTY_INDEX
 
     @property
     def ready_models(self) -> set[str]:
@@ -140,12 +150,8 @@ class ReplicaPool:
 
     def list_usable_indexes(self) -> dict[str, Index]:
         """Return the indexes of the replicas that can serve requests, by address. Raises `NoReplica`."""
-        indexes = {
-            replica.name: replica.index
-            for replica in self.replicas.values()
-            if self.replica_state(replica) <= HealthState.EJECTED
-            and replica.name not in self.cordoned
-        }
+        replicas = filter(self.is_in_service, self.replicas.values())
+        indexes = {replica.name: replica.index for replica in replicas}
         if not indexes:
             raise NoReplica
         return indexes
@@ -164,13 +170,13 @@ class ReplicaPool:
     def is_ready(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
-    def is_held(self, model: str, version: str) -> bool:
-        """Return whether a replica that is not `DOWN` has the version ready, cordoned ones included."""
-        return any(
-            replica.index.is_ready(model, version)
+    def list_holders(self, model: str, version: str) -> list[Replica]:
+        """Return the live replicas that have the version ready, cordoned ones included."""
+        return [
+            replica
             for replica in self.replicas.values()
-            if self.replica_state(replica) is not HealthState.DOWN
-        )
+            if self.is_live(replica) and replica.index.is_ready(model, version)
+        ]
 
     def mark_unloaded(self, replica: Replica, model: str, version: str) -> None:
         # Something else than the gateways has unloaded the model, so the index is outdated.
@@ -212,15 +218,9 @@ class ReplicaPool:
             return self.get_sequence_candidates(model, version, excluded)
         return self.get_candidates(model, version, excluded)
 
-    def list_cordoned_holders(self, model: str, version: str) -> set[str]:
+    def list_cordoned_holders(self, model: str, version: str) -> frozenset[str]:
         """Return the names of live cordoned replicas on which sequences of the model may be running."""
-        return {
-            replica.name
-            for replica in self.replicas.values()
-            if replica.name in self.cordoned
-            and self.replica_state(replica) is not HealthState.DOWN
-            and replica.index.is_ready(model, version)
-        }
+        return self.cordoned & {replica.name for replica in self.list_holders(model, version)}
 
     def update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
         """Find the candidates for a model again, and return them."""
@@ -266,11 +266,8 @@ class ReplicaPool:
     def is_usable(self, model: str, version: str = "") -> bool:
         """Return whether a live replica has the version ready for new requests."""
         return any(
-            self.replica_state(replica) is not HealthState.DOWN
-            and replica.name not in self.cordoned
-            and replica.index.is_ready(model, version)
-            and model not in replica.draining_models
-            for replica in self.replicas.values()
+            replica.name not in self.cordoned and model not in replica.draining_models
+            for replica in self.list_holders(model, version)
         )
 
     def can_serve(self, model: str, version: str) -> bool:

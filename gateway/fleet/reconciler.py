@@ -12,7 +12,6 @@ from typing import Final
 import anyio
 
 from gateway.errors import GatewayError, StateUnavailable
-from gateway.fleet.health import HealthState
 from gateway.fleet.loader import ModelLoader
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import ReadinessMonitor
@@ -138,7 +137,7 @@ class Reconciler:
         desired_models = self._state.merge_models()
         for replica in list(self._pool.replicas.values()):
             name = replica.name
-            if self._pool.replica_state(replica) > HealthState.EJECTED:
+            if not self._pool.is_reachable(replica):
                 # The replica may return as a new process, so earlier failures do not count.
                 self.forget_failures(replica=name)
                 self._loader.uncontrollable_replicas.discard(name)

@@ -18,7 +18,6 @@ from typing import Any, Final
 from gateway.admission import AdmissionQueue
 from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
 from gateway.fleet.activation import ModelActivator
-from gateway.fleet.health import HealthState
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED
 from gateway.fleet.loader import ManagementOptions, ModelLoader
@@ -326,10 +325,11 @@ class Repository:
             await self._loader.run(replica, action, "api", started_load)
             report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
         except GatewayError as exc:
-            is_usable = self._pool.replica_state(replica) <= HealthState.EJECTED
             state = replica.index.model_state(action.model).state
-            outcome = Outcome(state if is_usable else REPLICA_UNREACHABLE, exc)
-            report.outcomes[replica.name] = outcome
+            is_reachable = self._pool.is_reachable(replica)
+            report.outcomes[replica.name] = Outcome(
+                state if is_reachable else REPLICA_UNREACHABLE, exc
+            )
 
 
 class ModelNeeded(Conflict):

@@ -8,7 +8,6 @@ from typing import Any, Final
 import orjson
 
 from gateway.errors import BadUpstream, GatewayError, InputMismatch, TooLarge
-from gateway.fleet.health import HealthState
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
@@ -54,7 +53,7 @@ async def run_staged_load(
     report.replica_count = len(replicas)
     try:
         for replica in replicas:
-            if pool.replica_state(replica) <= HealthState.EJECTED:
+            if pool.is_reachable(replica):
                 staged_loads[replica] = await state.begin_load(replica.name, model)
                 await run_on_replica(replica)
                 error = report.outcomes[replica.name].error

@@ -32,7 +32,6 @@ from gateway.exposition.families import (
 )
 from gateway.exposition.page_cache import PageCache
 from gateway.fleet.collector import replica_gauge
-from gateway.fleet.health import HealthState
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.messages import join_names
@@ -133,7 +132,7 @@ def parse_scrape_timeout(header: str) -> float:
 
 async def scrape_replica(pool: ReplicaPool, replica: Replica, timeout_s: float) -> Scrape:
     scrape = Scrape(replica.name, replica.page_cache, reason="the replica is down")
-    if pool.replica_state(replica) is HealthState.DOWN:
+    if not pool.is_live(replica):
         return scrape
     scrape.reason = f"no response within {timeout_s:g} s"
     started = time.perf_counter()
