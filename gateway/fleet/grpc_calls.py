@@ -33,8 +33,8 @@ class GrpcBytesCall:
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:
         metadata = self.metadata
-        if self.is_management and replica.restricted_api is not None:
-            metadata += replica.restricted_api.metadata
+        if self.is_management:
+            metadata += replica.management_metadata
         target = self.target._replace(timeout_s=timeout_s)
         channel = replica.byte_channel
         try:
@@ -62,12 +62,11 @@ class GrpcBytesStreamCall:
         with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
             target = self.target._replace(timeout_s=timeout_s)
             try:
-                stream = await ByteStream.open(replica.byte_channel, target, metadata)
+                stream = await ByteStream.open(replica.byte_channel, target, self.message, metadata)
             except GrpcUnreachable:
                 mark_unavailable(replica)
                 raise
             try:
-                await stream.send_request(self.message)
                 return stream, await stream.read_response(timeout_s)
             except BaseException:
                 stream.close()

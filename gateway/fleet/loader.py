@@ -25,9 +25,13 @@ from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
-from gateway.triton.grpc import management
 from gateway.triton.grpc.byte_channel import GrpcTlsFiles
 from gateway.triton.grpc.errors import GrpcUnreachable
+from gateway.triton.grpc.management import (
+    build_load_request,
+    build_unload_request,
+    call_management_api,
+)
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
@@ -169,20 +173,16 @@ class ModelLoader:
         await self._wait_for_index(replica, action)
 
     async def _send_action(self, replica: Replica, action: ModelAction) -> None:
-        address, timeout_s = replica.address, self._options.load_timeout_s
-        tls = self._options.tls if address.tls else None
-        restricted = replica.restricted_api
-        metadata = () if restricted is None else restricted.metadata
+        address, options = replica.address, self._options
+        build = build_load_request if action.is_load else build_unload_request
         try:
-            if action.is_load:
-                await management.load_model_via_grpc(
-                    address.grpc_target, action.model, action.parameters, timeout_s, tls, metadata
-                )
-            else:
-                dependents = bool(action.parameters.get("unload_dependents"))
-                await management.unload_model_via_grpc(
-                    address.grpc_target, action.model, dependents, timeout_s, tls, metadata
-                )
+            await call_management_api(
+                address.grpc_target,
+                build(action.model, action.parameters),
+                options.load_timeout_s,
+                options.tls if address.tls else None,
+                replica.management_metadata,
+            )
         except GrpcUnreachable as exc:
             await self._pool.monitor.probe(replica)
             if self._pool.replica_state(replica) is not HealthState.UP:

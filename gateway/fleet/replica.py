@@ -15,7 +15,7 @@ from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import MAX_RESPONSE_BYTES, HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
-from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles
+from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import RestrictedApi
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
@@ -120,6 +120,11 @@ class Replica:
     def management_headers(self) -> Headers:
         """The headers that authorize calls of Triton's management APIs, if it restricts them."""
         return [] if self.restricted_api is None else self.restricted_api.headers
+
+    @property
+    def management_metadata(self) -> Metadata:
+        """The same over gRPC."""
+        return () if self.restricted_api is None else self.restricted_api.metadata
 
     @property
     def outstanding(self) -> int:

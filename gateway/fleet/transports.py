@@ -20,7 +20,6 @@ from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     ByteStream,
     Metadata,
-    map_stream_error,
 )
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import (
@@ -156,10 +155,9 @@ class GrpcStreamCall(GrpcCall):
         with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             message = await self.request.encode(encode_grpc_request)
             stream = GrpcInferStream(
-                self.target, await ByteStream.open(replica.byte_channel, self.target, metadata)
+                await ByteStream.open(replica.byte_channel, self.target, message, metadata)
             )
             try:
-                await stream.messages.send_request(message)
                 return stream, await stream.read_response(timeout_s)
             except BaseException:
                 stream.close()
@@ -170,17 +168,12 @@ class GrpcStreamCall(GrpcCall):
 class GrpcInferStream:
     """The responses to one inference. Its owner must close it, which cancels the rest."""
 
-    target: RequestTarget
     messages: ByteStream
 
     async def read_response(self, timeout_s: float) -> InferResponse | None:
         """Return the next response; None after the last. Raises the mapped error of a failure."""
-        message = await self.messages.read_message(timeout_s)
-        if message is None:
-            return None
-        if (error := map_stream_error(message, self.target)) is not None:
-            raise error
-        return await decode_grpc_response(message, is_streamed=True)
+        message = await self.messages.read_response(timeout_s)
+        return None if message is None else await decode_grpc_response(message, is_streamed=True)
 
     def close(self) -> None:
         self.messages.close()

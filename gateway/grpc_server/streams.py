@@ -30,7 +30,7 @@ from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.request_info import current_request_info
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.byte_channel import ByteStream
+from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
 
@@ -220,13 +220,12 @@ class InferStream:
 
     async def _read_response(self, request: StreamRequest, stream: ByteStream) -> bytes | None:
         """Return the next response. A message that is an error is written here, and others may follow."""
-        while True:
-            try:
-                return await stream.read_response(request.call.info.timeout_s)
-            except GatewayError as exc:
-                if not exc.is_event:
-                    raise
-                await self._write_error(request, exc)
+        while message := await stream.read_message(request.call.info.timeout_s):
+            error = map_stream_error(message, stream.target)
+            if error is None:
+                break
+            await self._write_error(request, error)
+        return message
 
     async def _write_error(self, request: StreamRequest, exc: GatewayError) -> None:
         status = request.call.fail(exc)

@@ -9,7 +9,7 @@ import pytest
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
 from gateway.triton.grpc.errors import GrpcUnreachable
-from gateway.triton.grpc.management import load_model_via_grpc
+from gateway.triton.grpc.management import build_load_request, call_management_api
 from gateway.triton.grpc.unary import send_bytes
 from tests.support.wait import TIMEOUT_S
 
@@ -24,4 +24,4 @@ def test_a_name_that_stands_for_nothing_is_not_reached() -> None:
     with pytest.raises(GrpcUnreachable):
         asyncio.run(infer())
     with pytest.raises(GrpcUnreachable):
-        asyncio.run(load_model_via_grpc(NOBODY, "m", {}, TIMEOUT_S, None))
+        asyncio.run(call_management_api(NOBODY, build_load_request("m", {}), TIMEOUT_S))

@@ -227,8 +227,8 @@ class ByteStream:
         target: RequestTarget,
         call: grpc.aio.StreamStreamCall[bytes, bytes],
     ) -> None:
+        self.target = target
         self._channel = channel
-        self._target = target
         self._call = call
         self._read_task: asyncio.Task[Any] | None = None
         self._is_open = True
@@ -236,19 +236,25 @@ class ByteStream:
 
     @classmethod
     async def open(
-        cls, channel: GrpcByteChannel, target: RequestTarget, metadata: Metadata
+        cls, channel: GrpcByteChannel, target: RequestTarget, message: bytes, metadata: Metadata
     ) -> ByteStream:
-        """Raises `GrpcUnreachable`."""
+        """Send the request on a new stream. Raises `GrpcUnreachable`."""
         client = channel.acquire()
         try:
             if channel.is_new:
                 await channel.check_server(client)
-            return cls(channel, target, client.start_stream(metadata))
+            stream = cls(channel, target, client.start_stream(metadata))
         except BaseException:
             channel.release(is_complete=True)
             raise
+        try:
+            await stream._send_request(message)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
-    async def send_request(self, message: bytes) -> None:
+    async def _send_request(self, message: bytes) -> None:
         try:
             await self._call.write(message)
             await self._call.done_writing()
@@ -258,8 +264,7 @@ class ByteStream:
     async def read_response(self, timeout_s: float) -> bytes | None:
         """Return the next response; None after the last. Raises the mapped error of a failure."""
         message = await self.read_message(timeout_s)
-        if message is not None and (error := map_stream_error(message, self._target)) is not None:
-            error.is_event = True  # others may follow
+        if message is not None and (error := map_stream_error(message, self.target)) is not None:
             raise error
         return message
 
@@ -272,12 +277,12 @@ class ByteStream:
             task.add_done_callback(retrieve_exception)
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
-            raise DeadlinePassed(self._target.timeout_s)
+            raise DeadlinePassed(self.target.timeout_s)
         self._read_task = None
         try:
             message = task.result()
         except grpc.aio.AioRpcError as exc:
-            raise map_rpc_error(exc, self._target, self._channel) from exc
+            raise map_rpc_error(exc, self.target, self._channel) from exc
         if message is grpc.aio.EOF:
             self._has_ended = True
             return None

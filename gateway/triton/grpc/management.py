@@ -33,9 +33,10 @@ from gateway.triton.grpc.errors import (
 from gateway.triton.response import MAX_METADATA_BYTES
 
 LIVE_METHOD: Final = f"{GRPC_SERVICE}/ServerLive"
+# The verb and the method of each request.
 MANAGEMENT_METHODS: Final = {
-    "load": f"{GRPC_SERVICE}/RepositoryModelLoad",
-    "unload": f"{GRPC_SERVICE}/RepositoryModelUnload",
+    service_pb2.RepositoryModelLoadRequest: ("load", f"{GRPC_SERVICE}/RepositoryModelLoad"),
+    service_pb2.RepositoryModelUnloadRequest: ("unload", f"{GRPC_SERVICE}/RepositoryModelUnload"),
 }
 UNREACHABLE_MESSAGE: Final = re.compile(
     r"failed to connect|errors resolving |connection (?:refused|reset|closed|attempt timed out)|"
@@ -45,15 +46,8 @@ UNREACHABLE_MESSAGE: Final = re.compile(
 FILE_PARAMETER_PREFIX: Final = "file:"
 
 
-async def load_model_via_grpc(
-    address: str,
-    model: str,
-    parameters: Mapping[str, Any],
-    timeout_s: float,
-    tls: GrpcTlsFiles | None,
-    metadata: Metadata = (),
-) -> None:
-    """Load a model and wait. Raises `GrpcUnreachable`, `DeadlinePassed` or Triton's error."""
+def build_load_request(model: str, parameters: Mapping[str, Any]) -> Any:
+    """Raises `MalformedRequest` for a file that is not valid base64."""
     message = service_pb2.RepositoryModelLoadRequest(model_name=model)
     config = parameters.get("config")
     if config is not None:
@@ -66,36 +60,32 @@ async def load_model_via_grpc(
             except (binascii.Error, ValueError):
                 raise MalformedRequest(f"the content of {name!r} is not valid base64") from None
             message.parameters[name].bytes_param = data
-    await call_management_api(address, "load", message, timeout_s, tls, metadata)
+    return message
 
 
-async def unload_model_via_grpc(
-    address: str,
-    model: str,
-    unload_dependents: bool,
-    timeout_s: float,
-    tls: GrpcTlsFiles | None,
-    metadata: Metadata = (),
-) -> None:
-    """Request an unload; Triton responds before it is complete. Raises the same errors as a load."""
+def build_unload_request(model: str, parameters: Mapping[str, Any]) -> Any:
     message = service_pb2.RepositoryModelUnloadRequest(model_name=model)
+    unload_dependents = bool(parameters.get("unload_dependents"))
     message.parameters["unload_dependents"].bool_param = unload_dependents
-    await call_management_api(address, "unload", message, timeout_s, tls, metadata)
+    return message
 
 
 async def call_management_api(
     address: str,
-    verb: str,
     message: Any,
     timeout_s: float,
-    tls: GrpcTlsFiles | None,
-    metadata: Metadata,
+    tls: GrpcTlsFiles | None = None,
+    metadata: Metadata = (),
 ) -> None:
+    """Load or unload a model. Triton responds when it is loaded, but before it is unloaded.
+
+    Raises `GrpcUnreachable`, `DeadlinePassed` or Triton's error.
+    """
+    verb, method = MANAGEMENT_METHODS[type(message)]
     client = ByteClient(address, tls, MAX_METADATA_BYTES)
     try:
         await check_live(client)
-        method, body = MANAGEMENT_METHODS[verb], message.SerializeToString()
-        await client.start_call(method, body, timeout_s, metadata)
+        await client.start_call(method, message.SerializeToString(), timeout_s, metadata)
     except grpc.aio.AioRpcError as exc:
         code, details = exc.code().name, str(exc.details())
         if code == "DEADLINE_EXCEEDED":
