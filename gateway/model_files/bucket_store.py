@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from gateway.errors import NotFound, RepositoryFull, RepositoryUnavailable
+from gateway.errors import NotFound, RepositoryUnavailable
 from gateway.model_files.bucket import Bucket, ObjectEntry
 from gateway.model_files.bucket_change import COPY_PREFIX, BucketChange, parse_copy_name
 from gateway.model_files.bucket_lock import LOCK_PREFIX, BucketLock
@@ -25,6 +24,7 @@ from gateway.model_files.store import (
     FileEntry,
     ModelChange,
     ModelStore,
+    hash_pieces,
     is_safe_path,
 )
 from gateway.settings.bucket_url import BucketLocation
@@ -32,7 +32,6 @@ from gateway.settings.bucket_url import BucketLocation
 log = logging.getLogger(__name__)
 
 LOCK_POLL_S: Final = 0.5
-MAX_CACHED_CHECKSUMS: Final = 10_000
 
 
 class BucketStore(ModelStore):
@@ -49,7 +48,6 @@ class BucketStore(ModelStore):
         self._scratch = ScratchFolder()
         self._held_locks: dict[str, BucketLock] = {}
         self._unreleased_locks: list[BucketLock] = []
-        self._checksums: dict[tuple[str, str], str] = {}
 
     # Life cycle.
 
@@ -120,14 +118,9 @@ class BucketStore(ModelStore):
         return Staging(self._scratch.name_file)
 
     def check_quota(self, needed_bytes: int = 0) -> None:
-        if not self._max_bytes:
-            return
-        used = sum(entry.size for entry in self._bucket.list_objects())
-        if used + needed_bytes > self._max_bytes:
-            raise RepositoryFull(
-                f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
-                "remove models or versions first"
-            )
+        if self._max_bytes:
+            used_bytes = sum(entry.size for entry in self._bucket.list_objects())
+            self._compute_free_bytes(used_bytes, needed_bytes)
 
     def check_upload(self, upload: ModelUpload) -> None:
         self.check_quota(sum(file.size for _, file in upload.all_files))
@@ -200,19 +193,14 @@ class BucketStore(ModelStore):
 
     def _find_checksum(self, entry: ObjectEntry) -> str:
         """Return the SHA-256 checksum, which is kept until the object changes."""
-        at = (entry.key, entry.e_tag)
-        if at not in self._checksums:
-            if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
-                self._checksums.clear()
+        key = (entry.key, entry.e_tag)
+        if key not in self._checksums:
             checksum = self._bucket.read_checksum(entry.key)
-            self._checksums[at] = checksum or self._hash_object(entry.key)
-        return self._checksums[at]
+            self._remember_checksum(key, checksum or self._hash_object(entry.key))
+        return self._checksums[key]
 
     def _hash_object(self, key: str) -> str:
-        digest = hashlib.sha256()
-        for piece in self._bucket.open(key).pieces:
-            digest.update(piece)
-        return digest.hexdigest()
+        return hash_pieces(self._bucket.open(key).pieces)
 
 
 def put_model_file_last(files: Files) -> Files:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import re
@@ -43,6 +42,7 @@ from gateway.model_files.store import (
     FileContent,
     FileEntry,
     ModelStore,
+    hash_pieces,
     is_safe_path,
 )
 
@@ -54,7 +54,6 @@ OWNER_LOCK: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-{LOCK_S
 MODEL_LOCK_POLL_S: Final = 0.05
 BYTECODE_FOLDER: Final = "__pycache__"
 PIECE_BYTES: Final = 256 << 10
-MAX_CACHED_CHECKSUMS: Final = 10_000
 
 
 class FolderStore(ModelStore):
@@ -76,7 +75,6 @@ class FolderStore(ModelStore):
         self._owner_lock = -1
         self._model_locks = -1
         self._recovered_models: list[str] = []
-        self._checksums: dict[tuple[int, ...], str] = {}
 
     # Life cycle.
 
@@ -208,15 +206,8 @@ class FolderStore(ModelStore):
         """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
         if not self._max_bytes:
             return sys.maxsize
-        used = sum(
-            path.lstat().st_size for path in walk_model_files(self.root, with_temporary=True)
-        )
-        if used + needed_bytes > self._max_bytes:
-            raise RepositoryFull(
-                f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
-                "remove models or versions first"
-            )
-        return self._max_bytes - used
+        files = walk_model_files(self.root, with_temporary=True)
+        return self._compute_free_bytes(sum(path.lstat().st_size for path in files), needed_bytes)
 
     def check_upload(self, upload: ModelUpload) -> None:
         self.check_quota()  # which counts temporary files as well
@@ -270,10 +261,11 @@ class FolderStore(ModelStore):
             FolderChange(built, self._name_temporary).remove_folder()
             raise
         for path, file in upload.shared_files.items():
-            self._remember_checksum(folder / path, file.sha256)
+            self._remember_checksum(find_checksum_key(folder / path), file.sha256)
         for version, files in upload.versions.items():
             for path, file in files.items():
-                self._remember_checksum(folder / str(version) / path, file.sha256)
+                key = find_checksum_key(folder / str(version) / path)
+                self._remember_checksum(key, file.sha256)
         return change
 
     def remove_version(self, model: str, version: int) -> FolderChange:
@@ -310,19 +302,10 @@ class FolderStore(ModelStore):
 
     def hash_file(self, path: Path) -> str:
         """Return the SHA-256 checksum, which is kept until the file changes."""
-        key = checksum_key(path)
+        key = find_checksum_key(path)
         if key not in self._checksums:
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                for piece in read_file_pieces(file):
-                    digest.update(piece)
-            self._remember_checksum(path, digest.hexdigest())
+            self._remember_checksum(key, hash_pieces(read_file_pieces(path.open("rb"))))
         return self._checksums[key]
-
-    def _remember_checksum(self, path: Path, checksum: str) -> None:
-        if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
-            self._checksums.clear()
-        self._checksums[checksum_key(path)] = checksum
 
 
 def read_file_pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -331,7 +314,7 @@ def read_file_pieces(file: BinaryIO) -> Iterator[bytes]:
             yield piece
 
 
-def checksum_key(path: Path) -> tuple[int, ...]:
+def find_checksum_key(path: Path) -> tuple[int, ...]:
     status = path.stat()
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

@@ -29,7 +29,7 @@ class ReceivedFile(NamedTuple):
 
 
 class ReceivedBody(Protocol):
-    """Takes the body in pieces; `sha256` is the digest of all of it."""
+    """Takes the body in pieces; after `finish`, `digest` is the SHA-256 digest of all of it."""
 
     def feed(self, data: bytes) -> None: ...
 
@@ -45,19 +45,15 @@ class FileBody:
     def __init__(self, staging: Staging, file_name: str) -> None:
         self._writer = staging.create_file()
         self._file_name = clean_file_name(file_name)
-        self._digest = b""
+        self.digest = b""
 
     def feed(self, data: bytes) -> None:
         self._writer.write(data)
 
     def finish(self) -> list[ReceivedFile]:
         content = self._writer.finish()
-        self._digest = bytes.fromhex(content.sha256)
+        self.digest = bytes.fromhex(content.sha256)
         return [ReceivedFile(MODEL_FIELD, self._file_name, content)]
-
-    @property
-    def digest(self) -> bytes:
-        return self._digest
 
 
 class FormBody:

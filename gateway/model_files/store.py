@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from gateway.errors import Overloaded
+from gateway.errors import Overloaded, RepositoryFull
 from gateway.model_files.entry_names import is_safe_segment
 from gateway.model_files.model_upload import ModelUpload
 from gateway.model_files.staging import Staging, translate_os_errors
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 STORE_THREADS: Final = 4
 MAX_UPLOADS: Final = 16  # at a time
+MAX_CACHED_CHECKSUMS: Final = 10_000
 NO_FILES: Final = "the repository of the gateway has no files of this model and version"
 NO_FILE: Final = "the model has no such file; GET /v1/models/NAME/files lists them"
 
@@ -64,6 +66,7 @@ class ModelStore(ABC):
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="model-files")
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._upload_slots = MAX_UPLOADS
+        self._checksums: dict[tuple[int | str, ...], str] = {}
 
     # Life cycle.
 
@@ -123,6 +126,15 @@ class ModelStore(ABC):
     def check_quota(self, needed_bytes: int = 0) -> None:
         """Raise `RepositoryFull` if the repository would exceed its limit."""
 
+    def _compute_free_bytes(self, used_bytes: int, needed_bytes: int) -> int:
+        """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
+        if used_bytes + needed_bytes > self._max_bytes:
+            raise RepositoryFull(
+                f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
+                "remove models or versions first"
+            )
+        return self._max_bytes - used_bytes
+
     @abstractmethod
     def check_upload(self, upload: ModelUpload) -> None:
         """Raise `RepositoryFull` if the staged files do not fit."""
@@ -163,6 +175,20 @@ class ModelStore(ABC):
     @abstractmethod
     def open_file(self, model: str, path: str) -> FileContent:
         """Open a file of a model. Raises `NotFound`."""
+
+    def _remember_checksum(self, key: tuple[int | str, ...], checksum: str) -> None:
+        """Keep the checksum of a file; the key changes with its content."""
+        if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
+            self._checksums.clear()
+        self._checksums[key] = checksum
+
+
+def hash_pieces(pieces: Iterable[bytes]) -> str:
+    """Return the SHA-256 checksum of a file."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def is_safe_path(path: str) -> bool:

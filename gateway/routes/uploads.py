@@ -39,7 +39,6 @@ from gateway.model_files.received_body import (
     FormBody,
     ReceivedBody,
     ReceivedFile,
-    clean_file_name,
 )
 from gateway.model_files.staging import Staging
 from gateway.model_files.store import ModelStore
@@ -274,7 +273,7 @@ def create_body(body: RequestBody, staging: Staging, file_name: str) -> Received
         return FormBody(staging, body.content_type)
     disposition = body.get_header(b"content-disposition") or ""
     named = file_name or parse_header_parameters(disposition)[1].get("filename", "")
-    return FileBody(staging, clean_file_name(named))
+    return FileBody(staging, named)
 
 
 async def gather_chunks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
