@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-import orjson
-
 from gateway.errors import (
-    BadUpstream,
     DeadlinePassed,
     GatewayError,
     ModelNotReady,
@@ -23,7 +20,7 @@ from gateway.fleet.health import RetryBudget
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceRouter
-from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall
+from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall, decode_json
 from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
@@ -159,11 +156,7 @@ class Dispatcher:
         """Return Triton's JSON response to a GET. Raises `BadUpstream` if it is not valid JSON."""
         call = HttpCall(target, b"GET", path.encode(), EMPTY_BODY_HEADERS, is_idempotent=True)
         response = await self.send(call, target.timeout_s)
-        text = (await response.read_complete(MAX_METADATA_BYTES)).body
-        try:
-            return orjson.loads(text) if text else None
-        except orjson.JSONDecodeError as exc:
-            raise BadUpstream("the replica returned invalid JSON") from exc
+        return decode_json((await response.read_complete(MAX_METADATA_BYTES)).body)
 
     def _choose_replica(
         self, target: RequestTarget, candidates: Sequence[Replica], history: AttemptHistory

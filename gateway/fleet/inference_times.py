@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, NamedTuple
 
-import orjson
-
 from gateway.errors import GatewayError
 from gateway.fleet.replica import Replica
-from gateway.fleet.transports import triton_model_path
-from gateway.triton.response import MAX_METADATA_BYTES
+from gateway.fleet.transports import request_json, triton_model_path
+from gateway.triton.error_mapping import RequestTarget
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +33,13 @@ class InferenceTimes:
 
     async def read(self, replica: Replica, model: str) -> float:
         """Return when the model last ran there, by `time.perf_counter`; -inf if that is not known."""
-        path = f"{triton_model_path(model)}/stats".encode()
+        path, target = (
+            triton_model_path(model),
+            RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S),
+        )
         try:
-            response = await replica.http.request(
-                b"GET", path, timeout_s=STATISTICS_TIMEOUT_S, max_bytes=MAX_METADATA_BYTES
-            )
-            document = orjson.loads(response.body) if response.status == 200 else None
-        except (GatewayError, orjson.JSONDecodeError) as exc:
+            document = await request_json(replica, target, b"GET", f"{path}/stats")
+        except GatewayError as exc:
             log.debug("the statistics of %s on %s cannot be read: %s", model, replica.name, exc)
             return -inf
         key = (replica.name, model)

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-import orjson
-
-from gateway.errors import BadUpstream, GatewayError, InputMismatch, TooLarge
+from gateway.errors import GatewayError, InputMismatch, TooLarge
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
-from gateway.fleet.transports import TRANSPORT_ERRORS, triton_model_path
+from gateway.fleet.transports import TRANSPORT_ERRORS, request_json, triton_model_path
 from gateway.messages import quote_text
-from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
-from gateway.triton.response import MAX_METADATA_BYTES
 
 PROBE_PARAMETER: Final = "gateway.probe"  # in the model's config: the JSON body of an inference
 PROBE_TIMEOUT_S: Final = 60.0
 MAX_PROBE_BYTES: Final = 1 << 20
-JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 
 
 class StagedLoadFailed(GatewayError):
@@ -81,11 +77,11 @@ async def check_outcome(report: OperationReport, replica: Replica) -> None:
 
 async def send_probe(replica: Replica, model: str) -> None:
     """Send the inference that the model's config contains, if any, to one replica. Raises its error."""
-    path = triton_model_path(model)
-    body = find_probe(await request(replica, model, b"GET", f"{path}/config")).encode()
+    path, target = triton_model_path(model), RequestTarget(model, timeout_s=PROBE_TIMEOUT_S)
+    body = find_probe(await request_json(replica, target, b"GET", f"{path}/config")).encode()
     if body:
         check_probe(body)
-        await request(replica, model, b"POST", f"{path}/infer", body)
+        await request_json(replica, target, b"POST", f"{path}/infer", body)
 
 
 def check_probe(body: bytes) -> None:
@@ -100,31 +96,8 @@ def check_probe(body: bytes) -> None:
         raise InputMismatch(f"{PROBE_PARAMETER} must not use classification")
 
 
-def find_probe(config: Mapping[str, Any]) -> str:
+def find_probe(config: Any) -> str:
     try:
         return str(config["parameters"][PROBE_PARAMETER]["string_value"])
     except (KeyError, TypeError):
         return ""
-
-
-async def request(
-    replica: Replica, model: str, method: bytes, path: str, body: bytes = b""
-) -> Mapping[str, Any]:
-    """Return the JSON object of a response. Raises Triton's error, or `BadUpstream`."""
-    response = await replica.http.request(
-        method,
-        path.encode(),
-        body,
-        JSON_HEADERS,
-        timeout_s=PROBE_TIMEOUT_S,
-        max_bytes=MAX_METADATA_BYTES,
-    )
-    if response.status != 200:
-        raise map_triton_error(response.status, response.body, RequestTarget(model))
-    try:
-        document = orjson.loads(response.body)
-    except orjson.JSONDecodeError:
-        document = None
-    if not isinstance(document, dict):
-        raise BadUpstream("the replica returned invalid JSON")
-    return document

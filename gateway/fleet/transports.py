@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
+
+import orjson
 
 from gateway.errors import BadUpstream, DeadlinePassed
 from gateway.fleet.replica import Replica
@@ -15,7 +17,7 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.tracing import TRACEPARENT, ChildSpan, Trace
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     ByteStream,
@@ -35,10 +37,11 @@ from gateway.triton.inference import (
     build_http_request,
     decode_http_response,
 )
-from gateway.triton.response import read_error_response
+from gateway.triton.response import MAX_METADATA_BYTES, read_error_response
 
 log = logging.getLogger(__name__)
 
+JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)  # Triton may be healthy
 T_co = TypeVar("T_co", covariant=True)
 
@@ -204,6 +207,31 @@ def start_attempt_span(
         server__port=port,
         triton__replica=replica.name,
     )
+
+
+async def request_json(
+    replica: Replica, target: RequestTarget, method: bytes, path: str, body: bytes = b""
+) -> Any:
+    """Return the JSON of one replica's response. Raises Triton's error, or that of the transport."""
+    response = await replica.http.request(
+        method,
+        path.encode(),
+        body,
+        JSON_HEADERS if body else (),
+        timeout_s=target.timeout_s,
+        max_bytes=MAX_METADATA_BYTES,
+    )
+    if response.status != 200:
+        raise map_triton_error(response.status, response.body, target)
+    return decode_json(response.body)
+
+
+def decode_json(body: bytes) -> Any:
+    """Return a response's JSON; None for an empty body. Raises `BadUpstream`."""
+    try:
+        return orjson.loads(body) if body else None
+    except orjson.JSONDecodeError as exc:
+        raise BadUpstream("the replica returned invalid JSON") from exc
 
 
 @lru_cache(1024)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import shutil
 import socket
 import statistics
@@ -41,6 +42,7 @@ from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
+from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance, UnknownReplica
 from gateway.fleet.models_file import ModelsFile
@@ -824,6 +826,19 @@ async def test_a_replica_that_is_absent_can_be_uncordoned() -> None:
         assert pool.cordoned == frozenset()
         with pytest.raises(UnknownReplica):
             await maintenance.uncordon("127.0.9.9:8000")
+
+
+@on_uvloop
+async def test_statistics_that_cannot_be_read_are_no_inference() -> None:
+    async with simulated_replicas(1) as fakes, over(fakes) as pool:
+        times, replica = InferenceTimes(), replica_of(pool, fakes[0])
+        fakes[0].last_inference_ms = int(time.time() * 1000) - 60_000
+        ran_at = await times.read(replica, "m")
+        assert -61 < ran_at - time.perf_counter() < -59
+        fakes[0].denies = True
+        assert await times.read(replica, "m") == -math.inf
+        fakes[0].denies = False
+        assert await times.read(replica, "m") == ran_at
 
 
 def replicas_in_metrics(pool: ReplicaPool) -> set[str]:

@@ -37,6 +37,7 @@ class SimulatedTriton:
     denies: bool = False  # says of every model that it is not ready
     refuses_loads: bool = False  # which are answered by `release`
     index_body: bytes | None = None  # instead of its index
+    last_inference_ms: int = 0  # of each model, in its statistics
     requests: Counter[str] = field(default_factory=Counter)  # by the last part of the path
     inferences: Counter[str] = field(default_factory=Counter)  # by model
     loads_at: list[float] = field(default_factory=list)  # by the loop's time
@@ -87,6 +88,9 @@ class SimulatedTriton:
             return self._manage(model, load=verb == "load")
         if verb == "config":
             return 0.0, ok(orjson.dumps({"name": model}))
+        if verb == "stats" and not self.denies:
+            versions = [{"last_inference": self.last_inference_ms}]
+            return 0.0, ok(orjson.dumps({"model_stats": versions}))
         self.inferences[model] += 1
         if self.garbles:
             return self.delay_s, b"no answer\r\n\r\n"
