@@ -12,7 +12,8 @@ from gateway.errors import Forbidden, InputMismatch, MalformedRequest
 from gateway.grpc_server.wire import encode_field, invalid_message, remove_fields
 from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.tensors.sequence import SEQUENCE_KEYS, SequenceStep, parse_sequence_parameters
-from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT, MAX_KEY_BYTES
+from gateway.triton.inference import MAX_PARAMETERS, TooManyParameters, check_parameter_limits
+from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT
 
 # Smaller messages are decoded as a whole, which costs less than the search for their tensors.
 MAX_DECODED_BYTES: Final = 32 << 10
@@ -27,7 +28,6 @@ TYPED_CONTENTS: Final = {
     )
 }
 MAX_TENSORS: Final = 1000
-MAX_PARAMETERS: Final = 1000
 MAX_DIMS: Final = 4096  # of all inputs together
 SHARED_MEMORY_PREFIX: Final = "shared_memory_"
 CLASSIFICATION: Final = "classification"
@@ -70,7 +70,7 @@ def check_message(request: Any, body_bytes: int) -> None:
     inputs, outputs = request.inputs, request.outputs
     if len(inputs) > MAX_TENSORS or len(outputs) > MAX_TENSORS:
         raise MalformedRequest(f"a request can have at most {MAX_TENSORS} inputs and outputs")
-    check_parameter_map(request.parameters)
+    check_parameter_limits(request.parameters)
     count = 0
     for tensor in inputs:
         dims = list(tensor.shape)
@@ -83,20 +83,10 @@ def check_message(request: Any, body_bytes: int) -> None:
         if parameters := tensor.parameters:
             count += len(parameters)
             if count > MAX_PARAMETERS:
-                raise too_many_parameters()
-            check_parameter_map(parameters)
+                raise TooManyParameters
+            check_parameter_limits(parameters)
             if any(name.startswith(SHARED_MEMORY_PREFIX) for name in parameters):
                 raise Forbidden(NO_SHARED_MEMORY.message)
-
-
-def check_parameter_map(parameters: Mapping[str, Any]) -> None:
-    # Triton takes minutes for many parameters, and for long names.
-    if not parameters:
-        return
-    if len(parameters) > MAX_PARAMETERS:
-        raise too_many_parameters()
-    if max(map(len, parameters)) > MAX_KEY_BYTES:
-        raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
 
 
 def check_shape(dims: list[int], body_bytes: int) -> None:
@@ -136,7 +126,3 @@ def read_parameter(parameter: Any) -> Any:
 
 def format_dims(dims: list[int]) -> str:
     return f"[{','.join(map(str, dims[:20]))}]"
-
-
-def too_many_parameters() -> MalformedRequest:
-    return MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")

@@ -45,8 +45,7 @@ from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.inference import InferRequest
-from gateway.triton.json_guard import MAX_KEY_BYTES
+from gateway.triton.inference import InferRequest, check_parameter_limits
 
 T = TypeVar("T")
 OPTION_HEADERS: Final = frozenset(
@@ -59,7 +58,6 @@ RESPONSE_MEMORY_FACTOR: Final = 4
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
 VERSION_HEADER: Final = "x-model-version"  # of responses whose version a label decided
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
-MAX_PARAMETERS: Final = 1000
 # Of these, a misspelt one is reported.
 KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SEQUENCE_KEYS)
 MAX_SUGGESTED_PARAMETERS: Final = 16
@@ -230,11 +228,7 @@ class InferExchange:
 
     def _read_parameters(self, parameters: Mapping[str, Any]) -> SequenceStep | None:
         """Check the parameters, and return the request's step of a sequence. Raises `MalformedRequest`."""
-        # Triton takes minutes for many parameters, and for long names.
-        if len(parameters) > MAX_PARAMETERS:
-            raise MalformedRequest(f"a request can have at most {MAX_PARAMETERS} parameters")
-        if max(map(len, parameters)) > MAX_KEY_BYTES:
-            raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
+        check_parameter_limits(parameters)
         if len(parameters) <= MAX_SUGGESTED_PARAMETERS:
             check_parameter_names(parameters)
         step = sequence.parse_sequence_parameters(parameters)

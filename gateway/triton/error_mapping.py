@@ -269,10 +269,7 @@ def make_triton_error(status: int, body: bytes, target: RequestTarget) -> Gatewa
             if target.model
             else Unavailable("not ready")
         )
-    log.warning(
-        "Triton returned status %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace")
-    )
-    text = extract_error_text(body)[:MAX_ERROR_CHARS]
+    text = log_error_text(status, body)
     reason = sanitize_message(text)
     for rule in ERROR_RULES:
         if rule.matches(status, text, target):
@@ -280,11 +277,16 @@ def make_triton_error(status: int, body: bytes, target: RequestTarget) -> Gatewa
     return BadUpstream(f"the replica returned status {status}")
 
 
-def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayError:
+def log_error_text(status: int, body: bytes) -> str:
+    """Log an error response, and return the beginning of its text."""
     log.warning(
         "Triton returned status %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace")
     )
-    text = extract_error_text(body)[:MAX_ERROR_CHARS]
+    return extract_error_text(body)[:MAX_ERROR_CHARS]
+
+
+def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayError:
+    text = log_error_text(status, body)
     reason = sanitize_message(text)
     if CONTROL_MODE_MESSAGE.search(text):
         return ModelControlModeConflict()
