@@ -73,7 +73,7 @@ class ModelActivator:
     """Lets requests wait for a replica and for the load of their model, which they share."""
 
     _pool: ReplicaPool
-    _loader: OnDemandLoader
+    loader: OnDemandLoader
     _reconciler: Reconciler
     waiting: int = 0
     _loads: dict[str, SharedLoad] = field(default_factory=dict)
@@ -85,19 +85,19 @@ class ModelActivator:
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
         if not self._pool.has_live_replica:
-            return self._loader.options.hold_s > 0
+            return self.loader.options.hold_s > 0
         return self._is_loadable(model) or self._is_expected(model)
 
     def _is_loadable(self, model: str) -> bool:
         return (
             self._pool.has_live_replica
-            and self._loader.models.is_on_demand(model)
+            and self.loader.models.is_on_demand(model)
             and self._pool.has_model(model)
         )
 
     def _is_expected(self, model: str) -> bool:
         """Return whether requests wait until the reconciler has loaded the model on a new replica."""
-        return self._loader.options.hold_s > 0 and self._loader.models.is_desired(model)
+        return self.loader.options.hold_s > 0 and self.loader.models.is_desired(model)
 
     async def activate(self, model: str, timeout_s: float) -> float:
         """Wait until the model is ready on a replica, or cannot be activated; return the remaining seconds.
@@ -107,7 +107,7 @@ class ModelActivator:
         """
         if self._pool.is_usable(model) or not self.can_activate(model):
             return timeout_s
-        metrics, options = self._pool.metrics, self._loader.options
+        metrics, options = self._pool.metrics, self.loader.options
         if self.waiting >= options.max_waiting:
             metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, self.waiting)
@@ -124,14 +124,14 @@ class ModelActivator:
 
     def _count_waiting(self, change: int) -> None:
         self.waiting += change
-        self._loader.usage.held_requests = self.waiting
+        self.loader.usage.held_requests = self.waiting
         self._pool.metrics.held_requests.set(self.waiting)
 
     async def _wait(self, model: str, timeout_s: float) -> None:
         self._check_backoff(model)
         load = self._loads.get(model) or self._start_load(model)
         started_at = perf_counter()
-        hold_s = min(timeout_s, self._loader.options.hold_s)
+        hold_s = min(timeout_s, self.loader.options.hold_s)
         load.waiters += 1
         try:
             while not load.task.done():
@@ -156,7 +156,7 @@ class ModelActivator:
     async def _go_on(self, model: str, load: SharedLoad) -> None:
         """Wait for the turn of a request: thousands at once would find the admission queue full."""
         async with load.exit_lock:
-            usage = self._loader.usage
+            usage = self.loader.usage
             # An event would cost something for each request that ends.
             while load.waiters > EXITS_PER_PAUSE and usage.is_crowded(model):  # noqa: ASYNC110 - cheaper
                 await asyncio.sleep(EXIT_PAUSE_S)
@@ -182,29 +182,25 @@ class ModelActivator:
     # The load.
 
     async def __aenter__(self) -> ModelActivator:
-        copies = ModelCopies(self._loader, self._reconciler)
-        background = (self._loader.report_usage(), self._loader.run(), copies.run())
+        copies = ModelCopies(self.loader, self._reconciler)
+        background = (self.loader.report_usage(), self.loader.run(), copies.run())
         self._background_tasks = [asyncio.create_task(work) for work in background]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks([*self._background_tasks, *(load.task for load in self._loads.values())])
 
-    @property
-    def loader(self) -> OnDemandLoader:
-        return self._loader
-
     def _start_load(self, model: str) -> SharedLoad:
         task = asyncio.create_task(self._load(model))
         load = self._loads[model] = SharedLoad(task, perf_counter())
-        self._loader.held.awaited.add(model)
+        self.loader.held.awaited.add(model)
         task.add_done_callback(lambda task: self._finish_load(model, task))
         return load
 
     def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
         del self._loads[model]
         self._obstacles.pop(model, None)
-        self._loader.held.awaited.discard(model)
+        self.loader.held.awaited.discard(model)
         if not task.cancelled():
             task.exception()  # the requests that waited may have gone
 
@@ -239,13 +235,13 @@ class ModelActivator:
     async def _find_placement(self, model: str) -> Placement | NoPlacement | None:
         """Return the place for the load; None while the model or the replicas are changing."""
         self._obstacles.pop(model, None)
-        if self._loader.is_loading(model):
+        if self.loader.is_loading(model):
             return None
-        if not self._loader.list_candidates(model):
-            if self._loader.has_controllable_replica:
+        if not self.loader.list_candidates(model):
+            if self.loader.has_controllable_replica:
                 return None
             raise ModelNotReady(model)
-        placement = await self._loader.find_placement(model)
+        placement = await self.loader.find_placement(model)
         if isinstance(placement, NoPlacement):
             self._obstacles[model] = placement
         return placement
@@ -257,7 +253,7 @@ class ModelActivator:
             if self._pool.is_usable(model) or not self._is_loadable(model):
                 return True  # an administrator loaded or unloaded it
             try:
-                is_loaded = await self._loader.load(model, replica)
+                is_loaded = await self.loader.load(model, replica)
             except DeadlinePassed as exc:
                 error = LoadFailed(model, "it did not become ready within GATEWAY_LOAD_TIMEOUT_S")
                 self._record_failure(model, error)

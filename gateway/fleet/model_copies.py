@@ -63,8 +63,7 @@ class ModelCopies:
                     self._start_change(model, holders, is_load=target > len(holders))
 
     def _can_change(self, model: str) -> bool:
-        backoff = self._backoffs.get(model)
-        is_early = backoff is not None and perf_counter() < backoff.not_before
+        is_early = perf_counter() < self._backoffs.get(model, Backoff()).not_before
         is_busy = model in self._loader.held.awaited or self._reconciler.is_locked(model)
         return not (is_early or is_busy or model in self._changes)
 

@@ -219,7 +219,7 @@ class OnDemandLoader:
             await self.facts.update(checks_ensembles=True)
             idle, idle_s = await self._confirm_idle_models(replica), self.options.idle_unload_s
             await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
-            excess = self._find_excess(replica)
+            excess = plan_excess(self._describe(replica), self.options.budget)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
 
     def _find_idle_models(self, load: ReplicaLoad) -> tuple[str, ...]:
@@ -233,9 +233,6 @@ class OnDemandLoader:
             used_at = await self.inference_times.read(replica, model)
             self.usage.record_use_by_others(model, used_at)
         return self._find_idle_models(self._describe(replica))
-
-    def _find_excess(self, replica: Replica) -> tuple[str, ...]:
-        return plan_excess(self._describe(replica), self.options.budget)
 
     def _describe(self, replica: Replica) -> ReplicaLoad:
         (load,) = self.held.describe([replica])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
@@ -90,10 +90,7 @@ class Reconciler:
         self, replica: Replica, action: ModelAction, initiator: str
     ) -> asyncio.Task[None]:
         """Start an action of another component. Calls for its model wait until it is done."""
-        key = (replica.name, action.model)
-        task = asyncio.create_task(self._loader.run(replica, action, initiator))
-        self.action_tasks[key] = task
-        task.add_done_callback(lambda task: self._finish_action(key))
+        task = self._start_action(replica, action, self._loader.run(replica, action, initiator))
         # The component may have stopped waiting.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
@@ -151,18 +148,21 @@ class Reconciler:
                     break
                 if self._can_start_action((name, action.model)):
                     running += 1
-                    self._start_action(replica, action)
+                    self._start_action(replica, action, self._run_action(replica, action))
 
     def _can_start_action(self, key: ActionKey) -> bool:
         if key in self.action_tasks or key[1] in self._locks:
             return False
-        backoff = self._backoffs.get(key)
-        return backoff is None or asyncio.get_running_loop().time() >= backoff.not_before
+        backoff = self._backoffs.get(key, Backoff())
+        return asyncio.get_running_loop().time() >= backoff.not_before
 
-    def _start_action(self, replica: Replica, action: ModelAction) -> None:
+    def _start_action(
+        self, replica: Replica, action: ModelAction, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
         key = (replica.name, action.model)
-        self.action_tasks[key] = asyncio.create_task(self._run_action(replica, action))
-        self.action_tasks[key].add_done_callback(lambda _: self._finish_action(key))
+        task = self.action_tasks[key] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._finish_action(key))
+        return task
 
     def _finish_action(self, key: ActionKey) -> None:
         self.action_tasks.pop(key, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 from gateway.grpc_server import inference, models, repository
@@ -27,8 +28,8 @@ class StreamMethod(NamedTuple):
 
 # Methods of Triton's service with one request and one response.
 TRITON_METHODS: Final[dict[str, UnaryHandler]] = {
-    "ServerLive": models.serve_server_live,
-    "ServerMetadata": models.serve_server_metadata,
+    "ServerLive": partial(models.serve_server, is_health_check=True),
+    "ServerMetadata": partial(models.serve_server, is_health_check=False),
     "ModelReady": models.serve_model_ready,
     "ModelMetadata": models.serve_model,
     "ModelConfig": models.serve_model,

@@ -21,15 +21,10 @@ from gateway.grpc_server.wire import invalid_message
 from gateway.keys import Right
 from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 EMPTY_MESSAGE: Final = b""
 NOT_READY: Final = EMPTY_MESSAGE  # of a ModelReadyResponse: `ready` has its default, false
 MAX_SMALL_MESSAGE_BYTES: Final = 64 << 10
-# These wait for a model that is loaded on demand, as over HTTP.
-ACTIVATING_PATHS: Final = frozenset(
-    (f"{GRPC_SERVICE}/ModelMetadata", f"{GRPC_SERVICE}/ModelConfig")
-)
 
 
 async def forward(
@@ -41,12 +36,16 @@ async def forward(
     is_health_check: bool = False,
     is_management: bool = False,
     can_activate: bool = False,
-    not_found_error: Any = None,
+    not_found_error: type[UnknownModel] = UnknownModel,
 ) -> bytes:
     """Return a replica's response to a call that is no inference."""
-    upstream = RequestTarget(*target, timeout_s, is_health_check, can_activate=can_activate)
-    if not_found_error is not None:
-        upstream = upstream._replace(not_found_error=not_found_error)
+    upstream = RequestTarget(
+        *target,
+        timeout_s,
+        is_health_check,
+        not_found_error=not_found_error,
+        can_activate=can_activate,
+    )
     path: str = call.scope["path"]
     request = GrpcBytesCall(upstream, path, message, call.select_metadata(), is_management)
     try:
@@ -55,23 +54,22 @@ async def forward(
         call.services.record_model(call.info, *target)
 
 
-async def serve_server_live(call: IncomingCall) -> bytes:
+async def serve_server(call: IncomingCall, *, is_health_check: bool) -> bytes:
+    """Forward ServerLive and ServerMetadata to any replica."""
     message, timeout_s = await read_small_message(call)
     call.authorize(Right.infer)
-    return await forward(call, message, NO_MODEL, timeout_s, is_health_check=True)
-
-
-async def serve_server_metadata(call: IncomingCall) -> bytes:
-    message, timeout_s = await read_small_message(call)
-    call.authorize(Right.infer)
-    return await forward(call, message, NO_MODEL, timeout_s)
+    return await forward(call, message, NO_MODEL, timeout_s, is_health_check=is_health_check)
 
 
 async def serve_model(call: IncomingCall) -> bytes:
-    """Forward ModelMetadata and ModelConfig to a replica on which the model is ready."""
+    """Forward ModelMetadata and ModelConfig to a replica on which the model is ready.
+
+    They wait for a model that is loaded on demand, as over HTTP.
+    """
     message, timeout_s = await read_small_message(call)
     request = decode(service_pb2.ModelMetadataRequest, message)
-    return await forward_for_model(call, message, request, timeout_s)
+    target, message = select_version(call, message, request)
+    return await forward(call, message, target, timeout_s, can_activate=True)
 
 
 async def serve_model_ready(call: IncomingCall) -> bytes:
@@ -83,15 +81,6 @@ async def serve_model_ready(call: IncomingCall) -> bytes:
         return await forward(call, message, target, timeout_s)
     except (ModelNotReady, UnknownModel):
         return NOT_READY
-
-
-async def forward_for_model(
-    call: IncomingCall, message: bytes, request: Any, timeout_s: float
-) -> bytes:
-    """Return the response of a replica for the model and version that the request means."""
-    target, message = select_version(call, message, request)
-    can_activate = call.scope["path"] in ACTIVATING_PATHS
-    return await forward(call, message, target, timeout_s, can_activate=can_activate)
 
 
 def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[ModelTarget, bytes]:
@@ -109,10 +98,11 @@ async def serve_statistics(call: IncomingCall) -> bytes:
     if not request.name:
         call.authorize_all_models(Right.infer)
         return await forward(call, message, NO_MODEL, timeout_s)
-    if not request.version:  # of all versions, whatever the label `default` means
-        model = call.resolve(Right.infer, request.name).model
-        return await forward(call, message, ModelTarget(model), timeout_s)
-    return await forward_for_model(call, message, request, timeout_s)
+    if request.version:
+        target, message = select_version(call, message, request)
+    else:  # of all versions, whatever the label `default` means
+        target = ModelTarget(call.resolve(Right.infer, request.name).model)
+    return await forward(call, message, target, timeout_s)
 
 
 async def serve_trace_setting(call: IncomingCall) -> bytes:

@@ -18,7 +18,6 @@ from gateway.fleet.index import (
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.fleet.resolver import ModelTarget
 from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
@@ -192,8 +191,7 @@ async def describe_model(
 
     KServe's clients read `name` and `ready`, TensorFlow Serving's `model_version_status`, OpenAI's `id`.
     """
-    target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    signature = await get_signature(services, target)
+    signature = await get_signature(request, services, model, version)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
@@ -228,8 +226,7 @@ async def get_model_metadata(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
     """Return the inputs and outputs with TensorFlow's names of datatypes."""
-    target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    return build_model_metadata(await get_signature(services, target))
+    return build_model_metadata(await get_signature(request, services, model, version))
 
 
 @router.get(
@@ -248,13 +245,15 @@ async def get_model_openapi(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
     """Return an OpenAPI document with the model's own inputs and outputs."""
-    target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    signature = await get_signature(services, target)
+    signature = await get_signature(request, services, model, version)
     return build_model_openapi(signature, requires_key=services.access.requires_key)
 
 
-async def get_signature(services: Services, target: ModelTarget) -> Signature:
+async def get_signature(
+    request: Request, services: Services, model: str, version: str
+) -> Signature:
     """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
+    target = services.resolver.resolve(request.scope, Right.infer, model, version)
     if services.activator is not None and not services.pool.is_usable(target.model):
         remembered = services.models.find_remembered_signature(*target)
         if remembered is not None and services.activator.can_activate(target.model):
