@@ -38,7 +38,11 @@ class ApiClient:
         self._client.close()
 
     def get(self, path: str) -> Any:
-        return decode_json_response(self.request("GET", path))
+        return self.call("GET", path)
+
+    def call(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        """Return the JSON of a successful response. Raises `ClientError`."""
+        return decode_json_response(self.request(method, path, body, **options))
 
     def get_text(self, path: str) -> str:
         return check_status(self.request("GET", path)).text

@@ -123,9 +123,9 @@ def explain_not_ready(readiness: dict[str, Any]) -> str:
     missing = readiness.get("missing") or {}
     if missing:
         return f"not ready: {', '.join(missing)} cannot be served"
-    states = readiness.get("replicas", {}).items()
-    down = [f"{address} is {state}" for address, state in states if state != "up"]
-    return f"not ready: {', '.join(down) or 'no replica is available'}"
+    states = readiness.get("replicas", {}).items()  # none of them can serve requests
+    unusable = ", ".join(f"{address} is {state}" for address, state in states)
+    return f"not ready: {unusable or 'no replica is available'}"
 
 
 @cli.command(rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway load MODEL"))

@@ -64,7 +64,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.001, help="Time limit of a request, in seconds.")
 ]
-RetriesOption = Annotated[int, typer.Option(min=0, help="Maximum number of retries of a request.")]
 
 
 @dataclass(frozen=True)
@@ -87,5 +86,7 @@ class InferFlags:
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Overwrite an existing output file.")
     ] = False
-    retries: RetriesOption = 10
+    retries: Annotated[int, typer.Option(min=0, help="Maximum number of retries of a request.")] = (
+        10
+    )
     timeout: TimeoutOption = 60.0

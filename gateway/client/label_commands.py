@@ -123,10 +123,10 @@ def print_labels(
     target: Target, method: str, model: str, label: str, json: bool, body: Any = None
 ) -> None:
     from gateway.client import tables
-    from gateway.client.api import ApiClient, decode_json_response, label_api_path
+    from gateway.client.api import ApiClient, label_api_path
 
     with ApiClient(target) as api:
-        document = decode_json_response(api.request(method, label_api_path(model, label), body))
+        document = api.call(method, label_api_path(model, label), body)
     labels = document.get("labels", [document])
     if json:
         tables.print_json(labels)

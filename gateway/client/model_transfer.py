@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 from rich import progress
 from rich.console import Console
 
-from gateway.client.api import ApiClient, decode_json_response, model_api_path
+from gateway.client.api import ApiClient, model_api_path
 from gateway.client.errors import ClientError, UsageError
 from gateway.client.target import Target
 
@@ -77,8 +77,7 @@ def push_model(target: Target, pushed: PushedModel) -> dict[str, Any]:
                     "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
                 },
             }
-        response = api.request("PUT", path, **options)
-        published: dict[str, Any] = decode_json_response(response)
+        published: dict[str, Any] = api.call("PUT", path, **options)
     return published
 
 
@@ -140,7 +139,7 @@ def remove_models(target: Target, names: list[str]) -> Iterator[str]:
     with ApiClient(target, TRANSFER_TIMEOUT_S) as api:
         for name in names:
             model, _, version = name.partition("/")
-            decode_json_response(api.request("DELETE", model_api_path(model, version)))
+            api.call("DELETE", model_api_path(model, version))
             yield name
 
 

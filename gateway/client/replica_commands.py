@@ -67,12 +67,12 @@ def call_replica(target: Target, address: str, action: str, timeout_s: float) ->
     """Return a sentence with the result. Raises `ClientError`."""
     from urllib.parse import quote
 
-    from gateway.client.api import ApiClient, decode_json_response
+    from gateway.client.api import ApiClient
 
     headers = {**target.headers, "x-request-timeout": f"{timeout_s:g}"}
     with ApiClient(target, timeout_s=timeout_s + TIMEOUT_MARGIN_S) as api:
         path = f"/v1/replicas/{quote(address, safe='')}/{action}"
-        result = decode_json_response(api.request("POST", path, headers=headers))
+        result = api.call("POST", path, headers=headers)
     state = "cordoned" if result["cordoned"] else "in service"
     return escape_unprintable(
         f"{result['address']} is {state}: {result['outstanding']} requests and "

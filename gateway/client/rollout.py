@@ -247,7 +247,7 @@ class Rollout:
                     return traffic
 
     def _check_ready(self) -> None:
-        label = decode_json_response(self._api.request("GET", self._path))
+        label = self._api.get(self._path)
         if not label["ready"].get(self._plan.new, True):
             raise RolledBack(f"version {self._plan.new} is not ready on any replica")
 
