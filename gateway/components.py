@@ -265,7 +265,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, local_admin=settings.local_admin
         )
-        maintenance = Maintenance(pool, dispatcher, repository)
+        maintenance = Maintenance(pool, dispatcher, repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
             authenticator.watch_keys_file(),

@@ -14,7 +14,7 @@ from gateway.errors import Conflict, GatewayError, NotFound, StateUnavailable
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.fleet.repository import Repository
+from gateway.fleet.shared_state import SharedState
 from gateway.messages import quote_text
 
 DRAIN_POLL_S: Final = 0.1
@@ -66,7 +66,7 @@ class Maintenance:
 
     pool: ReplicaPool
     dispatcher: Dispatcher
-    repository: Repository
+    state: SharedState
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def cordon(self, name: str) -> DrainProgress:
@@ -75,14 +75,14 @@ class Maintenance:
         async with self._lock_cordons():
             if name not in self.pool.cordoned:
                 self._check_others(replica)
-                await self.repository.set_cordon(name, is_cordoned=True)
+                await self._set_cordon(name, is_cordoned=True)
         return self._measure_progress(replica)
 
     async def uncordon(self, name: str) -> DrainProgress:
         """Send requests to the replica again, also when it returns. Raises `UnknownReplica`."""
         if name not in self.pool.cordoned:
             self._find_replica(name)
-        await self.repository.set_cordon(name, is_cordoned=False)
+        await self._set_cordon(name, is_cordoned=False)
         replica = self.pool.find_replica(name)
         return DrainProgress(0, 0) if replica is None else self._measure_progress(replica)
 
@@ -91,7 +91,7 @@ class Maintenance:
         progress = await self.cordon(name)
         is_finished = False
         with anyio.move_on_after(timeout_s):
-            marks = self.repository.activity_marks()
+            marks = self.state.store.activity_marks()
             if marks is not None:
                 await asyncio.sleep(NOTICE_S)
             while not is_finished:
@@ -106,7 +106,7 @@ class Maintenance:
 
     async def mark_activity(self) -> None:
         """Tell the other gateways, for ever, on which cordoned replicas this one still has work."""
-        marks = self.repository.activity_marks()
+        marks = self.state.store.activity_marks()
         while marks is not None:
             await asyncio.sleep(MARK_INTERVAL_S)
             for replica in list(self.pool.replicas.values()):
@@ -118,16 +118,19 @@ class Maintenance:
     @asynccontextmanager
     async def _lock_cordons(self) -> AsyncIterator[None]:
         """Wait until no other call, of any gateway, sets a cordon; and know those that others have set."""
-        state = self.repository.state
         async with self._lock:
             while True:
-                async with state.lease(LEASE_NAME) as is_granted:
+                async with self.state.lease(LEASE_NAME) as is_granted:
                     if is_granted:
-                        await state.refresh()
-                        self.pool.set_cordoned(state.cordoned)
+                        await self.state.refresh()
+                        self.pool.set_cordoned(self.state.cordoned)
                         yield
                         return
                 await asyncio.sleep(LEASE_POLL_S)
+
+    async def _set_cordon(self, name: str, *, is_cordoned: bool) -> None:
+        await self.state.set_cordon(name, is_cordoned=is_cordoned)
+        self.pool.set_cordoned(self.state.cordoned)
 
     def _find_replica(self, name: str) -> Replica:
         replica = self.pool.find_replica(name)

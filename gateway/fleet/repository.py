@@ -38,7 +38,7 @@ from gateway.fleet.signatures import ModelService
 from gateway.fleet.staged_load import run_staged_load
 from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.messages import join_names, quote_text
-from gateway.state.desired import ActivityMarks, DesiredModel, StateStore
+from gateway.state.desired import DesiredModel, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -165,13 +165,6 @@ class Repository:
             if model in self.desired_models:
                 await self._set_desired_model(model, None)
             self._loader.load_errors.pop(model, None)
-
-    def activity_marks(self) -> ActivityMarks | None:
-        return self._store.activity_marks()
-
-    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        await self._state.set_cordon(replica, is_cordoned=is_cordoned)
-        self._pool.set_cordoned(self._state.cordoned)
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""

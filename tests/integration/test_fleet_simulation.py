@@ -751,8 +751,9 @@ async def test_a_cordon_ends_when_the_address_leaves_and_not_when_its_process_do
         names = Names([fake.host for fake in fakes])
         async with names.pool(fakes[0]) as pool, managing(pool) as repository:
             leaving, restarting = (replica_of(pool, fake).name for fake in fakes[:2])
+            maintenance = Maintenance(pool, dispatcher_of(pool), repository.state)
             for name in (leaving, restarting):
-                await repository.set_cordon(name, is_cordoned=True)
+                await maintenance.cordon(name)
             for _ in range(20):
                 await infer(pool)
             assert [fake.inferences["m"] for fake in fakes] == [0, 0, 20]
@@ -778,7 +779,7 @@ async def test_cordons_at_once_leave_a_replica_that_serves(tmp_path: Path, gatew
         for _ in range(gateways):
             pool = await stack.enter_async_context(over(fakes))
             repository = await stack.enter_async_context(managing(pool, state=state))
-            callers.append(Maintenance(pool, dispatcher_of(pool), repository))
+            callers.append(Maintenance(pool, dispatcher_of(pool), repository.state))
         names = [str(fake.address) for fake in fakes]
         for _ in range(5):
             results = await asyncio.gather(
@@ -806,7 +807,7 @@ async def test_the_state_of_a_replica_that_nobody_saw_leave_is_deleted_later(
         managing(pool, state=state) as repository,
     ):
         present = replica_of(pool, fakes[0]).name
-        await repository.set_cordon(present, is_cordoned=True)
+        await repository.state.set_cordon(present, is_cordoned=True)
         await wait_until_async(lambda: gone in pool.cordoned)
         skip(MAX_ABSENCE_S / 2)
         await repository._state.refresh()
@@ -820,8 +821,9 @@ async def test_the_state_of_a_replica_that_nobody_saw_leave_is_deleted_later(
 @on_uvloop
 async def test_a_replica_that_is_absent_can_be_uncordoned() -> None:
     async with simulated_replicas(2) as fakes, over(fakes) as pool, managing(pool) as repository:
-        maintenance = Maintenance(pool, dispatcher_of(pool), repository)
-        await repository.set_cordon("127.0.9.9:8000", is_cordoned=True)
+        maintenance = Maintenance(pool, dispatcher_of(pool), repository.state)
+        await repository.state.set_cordon("127.0.9.9:8000", is_cordoned=True)
+        pool.set_cordoned(repository.state.cordoned)
         assert (await maintenance.uncordon("127.0.9.9:8000")).is_finished
         assert pool.cordoned == frozenset()
         with pytest.raises(UnknownReplica):
