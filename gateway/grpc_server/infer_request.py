@@ -61,8 +61,10 @@ def read_infer_request(message: bytes) -> InferHead:
     return InferHead(request.model_name, request.model_version, request.id, step, class_outputs)
 
 
-def set_version(message: bytes, version: str) -> bytes:
+def set_version(message: bytes, requested: str, version: str) -> bytes:
     """Return the request for another version: the last of several values of a field counts."""
+    if version == requested:
+        return message
     return message + encode_field(VERSION_FIELD, version.encode())
 
 

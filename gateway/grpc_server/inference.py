@@ -24,8 +24,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
     message = await call.read_message(timeout_s)
     head = read_infer_request(message)
     target = with_sequence(call.resolve(Right.infer, head.model, head.version), head.step)
-    if target.version != head.version:
-        message = set_version(message, target.version)
+    message = set_version(message, head.version, target.version)
     remaining_s = timeout_s - (perf_counter() - started_at)
     try:
         remaining_s = await services.activate_model(*target, remaining_s)

@@ -86,9 +86,7 @@ async def serve_model_ready(call: IncomingCall) -> bytes:
 def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[ModelTarget, bytes]:
     """Return what the request means, and its message with the number of the version."""
     target = call.resolve(Right.infer, request.name, request.version)
-    if target.version != request.version:
-        message = set_version(message, target.version)
-    return target, message
+    return target, set_version(message, request.version, target.version)
 
 
 async def serve_statistics(call: IncomingCall) -> bytes:

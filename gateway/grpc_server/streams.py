@@ -142,8 +142,7 @@ class InferStream:
         request.head = head = read_infer_request(request.message)
         target = request.call.resolve(Right.infer, head.model, head.version)
         request.target = target = with_sequence(target, head.step)
-        if target.version != head.version:
-            request.message = set_version(request.message, target.version)
+        request.message = set_version(request.message, head.version, target.version)
         if head.step is not None:
             request.sequence = key = (target.model, head.step.sequence_id)
             request.previous_step = self._last_steps.get(key)

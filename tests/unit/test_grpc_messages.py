@@ -101,7 +101,8 @@ def test_a_request_is_read_the_same_whatever_its_size(encode: Any) -> None:
 
 def test_the_last_of_several_values_counts_as_in_protobuf() -> None:
     message = service_pb2.ModelInferRequest(model_name="m", model_version="1").SerializeToString()
-    changed = set_version(message, "42")
+    assert set_version(message, "1", "1") == message
+    changed = set_version(message, "1", "42")
     assert read_infer_request(changed).version == "42"
     assert service_pb2.ModelInferRequest.FromString(changed).model_version == "42"
 
