@@ -43,8 +43,8 @@ RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
 RETRY_PAUSES: Final = (
     10  # of the time that the search for a place takes, which grows with the fleet
 )
-EXIT_PAUSE_S: Final = 0.005
-EXITS_PER_PAUSE: Final = 32
+RESUME_PAUSE_S: Final = 0.005
+RESUMES_PER_PAUSE: Final = 32
 MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 
@@ -56,8 +56,8 @@ class SharedLoad:
     task: asyncio.Task[NoPlacement | None]
     started_at: float
     waiters: int = 0
-    exits: int = 0  # requests that went on
-    exit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # they go on one after another
+    resumed: int = 0  # requests that were let through
+    resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
 
 
 @dataclass(frozen=True)
@@ -148,22 +148,22 @@ class ModelActivator:
             if obstacle is not None:
                 raise build_no_room_error(model, obstacle)
             with anyio.move_on_after(started_at + timeout_s - perf_counter()):
-                return await self._go_on(model, load)
+                return await self._wait_for_turn(model, load)
             raise self._build_timeout_error(model, load)
         finally:
             load.waiters -= 1
 
-    async def _go_on(self, model: str, load: SharedLoad) -> None:
-        """Wait for the turn of a request: thousands at once would find the admission queue full."""
-        async with load.exit_lock:
-            usage = self.loader.usage
+    async def _wait_for_turn(self, model: str, load: SharedLoad) -> None:
+        """Let requests through one by one: thousands at once would find the admission queue full."""
+        usage = self.loader.usage
+        async with load.resume_lock:
             # An event would cost something for each request that ends.
-            while load.waiters > EXITS_PER_PAUSE and usage.is_crowded(model):  # noqa: ASYNC110 - cheaper
-                await asyncio.sleep(EXIT_PAUSE_S)
-            load.exits += 1
+            while load.waiters > RESUMES_PER_PAUSE and usage.is_crowded(model):  # noqa: ASYNC110 - cheaper
+                await asyncio.sleep(RESUME_PAUSE_S)
+            load.resumed += 1
             # Those before are admitted meanwhile, or queue and crowd the model.
-            if load.exits % EXITS_PER_PAUSE == 0 or usage.is_busy:
-                await asyncio.sleep(EXIT_PAUSE_S)
+            if load.resumed % RESUMES_PER_PAUSE == 0 or usage.is_busy:
+                await asyncio.sleep(RESUME_PAUSE_S)
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
         if not self._is_loadable(model):

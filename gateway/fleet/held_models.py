@@ -16,7 +16,7 @@ from gateway.state.loads import is_in_progress
 
 @dataclass(eq=False, repr=False)
 class HeldModels:
-    """Describes replicas for one decision: what they have in common is found once for all of them."""
+    """Describes replicas for one decision: each model is described once for all of them."""
 
     _state: SharedState
     _reconciler: Reconciler
@@ -30,7 +30,7 @@ class HeldModels:
         """Return what each replica holds, what is being loaded, and what must be loaded there."""
         merged = self._state.merge_models()
         desired = {name for name, model in merged.items() if model.is_loaded}
-        brought = self._find_brought_parts()
+        ensemble_parts = self._find_ensemble_parts()
         known: dict[str, LoadedModel] = {}
         loads = []
         for replica in replicas:
@@ -44,7 +44,7 @@ class HeldModels:
             for name in sorted(names):
                 model = known.get(name)
                 if model is None:
-                    model = known[name] = self._describe_model(name, is_brought=name in brought)
+                    model = known[name] = self._describe_model(name, is_part=name in ensemble_parts)
                 if name in changing and model.eviction is Eviction.FREE:
                     model = replace(model, eviction=Eviction.BUSY)
                 models.append(model)
@@ -56,8 +56,8 @@ class HeldModels:
         started = {name for name, load in loads.items() if is_in_progress(load)}
         return started | self.starting.get(replica.name, set())
 
-    def _find_brought_parts(self) -> set[str]:
-        """Return the models that ensembles brought, which are evicted as their ensembles are."""
+    def _find_ensemble_parts(self) -> set[str]:
+        """Return the parts of on-demand ensembles, which may be evicted as well."""
         return {
             part
             for name, facts in self._facts.facts.items()
@@ -65,19 +65,19 @@ class HeldModels:
             for part in self._facts.find_parts(name)
         }
 
-    def _describe_model(self, model: str, *, is_brought: bool) -> LoadedModel:
+    def _describe_model(self, model: str, *, is_part: bool) -> LoadedModel:
         last_used = max(self._usage.get_last_used(model), self._facts.get_ready_since(model))
         return LoadedModel(
             model,
             self._facts.get_memory_mb(model),
             last_used,
-            self._check_eviction(model, is_brought=is_brought),
+            self._check_eviction(model, is_part=is_part),
             self._facts.find_parts(model),
         )
 
-    def _check_eviction(self, model: str, *, is_brought: bool) -> Eviction:
+    def _check_eviction(self, model: str, *, is_part: bool) -> Eviction:
         is_kept = model in self._state.declared_models or model in self._state.desired_models
-        if is_kept or not (is_brought or self._models.is_on_demand(model)):
+        if is_kept or not (is_part or self._models.is_on_demand(model)):
             return Eviction.NEVER
         is_busy = (
             model in self.awaited

@@ -65,8 +65,8 @@ def update_last_inference(
 ) -> LastInference:
     """Return the time of an inference by this process's clock.
 
-    Only the first look trusts that the replica's clock agrees with the one of this machine: a later
-    inference ran since the look before, whatever its timestamp is.
+    Only for the first reading, the replica's clock is trusted to agree with that of this machine: an
+    inference that is new in a later reading ran since the previous one, whatever its timestamp is.
     """
     if known is not None:
         return known if known.timestamp_ms == timestamp_ms else LastInference(timestamp_ms, now)

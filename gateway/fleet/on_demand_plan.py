@@ -95,7 +95,7 @@ def choose_placement(
     if possible:
         replica, victims = min(possible, key=lambda plan: rank_plan(*plan))
         return Placement(replica.name, tuple(model.name for model in victims))
-    later = (plan_victims(each, wanted, budget, is_patient=True) for each in replicas)
+    later = (plan_victims(each, wanted, budget, includes_busy=True) for each in replicas)
     holders = {model.name for replica in replicas for model in replica.models}
     return NoPlacement(tuple(sorted(holders)), all(victims is None for victims in later))
 
@@ -109,18 +109,18 @@ def rank_plan(
 
 
 def plan_victims(
-    replica: ReplicaLoad, wanted: WantedModel, budget: ModelBudget, *, is_patient: bool = False
+    replica: ReplicaLoad, wanted: WantedModel, budget: ModelBudget, *, includes_busy: bool = False
 ) -> tuple[LoadedModel, ...] | None:
     """Return the models to unload before the load; None if there is no room for it.
 
-    A part of an ensemble that stays is never a victim. With `is_patient`, models that are in use count as
-    victims, too: they will be, when their requests have finished.
+    A part of an ensemble that stays is never a victim. With `includes_busy`, models that are in use count as
+    victims as well, because their requests will have finished.
     """
     held = {model.name: model for model in replica.models}
     costs_mb = wanted.costs_mb
     victims: list[LoadedModel] = []
     while not is_within(budget, held, costs_mb):
-        victim = choose_victim(held, costs_mb.keys(), is_patient=is_patient)
+        victim = choose_victim(held, costs_mb.keys(), includes_busy=includes_busy)
         if victim is None:
             return None
         victims.append(victim)
@@ -141,11 +141,11 @@ def is_within(
 
 
 def choose_victim(
-    held: Mapping[str, LoadedModel], protected: Iterable[str], *, is_patient: bool = False
+    held: Mapping[str, LoadedModel], protected: Iterable[str], *, includes_busy: bool = False
 ) -> LoadedModel | None:
     """Return the least recently used model that can be evicted."""
     needed = {part for model in held.values() for part in model.parts}.union(protected)
-    accepted = (Eviction.FREE, Eviction.BUSY) if is_patient else (Eviction.FREE,)
+    accepted = (Eviction.FREE, Eviction.BUSY) if includes_busy else (Eviction.FREE,)
     candidates = [
         model for model in held.values() if model.eviction in accepted and model.name not in needed
     ]

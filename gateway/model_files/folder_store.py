@@ -185,7 +185,7 @@ class FolderStore(ModelStore):
     def _reserve_bytes(self, count: int) -> Iterator[None]:
         """Reserve bytes of an upload while they are written. Raises `RepositoryFull`.
 
-        Uploads in progress share what the last look at the folder found free.
+        Uploads in progress share the bytes that were free when the folder was last measured.
         """
         with self._reserving:
             self._free_bytes -= count

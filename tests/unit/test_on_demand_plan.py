@@ -129,7 +129,7 @@ def test_a_load_goes_to_a_replica_with_room_or_to_the_oldest_victims(
     placement = choose_placement(replicas, wanted, budget)
     if isinstance(placement, NoPlacement):
         assert set(plans.values()) == {None}
-        patient = [plan_victims(each, wanted, budget, is_patient=True) for each in replicas]
+        patient = [plan_victims(each, wanted, budget, includes_busy=True) for each in replicas]
         assert placement.is_final == (set(patient) == {None})
         return
     chosen = plans[placement.replica]
