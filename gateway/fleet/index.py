@@ -88,10 +88,7 @@ class Index:
 
     @cached_property
     def _model_states(self) -> Mapping[str, VersionState]:
-        return {
-            name: max(versions.values(), key=lambda version: version.rank, default=NEVER_LOADED)
-            for name, versions in self.models.items()
-        }
+        return {name: find_best_state(versions.values()) for name, versions in self.models.items()}
 
     def is_changing(self, model: str) -> bool:
         return model in self.changing_models
@@ -110,6 +107,10 @@ class Index:
 
 
 EMPTY_INDEX: Final = Index({})
+
+
+def find_best_state(states: Iterable[VersionState]) -> VersionState:
+    return max(states, key=lambda state: state.rank, default=NEVER_LOADED)
 
 
 def parse_index(document: Any) -> Index:
@@ -141,10 +142,10 @@ def merge_indexes(
     entries: list[dict[str, str]] = []
     known = model_names(indexes.values()) if models is None else models
     for name in sorted(known):
-        numbers = {number for index in indexes.values() for number in index.models.get(name, ())}
+        numbers = list_versions(indexes.values(), name)
         if not numbers and any(name in index.models for index in indexes.values()):
             entries.append({"name": name})
-        for number in sorted(numbers, key=version_sort_key):
+        for number in numbers:
             states = find_states(indexes, name, number)
             entries.append({"name": name, "version": number, **merge_version_states(states)})
     return entries
@@ -164,6 +165,12 @@ def merge_version_states(states: Mapping[str, VersionState]) -> dict[str, str]:
 
 def version_sort_key(version: str) -> tuple[int, str]:
     return (int(version) if version.isdecimal() and len(version) < 20 else 0, version)
+
+
+def list_versions(indexes: Iterable[Index], model: str) -> list[str]:
+    """Return the versions of a model on any replica, in ascending order."""
+    numbers = {number for index in indexes for number in index.models.get(model, ())}
+    return sorted(numbers, key=version_sort_key)
 
 
 def model_names(indexes: Iterable[Index]) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gateway.errors import Conflict, MalformedRequest, UnknownModel
 from gateway.fleet.health import HealthState
-from gateway.fleet.index import READY, UNAVAILABLE, VersionState
+from gateway.fleet.index import READY, UNAVAILABLE, VersionState, find_best_state
 from gateway.fleet.label_router import UnknownLabel
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
@@ -142,5 +142,4 @@ class LabelManager:
     def _find_best_state(self, model: str, version: str) -> VersionState:
         indexes = map(self._pool.known_index, self._pool.replicas.values())
         states = (index.models.get(model, {}).get(version) for index in indexes)
-        known = (state for state in states if state is not None)
-        return max(known, key=lambda state: state.rank, default=VersionState(UNAVAILABLE))
+        return find_best_state(state for state in states if state is not None)

@@ -12,9 +12,10 @@ from gateway.fleet.index import (
     UNAVAILABLE,
     Index,
     VersionState,
+    find_best_state,
     find_states,
+    list_versions,
     merge_indexes,
-    version_sort_key,
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
@@ -90,17 +91,16 @@ def describe_on_demand_model(
     model: str, indexes: Mapping[str, Index], states: Iterable[VersionState]
 ) -> dict[str, Any]:
     """Return what differs from other models: the best state of each version, not the worst."""
-    numbers = {number for index in indexes.values() for number in index.models.get(model, ())}
     versions = [
-        {"version": number, **find_best_state(find_states(indexes, model, number).values())}
-        for number in sorted(numbers, key=version_sort_key)
+        {"version": number, **describe_best_state(find_states(indexes, model, number).values())}
+        for number in list_versions(indexes.values(), model)
     ]
-    return {"on_demand": True, "state": find_best_state(states)["state"], "versions": versions}
+    return {"on_demand": True, **describe_best_state(states), "versions": versions}
 
 
-def find_best_state(states: Iterable[VersionState]) -> dict[str, str]:
-    best = max(set(states), key=lambda version: version.rank)
-    return {"state": ON_DEMAND if best.state == UNAVAILABLE else best.state}
+def describe_best_state(states: Iterable[VersionState]) -> dict[str, str]:
+    state = find_best_state(states).state
+    return {"state": ON_DEMAND if state == UNAVAILABLE else state}
 
 
 def group_model_versions(

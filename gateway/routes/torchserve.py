@@ -20,7 +20,7 @@ from gateway.errors import (
     UnknownModel,
     UnknownModelToLoad,
 )
-from gateway.fleet.index import Index, version_sort_key
+from gateway.fleet.index import Index, list_versions, version_sort_key
 from gateway.inference.exchange import NO_PAYLOAD, InferExchange, limit_time, open_exchange
 from gateway.keys import Right
 from gateway.media_types import JSON
@@ -204,8 +204,7 @@ async def describe_registered_model(
 ) -> list[dict[str, Any]]:
     """Return the default version, another one, or `all`; each replica is a worker."""
     indexes = services.pool.list_usable_indexes()
-    found = {number for index in indexes.values() for number in index.models.get(model, ())}
-    numbers = sorted(found, key=version_sort_key, reverse=True)
+    numbers = list_versions(indexes.values(), model)[::-1]
     if model_version != ALL_VERSIONS:
         label = services.repository.state.labels.get(model, {}).get(DEFAULT_LABEL)
         defaults = numbers if label is None else list(label.shares)
