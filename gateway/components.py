@@ -20,6 +20,7 @@ from gateway.fleet.activation import ModelActivator
 from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
 from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.inference import InferenceService
 from gateway.fleet.label_router import LabelRouter
 from gateway.fleet.labels import LabelManager
 from gateway.fleet.loader import ManagementOptions
@@ -34,7 +35,7 @@ from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
 from gateway.metrics import Metrics
@@ -179,7 +180,8 @@ class FleetServices(NamedTuple):
 
     pool: ReplicaPool
     dispatcher: Dispatcher
-    models: ModelService
+    signatures: SignatureCache
+    inference: InferenceService
     repository: Repository
 
 
@@ -196,17 +198,18 @@ async def open_fleet(
     )
     await stack.enter_async_context(pool)
     dispatcher = Dispatcher(pool)
-    models = ModelService(dispatcher, settings.cancellable_models)
-    stack.callback(models.close)
+    signatures = SignatureCache(dispatcher)
+    stack.callback(signatures.close)
+    inference = InferenceService(dispatcher, signatures, settings.cancellable_models)
     repository = Repository(
-        pool, models, components.store, components.models_file, components.management_options
+        pool, signatures, components.store, components.models_file, components.management_options
     )
     await stack.enter_async_context(repository)
     metrics.collector_registry.register(FleetCollector(pool, repository))
     # By their label in `gateway_file_valid`.
     files = {"keys": components.keys_file, "models": components.models_file.file}
     metrics.collector_registry.register(StateCollector(components.store, files))
-    return FleetServices(pool, dispatcher, models, repository)
+    return FleetServices(pool, dispatcher, signatures, inference, repository)
 
 
 async def open_activator(
@@ -247,7 +250,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics()
         fleet = await open_fleet(settings, components, metrics, stack)
-        pool, dispatcher, _, repository = fleet
+        pool, dispatcher, *_, repository = fleet
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
         admission = AdmissionQueue(

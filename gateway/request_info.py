@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
+from time import perf_counter
 from typing import Any, Final, TypeVar
 
 from starlette.types import Scope
@@ -91,3 +93,15 @@ def read_headers(scope: Scope, read: Callable[[list[tuple[bytes, bytes]]], T]) -
 
 
 current_request_info: ContextVar[RequestInfo | None] = ContextVar("request_info", default=None)
+
+
+@contextmanager
+def measure_upstream_time() -> Iterator[None]:
+    """Count the upstream time of parallel requests once, not once per request."""
+    info, started_at = current_request_info.get(), perf_counter()
+    before_s = info.upstream_s if info is not None else 0.0
+    try:
+        yield
+    finally:
+        if info is not None:
+            info.upstream_s = before_s + perf_counter() - started_at

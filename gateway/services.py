@@ -16,6 +16,7 @@ from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.inference import InferenceService
 from gateway.fleet.labels import LabelManager
 from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.fleet.maintenance import Maintenance
@@ -25,7 +26,7 @@ from gateway.fleet.publisher import ModelPublisher
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
 from gateway.keys import Caller
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -50,7 +51,8 @@ class Services:
     settings: Settings
     pool: ReplicaPool
     dispatcher: Dispatcher
-    models: ModelService
+    signatures: SignatureCache
+    inference: InferenceService
     repository: Repository
     decode_executor: DecodeExecutor
     admission: AdmissionQueue

@@ -78,6 +78,6 @@ async def read_signatures(services: Services) -> list[Signature]:
         indexes = services.pool.list_usable_indexes().values()
         names = sorted({name for index in indexes for name in index.ready_models})
         names = names[:MAX_EXAMINED_MODELS]
-        return [await services.models.get_signature(name) for name in names]
+        return [await services.signatures.get_signature(name) for name in names]
     except GatewayError:  # nothing can serve a request at this moment
         return []

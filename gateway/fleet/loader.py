@@ -19,7 +19,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState, StartedLoad
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.tasks import cancel_tasks
 from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
@@ -101,7 +101,7 @@ class ModelLoader:
     """Runs actions on replicas, and keeps their errors."""
 
     _pool: ReplicaPool
-    _models: ModelService
+    _signatures: SignatureCache
     _state: SharedState
     _options: ManagementOptions
     # Model → where and why its last load failed.
@@ -137,7 +137,7 @@ class ModelLoader:
             await self._pool.monitor.probe(replica)
             raise
         finally:
-            for notify in (self._models.invalidate, *self.change_listeners):
+            for notify in (self._signatures.invalidate, *self.change_listeners):
                 notify(model)
             if started_load is not None:
                 await self._state.end_load(replica.name, model, started_load, resulting_load)

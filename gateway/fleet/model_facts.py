@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from gateway.fleet.on_demand_plan import ModelFacts, WantedModel, find_all_parts, parse_model_facts
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 
 # A model that something else than this gateway loaded again in place is still ready, with other facts.
 MAX_FACTS_AGE_S: Final = 30.0
@@ -21,7 +21,7 @@ class ModelFactsCache:
     """The facts of all models that were ready once. Triton returns the configs of ready models only."""
 
     _pool: ReplicaPool
-    _models: ModelService
+    _signatures: SignatureCache
     _default_memory_mb: int
     facts: dict[str, ModelFacts] = field(default_factory=dict)
     _read_at: dict[str, float] = field(default_factory=dict)  # of models with current facts
@@ -41,7 +41,7 @@ class ModelFactsCache:
         if checks_ensembles:
             outdated |= {model for model in ready & self.facts.keys() if self.facts[model].parts}
         if outdated:
-            await self._models.read_configs(outdated, partial(self._store, now))
+            await self._signatures.read_configs(outdated, partial(self._store, now))
 
     def _store(self, read_at: float, model: str, config: Any) -> None:
         if self._changed_at.get(model, -inf) < read_at:  # otherwise this may be the previous config

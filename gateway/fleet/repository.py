@@ -34,7 +34,7 @@ from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.staged_load import run_staged_load
 from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.messages import join_names, quote_text
@@ -56,7 +56,7 @@ class Repository:
     """Model management of the fleet. As a context manager it runs the reconciler."""
 
     _pool: ReplicaPool
-    _models: ModelService
+    _signatures: SignatureCache
     _store: StateStore
     _models_file: ModelsFile
     _options: ManagementOptions
@@ -64,7 +64,7 @@ class Repository:
     def __post_init__(self) -> None:
         pool, options = self._pool, self._options
         self._state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
-        self._loader = ModelLoader(pool, self._models, self._state, options)
+        self._loader = ModelLoader(pool, self._signatures, self._state, options)
         self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum, options.hold_s)
         self._reconciler = Reconciler(pool, self._state, self._loader, self._readiness)
         self.on_demand_models = OnDemandModels(self._state, ())
@@ -76,7 +76,7 @@ class Repository:
     ) -> ModelActivator:
         usage = ModelUsage(admission, perf_counter)
         self.on_demand_models = OnDemandModels(self._state, options.patterns)
-        facts = ModelFactsCache(self._pool, self._models, options.default_memory_mb)
+        facts = ModelFactsCache(self._pool, self._signatures, options.default_memory_mb)
         self._loader.change_listeners.append(facts.invalidate)
         loader = OnDemandLoader(
             self._pool,
@@ -252,7 +252,7 @@ class Repository:
             if model not in model_names((await self.read_indexes()).values()):
                 return await self._unload_absent(report)
             if not unload_dependents and (
-                dependents := await find_dependents(self._pool, self._models, model)
+                dependents := await find_dependents(self._pool, self._signatures, model)
             ):
                 raise ModelNeeded(model, dependents, is_visible)
             before = self.desired_models.get(model)
@@ -338,9 +338,9 @@ class ModelNeeded(Conflict):
         )
 
 
-async def find_dependents(pool: ReplicaPool, models: ModelService, model: str) -> list[str]:
+async def find_dependents(pool: ReplicaPool, signatures: SignatureCache, model: str) -> list[str]:
     configs: dict[str, Any] = {}
-    await models.read_configs(pool.ready_models - {model}, configs.__setitem__)
+    await signatures.read_configs(pool.ready_models - {model}, configs.__setitem__)
     return sorted(
         name for name, config in configs.items() if model in parse_model_facts(config).parts
     )

@@ -1,47 +1,31 @@
-"""The model service: cached signatures of the models, and inference on the fleet."""
+"""The signatures of the models: a cache that is refreshed in the background."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from time import perf_counter
 from typing import Any
 
 from gateway.errors import (
     BadUpstream,
     GatewayError,
     InputMismatch,
-    ModelNotReady,
-    RefusedByModel,
-    UnknownModel,
 )
 from gateway.fleet.dispatch import Dispatcher
-from gateway.fleet.tasks import run_together
 from gateway.fleet.transports import (
-    GrpcInferStream,
-    GrpcStreamCall,
-    GrpcUnaryCall,
-    prepare_http_infer,
     triton_model_path,
 )
 from gateway.messages import join_names, quote_text
-from gateway.request_info import current_request_info
-from gateway.tensors.outputs import InferResult, concatenate_results
+from gateway.request_info import current_request_info, measure_upstream_time
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
 
 REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
 EXPIRE_AFTER_S = 10.0  # an older signature is not used
 METADATA_TIMEOUT_S = 5.0
-# Pieces of one batch in flight; each uses a connection of its own.
-MAX_PARALLEL_PIECES = 32
 MAX_PARALLEL_READS = 16  # of configs
-# Errors after which the signature is read again, because Triton contradicts it.
-STALE_SIGNATURE_ERRORS = (UnknownModel, ModelNotReady, InputMismatch)
 
 
 @dataclass
@@ -53,16 +37,11 @@ class CachedSignature:
     refresh_task: asyncio.Task[Signature] | None = None
 
 
-class ModelService:
-    """Signatures, which are cached and kept fresh, and inference.
+class SignatureCache:
+    """The signatures of the models, read from the replicas' metadata and configs, and kept fresh."""
 
-    A client disconnect cancels the inference of models that match a glob in `cancellable`, or whose config
-    allows it.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, cancellable: Sequence[str] = ()) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._cancellable = cancellable
         self._signatures: dict[tuple[str, str], CachedSignature] = {}
         self._remembered: dict[tuple[str, str], Signature] = {}  # the last ones of all models
         self._pending_reads: dict[tuple[str, str], asyncio.Task[Signature]] = {}
@@ -164,113 +143,6 @@ class ModelService:
                     store(model, await self._read_config(target))
 
         await asyncio.gather(*map(read, sorted(models)))
-
-    async def infer(self, request: InferRequest) -> InferResult:
-        """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""
-        if request.inputs.exceeds(request.signature.max_batch_size):
-            return await self._infer_pieces(request)
-        try:
-            if self._is_cancellable(request.signature):
-                call = GrpcUnaryCall(request)
-                return build_result(request, await self._dispatcher.send(call, request.remaining_s))
-            http_call = await prepare_http_infer(request, request.trace_headers)
-            response = await self._dispatcher.send(http_call, request.remaining_s)
-            reply = await response.read_complete()
-            return build_result(request, await decode_http_response(reply))
-        except STALE_SIGNATURE_ERRORS as exc:
-            self._check_signature(request, exc)
-            raise
-
-    async def _infer_pieces(self, request: InferRequest) -> InferResult:
-        max_batch_size = request.signature.max_batch_size
-        if request.target.sequence_step is not None:  # the pieces would run in no particular order
-            raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
-        semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
-        pieces = request.inputs.split(max_batch_size)
-        requests = (request._replace(inputs=piece) for piece in pieces)
-        work = (self._infer_piece(each, semaphore) for each in requests)
-        with measure_upstream_time():
-            return concatenate_results(await run_together(work))
-
-    async def _infer_piece(
-        self, request: InferRequest, semaphore: asyncio.Semaphore
-    ) -> InferResult:
-        try:
-            async with semaphore:
-                return await self.infer(request)
-        except (RefusedByModel, InputMismatch) as exc:
-            piece = request.inputs
-            first, last = piece.batch_offset + 1, piece.batch_offset + piece.batch_size
-            # The message of the model counts the items within the piece.
-            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
-            raise
-
-    async def stream(self, request: InferRequest) -> AsyncGenerator[InferResult, None]:
-        """Start a streaming inference; return its responses. Closing the iterator cancels the inference.
-
-        The first response is available when this returns; each of the others may take the request's timeout.
-        Raises `InputMismatch` for a batch above the model's maximum, because the responses of its pieces
-        could not be told apart.
-        """
-        max_batch_size = request.signature.max_batch_size
-        if request.inputs.exceeds(max_batch_size):
-            raise InputMismatch(
-                f"the model accepts at most {max_batch_size} items per streaming request"
-            )
-        call = GrpcStreamCall(request)
-        try:
-            stream, first = await self._dispatcher.send(call, request.remaining_s)
-        except STALE_SIGNATURE_ERRORS as exc:
-            self._check_signature(request, exc)
-            raise
-        return iterate_results(request, stream, first)
-
-    def _check_signature(self, request: InferRequest, error: GatewayError) -> None:
-        """Invalidate the signature if Triton contradicts it. A client's own mismatch says nothing of it."""
-        if error.is_from_triton or not isinstance(error, InputMismatch):
-            self.invalidate(request.target.model)
-
-    def _is_cancellable(self, model: Signature) -> bool:
-        globs = self._cancellable
-        return model.is_cancellable or any(fnmatchcase(model.model, glob) for glob in globs)
-
-
-async def iterate_results(
-    request: InferRequest, stream: GrpcInferStream, first: InferResponse | None
-) -> AsyncGenerator[InferResult, None]:
-    try:
-        while first is not None:
-            yield build_result(request, first)
-            first = await stream.read_response(request.target.timeout_s)
-    finally:
-        stream.close()
-
-
-def build_result(request: InferRequest, response: InferResponse) -> InferResult:
-    return InferResult(
-        request.signature,
-        response.outputs,
-        request.inputs.is_batched,
-        request.request_id,
-        response.version,
-        has_classifications=bool(
-            request.parameters.get("classification", request.signature.default_class_counts)
-        ),
-        instance_count=request.inputs.instance_count,
-        size_bytes=response.size_bytes,
-    )
-
-
-@contextmanager
-def measure_upstream_time() -> Iterator[None]:
-    """Count the upstream time of parallel requests once, not once per request."""
-    info, started_at = current_request_info.get(), perf_counter()
-    before_s = info.upstream_s if info is not None else 0.0
-    try:
-        yield
-    finally:
-        if info is not None:
-            info.upstream_s = before_s + perf_counter() - started_at
 
 
 def check_output_names(model: Signature, requested: Sequence[str]) -> tuple[str, ...]:

@@ -53,5 +53,5 @@ async def serve_infer(call: IncomingCall) -> bytes:
 async def check_classification(services: Services, target: ModelTarget, head: InferHead) -> None:
     """Raise `InputMismatch` if an output cannot be classified: Triton would divide by 0."""
     if head.class_outputs:
-        signature = await services.models.get_signature(*target)
+        signature = await services.signatures.get_signature(*target)
         find_outputs_without_classes(signature, head.class_outputs)

@@ -148,8 +148,8 @@ class InferStream:
             request.previous_step = self._last_steps.get(key)
             self._last_steps[key] = request.is_done
         await self._services.activate_model(*target, request.call.find_timeout_s())
-        models = self._services.models
-        signature = models.find_signature(*target) or await models.get_signature(*target)
+        signatures = self._services.signatures
+        signature = signatures.find_signature(*target) or await signatures.get_signature(*target)
         await check_classification(self._services, target, head)
         return not signature.is_decoupled
 

@@ -265,9 +265,9 @@ class InferExchange:
 
     async def run_inference(self, request: InferRequest) -> InferResult:
         if self.label is None:
-            result = await self.services.models.infer(request)
+            result = await self.services.inference.infer(request)
         else:
-            result = await infer_with_label(self.services.models, self.label, request)
+            result = await infer_with_label(self.services.inference, self.label, request)
             self.info.version = result.version or self.info.version
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.label is not None:
@@ -322,9 +322,9 @@ async def open_exchange(
         deadline = now + timeout_s
     if services.activator is not None:
         await services.activate_model(*target, max(deadline - now, 0.0))
-    signature = services.models.find_signature(*target)
+    signature = services.signatures.find_signature(*target)
     if signature is None:
-        read = read_signature(services.models, target, label, step)
+        read = read_signature(services.signatures, target, label, step)
         signature = await limit_time(read, deadline, timeout_s)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version

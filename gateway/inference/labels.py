@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 
 from gateway.errors import ModelNotReady, UnknownModel
+from gateway.fleet.inference import InferenceService
 from gateway.fleet.label_router import ActiveLabel
 from gateway.fleet.output_comparison import Arrays
 from gateway.fleet.resolver import LabelledTarget, ModelTarget
 from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall, prepare_http_infer
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.outputs import InferResult
@@ -22,32 +23,32 @@ from gateway.version_labels import Shadow
 
 
 async def read_signature(
-    models: ModelService,
+    signatures: SignatureCache,
     target: ModelTarget,
     label: LabelledTarget | None,
     step: SequenceStep | None,
 ) -> Signature:
     """Return the signature of the target, or if it was unloaded, of another version of a split."""
     try:
-        return await models.get_signature(*target)
+        return await signatures.get_signature(*target)
     except (ModelNotReady, UnknownModel):
         version = "" if label is None else label.choose_other_version(step)
         if not version:
             raise
-    return await models.get_signature(target.model, version)
+    return await signatures.get_signature(target.model, version)
 
 
 async def infer_with_label(
-    models: ModelService, label: LabelledTarget, request: InferRequest
+    inference: InferenceService, label: LabelledTarget, request: InferRequest
 ) -> InferResult:
     """Run an inference; if Triton refuses a version of a split that was unloaded, on another one."""
     try:
-        return await models.infer(request)
+        return await inference.infer(request)
     except (ModelNotReady, UnknownModel):
         version = label.choose_other_version(request.target.sequence_step)
         if not version or request.inputs.exceeds(request.signature.max_batch_size):
             raise
-    return await models.infer(request._replace(target=request.target._replace(version=version)))
+    return await inference.infer(request._replace(target=request.target._replace(version=version)))
 
 
 def copy_request(

@@ -203,7 +203,7 @@ async def prepare_body(
         searched_bytes = min(len(first), MAX_SEQUENCE_JSON_BYTES)
         refuses_sequence = (length if json_bytes is None else json_bytes) > searched_bytes
     if "POST" in route.rule.methods:
-        signature = partial(services.models.get_signature, route.model, route.version)
+        signature = partial(services.signatures.get_signature, route.model, route.version)
         body = await guard_body(
             body,
             action,

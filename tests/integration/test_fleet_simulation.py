@@ -52,7 +52,7 @@ from gateway.fleet.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall
 from gateway.state.desired import DesiredModel
 from gateway.state.store import open_state_store
@@ -164,13 +164,13 @@ def probe_unready(pool: ReplicaPool) -> bool:
 async def managing(
     pool: ReplicaPool, file: ModelsFile | None = None, state: str = "memory:"
 ) -> AsyncIterator[Repository]:
-    models = ModelService(dispatcher_of(pool))
+    signatures = SignatureCache(dispatcher_of(pool))
     file = file or ModelsFile(None)
     async with Repository(
-        pool, models, open_state_store(state), file, ManagementOptions()
+        pool, signatures, open_state_store(state), file, ManagementOptions()
     ) as repository:
         yield repository
-    models.close()
+    signatures.close()
 
 
 def declaring(path: Path, text: str) -> ModelsFile:

@@ -30,7 +30,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import ReplicaStatus, check_readiness
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
-from gateway.fleet.signatures import ModelService
+from gateway.fleet.signatures import SignatureCache
 from gateway.state.store import MemoryStateStore
 
 REPLICAS, MODELS, LOADED = 100, 200, 30
@@ -65,7 +65,7 @@ def build_fleet() -> LargeFleet:
         replica.index = build_index(number)
     repository = Repository(
         pool,
-        ModelService(Dispatcher(pool)),
+        SignatureCache(Dispatcher(pool)),
         MemoryStateStore(),
         ModelsFile(None),
         ManagementOptions(),
