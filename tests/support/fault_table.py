@@ -935,7 +935,8 @@ ATTACKS = (
         "requests that once blocked the whole process: unfinished shapes, archives that decompress, "
         "images of fill bytes or thousands of scans, 100,000 keys, long content types",
         "4xx, or 503 at the deadline; meanwhile 99 of 100 `/livez` requests take less than 100 ms, "
-        "and 99 of 100 inferences with another model less than 20 ms, or three times the usual",
+        "and 99 of 100 inferences with another model at most three times the usual, apart from what "
+        "Triton itself takes longer on the busy machine",
         {
             "faults/test_stalls": [
                 "a_hostile_request_is_refused_and_the_next_one_served",
