@@ -10,9 +10,11 @@ is skipped.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -69,15 +71,19 @@ def friendly(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: in
 def pass_through(
     triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
 ) -> Iterator[str]:
-    """Measure the overhead of the gateway and other proxies in front of Triton."""
+    """Measure the overhead of the gateway, with a key and its rate, and other proxies without."""
     address = f"127.0.0.1:{triton.options.http_port}"
     plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
     array = np.random.default_rng(0).random((1, 256), np.float32)
     request = encode_v2_infer(array, "FP32")
+    request.headers["Authorization"] = f"Bearer {hot_path.KEY}"
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    keys_file = hot_path.write_key(folder, requests_per_second=1_000_000)
+    settings = {"GATEWAY_KEYS_FILE": str(keys_file)}
     proxies = {
         "direct": (f"http://{address}", psutil.Process(triton.reaper_pid)),
         **start_proxies(address, stack),
-        "gateway /v2": stack.enter_context(servers.gateway(triton.options.url)),
+        "gateway /v2": stack.enter_context(servers.gateway(triton.options.url, 1, settings)),
     }
     targets = [
         Target(name, f"{url}{SMALL_PATH}", process, request)

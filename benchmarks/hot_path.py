@@ -23,11 +23,12 @@ KEY, MODEL = "tgw_benchmark", "small"
 TIMES, REPEAT = 20_000, 7
 
 
-def keys_file(folder: Path, **fields: object) -> KeysFile:
+def write_key(folder: Path, **fields: object) -> Path:
+    """Write a keys file with `KEY`, which has these fields, and return its path."""
     entry = {"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **fields}
     path = folder / f"{len(fields)}.yaml"
     path.write_text(yaml.safe_dump({"keys": [{**entry, "roles": ["infer"], "models": ["sm*"]}]}))
-    return KeysFile(path)
+    return path
 
 
 def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
@@ -35,7 +36,7 @@ def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     scope: Scope = {"path": f"/v2/models/{MODEL}/infer", "headers": headers, "type": "http"}
     metrics = Metrics()
     admission = AdmissionQueue(2048, 1024, 512, metrics)
-    access = Authenticator(keys_file(folder))
+    access = Authenticator(KeysFile(write_key(folder)))
     rates = RateLimiter(metrics)
     info = scope["request_info"] = RequestInfo("0" * 32)
     info.route, info.model = "/v2", MODEL
