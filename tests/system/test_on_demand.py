@@ -38,7 +38,8 @@ from tests.support.servers import Triton
 from tests.support.wait import wait_until
 
 MODELS = model_names(12)
-WINDOW_S = 2.0  # of the traffic that is measured during a load, and before it
+# Of the traffic that is measured during a load, and before it.
+WINDOW_S = 6.0 if compares_numbers() else 2.0
 # Sends a response, and ends the stream when there is the file "end".
 STREAM = """
 import os, time
@@ -377,7 +378,7 @@ def test_a_slow_load_delays_no_other_model(three: list[Triton]) -> None:
         f"{meanwhile.p99_s * 1e3:.1f} ms during loads of {WINDOW_S:g} s ({len(meanwhile.took_s)})"
     )
     assert not before.failures + meanwhile.failures
-    assert_number("p99 of others during a load, relative to before", ratio, at_most=2)
+    assert_number("p99 of others during a load, relative to before", ratio, at_most=1.5)
 
 
 def test_a_model_is_loaded_elsewhere_when_its_only_replica_vanishes(three: list[Triton]) -> None:
