@@ -100,7 +100,7 @@ class TimelessLoop(Loop):
     ) -> Any:
         return super().call_later(NEVER_S, callback, *args, context=context)
 
-    def call_at(  # type: ignore[override]
+    def call_at(  # type: ignore[override]  # as above
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> Any:
         return super().call_later(NEVER_S, callback, *args, context=context)

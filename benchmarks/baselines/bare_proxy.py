@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import cast
 
 import httptools
 from starlette.types import Receive, Scope, Send
@@ -18,7 +19,7 @@ class PooledConnection(asyncio.Protocol):
     """A connection to the upstream server, with one exchange at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self.parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -39,7 +40,7 @@ class PooledConnection(asyncio.Protocol):
 
     async def exchange(self, request: bytes) -> int:
         self.complete: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.transport.write(request)  # type: ignore[attr-defined]
+        self.transport.write(request)
         return await self.complete
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -54,6 +55,25 @@ def test_arrays_come_back_as_they_are() -> None:
             assert (result == -array).all()
         large = np.ones(5_000_000)
         assert (await pool.run(np.negative, (large,), LONG_S)).sum() == -5_000_000
+
+    run(scenario)
+
+
+class PackingThread:
+    """An argument that records the thread which pickles it."""
+
+    name = ""
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        self.name = threading.current_thread().name
+        return int, ()
+
+
+def test_arguments_are_pickled_outside_the_event_loop() -> None:
+    async def scenario(pool: DecodePool) -> None:
+        argument = PackingThread()
+        assert await pool.run(abs, (argument,), LONG_S) == 0
+        assert argument.name not in ("", threading.current_thread().name)
 
     run(scenario)
 
