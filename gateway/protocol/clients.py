@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from ipaddress import IPv6Address
 from typing import Any, Final
 
@@ -23,44 +24,41 @@ RESPONSE_NOT_READ: Final = "answer_not_taken"
 SocketName = tuple[str, int]  # host and port
 
 
-class RefusedClients:
-    """Starts one request of such clients in each pass of the event loop; other requests start at once.
+class PacedCalls:
+    """Makes calls soon, but only so many in each pass of the event loop.
 
-    Otherwise a flood of rejected requests would delay every step of every other request by the whole flood.
+    Otherwise a flood of them would delay every step of every request by the whole flood.
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_running = False
+    def __init__(self, per_pass: int) -> None:
+        self._per_pass = per_pass
+        self._waiting: deque[Callable[[], None]] = deque()
 
-    def enqueue(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-        """Return a future that is done when the request may start."""
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        if not self._is_running:
-            self._is_running = True
-            loop.call_soon(self._start_next, loop)
-        return turn
+    def add(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        self._waiting.append(call)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._run, loop)
 
-    def _start_next(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # not cancelled
-                turn.set_result(None)
-                loop.call_soon(self._start_next, loop)
-                return
-        self._is_running = False
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = self._waiting
+        for _ in range(min(self._per_pass, len(waiting))):
+            loop.call_soon(waiting.popleft())
+        if waiting:
+            loop.call_soon(self._run, loop)
 
 
 class ClientRegistry:
-    """Connection counts per client, rejections and pending timeout checks of this process."""
+    """Connection counts per client, rejections, and what the connections of this process take turns in."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
         self._rejected_count = 0
         self._logged_at = -math.inf
-        self._pending_checks: deque[Callable[[], None]] = deque()
-        self.refused_clients = RefusedClients()
+        # Hundreds of connections may be opened, and so become overdue, in the same millisecond.
+        self.checks = PacedCalls(CHECKS_PER_PASS)
+        # Each read of a large body copies up to 256 KiB.
+        self.large_reads = PacedCalls(1)
+        self._refused_requests = PacedCalls(1)
 
     def add_connection(self, client: str) -> int:
         count = self._counts[client] = self._counts.get(client, 0) + 1
@@ -78,21 +76,16 @@ class ClientRegistry:
             log.warning("too many connections: %d rejected", self._rejected_count, extra=log_fields)
             self._rejected_count, self._logged_at = 0, now
 
-    def schedule_check(self, loop: asyncio.AbstractEventLoop, check: Callable[[], None]) -> None:
-        """Run the check soon, `CHECKS_PER_PASS` in each pass of the event loop.
+    def enqueue_refused(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """Return a future that is done when a client whose last request was refused may start the next."""
+        turn = loop.create_future()
+        self._refused_requests.add(loop, partial(wake, turn))
+        return turn
 
-        Hundreds of connections may be opened, and so become overdue, in the same millisecond.
-        """
-        self._pending_checks.append(check)
-        if len(self._pending_checks) == 1:
-            loop.call_soon(self._run_checks, loop)
 
-    def _run_checks(self, loop: asyncio.AbstractEventLoop) -> None:
-        checks = self._pending_checks
-        for _ in range(min(CHECKS_PER_PASS, len(checks))):
-            loop.call_soon(checks.popleft())
-        if checks:
-            loop.call_soon(self._run_checks, loop)
+def wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class ClientAccount:

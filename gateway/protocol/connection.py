@@ -112,6 +112,8 @@ class HttpProtocol(asyncio.Protocol):
                 self._watch_request(len(data))
         except GatewayError as error:
             self.refuse(error)
+        if self._parser.is_closed:
+            self.yield_reading()  # what follows is discarded
 
     def eof_received(self) -> None:
         """Return None: the transport closes the connection when the client has closed its half."""
@@ -168,7 +170,12 @@ class HttpProtocol(asyncio.Protocol):
     def resume_reading(self) -> None:
         if not self._is_reading and not self._pipelined_cycles and not self._parser.unparsed:
             self._is_reading = True
-            self.transport.resume_reading()
+            self._clients.large_reads.add(self.loop, self._continue_reading)
+
+    def yield_reading(self) -> None:
+        """Let others read before this connection reads on."""
+        self.pause_reading()
+        self.resume_reading()
 
     async def wait_writable(self) -> None:
         while self.drain_waiter is not None:
@@ -236,7 +243,7 @@ class HttpProtocol(asyncio.Protocol):
             self._current_cycle.keep_alive = False
 
     def _start_cycle(self, cycle: RequestCycle) -> None:
-        turn = self._clients.refused_clients.enqueue(self.loop) if self._was_last_refused else None
+        turn = self._clients.enqueue_refused(self.loop) if self._was_last_refused else None
         self._task = self.loop.create_task(cycle.run(self.app, turn))
         self._tasks.add(self._task)
 
@@ -262,6 +269,10 @@ class HttpProtocol(asyncio.Protocol):
         is_too_large = self._parser.content_length > self._limits.max_body_bytes
         if is_too_large or not cycle.is_gathering():
             self._start_cycle(cycle)
+
+    def _continue_reading(self) -> None:
+        if self._is_reading and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _abandon_cycle(self, cycle: RequestCycle) -> None:
         cycle.disconnect()
@@ -294,7 +305,7 @@ class HttpProtocol(asyncio.Protocol):
                 self._timer.cancel()
             self._next_check_at = when
             self._timer = self.loop.call_at(
-                when, self._clients.schedule_check, self.loop, self._run_checks
+                when, self._clients.checks.add, self.loop, self._run_checks
             )
 
     def _run_checks(self) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -45,7 +47,10 @@ MIB = 1 << 20
 NICENESS = 10
 BUDGET_BYTES = 256 * MIB
 PER_S = 100
-MEASURE_S = 4.0
+# Times before and during an attack take turns, and their medians are compared: neighbours on a shared
+# machine can make a single 99th percentile ten times larger.
+MEASURE_S = 3.0
+ROUNDS = 3 if compares_numbers() else 1
 # Usually it is 1 to 3 ms.
 MIN_LIMIT_MS = 10
 MODELS = (
@@ -140,8 +145,7 @@ def attack(pipe: Pipe, stop: Event, port: int, wire: bytes, connections: int) ->
     pipe.send(statuses)
 
 
-@dataclass(frozen=True)
-class Latencies:
+class Latencies(NamedTuple):
     """99th percentiles in milliseconds: of `/livez`, and of another model, also without the gateway."""
 
     livez: float
@@ -173,19 +177,26 @@ def test_hostile_requests_stall_nobody(target: Target, name: str, connections: i
     The attacker, the load and Triton share the machine's CPUs with the gateway. What they take from each
     other shows in the requests that go to Triton directly, and is not the gateway's.
     """
-    before = measure(target)
-    with attacking(target.port, ATTACKS[name].wire, connections) as statuses:
-        during = measure(target)
-        memory = target.family()[0].memory_info().rss
-    assert set(statuses) <= set(map(str, REFUSALS)), statuses
+    seen_before, seen_during, memory = [], [], 0
+    for _ in range(ROUNDS):
+        seen_before.append(measure(target))
+        with attacking(target.port, ATTACKS[name].wire, connections) as statuses:
+            seen_during.append(measure(target))
+            memory = max(memory, target.family()[0].memory_info().rss)
+        assert set(statuses) <= set(map(str, REFUSALS)), statuses
+        print(f"{connections} connections: {dict(statuses)}")
+    before, during = take_medians(seen_before), take_medians(seen_during)
     contention = max(during.direct / before.direct, 1)
-    print(f"{connections} connections: {dict(statuses)}")
     print(f"p99 of another model, times the usual: {during.infer / before.infer:.1f}")
     print(f"p99 of another model without the gateway, times the usual: {contention:.1f}")
     most_ms = max(3 * before.infer * contention, MIN_LIMIT_MS)
     assert_number("p99 of /livez", during.livez, "ms", at_most=100)
     assert_number("p99 of another model", during.infer, "ms", at_most=most_ms)
     assert_number("memory", memory / MIB, "MiB", at_most=(BUDGET_BYTES + 64 * MIB) / MIB + 100)
+
+
+def take_medians(rounds: Sequence[Latencies]) -> Latencies:
+    return Latencies(*map(median, zip(*rounds, strict=True)))
 
 
 def shed_for_memory(client: httpx.Client) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.protocol.clients import RefusedClients
+from gateway.protocol.clients import ClientRegistry
 
 STEPS = 3
 CLIENTS = 20
@@ -22,8 +22,8 @@ def test_one_begins_in_each_pass_of_the_event_loop_and_others_go_on_in_between()
         events.append(f"{name} ended")
 
     async def serve() -> None:
-        clients, loop = RefusedClients(), asyncio.get_running_loop()
-        refused = [run(f"refused {at}", clients.enqueue(loop)) for at in range(CLIENTS)]
+        clients, loop = ClientRegistry(), asyncio.get_running_loop()
+        refused = [run(f"refused {at}", clients.enqueue_refused(loop)) for at in range(CLIENTS)]
         await asyncio.gather(*refused, run("good", None))
 
     asyncio.run(serve())
@@ -35,12 +35,12 @@ def test_one_begins_in_each_pass_of_the_event_loop_and_others_go_on_in_between()
 
 def test_a_request_that_is_given_up_keeps_nobody_waiting() -> None:
     async def give_up() -> list[bool]:
-        clients, loop = RefusedClients(), asyncio.get_running_loop()
-        turns = [clients.enqueue(loop) for _ in range(6)]
+        clients, loop = ClientRegistry(), asyncio.get_running_loop()
+        turns = [clients.enqueue_refused(loop) for _ in range(6)]
         for turn in turns[:5]:
             turn.cancel()
         await asyncio.wait_for(turns[5], 60)
-        await asyncio.wait_for(clients.enqueue(loop), 60)
+        await asyncio.wait_for(clients.enqueue_refused(loop), 60)
         return [turn.cancelled() for turn in turns]
 
     assert asyncio.run(give_up()) == [True] * 5 + [False]
