@@ -18,6 +18,8 @@ UNAVAILABLE: Final = "UNAVAILABLE"
 STATE_RANKS: Final = {UNAVAILABLE: 0, UNLOADING: 1, LOADING: 2, READY: 3}
 UNLOADED: Final = "unloaded"
 STATE_KEYS: Final = ("state", "reason")
+# Every plan goes through all of them, in about 2 µs each.
+MAX_INDEX_ENTRIES: Final = 50_000
 
 
 class VersionState(NamedTuple):
@@ -117,6 +119,8 @@ def parse_index(document: Any) -> Index:
     """Parse Triton's response to `POST /v2/repository/index`. Raises `ValueError` if it is invalid."""
     if not isinstance(document, list):
         raise ValueError("the repository index must be a list")
+    if len(document) > MAX_INDEX_ENTRIES:
+        raise ValueError(f"the repository index has more than {MAX_INDEX_ENTRIES} entries")
     models: dict[str, dict[str, VersionState]] = {}
     for entry in document:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):

@@ -13,7 +13,7 @@ import orjson
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.health import HealthState, can_eject
-from gateway.fleet.index import parse_index
+from gateway.fleet.index import Index, parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.tasks import cancel_tasks
 from gateway.http_client.connection import RequestNotSent
@@ -27,6 +27,7 @@ MIN_PROBE_PAUSE_S: Final = 0.05
 TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
 DOWN_PROBE_INTERVAL_S: Final = 0.2
 INDEX_PATH: Final = b"/v2/repository/index"
+MAX_INLINE_INDEX_BYTES: Final = 64 << 10  # about a thousand models; more are parsed in a thread
 PROBE_STATUS_REASONS: Final = {
     403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
 }
@@ -96,7 +97,7 @@ class HealthMonitor:
                 raise ValueError(reason or f"Triton returned status {response.status}")
             changed = response.body != replica.raw_index
             if changed:
-                replica.index = parse_index(orjson.loads(response.body))
+                replica.index = await parse_index_response(response.body)
                 replica.raw_index = response.body
         except ValueError as exc:
             self._record_missed_probe(replica, BadUpstream(str(exc)))
@@ -158,3 +159,10 @@ class HealthMonitor:
         else:
             log.info("replica %s is %s", replica.address, state.name)
         self._on_change()
+
+
+async def parse_index_response(body: bytes) -> Index:
+    """Raises `ValueError` if Triton's response is invalid."""
+    if len(body) <= MAX_INLINE_INDEX_BYTES:
+        return parse_index(orjson.loads(body))
+    return await asyncio.to_thread(lambda: parse_index(orjson.loads(body)))

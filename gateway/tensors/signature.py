@@ -15,6 +15,7 @@ from gateway.messages import quote_text
 from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
 MAX_DIMENSIONS = 64  # as in NumPy
+MAX_TENSORS = 4096  # of each side
 CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
@@ -151,6 +152,8 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
     max_batch_size = int(config.get("max_batch_size", 0))
 
     def tensors(side: str) -> dict[str, TensorSpec]:
+        if len(metadata.get(f"{side}s", ())) > MAX_TENSORS:
+            raise ModelFault(f"the model has more than {MAX_TENSORS} {side}s")
         configured = {entry["name"]: entry for entry in config.get(side, ())}
         return {
             entry["name"]: build_tensor_spec(

@@ -9,7 +9,7 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 
 MAX_ERROR_BODY_BYTES: Final = 1 << 20
-MAX_METADATA_BYTES: Final = 16 << 20  # of a repository's index or a model's metadata
+MAX_METADATA_BYTES: Final = 4 << 20  # of a repository's index or a model's metadata
 
 
 async def read_error_response(response: UpstreamResponse, target: RequestTarget) -> GatewayError:

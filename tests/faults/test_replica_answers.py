@@ -16,10 +16,11 @@ import psutil
 import pytest
 from tritonclient.grpc import service_pb2
 
+from gateway.fleet.index import MAX_INDEX_ENTRIES
 from tests.support.errors import assert_error
 from tests.support.grpc_gateway import STREAM, grpc_gateway
 from tests.support.servers import gateway
-from tests.support.wait import TIMEOUT_S
+from tests.support.wait import TIMEOUT_S, wait_until
 
 MIB = 1 << 20
 TEXT = {"name": "Y", "datatype": "BYTES", "shape": [1]}
@@ -86,7 +87,7 @@ class Replica(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path == "/v2/repository/index":
-            self.answer([])
+            self.answer(self.answers.get("index", []))
         else:
             self.answer(self.answers[self.path.split("/")[3]])
 
@@ -184,6 +185,29 @@ def test_an_answer_without_an_end_is_502_and_not_kept(
     assert process.memory_info().rss - before < 400 * MIB
     Replica.answers = {"m": {"outputs": [{**TEXT, "data": ["a"]}]}}
     assert infer(client, "m").status_code == 200
+
+
+def list_ready(count: int) -> list[dict[str, str]]:
+    return [{"name": f"model{at}", "version": "1", "state": "READY"} for at in range(count)]
+
+
+def test_an_index_of_too_many_models_is_not_used(
+    served: tuple[httpx.Client, psutil.Process],
+) -> None:
+    """One of 350,000 entries took seconds of the event loop."""
+    client, _ = served
+
+    def read_replica() -> Any:
+        (replica,) = client.get("/v1/replicas").json()["replicas"]
+        return replica
+
+    Replica.answers = {"index": list_ready(MAX_INDEX_ENTRIES + 1)}
+    wait_until(lambda: "more than 50000 entries" in str(read_replica()))
+    Replica.answers = {"index": list_ready(2000)}  # in a thread
+    wait_until(lambda: read_replica()["models"].get("model1999") == "READY")
+    assert read_replica()["state"] == "UP"
+    Replica.answers = {"index": []}
+    wait_until(lambda: not read_replica()["models"])
 
 
 class InvalidMessages(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -271,6 +271,11 @@ TRITON = (
         },
     ),
     Row(
+        "a replica lists more than 50,000 models",
+        "the replica is down, and `/v1/replicas` says why",
+        {"faults/test_replica_answers": ["an_index_of_too_many_models_is_not_used"]},
+    ),
+    Row(
         "a response does not end, or is larger than the limit",
         "502 from `/v1`, with at most `GATEWAY_MAX_ANSWER_BYTES` in memory; `/v2` streams it",
         {

@@ -29,7 +29,7 @@ from gateway.tensors.outputs import (
     list_accepted_types,
 )
 from gateway.tensors.payload import Part, Payload, PayloadLimits
-from gateway.tensors.signature import Signature, build_signature
+from gateway.tensors.signature import MAX_TENSORS, Signature, build_signature
 from tests.support.images import encoded
 
 
@@ -106,6 +106,12 @@ def test_a_tensor_has_as_many_dimensions_as_numpy_supports() -> None:
     assert format_curl_example(model({"X": ("FP32", [1] * 64)}, {}), "http://here")
     with pytest.raises(ModelFault, match="'X' has 65 dimensions; the gateway supports 64"):
         model({"X": ("FP32", [1] * 65)}, {})
+
+
+def test_a_model_has_a_bounded_number_of_tensors() -> None:
+    tensors = {f"X{at}": ("FP32", [1]) for at in range(MAX_TENSORS + 1)}
+    with pytest.raises(ModelFault, match="the model has more than 4096 inputs"):
+        model(tensors, {})
 
 
 def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
