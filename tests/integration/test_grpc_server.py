@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,12 +24,14 @@ import tritonclient.grpc as triton_grpc
 import trustme
 from tritonclient.grpc import service_pb2
 
+from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION
 from tests.support.certificates import write_pair
 from tests.support.fleet import fleet_of, url_of, write_echo
-from tests.support.grpc_gateway import INFER, call_bytes, failure, fp32, grpc_gateway
+from tests.support.grpc_gateway import INFER, STREAM, call_bytes, failure, fp32, grpc_gateway
 from tests.support.http2 import SETTINGS, Http2Connection
 from tests.support.keys import ADMIN, entry, written
 from tests.support.keys import INFER as INFER_KEY
+from tests.support.measurements import assert_number
 from tests.support.servers import Command, Triton, free_ports, gateway_before
 from tests.support.trace_collector import collecting
 from tests.support.up import Up
@@ -322,6 +325,72 @@ def test_the_state_of_a_trace_goes_through_to_the_replica(triton: Triton) -> Non
     received = recorder.metadata.get(timeout=TIMEOUT_S)
     assert received["traceparent"] == f"00-{trace}-{attempt}-01"
     assert received["tracestate"] == "vendor=1"
+
+
+class EndlessInferences(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A Triton of the first version that survives any cancellation, whose inferences never complete.
+
+    Records when an inference began, and when it was cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.begun: Queue[str] = Queue()
+        self.cancelled: Queue[float] = Queue()
+        self._metadata = service_pb2.ServerMetadataResponse(
+            version=".".join(map(str, (*SAFE_CANCEL_VERSION, 0)))
+        ).SerializeToString()
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        if handler_call_details.method == INFER:
+            return grpc.unary_unary_rpc_method_handler(
+                lambda _, context: self._wait(INFER, context)
+            )
+        if handler_call_details.method == STREAM:
+            return grpc.stream_stream_rpc_method_handler(self._stream)
+        return grpc.unary_unary_rpc_method_handler(lambda _message, _context: self._metadata)
+
+    def _stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        next(requests)
+        yield self._wait(STREAM, context)
+
+    def _wait(self, method: str, context: grpc.ServicerContext) -> bytes:
+        ended = threading.Event()
+
+        def record_cancellation() -> None:
+            self.cancelled.put(time.monotonic())
+            ended.set()
+
+        if context.add_callback(record_cancellation):
+            self.begun.put(method)
+            ended.wait(2 * TIMEOUT_S)
+        return b""
+
+
+def test_a_cancelled_call_is_cancelled_in_a_safe_triton_at_once(triton: Triton) -> None:
+    endless = EndlessInferences()
+    replica = grpc.server(ThreadPoolExecutor(4), handlers=[endless])
+    url = f"http://{triton.address}?grpc={replica.add_insecure_port(f'{HOST}:0')}"
+    replica.start()
+    try:
+        with grpc_gateway(url) as served, grpc.insecure_channel(served.address) as channel:
+            for method in (INFER, STREAM):
+                delays_s = [cancel_inference(channel, method, endless) for _ in range(10)]
+                assert_number(f"cancellation of {method}", 1000 * max(delays_s), "ms", at_most=50)
+    finally:
+        replica.stop(None).wait()
+
+
+def cancel_inference(channel: grpc.Channel, method: str, endless: EndlessInferences) -> float:
+    """Begin an inference and cancel it; the seconds until Triton knew."""
+    call: Any
+    if method == INFER:
+        call = channel.unary_unary(method).future(REQUEST, timeout=TIMEOUT_S)
+    else:
+        call = channel.stream_stream(method)(iter([REQUEST]), timeout=TIMEOUT_S)
+    assert endless.begun.get(timeout=TIMEOUT_S) == method
+    began = time.monotonic()
+    call.cancel()
+    return endless.cancelled.get(timeout=TIMEOUT_S) - began
 
 
 def test_connections_above_the_limit_are_refused(triton: Triton) -> None:
