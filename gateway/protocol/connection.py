@@ -173,9 +173,10 @@ class HttpProtocol(asyncio.Protocol):
             self._clients.large_reads.add(self.loop, self._continue_reading)
 
     def yield_reading(self) -> None:
-        """Let others read before this connection reads on."""
-        self.pause_reading()
-        self.resume_reading()
+        """Let others read before this connection reads on. Does not count as a pause of the client."""
+        if self._is_reading and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._clients.large_reads.add(self.loop, self._continue_reading)
 
     async def wait_writable(self) -> None:
         while self.drain_waiter is not None:

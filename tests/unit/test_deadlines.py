@@ -31,6 +31,8 @@ from tests.support.http_server import (
     Work,
     begins,
     echo,
+    last,
+    length,
     part,
     refused,
     start,
@@ -54,13 +56,14 @@ def hasty(hasty_house: Stage) -> Iterator[Stage]:
     yield from tidy(hasty_house)
 
 
-def drip(client: Client, wire: bytes) -> None:
-    """Send byte by byte until the server has had enough."""
+def drip(client: Client, wire: bytes) -> bool:
+    """Send byte by byte until the server has had enough; return whether it had."""
     for number in range(len(wire)):
         with suppress(ConnectionError):
             client.socket.sendall(wire[number : number + 1])
         if is_readable(client.socket, 0.02):
-            return
+            return True
+    return False
 
 
 def is_readable(connection: socket.socket, timeout_s: float) -> bool:
@@ -139,6 +142,19 @@ def test_a_body_that_is_slow_but_not_too_slow_is_taken(hasty: Stage) -> None:
             assert client.is_still_served()
 
     retry_when_late(send_slowly, SHORT_S / 2)
+
+
+def test_the_rest_of_a_body_that_was_answered_may_not_trickle(hasty: Stage) -> None:
+    async def answer_early(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start(length(2)))
+        await send(last(b"no"))
+
+    hasty.app = answer_early
+    head = POST + b"Content-Length: 100000\r\n\r\n"
+    with takes_at_least(SHORT_S), hasty.client_with(head + ENOUGH) as client:
+        assert client.answer().body == b"no"
+        assert drip(client, b"a" * 3000)
+        assert client.rest() == b""
 
 
 def echo_later(work: Work) -> ASGIApp:
