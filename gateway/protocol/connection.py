@@ -21,7 +21,6 @@ from gateway.protocol.limits import ProtocolLimits
 from gateway.protocol.parser import RequestParser
 from gateway.tracing import choose_request_id
 
-MAX_JOINED_WRITE_BYTES: Final = 64 * 1024
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
 RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may send health probes
 LINGER_ZERO: Final = pack("ii", 1, 0)  # for SO_LINGER: enabled, zero seconds
@@ -72,15 +71,9 @@ class HttpProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        tls = transport.get_extra_info("sslcontext") is not None
-        client = parse_socket_name(transport.get_extra_info("peername"))
-        scope = {
-            "server": parse_socket_name(transport.get_extra_info("sockname")),
-            "client": client,
-            "scheme": "https" if tls else "http",
-        }
+        scope = build_common_scope(transport)
         self._parser = RequestParser(self, self._limits, scope)
-        self._account = ClientAccount(self._clients, client, self._app_state)
+        self._account = ClientAccount(self._clients, scope["client"], self._app_state)
         excess = self._account.open(len(self._connections), self._limits)
         self._is_reserved = excess > 0
         self._deadlines = Deadlines(
@@ -181,12 +174,6 @@ class HttpProtocol(asyncio.Protocol):
     async def wait_writable(self) -> None:
         while self.drain_waiter is not None:
             await asyncio.shield(self.drain_waiter)  # other waiters share it
-
-    def write(self, head: bytes, body: bytes) -> None:
-        if len(body) < MAX_JOINED_WRITE_BYTES:
-            self.transport.write(head + body)
-        else:
-            self.transport.writelines((head, body))
 
     def end_cycle(self, cycle: RequestCycle) -> None:
         """Finish a request: start the next pipelined one, or wait for data."""
@@ -335,6 +322,16 @@ class HttpProtocol(asyncio.Protocol):
             self.refuse(TooManyConnections())
         else:
             self.refuse(RequestTooSlow())
+
+
+def build_common_scope(transport: asyncio.BaseTransport) -> Scope:
+    """Return the part of the ASGI scope that all requests of a connection share."""
+    tls = transport.get_extra_info("sslcontext") is not None
+    return {
+        "server": parse_socket_name(transport.get_extra_info("sockname")),
+        "client": parse_socket_name(transport.get_extra_info("peername")),
+        "scheme": "https" if tls else "http",
+    }
 
 
 def reset_connection(transport: asyncio.Transport) -> None:

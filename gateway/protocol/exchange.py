@@ -14,6 +14,7 @@ from gateway.errors import GatewayError, serialize_error
 log = logging.getLogger(__name__)
 
 REQUEST_HIGH_WATER_BYTES: Final = 64 * 1024
+MIN_SEPARATE_WRITE_BYTES: Final = 64 * 1024  # a shorter body is copied behind its head
 # A client may send the rest of its request before it reads an early response, but not without limit.
 MAX_DISCARDED_BYTES: Final = 64 << 20
 CONTINUE_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -35,7 +36,6 @@ class ClientConnection(Protocol):
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
     def yield_reading(self) -> None: ...
-    def write(self, head: bytes, body: bytes) -> None: ...
     async def wait_writable(self) -> None: ...
     def end_cycle(self, cycle: RequestCycle) -> None: ...
 
@@ -233,7 +233,7 @@ class RequestCycle:
             if not has_more:
                 body += b"0\r\n\r\n"
         if head or body:
-            self._connection.write(head, body)
+            write_parts(self._connection.transport, head, body)
         if not has_more:
             self.complete = True
             self._wake_receiver()
@@ -246,6 +246,13 @@ class RequestCycle:
     def _wake_receiver(self) -> None:
         if self._receive_waiter is not None and not self._receive_waiter.done():
             self._receive_waiter.set_result(None)
+
+
+def write_parts(transport: asyncio.Transport, head: bytes, body: bytes) -> None:
+    if len(body) < MIN_SEPARATE_WRITE_BYTES:
+        transport.write(head + body)
+    else:
+        transport.writelines((head, body))
 
 
 def encode_error_response(error: GatewayError, request_id: str) -> bytes:
