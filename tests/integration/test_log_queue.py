@@ -22,9 +22,9 @@ import pytest
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until
 
-# A path of this length makes a line of the log that long: a few thousand fill pipe and queue.
-LONG = "/nothing/" + "x" * 6000
-REQUESTS = 1500
+# A path of this length makes a line of the log that long: some hundred fill pipe and queue.
+LONG = "/nothing/" + "x" * 30_000
+REQUESTS = 300
 
 
 class Unread:
@@ -43,6 +43,7 @@ class Unread:
                 "GATEWAY_STATE": "memory:",
                 "GATEWAY_DRAIN_S": "0",
                 "GATEWAY_TRITON_URLS": "http://127.0.0.1:1",
+                "GATEWAY_MAX_URL_BYTES": str(2 * len(LONG)),
                 **environment,
             },
         )
@@ -120,7 +121,7 @@ def unread(*arguments: str, **settings: str) -> Iterator[Unread]:
 @pytest.mark.parametrize("log_format", ["console", "json"])
 def test_every_request_is_answered_and_what_is_missing_of_the_log_is_said(log_format: str) -> None:
     with unread(log_format=log_format) as server:
-        assert server.ask(REQUESTS) == {404}  # it stopped for good after 368
+        assert server.ask(REQUESTS) == {404}  # it stopped for good when the pipe was full
         wait_until(server.dropped)
         server.read()
         wait_until(lambda: any("were dropped here" in line for line in server.lines))
@@ -133,7 +134,7 @@ def test_every_request_is_answered_and_what_is_missing_of_the_log_is_said(log_fo
 
 def test_it_ends_in_time_though_nobody_reads() -> None:
     with unread() as server:
-        server.ask(1000)
+        server.ask(REQUESTS)
         os.kill(server.process.pid, signal.SIGTERM)
         began = time.monotonic()
         assert server.process.wait(60) == 0
@@ -141,10 +142,9 @@ def test_it_ends_in_time_though_nobody_reads() -> None:
 
 
 def test_the_workers_of_a_full_pipe_serve_and_end() -> None:
-    """Takes long: both workers answer enough requests to fill the pipe and the queue."""
     with unread("--workers", "2") as server:
         for _ in range(8):  # connections, each to one of the two workers
-            assert server.ask(400) == {404}
+            assert server.ask(REQUESTS // 2) == {404}
         wait_until(server.dropped)
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0
