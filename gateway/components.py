@@ -272,7 +272,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         for work in (
             update_metrics(metrics, admission, memory),
             authenticator.watch_keys_file(),
-            maintenance.mark_activity(),
+            maintenance.report_work(),
         ):
             stack.callback(asyncio.create_task(work).cancel)
         if components.tracer is not None:

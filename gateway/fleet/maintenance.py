@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
@@ -18,10 +18,10 @@ from gateway.fleet.shared_state import SharedState
 from gateway.messages import quote_text
 
 DRAIN_POLL_S: Final = 0.1
-MARK_INTERVAL_S: Final = 0.5
+REPORT_INTERVAL_S: Final = 0.5
 LEASE_NAME: Final = "cordons"
 LEASE_POLL_S: Final = 0.05
-# Until every gateway has read the cordon (once a second) and marked the work that it still has.
+# Until every gateway has read the cordon (once a second) and reported the work that it still has.
 NOTICE_S: Final = 2.5
 
 
@@ -91,29 +91,35 @@ class Maintenance:
         progress = await self.cordon(name)
         is_finished = False
         with anyio.move_on_after(timeout_s):
-            marks = self.state.store.activity_marks()
-            if marks is not None:
+            if self.state.store.is_shared:
                 await asyncio.sleep(NOTICE_S)
             while not is_finished:
-                progress = self._measure_progress(self._find_replica(name))
-                if progress.is_finished and marks is not None:
-                    progress = replace(progress, other_gateways=await marks.count_others(name))
-                is_finished = progress.is_finished
+                measured = self._measure_progress(self._find_replica(name))
+                if measured.is_finished:
+                    others = count_busy_gateways(await self._exchange_reports(), name)
+                    measured = replace(measured, other_gateways=others)
+                progress, is_finished = measured, measured.is_finished
                 await asyncio.sleep(0 if is_finished else DRAIN_POLL_S)
         if not is_finished:
             raise DrainTimeout(name, progress)
         return progress
 
-    async def mark_activity(self) -> None:
+    async def report_work(self) -> None:
         """Tell the other gateways, for ever, on which cordoned replicas this one still has work."""
-        marks = self.state.store.activity_marks()
-        while marks is not None:
-            await asyncio.sleep(MARK_INTERVAL_S)
-            for replica in list(self.pool.replicas.values()):
-                is_cordoned = replica.name in self.pool.cordoned
-                if is_cordoned and not self._measure_progress(replica).is_finished:
-                    with suppress(StateUnavailable):  # the store logs it
-                        await marks.mark(replica.name)
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            if self.pool.cordoned:
+                with suppress(StateUnavailable):  # the store logs it
+                    await self._exchange_reports()
+
+    async def _exchange_reports(self) -> list[Mapping[str, Any]]:
+        busy = [
+            replica.name
+            for replica in self.pool.replicas.values()
+            if replica.name in self.pool.cordoned
+            and not self._measure_progress(replica).is_finished
+        ]
+        return await self.state.exchange_reports(busy_replicas=busy)
 
     @asynccontextmanager
     async def _lock_cordons(self) -> AsyncIterator[None]:
@@ -149,3 +155,9 @@ class Maintenance:
     def _measure_progress(self, replica: Replica) -> DrainProgress:
         sequences = self.dispatcher.count_sequences(replica.name)
         return DrainProgress(replica.outstanding, sequences)
+
+
+def count_busy_gateways(reports: Iterable[Mapping[str, Any]], replica: str) -> int:
+    """Return how many reports name a replica, whatever else they contain: others can write to the state."""
+    lists = (report.get("busy_replicas") for report in reports)
+    return sum(isinstance(names, list) and replica in names for names in lists)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.health import HealthState
 from gateway.fleet.held_models import HeldModels
 from gateway.fleet.index import UNLOADING
@@ -150,7 +150,9 @@ class OnDemandLoader:
         return self._state.has_reports
 
     async def exchange_usage(self) -> None:
-        reports = await self._state.exchange_reports(self.usage.build_report())
+        reports: list[Mapping[str, Any]] = []
+        with suppress(StateUnavailable):  # the store logs it
+            reports = await self._state.exchange_reports(**self.usage.build_report())
         self.usage.read_reports(reports)
 
     async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:

@@ -57,6 +57,7 @@ class SharedState:
         self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
         self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
         self._retry_at = 0.0
+        self._report: dict[str, Any] = {}  # of this gateway to the others
 
     @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
@@ -175,18 +176,19 @@ class SharedState:
     @property
     def has_reports(self) -> bool:
         """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
-        return self.store.activity_marks() is not None and self.store.is_available
+        return self.store.is_shared and self.store.is_available
 
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):
             self.loads = await self._try_store(self._read_loads)
 
-    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Publish a report of this gateway, and return those of the others; none without the store."""
-        try:
-            return await self._try_store(lambda: self.store.exchange_reports(report))
-        except StateUnavailable:
-            return []
+    async def exchange_reports(self, **changes: Any) -> list[Mapping[str, Any]]:
+        """Publish changes of this gateway's report; return the reports of the others.
+
+        Raises `StateUnavailable`.
+        """
+        self._report = report = {**self._report, **changes}
+        return await self._try_store(lambda: self.store.exchange_reports(report))
 
     # Loads.
 

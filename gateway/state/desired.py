@@ -103,9 +103,6 @@ class StateStore(Protocol):
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
 
-    def activity_marks(self) -> ActivityMarks | None:
-        """Return the marks of all processes with this state; None if there is only one process."""
-
     async def acquire_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether this process has it.
 
@@ -123,20 +120,14 @@ class StateStore(Protocol):
         """Return counters that all processes with this state share, if the store supports them."""
 
     @property
+    def is_shared(self) -> bool:
+        """Return whether other processes can have this state."""
+
+    @property
     def is_available(self) -> bool:
         """Return whether the last read and write succeeded."""
 
     async def close(self) -> None: ...
-
-
-class ActivityMarks(Protocol):
-    """The marks of all processes that have work on a replica. Methods raise `StateUnavailable`."""
-
-    async def mark(self, replica: str) -> None:
-        """Record for a few seconds that this process has work on the replica."""
-
-    async def count_others(self, replica: str) -> int:
-        """Return how many other processes have work on the replica."""
 
 
 class RateWindows(Protocol):

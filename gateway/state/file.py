@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import SplitResult, unquote
 
 import orjson
 
 from gateway.errors import StateUnavailable
-from gateway.state.activity import FileActivityMarks
 from gateway.state.cordons import encode_cordons, parse_cordons, with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
@@ -82,6 +81,8 @@ class FileStateStore:
     that they stay in order and the event loop never waits for the disk.
     """
 
+    is_shared: ClassVar[bool] = True
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock_path = path.with_name(f"{path.name}.lock")
@@ -96,10 +97,7 @@ class FileStateStore:
         self._snapshot: FileSnapshot | None = None
         self._leader_lock: int | None = None
         self._outages = OutageLog(str(path))
-        activity = path.with_name(f"{path.name}.activity")
-        self._activity_marks = FileActivityMarks(activity, self._owner, self._run_action)
-        folder = path.with_name(f"{path.name}.leases")
-        self._leases = FileLeases(folder, self._owner)
+        self._leases = FileLeases(path.with_name(f"{path.name}.leases"), self._owner)
 
     def check(self) -> None:
         """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
@@ -211,9 +209,6 @@ class FileStateStore:
         if not is_operation_id(operation_id):
             return None
         return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
-
-    def activity_marks(self) -> FileActivityMarks:
-        return self._activity_marks
 
     async def acquire_lease(self, name: str) -> bool:
         return await self._run_action(WRITE_ACTION, lambda: self._leases.acquire(name))

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote
 
 import orjson
 
 from gateway.errors import StateUnavailable
 from gateway.state import redis_scripts
-from gateway.state.activity import RedisActivityMarks
 from gateway.state.desired import (
     OPERATION_TTL_S,
     READ_ACTION,
@@ -92,11 +91,12 @@ class CachedHash(Generic[T]):
 class RedisStateStore:
     """State for gateways on several machines, as durable as the Redis."""
 
+    is_shared: ClassVar[bool] = True
+
     def __init__(self, server: RedisServer, prefix: str) -> None:
         self._redis = RedisConnection(server, prefix)
         self._rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
-        self._activity_marks = RedisActivityMarks(self._redis, self._token)
         self._alive_key = format_alive_key(self._token)
         self._is_leader = False
         self._has_loaded = False
@@ -204,9 +204,6 @@ class RedisStateStore:
         return await self._redis.execute(
             READ_ACTION, "GET", key, decode=lambda raw: decode_operation(raw) if raw else None
         )
-
-    def activity_marks(self) -> RedisActivityMarks:
-        return self._activity_marks
 
     async def acquire_lease(self, name: str) -> bool:
         keys = (f"lease:{name}",)

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import quote, urlsplit
 
 import orjson
@@ -94,6 +94,8 @@ class StateNotShared(Conflict):
 class MemoryStateStore:
     """State of one process, which is lost when it exits."""
 
+    is_shared: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._state = DesiredState()
         self._operations: dict[str, tuple[float, bytes]] = {}
@@ -154,9 +156,6 @@ class MemoryStateStore:
         _, raw = self._operations.get(operation_id, (0, b"null"))
         document: Mapping[str, Any] | None = orjson.loads(raw)
         return document
-
-    def activity_marks(self) -> None:
-        return None
 
     async def acquire_lease(self, name: str) -> bool:
         return True

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.state.activity import MARK_TTL_S
 from gateway.state.desired import DesiredModel, StateStore
+from gateway.state.file_leases import REPORT_TTL_S
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
 from gateway.version_labels import Shadow, VersionLabel
@@ -294,24 +294,6 @@ class SharedStateContract:
 
         asyncio.run(scenario())
 
-    def test_marks_tell_the_others_of_work_until_they_expire(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(shared(), 3) as (one, other, third):
-                marks = [kept.activity_marks() for kept in (one, other, third)]
-                first, second, last = (each for each in marks if each is not None)
-                assert await second.count_others("a:8000") == 0
-                await first.mark("a:8000")
-                await second.mark("a:8000")
-                await first.mark("[::1]:8000")
-                counts = [await each.count_others("a:8000") for each in (first, second, last)]
-                assert counts == [1, 1, 2]
-                assert await first.count_others("[::1]:8000") == 0
-                assert await last.count_others("b:8000") == 0
-                await asyncio.sleep(MARK_TTL_S)
-                assert await last.count_others("a:8000") == 0
-
-        asyncio.run(scenario())
-
     def test_a_label_that_one_sets_another_reads(self, shared: Fresh) -> None:
         async def scenario() -> None:
             async with opened(shared(), 2) as (one, other):
@@ -352,7 +334,9 @@ class SharedStateContract:
 
         asyncio.run(scenario())
 
-    def test_each_process_reads_the_last_reports_of_the_others(self, shared: Fresh) -> None:
+    def test_each_process_reads_the_last_reports_of_the_others_until_they_expire(
+        self, shared: Fresh
+    ) -> None:
         async def scenario() -> None:
             async with opened(shared(), 3) as (first, second, third):
                 assert await first.exchange_reports({"of": "first", "ages": {"a b": 1.5}}) == []
@@ -362,6 +346,9 @@ class SharedStateContract:
                 ]
                 found = await third.exchange_reports({"of": "third"})
                 assert sorted(each["of"] for each in found) == ["first", "second"]
+                await asyncio.sleep(REPORT_TTL_S)
+                await second.exchange_reports({"of": "second"})
+                assert await third.exchange_reports({}) == [{"of": "second"}]
 
         asyncio.run(scenario())
 
