@@ -27,6 +27,7 @@ MIN_RECONCILE_PAUSE_S: Final = 0.1
 MAX_ABSENCE_S: Final = 60.0
 MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
 
+LEADER_LEASE: Final = "leader"
 ActionKey = tuple[str, str]  # replica, model
 
 
@@ -56,7 +57,7 @@ class Reconciler:
             await self._state.refresh()
             self._pool.set_cordoned(self._state.cordoned)
             self._readiness.update_required_models()
-            self.is_leader = await self._state.store.renew_leadership()
+            self.is_leader = await self._state.renew_lease(LEADER_LEASE)
             await self._forget_removed_replicas(is_leader=self.is_leader)
             if self.is_leader:
                 self._start_missing_actions()

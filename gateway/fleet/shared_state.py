@@ -129,11 +129,8 @@ class SharedState:
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[bool]:
-        """Yield whether no other gateway has the lease, and keep it inside the block.
-
-        Without the store, gateways cannot agree: each gets the lease then, and the indexes decide.
-        """
-        if not await self._renew_lease(name):
+        """Yield whether no other gateway has the lease, and keep it inside the block."""
+        if not await self.renew_lease(name):
             yield False
             return
         renewal = asyncio.create_task(self._renew_lease_periodically(name))
@@ -144,7 +141,12 @@ class SharedState:
             with suppress(StateUnavailable):
                 await self._try_store(lambda: self.store.release_lease(name))
 
-    async def _renew_lease(self, name: str) -> bool:
+    async def renew_lease(self, name: str) -> bool:
+        """Take or renew a lease, and return whether no other gateway has it.
+
+        Without the store, gateways cannot agree: each gets the lease then, and the indexes decide. With
+        several leaders, a replica only gets the same loads several times; without any, it would stay empty.
+        """
         try:
             return await self._try_store(lambda: self.store.acquire_lease(name))
         except StateUnavailable:
@@ -153,7 +155,7 @@ class SharedState:
     async def _renew_lease_periodically(self, name: str) -> None:
         while True:
             await asyncio.sleep(LEASE_RENEWAL_S)
-            await self._renew_lease(name)
+            await self.renew_lease(name)
 
     async def _try_store(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of a call that gateways agree by. Raises `StateUnavailable`.

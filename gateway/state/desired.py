@@ -76,9 +76,6 @@ class StateStore(Protocol):
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
         """Store a version label of a model, or delete it if None."""
 
-    async def renew_leadership(self) -> bool:
-        """Return whether this process is the one that reconciles. Call it every second: the lease expires."""
-
     async def read_loads(self) -> Loads:
         """Return the last confirmed loads, without those in progress of processes that have exited."""
 

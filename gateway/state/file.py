@@ -36,7 +36,7 @@ from gateway.state.desired import (
     require_operation_id,
 )
 from gateway.state.file_leases import FileLeases
-from gateway.state.file_locks import LOCK_TIMEOUT_S, is_same_file, lock_file, try_lock_file
+from gateway.state.file_locks import LOCK_TIMEOUT_S, lock_file, try_lock_file
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,
@@ -86,7 +86,6 @@ class FileStateStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock_path = path.with_name(f"{path.name}.lock")
-        self._leader_path = path.with_name(f"{path.name}.leader")
         self._operations_folder = path.with_name(f"{path.name}.operations")
         self._loads_path = path.with_name(f"{path.name}.loads")
         self._cordons_path = path.with_name(f"{path.name}.cordons")
@@ -95,7 +94,6 @@ class FileStateStore:
         self._alive_lock: int | None = None
         self._executor = ThreadPoolExecutor(1, "state")
         self._snapshot: FileSnapshot | None = None
-        self._leader_lock: int | None = None
         self._outages = OutageLog(str(path))
         self._leases = FileLeases(path.with_name(f"{path.name}.leases"), self._owner)
 
@@ -150,12 +148,6 @@ class FileStateStore:
                 replace_file(self._path, state.to_json())
 
         await self._run_action(WRITE_ACTION, run)
-
-    async def renew_leadership(self) -> bool:
-        try:
-            return await self._run_in_thread(self._try_lead)
-        except OSError:
-            return True  # see RedisStateStore.renew_leadership
 
     async def read_loads(self) -> Loads:
         return await self._run_action(READ_ACTION, self._read_live_loads)
@@ -302,14 +294,6 @@ class FileStateStore:
             replace_file(probe, b"")
             probe.unlink()
 
-    def _try_lead(self) -> bool:
-        if self._leader_lock is not None and not is_same_file(self._leader_path, self._leader_lock):
-            os.close(self._leader_lock)  # the file was removed, so the lock excludes nobody
-            self._leader_lock = None
-        if self._leader_lock is None:
-            self._leader_lock = try_lock_file(self._leader_path)
-        return self._leader_lock is not None
-
     def _write_operation(self, operation_id: str, raw: bytes) -> None:
         path = self._operations_folder / f"{operation_id}.json"
         with lock_file(self._lock_path):
@@ -328,9 +312,6 @@ class FileStateStore:
     def _release_locks(self) -> None:
         self._close_snapshot()
         self._leases.close()
-        if self._leader_lock is not None:
-            os.close(self._leader_lock)
-        self._leader_lock = None
         if self._alive_lock is not None:
             (self._alive_folder / self._owner).unlink(missing_ok=True)
             os.close(self._alive_lock)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.state.file_locks import try_lock_file
+from gateway.state.file_locks import is_same_file, try_lock_file
 
 REPORT_TTL_S: Final = 5.0
 
@@ -26,10 +26,12 @@ class FileLeases:
         self._locks: dict[str, int] = {}  # name → descriptor
 
     def acquire(self, name: str) -> bool:
+        self._folder.mkdir(0o700, exist_ok=True)
+        path = self._folder / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.lease"
+        if name in self._locks and not is_same_file(path, self._locks[name]):
+            self.release(name)  # the file was removed, so the lock excludes nobody
         if name not in self._locks:
-            self._folder.mkdir(0o700, exist_ok=True)
-            digest = blake2b(name.encode(), digest_size=16).hexdigest()
-            descriptor = try_lock_file(self._folder / f"{digest}.lease")
+            descriptor = try_lock_file(path)
             if descriptor is None:
                 return False
             self._locks[name] = descriptor

@@ -44,7 +44,6 @@ T = TypeVar("T")
 LEASE_MS: Final = 5000
 DEFAULT_KEY_PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-LEADER_KEY: Final = "leader"
 CORDONS_KEY: Final = "cordons"
 MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
 
@@ -98,7 +97,7 @@ class RedisStateStore:
         self._rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
         self._alive_key = format_alive_key(self._token)
-        self._is_leader = False
+        self._leases: set[str] = set()  # the keys of those that were granted
         self._has_loaded = False
         # Parameters can contain a whole model, so they are transferred only after a change.
         self._desired_models: CachedHash[Mapping[str, DesiredModel]] = CachedHash(
@@ -137,16 +136,6 @@ class RedisStateStore:
             arguments.append(orjson.dumps(label.to_dict()))
         await self._write(redis_scripts.SET_LABEL, self._labels.keys, *arguments)
 
-    async def renew_leadership(self) -> bool:
-        keys = (LEADER_KEY, self._alive_key)
-        try:
-            self._is_leader = await self._write(redis_scripts.LEAD, keys, self._token, LEASE_MS)
-        except StateUnavailable:
-            # The leader is unknown. Without one, a replica that restarts now would stay empty; with
-            # several, it only gets the same loads several times.
-            return True
-        return self._is_leader
-
     async def read_loads(self) -> Loads:
         loads = await self._read_hash(self._loads)
         alive = {self._token}
@@ -163,7 +152,7 @@ class RedisStateStore:
             WRITE_ACTION,
             redis_scripts.BEGIN_LOAD,
             (*self._loads.keys, self._alive_key),
-            *(load_field(replica, model), token, LEASE_MS),
+            *(load_field(replica, model), token, LEASE_MS, self._token),
             decode=bytes.decode,
         )
         return token, "" if is_in_progress(before) else before
@@ -206,11 +195,17 @@ class RedisStateStore:
         )
 
     async def acquire_lease(self, name: str) -> bool:
-        keys = (f"lease:{name}",)
-        return await self._write(redis_scripts.ACQUIRE_LEASE, keys, self._token, LEASE_MS)
+        key = f"lease:{name}"
+        script, keys = redis_scripts.ACQUIRE_LEASE, (key, self._alive_key)
+        is_granted = await self._write(script, keys, self._token, LEASE_MS)
+        if is_granted:
+            self._leases.add(key)
+        return is_granted
 
     async def release_lease(self, name: str) -> None:
-        await self._write(redis_scripts.RELEASE_LEASE, (f"lease:{name}",), self._token)
+        key = f"lease:{name}"
+        self._leases.discard(key)
+        await self._write(redis_scripts.RELEASE_LEASES, (key,), self._token)
 
     async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return await self._redis.run_script(
@@ -230,9 +225,10 @@ class RedisStateStore:
 
     async def close(self) -> None:
         # Resign, so that another process leads at once and not only when the lease has expired.
-        if self._is_leader or self._has_loaded:
+        if self._leases or self._has_loaded:
+            keys = (*self._leases, self._alive_key)
             with suppress(StateUnavailable):
-                await self._write(redis_scripts.RESIGN, (LEADER_KEY, self._alive_key), self._token)
+                await self._write(redis_scripts.RELEASE_LEASES, keys, self._token)
         await self._redis.close()
         await self._rate_windows.close()
 

@@ -42,7 +42,7 @@ BEGIN_LOAD = """
 local before = redis.call('HGET', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('SET', KEYS[2], ARGV[2])
-redis.call('SET', KEYS[3], '1', 'PX', ARGV[3])
+redis.call('SET', KEYS[3], ARGV[4], 'PX', ARGV[3])
 return before or ''
 """
 END_LOAD = """
@@ -60,22 +60,8 @@ local count = redis.call('HDEL', KEYS[1], unpack(ARGV, 2))
 redis.call('SET', KEYS[2], ARGV[1])
 return count
 """
-LEAD = """
-redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
-local leader = redis.call('GET', KEYS[1])
-if leader and leader ~= ARGV[1] then
-  return 0
-end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-RESIGN = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  redis.call('DEL', KEYS[1])
-end
-redis.call('DEL', KEYS[2])
-"""
 ACQUIRE_LEASE = """
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then
   return 0
@@ -83,11 +69,13 @@ end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
-RELEASE_LEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  return redis.call('DEL', KEYS[1])
+RELEASE_LEASES = """
+for _, key in ipairs(KEYS) do
+  if redis.call('GET', key) == ARGV[1] then
+    redis.call('DEL', key)
+  end
 end
-return 0
+return 1
 """
 # Store a report with its time in milliseconds, and return those of others that are not too old. What is no
 # report, or is from the future, is deleted.

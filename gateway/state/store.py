@@ -119,9 +119,6 @@ class MemoryStateStore:
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
         self._state = self._state.with_label(model, name, label)
 
-    async def renew_leadership(self) -> bool:
-        return True
-
     async def read_loads(self) -> Loads:
         return self._loads
 

@@ -17,7 +17,7 @@ import redis
 
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.servers import ROOT
-from tests.support.state_contract import LOADED, opened
+from tests.support.state_contract import LOADED, is_leader, opened
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 
@@ -66,7 +66,7 @@ def said(process: subprocess.Popen[str]) -> str:
 LEADER = """
 kept = open_state_store(sys.argv[1])
 while True:
-    print(await kept.renew_leadership(), flush=True)
+    print(await kept.acquire_lease("leader"), flush=True)
     await asyncio.sleep(0.1)
 """
 
@@ -78,7 +78,7 @@ def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> Non
         async with opened(url, 2) as several:
 
             async def led() -> bool:
-                led = [await kept.renew_leadership() for kept in several]
+                led = [await is_leader(kept) for kept in several]
                 assert not all(led)
                 return any(led)
 

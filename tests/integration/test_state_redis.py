@@ -34,6 +34,7 @@ from tests.support.state_contract import (
     Scenario,
     SharedStateContract,
     StateContract,
+    is_leader,
     opened,
 )
 from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
@@ -79,14 +80,14 @@ def test_redis_may_be_away_at_the_start_and_later(
         for change in (kept.set_desired_model("core", LOADED), kept.record_operation(ID, {})):
             with pytest.raises(StateUnavailable, match="written: Redis is unreachable"):
                 await change
-        assert await kept.renew_leadership()
+        assert await is_leader(kept)
 
     async def back(kept: StateStore, loaded: bool) -> None:
         server.start()
         assert await kept.read_desired_models() == {}  # this Redis keeps nothing on a disk
         await kept.set_desired_model("core", DesiredModel(loaded))
         assert (await kept.read_desired_models())["core"].is_loaded == loaded
-        assert await kept.renew_leadership()
+        assert await is_leader(kept)
 
     async def scenario() -> None:
         async with opened(server.url(), 2) as several:
@@ -95,7 +96,7 @@ def test_redis_may_be_away_at_the_start_and_later(
                     await away(kept)
                 await back(several[0], loaded)
                 assert (await several[1].read_desired_models())["core"].is_loaded == loaded
-                assert not await several[1].renew_leadership()
+                assert not await is_leader(several[1])
                 server.kill()
 
     caplog.set_level(logging.INFO)
@@ -131,7 +132,7 @@ def test_a_redis_that_hangs_is_not_waited_for(
             kept.set_desired_model("core", UNLOADED),
             kept.read_operation(ID),
         )
-        return [*await asyncio.gather(*questions, kept.renew_leadership(), return_exceptions=True)]
+        return [*await asyncio.gather(*questions, is_leader(kept), return_exceptions=True)]
 
     with redis_server(tmp_path) as server:
         run(scenario())
@@ -161,9 +162,9 @@ def test_a_gateway_ends_in_time_when_redis_hangs(tmp_path: Path) -> None:
     async def scenario() -> None:
         url = server.url()
         async with opened(url) as (leader,):
-            assert await leader.renew_leadership()
+            assert await is_leader(leader)
             async with opened(url) as (other,):
-                assert not await other.renew_leadership()
+                assert not await is_leader(other)
                 server.signal(signal.SIGSTOP)  # and so it is when both have closed
         server.signal(signal.SIGCONT)
         # Each asked whether it leads, and only the leader had anything to give back.
@@ -222,7 +223,7 @@ def test_what_answers_and_is_no_redis_is_told(run: Callable[[Scenario], None]) -
         async with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (kept,):
             with pytest.raises(StateUnavailable, match="the server is not Redis"):
                 await kept.read_desired_models()
-            assert await kept.renew_leadership()
+            assert await is_leader(kept)
 
     run(scenario())
 
@@ -309,7 +310,7 @@ def test_a_copy_of_redis_is_read_and_told_when_it_cannot_be_written_to(tmp_path:
             assert await kept.read_desired_models() == {}
             with pytest.raises(StateUnavailable, match="this Redis is a read-only replica"):
                 await kept.set_desired_model("core", LOADED)
-            assert await kept.renew_leadership()
+            assert await is_leader(kept)
 
     with redis_server(tmp_path) as server:
         with server.client() as client:
@@ -467,7 +468,7 @@ def test_a_rate_is_counted_whatever_stands_in_redis(server: RedisServer, tmp_pat
 def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:
     async def scenario() -> None:
         async with opened(url) as (kept,):
-            assert await kept.renew_leadership()
+            assert await is_leader(kept)
             await kept.set_desired_model("core", LOADED)
             await kept.record_operation(ID, {})
 
@@ -488,7 +489,7 @@ def test_gateways_with_other_prefixes_do_not_meet(server: RedisServer) -> None:
         async with opened(server.url()) as (one,), opened(server.url()) as (other,):
             await one.set_desired_model("core", LOADED)
             assert await other.read_desired_models() == {}
-            assert await one.renew_leadership()
-            assert await other.renew_leadership()
+            assert await is_leader(one)
+            assert await is_leader(other)
 
     asyncio.run(scenario())

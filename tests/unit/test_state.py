@@ -23,6 +23,7 @@ from tests.support.state_contract import (
     Fresh,
     SharedStateContract,
     StateContract,
+    is_leader,
     opened,
 )
 
@@ -100,7 +101,7 @@ def test_the_file_and_its_folder_are_for_this_user_only(tmp_path: Path) -> None:
         async with opened(f"file://{tmp_path}/new/folder/state.json") as (kept,):
             await kept.set_desired_model("core", DesiredModel(True, {"config": "a secret"}))
             await kept.record_operation(ID, {"state": "running"})
-            assert await kept.renew_leadership()
+            assert await is_leader(kept)
 
     asyncio.run(scenario())
     folder = tmp_path / "new" / "folder"
@@ -116,7 +117,7 @@ def test_a_state_that_is_not_used_yet_or_no_more_holds_no_file_open(tmp_path: Pa
         async with opened(url, 2) as (kept, _):
             await kept.set_desired_model("core", LOADED)
             await kept.read_desired_models()
-            assert await kept.renew_leadership()
+            assert await is_leader(kept)
             assert held()
 
     def held() -> list[str]:
@@ -217,7 +218,7 @@ def test_a_folder_that_is_lost_later_loses_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{folder}/state.json", 2) as (kept, other):
             await kept.set_desired_model("core", LOADED)
-            assert await kept.renew_leadership()
+            assert await is_leader(kept)
             folder.rename(tmp_path / "elsewhere")
             folder.touch()
             for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
@@ -226,12 +227,12 @@ def test_a_folder_that_is_lost_later_loses_nothing(tmp_path: Path) -> None:
             for question in (kept.read_desired_models(), kept.read_operation(ID)):
                 with pytest.raises(StateUnavailable, match="read: not a directory"):
                     await question
-            assert await kept.renew_leadership()
-            assert await other.renew_leadership()
+            assert await is_leader(kept)
+            assert await is_leader(other)
             folder.unlink()
             (tmp_path / "elsewhere").rename(folder)
             assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
-            assert [await kept.renew_leadership(), await other.renew_leadership()] == [True, False]
+            assert [await is_leader(kept), await is_leader(other)] == [True, False]
 
     folder = tmp_path / "folder"
     asyncio.run(scenario())
@@ -291,10 +292,11 @@ def test_who_waits_for_the_lock_waits_beside_the_loop_and_not_for_ever(tmp_path:
 def test_a_lock_file_that_is_removed_gives_the_lead_to_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{tmp_path}/state.json", 3) as several:
-            assert await several[0].renew_leadership()
-            (tmp_path / "state.json.leader").unlink()
-            assert await several[1].renew_leadership()
-            assert [await kept.renew_leadership() for kept in several] == [False, True, False]
+            assert await is_leader(several[0])
+            (lease,) = (tmp_path / "state.json.leases").iterdir()
+            lease.unlink()
+            assert await is_leader(several[1])
+            assert [await is_leader(kept) for kept in several] == [False, True, False]
 
     asyncio.run(scenario())
 
