@@ -2,78 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import Message
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 PACKAGE: Final = "externalscaler"
 SERVICE: Final = f"{PACKAGE}.ExternalScaler"
-FIELD: Final = descriptor_pb2.FieldDescriptorProto
-
-
-class FieldSpec(NamedTuple):
-    """A field of a message: its number, and its type or the name of its message."""
-
-    number: int
-    kind: int | str
-    is_repeated: bool = False
-
-
-MESSAGES: Final[Mapping[str, Mapping[str, FieldSpec]]] = {
-    "MetadataEntry": {
-        "key": FieldSpec(1, FIELD.TYPE_STRING),
-        "value": FieldSpec(2, FIELD.TYPE_STRING),
-    },
-    "ScaledObjectRef": {
-        "name": FieldSpec(1, FIELD.TYPE_STRING),
-        "namespace": FieldSpec(2, FIELD.TYPE_STRING),
-        # A map<string, string>, which is encoded as these entries.
-        "scalerMetadata": FieldSpec(3, "MetadataEntry", is_repeated=True),
-    },
-    "IsActiveResponse": {"result": FieldSpec(1, FIELD.TYPE_BOOL)},
-    "MetricSpec": {
-        "metricName": FieldSpec(1, FIELD.TYPE_STRING),
-        "targetSize": FieldSpec(2, FIELD.TYPE_INT64),
-        "targetSizeFloat": FieldSpec(3, FIELD.TYPE_DOUBLE),
-    },
-    "GetMetricSpecResponse": {"metricSpecs": FieldSpec(1, "MetricSpec", is_repeated=True)},
-    "GetMetricsRequest": {
-        "scaledObjectRef": FieldSpec(1, "ScaledObjectRef"),
-        "metricName": FieldSpec(2, FIELD.TYPE_STRING),
-    },
-    "MetricValue": {
-        "metricName": FieldSpec(1, FIELD.TYPE_STRING),
-        "metricValue": FieldSpec(2, FIELD.TYPE_INT64),
-        "metricValueFloat": FieldSpec(3, FIELD.TYPE_DOUBLE),
-    },
-    "GetMetricsResponse": {"metricValues": FieldSpec(1, "MetricValue", is_repeated=True)},
+# A map<string, string> such as scalerMetadata is encoded as its entries.
+DESCRIPTOR: Final = """
+name: "externalscaler.proto" package: "externalscaler" syntax: "proto3"
+message_type { name: "MetadataEntry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_STRING } }
+message_type { name: "ScaledObjectRef"
+  field { name: "name" number: 1 type: TYPE_STRING }
+  field { name: "namespace" number: 2 type: TYPE_STRING }
+  field { name: "scalerMetadata" number: 3 label: LABEL_REPEATED type_name: "MetadataEntry" } }
+message_type { name: "IsActiveResponse"
+  field { name: "result" number: 1 type: TYPE_BOOL } }
+message_type { name: "MetricSpec"
+  field { name: "metricName" number: 1 type: TYPE_STRING }
+  field { name: "targetSize" number: 2 type: TYPE_INT64 }
+  field { name: "targetSizeFloat" number: 3 type: TYPE_DOUBLE } }
+message_type { name: "GetMetricSpecResponse"
+  field { name: "metricSpecs" number: 1 label: LABEL_REPEATED type_name: "MetricSpec" } }
+message_type { name: "GetMetricsRequest"
+  field { name: "scaledObjectRef" number: 1 type_name: "ScaledObjectRef" }
+  field { name: "metricName" number: 2 type: TYPE_STRING } }
+message_type { name: "MetricValue"
+  field { name: "metricName" number: 1 type: TYPE_STRING }
+  field { name: "metricValue" number: 2 type: TYPE_INT64 }
+  field { name: "metricValueFloat" number: 3 type: TYPE_DOUBLE } }
+message_type { name: "GetMetricsResponse"
+  field { name: "metricValues" number: 1 label: LABEL_REPEATED type_name: "MetricValue" } }
+"""
+POOL: Final = descriptor_pool.DescriptorPool()
+POOL.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
+CLASSES: Final = {
+    name: message_factory.GetMessageClass(descriptor)
+    for name, descriptor in POOL.FindFileByName("externalscaler.proto").message_types_by_name.items()
 }
-
-
-def build_message_classes() -> dict[str, type[Message]]:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="externalscaler.proto", package=PACKAGE, syntax="proto3"
-    )
-    for name, fields in MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field_name, spec in fields.items():
-            label = FIELD.LABEL_REPEATED if spec.is_repeated else FIELD.LABEL_OPTIONAL
-            field = message.field.add(name=field_name, number=spec.number, label=label)
-            if isinstance(spec.kind, str):
-                field.type, field.type_name = FIELD.TYPE_MESSAGE, f".{PACKAGE}.{spec.kind}"
-            else:
-                field.type = spec.kind
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
-        for name in MESSAGES
-    }
-
-
-CLASSES: Final = build_message_classes()
 
 
 def encode_message(name: str, /, **fields: Any) -> bytes:
