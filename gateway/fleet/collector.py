@@ -78,11 +78,11 @@ class FleetCollector(Collector):
             "gateway_model_behind_replicas",
             "Number of replicas that have not confirmed the last load of the model.",
         )
-        for name in sorted(ready.keys() | self._repository.declared_models.keys()):
+        for name in sorted(ready.keys() | self._repository.state.declared_models.keys()):
             count.add_metric([name], ready[name])
             skew.add_metric([name], len(versions.get(name, ())) > 1)
             outdated.add_metric([name], len(self._repository.outdated_replicas(name)))
-        for name in sorted(self._repository.declared_models):
+        for name in sorted(self._repository.state.declared_models):
             declared.add_metric([name], 1)
         yield from (count, declared, skew, outdated)
 

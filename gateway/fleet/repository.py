@@ -22,13 +22,13 @@ from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED
 from gateway.fleet.loader import ManagementOptions, ModelLoader
 from gateway.fleet.model_facts import ModelFactsCache
-from gateway.fleet.models_file import DeclaredModel, ModelsFile
+from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
 from gateway.fleet.on_demand_plan import parse_model_facts
 from gateway.fleet.operations import OperationRunner
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.readiness import Readiness, ReadinessMonitor
+from gateway.fleet.readiness import ReadinessMonitor
 from gateway.fleet.reconcile_plan import ModelAction, is_outdated, merge_declared_models
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
@@ -63,25 +63,25 @@ class Repository:
 
     def __post_init__(self) -> None:
         pool, options = self._pool, self._options
-        self._state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
-        self._loader = ModelLoader(pool, self._signatures, self._state, options)
-        self._readiness = ReadinessMonitor(pool, self._state, options.ready_quorum, options.hold_s)
-        self._reconciler = Reconciler(pool, self._state, self._loader, self._readiness)
-        self.on_demand_models = OnDemandModels(self._state, ())
+        self.state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
+        self.loader = ModelLoader(pool, self._signatures, self.state, options)
+        self.readiness = ReadinessMonitor(pool, self.state, options.ready_quorum, options.hold_s)
+        self._reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
+        self.on_demand_models = OnDemandModels(self.state, ())
         self._tasks = TaskSet()
-        self._operations = OperationRunner(self._store, self._tasks)
+        self.operations = OperationRunner(self._store, self._tasks)
 
     def create_activator(
         self, admission: AdmissionQueue, options: OnDemandOptions
     ) -> ModelActivator:
         usage = ModelUsage(admission, perf_counter)
-        self.on_demand_models = OnDemandModels(self._state, options.patterns)
+        self.on_demand_models = OnDemandModels(self.state, options.patterns)
         facts = ModelFactsCache(self._pool, self._signatures, options.default_memory_mb)
-        self._loader.change_listeners.append(facts.invalidate)
+        self.loader.change_listeners.append(facts.invalidate)
         loader = OnDemandLoader(
             self._pool,
-            self._state,
-            self._loader,
+            self.state,
+            self.loader,
             self._reconciler,
             self.on_demand_models,
             usage,
@@ -91,10 +91,10 @@ class Repository:
         return ModelActivator(self._pool, loader, self._reconciler)
 
     async def __aenter__(self) -> Repository:
-        await self._state.refresh()
-        self._pool.set_cordoned(self._state.cordoned)
-        if self.desired_models:
-            log.info("restored desired state: %s", self._state.summarize_desired_models())
+        await self.state.refresh()
+        self._pool.set_cordoned(self.state.cordoned)
+        if self.state.desired_models:
+            log.info("restored desired state: %s", self.state.summarize_desired_models())
         self._tasks.start(self._reconciler.run())
         return self
 
@@ -104,26 +104,9 @@ class Repository:
 
     # What the fleet should have, and what it has.
 
-    @property
-    def state(self) -> SharedState:
-        return self._state
-
-    @property
-    def declared_models(self) -> Mapping[str, DeclaredModel]:
-        return self._state.declared_models
-
-    @property
-    def desired_models(self) -> Mapping[str, DesiredModel]:
-        return self._state.desired_models
-
-    @property
-    def load_errors(self) -> Mapping[str, str]:
-        """Return where and why the last load of a model failed."""
-        return self._loader.load_errors
-
     def outdated_replicas(self, model: str) -> list[str]:
         """Return the replicas that have not confirmed the last load of a model."""
-        desired, loads = self._state.merge_model(model), self._state.loads
+        desired, loads = self.state.merge_model(model), self.state.loads
         if desired is None or not desired.load_id:
             return []
         confirmed = {
@@ -136,9 +119,6 @@ class Repository:
             if load != desired.load_id and is_outdated(desired, load)
         ]
 
-    def check_readiness(self, *, is_draining: bool) -> Readiness:
-        return self._readiness.check(is_draining=is_draining)
-
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
         await self._pool.monitor.probe_all()
@@ -149,7 +129,7 @@ class Repository:
     async def load(self, model: str, parameters: Mapping[str, Any]) -> OperationReport:
         """Load the model on every replica. Raises the report's error if any of them fails."""
         report = OperationReport(model, True, 0)
-        return await self._operations.run(report, self._load(report, parameters))
+        return await self.operations.run(report, self._load(report, parameters))
 
     async def unload(
         self, model: str, unload_dependents: bool, is_visible: VisibilityCheck = is_always_visible
@@ -157,18 +137,18 @@ class Repository:
         """Unload the model from every replica. Errors do not name models that are not visible."""
         report = OperationReport(model, False, 0)
         work = self._unload(report, unload_dependents, is_visible)
-        return await self._operations.run(report, work)
+        return await self.operations.run(report, work)
 
     async def forget(self, model: str) -> None:
         """Delete the desired state of a model whose files were removed."""
         async with self._reconciler.lock_model(model):
-            if model in self.desired_models:
+            if model in self.state.desired_models:
                 await self._set_desired_model(model, None)
-            self._loader.load_errors.pop(model, None)
+            self.loader.load_errors.pop(model, None)
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""
-        desired = self._state.merge_model(model)
+        desired = self.state.merge_model(model)
         replicas = self._pool.replicas.values()
         return (desired is not None and desired.is_loaded) or any(
             replica.index.is_ready(model) for replica in replicas
@@ -181,15 +161,12 @@ class Repository:
         parameters: Mapping[str, Any],
         is_visible: VisibilityCheck = is_always_visible,
     ) -> str:
-        """Start a load or an unload in the background; return its id for `get_operation`."""
+        """Start a load or an unload in the background; return its id for `operations.read`."""
         report = OperationReport(model, is_load, 0)
         dependents = bool(parameters.get("unload_dependents"))
         unload = partial(self._unload, report, dependents, is_visible)
         work = partial(self._load, report, parameters) if is_load else unload
-        return await self._operations.start(report, work)
-
-    async def get_operation(self, operation_id: str) -> Mapping[str, Any] | None:
-        return await self._operations.read(operation_id)
+        return await self.operations.start(report, work)
 
     async def _load(
         self, report: OperationReport, parameters: Mapping[str, Any]
@@ -201,7 +178,7 @@ class Repository:
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if model not in model_names((await self.read_indexes()).values()):
                 raise UnknownModelToLoad(model)
-            before = self.desired_models.get(model)
+            before = self.state.desired_models.get(model)
             staged_loads: Mapping[Replica, StartedLoad] = {}
             if is_staged:
                 # Raises if the state cannot be changed, before any replica is.
@@ -209,7 +186,7 @@ class Repository:
                 staged_loads = await self._load_in_stages(report, parameters)
             # Recorded before the desired state, so that another gateway's reconciler does not load it too.
             started_loads = {
-                replica: await self._state.begin_load(replica.name, model)
+                replica: await self.state.begin_load(replica.name, model)
                 for replica in list(self._pool.replicas.values())
                 if replica not in staged_loads
             }
@@ -218,11 +195,11 @@ class Repository:
                     model, DesiredModel(True, dict(parameters))
                 )
             except BaseException:
-                await self._state.end_loads(model, staged_loads, "")
-                await self._state.end_loads(model, started_loads, None)
+                await self.state.end_loads(model, staged_loads, "")
+                await self.state.end_loads(model, started_loads, None)
                 raise
-            desired = self._state.merge_models()[model]
-            await self._state.end_loads(model, staged_loads, desired.load_id)
+            desired = self.state.merge_models()[model]
+            await self.state.end_loads(model, staged_loads, desired.load_id)
             action = ModelAction(model, True, desired.parameters, desired.load_id)
             await self._run_on_replicas(report, action, started_loads)
             return await self._conclude(report, before, revision)
@@ -231,21 +208,21 @@ class Repository:
         self, report: OperationReport, parameters: Mapping[str, Any]
     ) -> Mapping[Replica, StartedLoad]:
         desired = {report.model: DesiredModel(True, parameters)}
-        merged = merge_declared_models(desired, self.declared_models)[report.model]
+        merged = merge_declared_models(desired, self.state.declared_models)[report.model]
         # Without an id, because the state does not have the load yet.
         action = ModelAction(report.model, True, merged.parameters)
 
         async def run(replica: Replica) -> None:
             await self._run_on_replica(report, action, replica, None)
 
-        return await run_staged_load(self._pool, self._state, report, run)
+        return await run_staged_load(self._pool, self.state, report, run)
 
     async def _unload(
         self, report: OperationReport, unload_dependents: bool, is_visible: VisibilityCheck
     ) -> OperationReport:
         model = report.model
         async with self._reconciler.lock_model(model):
-            if model in self.declared_models:
+            if model in self.state.declared_models:
                 raise Conflict(
                     f"model {quote_text(model)} is declared in the models file; remove it there first"
                 )
@@ -255,7 +232,7 @@ class Repository:
                 dependents := await find_dependents(self._pool, self._signatures, model)
             ):
                 raise ModelNeeded(model, dependents, is_visible)
-            before = self.desired_models.get(model)
+            before = self.state.desired_models.get(model)
             # Without the desired state, the next request loads an on-demand model again.
             is_on_demand = self.on_demand_models.matches(model)
             desired = None if is_on_demand else DesiredModel(False, {})
@@ -265,10 +242,10 @@ class Repository:
             return await self._conclude(report, before, revision)
 
     async def _unload_absent(self, report: OperationReport) -> OperationReport:
-        if report.model not in self.desired_models:
+        if report.model not in self.state.desired_models:
             raise UnknownModel(report.model)
         await self._set_desired_model(report.model, None)
-        self._loader.load_errors.pop(report.model, None)
+        self.loader.load_errors.pop(report.model, None)
         report.replica_count = len(self._pool.replicas)
         report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
         return report
@@ -276,7 +253,7 @@ class Repository:
     async def _set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
     ) -> int:
-        revision = await self._state.set_desired_model(model, desired, expected_revision)
+        revision = await self.state.set_desired_model(model, desired, expected_revision)
         self._reconciler.forget_failures(model=model)
         return revision
 
@@ -315,7 +292,7 @@ class Repository:
         started_load: StartedLoad | None,
     ) -> None:
         try:
-            await self._loader.run(replica, action, "api", started_load)
+            await self.loader.run(replica, action, "api", started_load)
             report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
         except GatewayError as exc:
             state = replica.index.model_state(action.model).state

@@ -40,7 +40,9 @@ POOL: Final = descriptor_pool.DescriptorPool()
 POOL.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
 CLASSES: Final = {
     name: message_factory.GetMessageClass(descriptor)
-    for name, descriptor in POOL.FindFileByName("externalscaler.proto").message_types_by_name.items()
+    for name, descriptor in POOL.FindFileByName(
+        "externalscaler.proto"
+    ).message_types_by_name.items()
 }
 
 

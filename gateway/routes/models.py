@@ -50,8 +50,9 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     Details of replicas require the right to see the fleet.
     """
     repository, caller = services.repository, get_caller(request)
+    declared, desired = repository.state.declared_models, repository.state.desired_models
     indexes = services.pool.list_usable_indexes()
-    expected_names = {*repository.declared_models, *repository.desired_models}
+    expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
     for name, model in models.items():
@@ -60,10 +61,10 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
         states = {at: index.model_state(name) for at, index in indexes.items()}
         if is_on_demand:
             model.update(describe_on_demand_model(name, indexes, states.values()))
-        if name in repository.declared_models:
+        if name in declared:
             model["declared"] = True
-        if name in repository.desired_models:
-            model["wished"] = "loaded" if repository.desired_models[name].is_loaded else "unloaded"
+        if name in desired:
+            model["wished"] = "loaded" if desired[name].is_loaded else "unloaded"
         if labels := repository.state.labels.get(name):
             model["labels"] = {label: value.to_dict() for label, value in labels.items()}
         if Right.fleet in caller.rights:
@@ -73,8 +74,8 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
             }
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
-            if name in repository.load_errors:
-                model["last_error"] = repository.load_errors[name]
+            if name in repository.loader.load_errors:
+                model["last_error"] = repository.loader.load_errors[name]
     return {
         "models": list(models.values()),
         "object": "list",

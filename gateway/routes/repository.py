@@ -106,7 +106,7 @@ async def get_operation(
     request: Request, services: ServicesForManagement, operation: str
 ) -> Response:
     """Return the status of an operation that was started with `Prefer: respond-async`."""
-    document = await services.repository.get_operation(operation)
+    document = await services.repository.operations.read(operation)
     model = None if document is None else document.get("model")
     if not isinstance(model, str) or not get_caller(request).can_see(model):
         raise NotFound("operation not found; operations are kept for one hour after they end")

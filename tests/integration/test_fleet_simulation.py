@@ -499,7 +499,7 @@ async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_
                     and not following.outdated_replicas("m")
                 )
             )
-            assert not following.load_errors
+            assert not following.loader.load_errors
 
 
 @on_uvloop
@@ -510,14 +510,14 @@ async def test_a_staged_load_that_a_gateway_did_not_finish_is_not_finished_by_th
     async with simulated_replicas(3) as fakes, over(fakes) as pool:
         async with managing(pool, state=state) as ended:
             await ended.load("m", {})
-            before = ended.desired_models
+            before = ended.state.desired_models
             fakes[1].load_s = 3600
             loading = asyncio.create_task(ended.load("m", {"staged": True}))
             await wait_until_async(lambda: fakes[1].requests["load"] == 2)
         loading.cancel()
         fakes[1].load_s = 0
         async with managing(pool, state=state) as following:
-            assert following.desired_models == before
+            assert following.state.desired_models == before
             # Whatever was begun is undone.
             await wait_until_async(
                 lambda: (
@@ -610,8 +610,8 @@ async def test_a_refused_load_does_not_undo_a_later_one_of_another_gateway(tmp_p
         with pytest.raises(LoadFailed):
             await loading
         for repository in (refused, loaded):
-            await repository._state.refresh()
-            assert repository.desired_models["m"].is_loaded
+            await repository.state.refresh()
+            assert repository.state.desired_models["m"].is_loaded
 
 
 @on_uvloop
@@ -643,11 +643,11 @@ async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: P
         await repository.load("m", {})
         for fake in fakes:
             del fake.models["m"]
-        await wait_until_async(lambda: "m" in repository.load_errors)
+        await wait_until_async(lambda: "m" in repository.loader.load_errors)
         report = (await repository.unload("m", False)).to_dict()
         assert report["state"] == "UNAVAILABLE"
         assert len(report["replicas"]) == 2
-        assert repository.desired_models == {}
+        assert repository.state.desired_models == {}
         with pytest.raises(UnknownModel):
             await repository.unload("m", False)
 
@@ -678,7 +678,7 @@ async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
         async with over(fakes) as pool, managing(pool, file) as repository:
 
             def pending() -> set[str]:
-                found = repository.check_readiness(is_draining=False)
+                found = repository.readiness.check(is_draining=False)
                 assert found.is_ready, found.document
                 return set(found.document.get("pending", ()))
 
@@ -689,7 +689,7 @@ async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
             for fake in fakes:
                 fake.load_s = NEVER_S  # it is not loaded again before both were seen without it
                 fake.models["slow"] = False
-            await skip_until(lambda: not repository.check_readiness(is_draining=False).is_ready)
+            await skip_until(lambda: not repository.readiness.check(is_draining=False).is_ready)
 
 
 @with_skips
@@ -709,7 +709,7 @@ async def test_a_declared_model_that_cannot_be_loaded_is_tried_more_and_more_rar
             assert all(
                 pause_s >= INITIAL_BACKOFF_S * 2**number for number, pause_s in enumerate(pauses_s)
             )
-        assert "failed to poll" in repository.load_errors["nowhere"]
+        assert "failed to poll" in repository.loader.load_errors["nowhere"]
         await infer(pool)
 
 
@@ -740,7 +740,7 @@ async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
             assert gone in replicas_in_metrics(pool)
             names.hosts = [fake.host for fake in fakes[1:]]
             await wait_until_async(lambda: len(pool.replicas) == 2)
-            await wait_until_async(lambda: gone not in repository._state.loads)
+            await wait_until_async(lambda: gone not in repository.state.loads)
             assert gone not in replicas_in_metrics(pool)
             assert len(replicas_in_metrics(pool)) == 2
 
@@ -810,10 +810,10 @@ async def test_the_state_of_a_replica_that_nobody_saw_leave_is_deleted_later(
         await repository.state.set_cordon(present, is_cordoned=True)
         await wait_until_async(lambda: gone in pool.cordoned)
         skip(MAX_ABSENCE_S / 2)
-        await repository._state.refresh()
-        assert gone in repository._state.loads
+        await repository.state.refresh()
+        assert gone in repository.state.loads
         await skip_until(lambda: pool.cordoned == {present})
-        await skip_until(lambda: gone not in repository._state.loads)
+        await skip_until(lambda: gone not in repository.state.loads)
         assert await store.read_cordons() == {present}
     await store.close()
 
@@ -1186,7 +1186,7 @@ async def test_many_loads_and_unloads_of_a_model_follow_one_another() -> None:
             calls.append(repository.load("a", {}))
         reports = await asyncio.gather(*calls)
         assert {report.to_dict()["state"] for report in reports} == {"READY", "UNAVAILABLE"}
-        assert repository.desired_models["a"].is_loaded
+        assert repository.state.desired_models["a"].is_loaded
         assert all(fake.models == {"a": True} for fake in fakes)
 
 
