@@ -21,7 +21,7 @@ from gateway.components import create_tls_context
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
-from gateway.fleet.discovery import AddressLookup, ReplicaSource, parse_replica_source
+from gateway.fleet.discovery import ReplicaSource, parse_replica_source
 from gateway.fleet.models_file import read_models_file
 from gateway.fleet.replica import ReplicaAddress, join_host_port
 from gateway.keys import read_keys_file
@@ -287,11 +287,8 @@ def find_addresses(source: ReplicaSource) -> Sequence[tuple[ReplicaAddress | Non
     if isinstance(source, ReplicaAddress):
         return [(source, "")]
 
-    async def look_up(lookup: AddressLookup) -> list[ReplicaAddress]:
-        return list(await lookup.find_addresses())
-
     try:
-        return [(address, "") for address in asyncio.run(look_up(source))]
+        return [(address, "") for address in asyncio.run(source.find_addresses())]
     except (OSError, UnicodeError, CommandError) as exc:
         return [(None, f"{source} cannot be resolved: {exc}")]
 

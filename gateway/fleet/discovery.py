@@ -7,30 +7,15 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import anyio
 
-from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
+from gateway.fleet.replica import ReplicaAddress, parse_replica_url
 
 log = logging.getLogger(__name__)
 
 Resolver = Callable[[str], Awaitable[Iterable[str]]]
 DNS_PREFIX = "dns+"
-
-
-class AddressLookup(Protocol):
-    """An entry of `GATEWAY_TRITON_URLS` for several replicas, which can change. `str()` is its name."""
-
-    @property
-    def tls(self) -> bool:
-        """Return whether any of the replicas can require TLS."""
-
-    async def find_addresses(self) -> Iterable[ReplicaAddress]:
-        """Raises `OSError`, `UnicodeError` or `BadAddress`."""
-
-
-ReplicaSource = ReplicaAddress | AddressLookup
 
 
 async def resolve_host(name: str) -> list[str]:
@@ -53,10 +38,14 @@ class DnsName:
     def tls(self) -> bool:
         return self.address.tls
 
-    async def find_addresses(self) -> Iterable[ReplicaAddress]:
+    async def find_addresses(self) -> list[ReplicaAddress]:
+        """Raises `OSError` or `UnicodeError`."""
         name = self.address.host
         hosts = await self.resolver(name)
-        return (replace(self.address, host=host, server_name=name) for host in hosts)
+        return [replace(self.address, host=host, server_name=name) for host in hosts]
+
+
+ReplicaSource = ReplicaAddress | DnsName
 
 
 def parse_replica_source(url: str) -> ReplicaSource:
@@ -75,11 +64,12 @@ class ReplicaDiscovery:
     _interval_s: float
 
     def __post_init__(self) -> None:
-        fixed = [source for source in self._sources if isinstance(source, ReplicaAddress)]
-        self._lookups = [each for each in self._sources if not isinstance(each, ReplicaAddress)]
-        self._failures: dict[AddressLookup, str] = {}  # the last one of each lookup
+        self._names = [source for source in self._sources if isinstance(source, DnsName)]
+        self._failures: dict[DnsName, str] = {}  # the last one of each name
         self._addresses: dict[ReplicaSource, frozenset[ReplicaAddress]] = {
-            address: frozenset((address,)) for address in fixed
+            source: frozenset((source,))
+            for source in self._sources
+            if isinstance(source, ReplicaAddress)
         }
 
     @property
@@ -87,32 +77,32 @@ class ReplicaDiscovery:
         return {address for addresses in self._addresses.values() for address in addresses}
 
     async def look_up_all(self) -> None:
-        await asyncio.gather(*map(self._look_up, self._lookups))
+        await asyncio.gather(*map(self._look_up, self._names))
 
     async def run(self) -> None:
-        await asyncio.gather(*map(self._look_up_periodically, self._lookups))
+        await asyncio.gather(*map(self._look_up_periodically, self._names))
 
-    async def _look_up_periodically(self, lookup: AddressLookup) -> None:
+    async def _look_up_periodically(self, name: DnsName) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            await self._look_up(lookup)
+            await self._look_up(name)
 
-    async def _look_up(self, lookup: AddressLookup) -> None:
+    async def _look_up(self, name: DnsName) -> None:
         """Look the addresses up. If that fails, the last known ones stay in use."""
         try:
             with anyio.fail_after(self._interval_s):
-                addresses = frozenset(await lookup.find_addresses())
-        except (OSError, UnicodeError, BadAddress) as exc:
-            self._record_failure(lookup, str(exc) or "timeout")
+                addresses = frozenset(await name.find_addresses())
+        except (OSError, UnicodeError) as exc:
+            self._record_failure(name, str(exc) or "timeout")
             return
         if not addresses:
-            self._record_failure(lookup, "it has no addresses")
+            self._record_failure(name, "it has no addresses")
             return
-        self._failures.pop(lookup, None)
-        self._addresses[lookup] = addresses
+        self._failures.pop(name, None)
+        self._addresses[name] = addresses
         self._on_change()
 
-    def _record_failure(self, lookup: AddressLookup, reason: str) -> None:
-        if self._failures.get(lookup) != reason:
-            log.warning("cannot resolve %s: %s", lookup, reason)
-        self._failures[lookup] = reason
+    def _record_failure(self, name: DnsName, reason: str) -> None:
+        if self._failures.get(name) != reason:
+            log.warning("cannot resolve %s: %s", name, reason)
+        self._failures[name] = reason
