@@ -16,10 +16,10 @@ from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.fleet.replica import Replica
 from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import quote_text
-from gateway.state.cordons import with_cordon
 from gateway.state.desired import (
     DesiredModel,
     StateStore,
+    with_cordon,
     with_desired_model,
     with_version_label,
 )

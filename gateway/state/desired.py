@@ -95,7 +95,7 @@ class StateStore(Protocol):
         """Store that a replica gets no new requests, or that it gets them again."""
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
-        """Store the progress of an operation for an hour. Raises `ValueError` for an invalid id."""
+        """Store the progress of an operation for an hour."""
 
     async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
@@ -192,6 +192,10 @@ def with_version_label(
     return {**others, model: labels} if labels else others
 
 
+def with_cordon(cordons: frozenset[str], replica: str, *, is_cordoned: bool) -> frozenset[str]:
+    return cordons | {replica} if is_cordoned else cordons - {replica}
+
+
 def desired_model_to_dict(desired: DesiredModel) -> dict[str, Any]:
     return {"loaded": desired.is_loaded, "parameters": dict(desired.parameters)}
 
@@ -251,11 +255,6 @@ def parse_stored_label(name: str, document: Any) -> VersionLabel:
 
 def is_operation_id(operation_id: str) -> bool:
     return OPERATION_ID.fullmatch(operation_id) is not None
-
-
-def require_operation_id(operation_id: str) -> None:
-    if not is_operation_id(operation_id):
-        raise ValueError("an operation id must have 32 hexadecimal digits")
 
 
 class OutageLog:

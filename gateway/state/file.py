@@ -19,7 +19,6 @@ from urllib.parse import SplitResult, unquote
 import orjson
 
 from gateway.errors import StateUnavailable
-from gateway.state.cordons import encode_cordons, parse_cordons, with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
     READ_ACTION,
@@ -33,7 +32,7 @@ from gateway.state.desired import (
     decode_state,
     is_operation_id,
     parse_desired_state,
-    require_operation_id,
+    with_cordon,
 )
 from gateway.state.file_leases import FileLeases
 from gateway.state.file_locks import LOCK_TIMEOUT_S, lock_file, try_lock_file
@@ -188,12 +187,12 @@ class FileStateStore:
         def run() -> None:
             with lock_file(self._lock_path):
                 cordons = with_cordon(self._read_cordons(), replica, is_cordoned=is_cordoned)
-                replace_file(self._cordons_path, encode_cordons(cordons))
+                raw = orjson.dumps(sorted(cordons), option=orjson.OPT_APPEND_NEWLINE)
+                replace_file(self._cordons_path, raw)
 
         await self._run_action(WRITE_ACTION, run)
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
-        require_operation_id(operation_id)
         raw = orjson.dumps(document)
         await self._run_action(WRITE_ACTION, lambda: self._write_operation(operation_id, raw))
 
@@ -263,9 +262,12 @@ class FileStateStore:
 
     def _read_cordons(self) -> frozenset[str]:
         try:
-            return parse_cordons(self._cordons_path.read_bytes())
+            document = decode_state(self._cordons_path.read_bytes())
         except FileNotFoundError:
             return frozenset()
+        if not isinstance(document, list) or not all(isinstance(name, str) for name in document):
+            raise UnreadableState("unexpected structure")
+        return frozenset(document)
 
     def _read_live_loads(self) -> Loads:
         loads = self._read_loads()

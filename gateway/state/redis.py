@@ -27,7 +27,6 @@ from gateway.state.desired import (
     is_operation_id,
     parse_desired_model,
     parse_stored_label,
-    require_operation_id,
 )
 from gateway.state.loads import (
     Loads,
@@ -182,7 +181,6 @@ class RedisStateStore:
         await self._redis.execute(WRITE_ACTION, command, key, replica, decode=bool)
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
-        require_operation_id(operation_id)
         command = ("SET", self._operation_key(operation_id), orjson.dumps(document))
         await self._redis.execute(WRITE_ACTION, *command, "EX", OPERATION_TTL_S, decode=bool)
 

@@ -16,14 +16,13 @@ import orjson
 from gateway.errors import Conflict
 from gateway.messages import quote_text
 from gateway.settings import Settings
-from gateway.state.cordons import with_cordon
 from gateway.state.desired import (
     OPERATION_TTL_S,
     BadState,
     DesiredModel,
     DesiredState,
     StateStore,
-    require_operation_id,
+    with_cordon,
 )
 from gateway.state.file import open_file_store
 from gateway.state.loads import (
@@ -141,7 +140,6 @@ class MemoryStateStore:
         self._cordons = with_cordon(self._cordons, replica, is_cordoned=is_cordoned)
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
-        require_operation_id(operation_id)
         now = time.monotonic()
         operations = self._operations  # in the order of their times
         operations.pop(operation_id, None)
