@@ -58,6 +58,7 @@ class SharedLoad:
     waiters: int = 0
     resumed: int = 0  # requests that were let through
     resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
+    obstacle: NoPlacement | None = None  # why there was no room the last time
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class ModelActivator:
     _pool: ReplicaPool
     loader: OnDemandLoader
     _reconciler: Reconciler
-    waiting: int = 0
     _loads: dict[str, SharedLoad] = field(default_factory=dict)
-    _obstacles: dict[str, NoPlacement] = field(default_factory=dict)
     _failures: dict[str, FailedLoad] = field(default_factory=dict)
     _load_times_s: dict[str, float] = field(default_factory=dict)
     _background_tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -107,10 +106,10 @@ class ModelActivator:
         """
         if self._pool.is_usable(model) or not self.can_activate(model):
             return timeout_s
-        metrics, options = self._pool.metrics, self.loader.options
-        if self.waiting >= options.max_waiting:
+        metrics, waiting = self._pool.metrics, self.loader.usage.held_requests
+        if waiting >= self.loader.options.max_waiting:
             metrics.shed.labels("queue_full").inc()
-            raise AdmissionQueueFull(model, 0, self.waiting)
+            raise AdmissionQueueFull(model, 0, waiting)
         wait_metric = metrics.on_demand_wait if self._is_loadable(model) else metrics.hold
         started_at = perf_counter()
         self._count_waiting(1)
@@ -123,9 +122,8 @@ class ModelActivator:
         return max(timeout_s - waited_s, MIN_REMAINING_S)
 
     def _count_waiting(self, change: int) -> None:
-        self.waiting += change
-        self.loader.usage.held_requests = self.waiting
-        self._pool.metrics.held_requests.set(self.waiting)
+        self.loader.usage.held_requests += change
+        self._pool.metrics.held_requests.set(self.loader.usage.held_requests)
 
     async def _wait(self, model: str, timeout_s: float) -> None:
         self._check_backoff(model)
@@ -155,22 +153,21 @@ class ModelActivator:
 
     async def _wait_for_turn(self, model: str, load: SharedLoad) -> None:
         """Let requests through one by one: thousands at once would find the admission queue full."""
-        usage = self.loader.usage
+        admission = self.loader.usage.admission
         async with load.resume_lock:
             # An event would cost something for each request that ends.
-            while load.waiters > RESUMES_PER_PAUSE and usage.is_crowded(model):  # noqa: ASYNC110 - cheaper
+            while load.waiters > RESUMES_PER_PAUSE and admission.is_crowded(model):  # noqa: ASYNC110 - cheaper
                 await asyncio.sleep(RESUME_PAUSE_S)
             load.resumed += 1
             # Those before are admitted meanwhile, or queue and crowd the model.
-            if load.resumed % RESUMES_PER_PAUSE == 0 or usage.is_busy:
+            if load.resumed % RESUMES_PER_PAUSE == 0 or admission.is_busy:
                 await asyncio.sleep(RESUME_PAUSE_S)
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
         if not self._is_loadable(model):
             return ModelNotReady(model) if self._pool.has_live_replica else NoReplica()
-        obstacle = self._obstacles.get(model)
-        if obstacle is not None:
-            return build_no_room_error(model, obstacle)
+        if load.obstacle is not None:
+            return build_no_room_error(model, load.obstacle)
         elapsed_s, expected_s = perf_counter() - load.started_at, self._load_times_s.get(model)
         return ModelLoading(model, compute_retry_after_s(expected_s, elapsed_s))
 
@@ -198,8 +195,7 @@ class ModelActivator:
         return load
 
     def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
-        del self._loads[model]
-        self._obstacles.pop(model, None)
+        self._loads.pop(model).obstacle = None
         self.loader.held.awaited.discard(model)
         if not task.cancelled():
             task.exception()  # the requests that waited may have gone
@@ -207,15 +203,16 @@ class ModelActivator:
     async def _load(self, model: str) -> NoPlacement | None:
         """Wait for a replica and load the model, or return why there is no room for it."""
         current_request_info.set(None)  # the load serves all requests, not only the first
-        unreachable = 0
-        while not self._pool.is_usable(model) and self._has_waiters(model):
+        load, unreachable = self._loads[model], 0
+        while not self._pool.is_usable(model) and load.waiters:
             if not self.can_activate(model):
                 return None  # Triton's error tells why
             if not self._pool.has_live_replica:
                 await self._pool.look_up_replicas()
                 continue
             started_at = perf_counter()
-            placement = await self._find_placement(model) if self._is_loadable(model) else None
+            is_loadable = self._is_loadable(model)
+            placement = await self._find_placement(model, load) if is_loadable else None
             pause_s = max(RETRY_PAUSE_S, RETRY_PAUSES * (perf_counter() - started_at))
             if isinstance(placement, NoPlacement) and placement.is_final:
                 return placement
@@ -232,9 +229,9 @@ class ModelActivator:
             await asyncio.sleep(pause_s)
         return None
 
-    async def _find_placement(self, model: str) -> Placement | NoPlacement | None:
+    async def _find_placement(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
         """Return the place for the load; None while the model or the replicas are changing."""
-        self._obstacles.pop(model, None)
+        load.obstacle = None
         if self.loader.is_loading(model):
             return None
         if not self.loader.list_candidates(model):
@@ -243,7 +240,7 @@ class ModelActivator:
             raise ModelNotReady(model)
         placement = await self.loader.find_placement(model)
         if isinstance(placement, NoPlacement):
-            self._obstacles[model] = placement
+            load.obstacle = placement
         return placement
 
     async def _load_once(self, model: str, replica: str) -> bool:
@@ -273,10 +270,6 @@ class ModelActivator:
         failure = self._failures.get(model)
         backoff = Backoff() if failure is None else failure.backoff
         self._failures[model] = FailedLoad(error.reason, backoff.with_failure(perf_counter()))
-
-    def _has_waiters(self, model: str) -> bool:
-        load = self._loads.get(model)
-        return load is not None and load.waiters > 0
 
     def build_error(self, model: str, version: str) -> GatewayError:
         """Return the error of a request that does not wait."""

@@ -103,7 +103,7 @@ class ModelCopies:
         """Return whether no request for the model runs, by the replica where gateways do not report it."""
         if self._loader.usage.count_requests(model):
             return False
-        if self._loader.has_reports:
+        if self._loader.state.has_reports:
             return True
         used_at = await self._loader.inference_times.read(replica, model)
         return perf_counter() - used_at > UNUSED_COPY_S

@@ -46,7 +46,7 @@ class OnDemandLoader:
     """Loads models on one replica each, within the replica's budget."""
 
     _pool: ReplicaPool
-    _state: SharedState
+    state: SharedState
     _loader: ModelLoader
     _reconciler: Reconciler
     models: OnDemandModels
@@ -57,7 +57,7 @@ class OnDemandLoader:
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
 
     def __post_init__(self) -> None:
-        self.held = HeldModels(self._state, self._reconciler, self.models, self.usage, self.facts)
+        self.held = HeldModels(self.state, self._reconciler, self.models, self.usage, self.facts)
 
     # The replicas.
 
@@ -122,14 +122,14 @@ class OnDemandLoader:
         starting = self.held.starting.setdefault(replica.name, set())
         async with AsyncExitStack() as stack:
             # Of gateways that share a state, only one at a time changes what a replica or a model has.
-            if not await stack.enter_async_context(self._state.lease(f"model:{model}")):
+            if not await stack.enter_async_context(self.state.lease(f"model:{model}")):
                 return False
             async with self.lock_replica(replica) as is_granted:
                 if not is_granted or not await self._make_room(model, replica, is_copy=is_copy):
                     return False
                 starting.add(model)
                 stack.callback(starting.discard, model)
-                started_load = await self._state.begin_load(replica.name, model)
+                started_load = await self.state.begin_load(replica.name, model)
             await self._run_load(model, replica, started_load)
         return True
 
@@ -138,21 +138,17 @@ class OnDemandLoader:
         """Serialize the decisions on a replica; yield False while another gateway makes one."""
         async with (
             self._locks.setdefault(replica.name, asyncio.Lock()),
-            self._state.lease(f"replica:{replica.name}") as is_granted,
+            self.state.lease(f"replica:{replica.name}") as is_granted,
         ):
             if is_granted:
-                await self._state.refresh_loads()
+                await self.state.refresh_loads()
                 await self.exchange_usage()
             yield is_granted
-
-    @property
-    def has_reports(self) -> bool:
-        return self._state.has_reports
 
     async def exchange_usage(self) -> None:
         reports: list[Mapping[str, Any]] = []
         with suppress(StateUnavailable):  # the store logs it
-            reports = await self._state.exchange_reports(**self.usage.build_report())
+            reports = await self.state.exchange_reports(**self.usage.build_report())
         self.usage.read_reports(reports)
 
     async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:

@@ -96,13 +96,13 @@ class OnDemandModels:
 class ModelUsage:
     """The last use of each model, and the requests in progress."""
 
-    _admission: AdmissionQueue
+    admission: AdmissionQueue
     _clock: Callable[[], float]
 
     def __post_init__(self) -> None:
         # The end of the last request, by the clock; the admission queue adds to it.
         self.last_used: dict[str, float] = {}
-        self._admission.last_used = self.last_used
+        self.admission.last_used = self.last_used
         self._started_at = self._clock()
         # The same of the other gateways, as they last reported.
         self._others_last_used: dict[str, float] = {}
@@ -121,7 +121,7 @@ class ModelUsage:
         ages = {model: round(now - at, 3) for model, at in self.last_used.items()}
         return {
             "ages": ages,
-            "requests": self._admission.count_all_requests(),
+            "requests": self.admission.count_all_requests(),
             "demand": {"requests": self.count_own_demand()},
         }
 
@@ -157,7 +157,7 @@ class ModelUsage:
 
     def count_requests(self, model: str) -> int:
         """Return the number of requests that run or wait for a slot, on all gateways."""
-        return self._admission.count_requests(model) + self._others_requests.get(model, 0)
+        return self.admission.count_requests(model) + self._others_requests.get(model, 0)
 
     def count_demand(self) -> int:
         """Return the number of inferences that run or wait, on all gateways that share a state."""
@@ -165,22 +165,13 @@ class ModelUsage:
 
     def count_own_demand(self) -> int:
         """Return the number of inferences of this gateway that run or wait."""
-        return self._admission.running + self._admission.waiting + self.held_requests
+        return self.admission.running + self.admission.waiting + self.held_requests
 
     @property
     def idle_s(self) -> float:
         """Return the time since the last request ended on any gateway; infinite before the first."""
         times = (*self.last_used.values(), *self._others_last_used.values())
         return self._clock() - max(times, default=-inf)
-
-    def is_crowded(self, model: str) -> bool:
-        """Return whether further requests would take the second half of the model's slots."""
-        return self._admission.is_crowded(model)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether further requests of any model may have to queue."""
-        return self._admission.is_busy
 
 
 def parse_numbers(document: Any) -> dict[str, float]:
