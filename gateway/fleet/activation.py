@@ -40,9 +40,7 @@ from gateway.triton.error_mapping import LoadFailed
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
-RETRY_PAUSES: Final = (
-    10  # of the time that the search for a place takes, which grows with the fleet
-)
+RETRY_PAUSES: Final = 10  # times the duration of a search for a place, which grows with the fleet
 RESUME_PAUSE_S: Final = 0.005
 RESUMES_PER_PAUSE: Final = 32
 MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline

@@ -35,10 +35,7 @@ class InferenceService:
     """
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        signatures: SignatureCache,
-        cancellable: Sequence[str] = (),
+        self, dispatcher: Dispatcher, signatures: SignatureCache, cancellable: Sequence[str] = ()
     ) -> None:
         self._dispatcher = dispatcher
         self._signatures = signatures

@@ -33,12 +33,10 @@ class InferenceTimes:
 
     async def read(self, replica: Replica, model: str) -> float:
         """Return when the model last ran there, by `time.perf_counter`; -inf if that is not known."""
-        path, target = (
-            triton_model_path(model),
-            RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S),
-        )
+        target = RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S)
         try:
-            document = await request_json(replica, target, b"GET", f"{path}/stats")
+            path = f"{triton_model_path(model)}/stats"
+            document = await request_json(replica, target, b"GET", path)
         except GatewayError as exc:
             log.debug("the statistics of %s on %s cannot be read: %s", model, replica.name, exc)
             return -inf

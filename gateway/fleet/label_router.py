@@ -159,10 +159,9 @@ class ActiveLabel:
         return self._ready
 
     def _read_ready_shares(self) -> Mapping[str, int]:
+        # The request waits for the model, or gets the error of the pool.
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
-            return (
-                self.value.shares
-            )  # the request waits for the model, or gets the error of the pool
+            return self.value.shares
         # Where no new request may go, the sequences of a version go on.
         return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.list_holders)
 

@@ -49,9 +49,8 @@ class ManagementOptions:
     tls: GrpcTlsFiles | None = None
     can_upload: bool = False  # whether a load may contain a config and files
     ready_quorum: int = 1  # replicas on which a declared model must be ready
-    hold_s: float = (
-        0.0  # how long requests wait for a replica; above 0, a fleet without any is ready
-    )
+    # How long requests wait for a replica; above 0, a fleet without any is ready.
+    hold_s: float = 0.0
 
 
 @dataclass

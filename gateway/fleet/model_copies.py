@@ -10,12 +10,7 @@ from typing import Final
 
 from gateway.errors import GatewayError
 from gateway.fleet.on_demand import OnDemandLoader
-from gateway.fleet.on_demand_plan import (
-    Placement,
-    is_removable,
-    plan_copies,
-    update_mean_demand,
-)
+from gateway.fleet.on_demand_plan import Placement, is_removable, plan_copies, update_mean_demand
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica

@@ -16,7 +16,7 @@ from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.fleet.slow_start import SlowStart
-from gateway.fleet.tasks import cancel_tasks
+from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class ReplicaPool:
         self._loop = asyncio.get_running_loop()
         self.slow_start = SlowStart(slow_start_s, self._loop.time) if slow_start_s else None
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
-        self._discovery_tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
         self._lookup_task: asyncio.Task[None] | None = None
         self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
 
@@ -68,12 +68,11 @@ class ReplicaPool:
         with anyio.move_on_after(STARTUP_PROBE_TIMEOUT_S):
             await self._discovery.look_up_all()
             await self.monitor.probe_all()
-        self._discovery_tasks = [asyncio.create_task(self._discovery.run())]
+        self._tasks.start(self._discovery.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        lookups = [] if self._lookup_task is None else [self._lookup_task]
-        await cancel_tasks([*self._discovery_tasks, *lookups, *self._probe_tasks.values()])
+        await cancel_tasks([*self._tasks, *self._probe_tasks.values()])
         await self.monitor.close()
         for replica in self.replicas.values():
             replica.close()
@@ -119,7 +118,7 @@ class ReplicaPool:
         All callers share one lookup.
         """
         if self._lookup_task is None or self._lookup_task.done():
-            self._lookup_task = asyncio.create_task(self._look_up_slowly())
+            self._lookup_task = self._tasks.start(self._look_up_slowly())
         await asyncio.shield(self._lookup_task)
 
     async def _look_up_slowly(self) -> None:

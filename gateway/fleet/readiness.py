@@ -128,9 +128,7 @@ def find_unready_models(
     usable = [replica for replica in replicas if replica.is_usable]
     for name, model in models.items():
         found = (replica for replica in usable if has_model(replica.index, model))
-        serving = list(
-            islice(found, required_count)
-        )  # no more are looked for: it costs their number
+        serving = list(islice(found, required_count))  # to look for more would cost their number
         if len(serving) < required_count:
             unready[name] = {
                 replica.address: explain_unready(replica, model)

@@ -122,11 +122,8 @@ class Reconciler:
 
         The gateway that saw them leave may have exited before it could delete that.
         """
-        now, stored = (
-            asyncio.get_running_loop().time(),
-            self._state.cordoned | self._state.loads.keys(),
-        )
-        since = self._absent_since
+        now, since = asyncio.get_running_loop().time(), self._absent_since
+        stored = self._state.cordoned | self._state.loads.keys()
         self._absent_since = {name: since.get(name, now) for name in stored - current}
         return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}
 

@@ -8,15 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.errors import (
-    BadUpstream,
-    GatewayError,
-    InputMismatch,
-)
+from gateway.errors import BadUpstream, GatewayError, InputMismatch
 from gateway.fleet.dispatch import Dispatcher
-from gateway.fleet.transports import (
-    triton_model_path,
-)
+from gateway.fleet.transports import triton_model_path
 from gateway.messages import join_names, quote_text
 from gateway.request_info import current_request_info, measure_upstream_time
 from gateway.tensors.signature import Signature, build_signature

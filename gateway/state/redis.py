@@ -162,10 +162,8 @@ class RedisStateStore:
         await self._write(script, self._loads.keys, field, token, resulting_load)
 
     async def forget_loads(self, replica: str) -> None:
-        models = (await self._read_hash(self._loads)).get(
-            replica, {}
-        )  # with those of exited processes
-        fields = [load_field(replica, model) for model in models]
+        loads = await self._read_hash(self._loads)  # with those of exited processes
+        fields = [load_field(replica, model) for model in loads.get(replica, {})]
         for start in range(0, len(fields), MAX_FIELDS):
             batch = fields[start : start + MAX_FIELDS]
             change = secrets.token_hex(8)

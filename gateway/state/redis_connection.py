@@ -28,9 +28,7 @@ REDIS_REASONS = {
     "InvalidResponse": "the server is not Redis",
     "Exception": "Redis is unreachable",
 }
-ERROR_CODE: Final = re.compile(
-    "[A-Z]{4,}(?= )"
-)  # the prefix of an error, such as MISCONF or WRONGTYPE
+ERROR_CODE: Final = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE
 
 
 @dataclass(frozen=True)
