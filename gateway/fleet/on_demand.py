@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.health import HealthState
-from gateway.fleet.held_models import HeldModels
+from gateway.fleet.held_models import HeldModels, ModelFactsCache
 from gateway.fleet.index import UNLOADING
 from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.loader import ModelLoader
-from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
 from gateway.fleet.on_demand_plan import (
     NoPlacement,

@@ -18,10 +18,10 @@ from typing import Any, Final
 from gateway.admission import AdmissionQueue
 from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
 from gateway.fleet.activation import ModelActivator
+from gateway.fleet.held_models import ModelFactsCache
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED
 from gateway.fleet.loader import ManagementOptions, ModelLoader
-from gateway.fleet.model_facts import ModelFactsCache
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions

@@ -34,8 +34,7 @@ from gateway.state.desired import (
     parse_desired_state,
     with_cordon,
 )
-from gateway.state.file_leases import FileLeases
-from gateway.state.file_locks import LOCK_TIMEOUT_S, lock_file, try_lock_file
+from gateway.state.file_locks import LOCK_TIMEOUT_S, FileLeases, lock_file, try_lock_file
 from gateway.state.loads import (
     Loads,
     drop_orphaned_loads,

@@ -16,7 +16,7 @@ from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.reconciler import LEADER_LEASE
 from gateway.fleet.shared_state import SharedState
 from gateway.state.desired import DesiredModel, StateStore
-from gateway.state.file_leases import REPORT_TTL_S
+from gateway.state.file_locks import REPORT_TTL_S
 from gateway.state.loads import Loads, is_in_progress
 from gateway.state.store import open_state_store
 from gateway.version_labels import Shadow, VersionLabel
