@@ -15,7 +15,6 @@ from gateway.fleet.on_demand_plan import (
     LoadedModel,
     ModelFacts,
     ReplicaLoad,
-    WantedModel,
     find_all_parts,
     parse_model_facts,
 )
@@ -82,9 +81,9 @@ class ModelFactsCache:
     def find_parts(self, model: str) -> frozenset[str]:
         return find_all_parts(model, self.facts)
 
-    def build_wanted_model(self, model: str) -> WantedModel:
-        parts = {part: self.get_memory_mb(part) for part in self.find_parts(model)}
-        return WantedModel(model, self.get_memory_mb(model), parts)
+    def list_memory_mb(self, model: str) -> dict[str, int]:
+        """Return the memory of the model and of each of its parts, by name."""
+        return {name: self.get_memory_mb(name) for name in (model, *self.find_parts(model))}
 
 
 @dataclass(eq=False, repr=False)

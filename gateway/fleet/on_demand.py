@@ -106,8 +106,7 @@ class OnDemandLoader:
 
     def choose_placement(self, model: str) -> Placement | NoPlacement:
         replicas = self.held.describe(self.list_candidates(model))
-        wanted = self.facts.build_wanted_model(model)
-        return choose_placement(replicas, wanted, self.options.budget)
+        return choose_placement(replicas, self.facts.list_memory_mb(model), self.options.budget)
 
     async def load(self, model: str, replica_name: str, *, is_copy: bool = False) -> bool:
         """Make room on the replica and load the model. Returns whether there was room.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -58,19 +58,6 @@ class ReplicaLoad:
     outstanding: int = 0
 
 
-@dataclass(frozen=True)
-class WantedModel:
-    """A model to load, with the parts that it brings."""
-
-    name: str
-    memory_mb: int = 0
-    parts: Mapping[str, int] = field(default_factory=dict)  # name → memory_mb
-
-    @property
-    def costs_mb(self) -> dict[str, int]:
-        return {**self.parts, self.name: self.memory_mb}
-
-
 class Placement(NamedTuple):
     """The replica for a load, and the models to unload there first."""
 
@@ -87,15 +74,18 @@ class NoPlacement:
 
 
 def choose_placement(
-    replicas: Sequence[ReplicaLoad], wanted: WantedModel, budget: ModelBudget
+    replicas: Sequence[ReplicaLoad], wanted_mb: Mapping[str, int], budget: ModelBudget
 ) -> Placement | NoPlacement:
-    """Return the replica with the most room, or else the one whose victims were used least recently."""
-    plans = [(replica, plan_victims(replica, wanted, budget)) for replica in replicas]
+    """Return the replica with the most room, or else the one whose victims were used least recently.
+
+    `wanted_mb` contains the memory of the model to load, and of the parts that it brings, by name.
+    """
+    plans = [(replica, plan_victims(replica, wanted_mb, budget)) for replica in replicas]
     possible = [(replica, victims) for replica, victims in plans if victims is not None]
     if possible:
         replica, victims = min(possible, key=lambda plan: rank_plan(*plan))
         return Placement(replica.name, tuple(model.name for model in victims))
-    later = (plan_victims(each, wanted, budget, includes_busy=True) for each in replicas)
+    later = (plan_victims(each, wanted_mb, budget, includes_busy=True) for each in replicas)
     holders = {model.name for replica in replicas for model in replica.models}
     return NoPlacement(tuple(sorted(holders)), all(victims is None for victims in later))
 
@@ -109,7 +99,11 @@ def rank_plan(
 
 
 def plan_victims(
-    replica: ReplicaLoad, wanted: WantedModel, budget: ModelBudget, *, includes_busy: bool = False
+    replica: ReplicaLoad,
+    wanted_mb: Mapping[str, int],
+    budget: ModelBudget,
+    *,
+    includes_busy: bool = False,
 ) -> tuple[LoadedModel, ...] | None:
     """Return the models to unload before the load; None if there is no room for it.
 
@@ -117,10 +111,9 @@ def plan_victims(
     victims as well, because their requests will have finished.
     """
     held = {model.name: model for model in replica.models}
-    costs_mb = wanted.costs_mb
     victims: list[LoadedModel] = []
-    while not is_within(budget, held, costs_mb):
-        victim = choose_victim(held, costs_mb.keys(), includes_busy=includes_busy)
+    while not is_within(budget, held, wanted_mb):
+        victim = choose_victim(held, wanted_mb, includes_busy=includes_busy)
         if victim is None:
             return None
         victims.append(victim)
@@ -128,7 +121,7 @@ def plan_victims(
     # A large victim may have made room for smaller ones, of which the last used ones stay.
     for victim in sorted(victims, key=lambda model: model.last_used, reverse=True):
         restored = {**held, victim.name: victim}
-        if victim.parts <= held.keys() and is_within(budget, restored, costs_mb):
+        if victim.parts <= held.keys() and is_within(budget, restored, wanted_mb):
             held = restored
     return tuple(victim for victim in victims if victim.name not in held)
 

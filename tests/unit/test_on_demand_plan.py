@@ -25,7 +25,6 @@ from gateway.fleet.on_demand_plan import (
     NoPlacement,
     Placement,
     ReplicaLoad,
-    WantedModel,
     choose_placement,
     compute_retry_after_s,
     find_all_parts,
@@ -66,19 +65,23 @@ MODELS = st.builds(
 )
 BUDGETS = st.builds(ModelBudget, st.integers(0, 5), st.integers(0, 60))
 WANTED = st.builds(
-    WantedModel, st.just("m7"), SIZES, st.dictionaries(st.sampled_from(NAMES[:3]), SIZES)
+    lambda parts, size: {**parts, "m7": size},
+    st.dictionaries(st.sampled_from(NAMES[:3]), SIZES),
+    SIZES,
 )
 
 
-def held_after(replica: ReplicaLoad, wanted: WantedModel, victims: Iterable[str]) -> dict[str, int]:
+def held_after(
+    replica: ReplicaLoad, wanted: dict[str, int], victims: Iterable[str]
+) -> dict[str, int]:
     gone = set(victims)
     held = {model.name: model.memory_mb for model in replica.models if model.name not in gone}
-    return {**wanted.costs_mb, **held}
+    return {**wanted, **held}
 
 
 @given(MODELS, WANTED, BUDGETS)
 def test_victims_are_free_and_needed_by_nothing_that_stays(
-    models: tuple[LoadedModel, ...], wanted: WantedModel, budget: ModelBudget
+    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
 ) -> None:
     replica = ReplicaLoad("a", models)
     victims = plan_victims(replica, wanted, budget)
@@ -87,7 +90,7 @@ def test_victims_are_free_and_needed_by_nothing_that_stays(
     names = {victim.name for victim in victims}
     assert len(names) == len(victims)
     staying = [model for model in models if model.name not in names]
-    needed = {part for model in staying for part in model.parts} | wanted.costs_mb.keys()
+    needed = {part for model in staying for part in model.parts} | wanted.keys()
     assert not names & needed
     assert {victim.eviction for victim in victims} <= {Eviction.FREE}
     assert budget.allows(held_after(replica, wanted, names).values())
@@ -100,14 +103,14 @@ def test_victims_are_free_and_needed_by_nothing_that_stays(
 
 @given(MODELS, WANTED, BUDGETS)
 def test_without_a_plan_even_all_that_can_be_evicted_makes_no_room(
-    models: tuple[LoadedModel, ...], wanted: WantedModel, budget: ModelBudget
+    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
 ) -> None:
     replica = ReplicaLoad("a", models)
     if plan_victims(replica, wanted, budget) is not None:
         return
     held = {model.name: model for model in models}
     while True:
-        needed = {part for model in held.values() for part in model.parts} | wanted.costs_mb.keys()
+        needed = {part for model in held.values() for part in model.parts} | wanted.keys()
         free = [
             name
             for name, model in held.items()
@@ -122,7 +125,7 @@ def test_without_a_plan_even_all_that_can_be_evicted_makes_no_room(
 
 @given(st.lists(MODELS, min_size=1, max_size=3), WANTED, BUDGETS)
 def test_a_load_goes_to_a_replica_with_room_or_to_the_oldest_victims(
-    fleet: list[tuple[LoadedModel, ...]], wanted: WantedModel, budget: ModelBudget
+    fleet: list[tuple[LoadedModel, ...]], wanted: dict[str, int], budget: ModelBudget
 ) -> None:
     replicas = [ReplicaLoad(f"r{number}", models) for number, models in enumerate(fleet)]
     plans = {each.name: plan_victims(each, wanted, budget) for each in replicas}
@@ -176,7 +179,7 @@ def test_idle_models_are_old_and_their_ensembles_idle_as_well(
 
 
 def test_models_that_wait_does_not_free_are_told_from_those_in_use() -> None:
-    budget, wanted = ModelBudget(1), WantedModel("new")
+    budget, wanted = ModelBudget(1), {"new": 0}
     used = ReplicaLoad("a", (LoadedModel("old", eviction=Eviction.BUSY),))
     pinned = ReplicaLoad("a", (LoadedModel("kept", eviction=Eviction.NEVER),))
     assert choose_placement([used], wanted, budget) == NoPlacement(("old",), is_final=False)
@@ -186,7 +189,7 @@ def test_models_that_wait_does_not_free_are_told_from_those_in_use() -> None:
 
 def test_a_part_that_is_loaded_already_costs_nothing_again() -> None:
     replica = ReplicaLoad("a", (LoadedModel("part", 10),))
-    wanted = WantedModel("chain", 0, {"part": 10})
+    wanted = {"chain": 0, "part": 10}
     assert choose_placement([replica], wanted, ModelBudget(2, 10)) == Placement("a")
 
 
@@ -283,7 +286,7 @@ def simulate_policy(trace: Iterable[str], replicas: int, slots: int) -> int:
                 )
                 for name, models in held.items()
             ]
-            placement = choose_placement(fleet, WantedModel(model, 1), budget)
+            placement = choose_placement(fleet, {model: 1}, budget)
             assert isinstance(placement, Placement)
             owner, loads = placement.replica, loads + 1
             for victim in placement.victims:
