@@ -59,14 +59,6 @@ class SharedLoad:
     obstacle: NoPlacement | None = None  # why there was no room the last time
 
 
-@dataclass(frozen=True)
-class FailedLoad:
-    """The reason of a failed load, which is not tried again for a while."""
-
-    reason: str
-    backoff: Backoff
-
-
 @dataclass(eq=False, repr=False)
 class ModelActivator:
     """Lets requests wait for a replica and for the load of their model, which they share."""
@@ -75,7 +67,7 @@ class ModelActivator:
     loader: OnDemandLoader
     _reconciler: Reconciler
     _loads: dict[str, SharedLoad] = field(default_factory=dict)
-    _failures: dict[str, FailedLoad] = field(default_factory=dict)
+    _failures: dict[str, Backoff] = field(default_factory=dict)
     _load_times_s: dict[str, float] = field(default_factory=dict)
     _background_tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -170,8 +162,8 @@ class ModelActivator:
         return ModelLoading(model, compute_retry_after_s(expected_s, elapsed_s))
 
     def _check_backoff(self, model: str) -> None:
-        failure = self._failures.get(model)
-        if failure is not None and perf_counter() < failure.backoff.not_before:
+        failure = self._failures.get(model, Backoff())
+        if perf_counter() < failure.not_before:
             raise build_load_error(model, failure.reason)
 
     # The load.
@@ -265,9 +257,8 @@ class ModelActivator:
         return True
 
     def _record_failure(self, model: str, error: LoadFailed) -> None:
-        failure = self._failures.get(model)
-        backoff = Backoff() if failure is None else failure.backoff
-        self._failures[model] = FailedLoad(error.reason, backoff.with_failure(perf_counter()))
+        failure = self._failures.get(model, Backoff())
+        self._failures[model] = failure.with_failure(perf_counter(), error.reason)
 
     def build_error(self, model: str, version: str) -> GatewayError:
         """Return the error of a request that does not wait."""

@@ -100,8 +100,9 @@ class Backoff:
 
     failures: int = 0
     not_before: float = 0.0
+    reason: str = ""  # of the last failure
 
-    def with_failure(self, now: float) -> Backoff:
+    def with_failure(self, now: float, reason: str = "") -> Backoff:
         doublings = min(self.failures, MAX_BACKOFF_DOUBLINGS)
         pause_s = min(INITIAL_BACKOFF_S * 2**doublings, MAX_BACKOFF_S)
-        return Backoff(self.failures + 1, now + pause_s)
+        return Backoff(self.failures + 1, now + pause_s, reason)
