@@ -128,7 +128,6 @@ def build_components(settings: Settings) -> AppComponents:
         connection_options,
         ManagementOptions(
             settings.load_timeout_s,
-            tls,
             settings.accepted_uploads is ModelUploads.code,
             settings.ready_quorum,
             settings.hold_s,

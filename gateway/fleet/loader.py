@@ -25,7 +25,6 @@ from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
-from gateway.triton.grpc.byte_channel import GrpcTlsFiles
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import (
     build_load_request,
@@ -46,7 +45,6 @@ class ManagementOptions:
     """Options of model management."""
 
     load_timeout_s: float = 300.0
-    tls: GrpcTlsFiles | None = None
     can_upload: bool = False  # whether a load may contain a config and files
     ready_quorum: int = 1  # replicas on which a declared model must be ready
     # How long requests wait for a replica; above 0, a fleet without any is ready.
@@ -172,14 +170,14 @@ class ModelLoader:
         await self._wait_for_index(replica, action)
 
     async def _send_action(self, replica: Replica, action: ModelAction) -> None:
-        address, options = replica.address, self._options
+        grpc_target = replica.address.grpc_target
         build = build_load_request if action.is_load else build_unload_request
         try:
             await call_management_api(
-                address.grpc_target,
+                grpc_target,
                 build(action.model, action.parameters),
-                options.load_timeout_s,
-                options.tls if address.tls else None,
+                self._options.load_timeout_s,
+                replica.grpc_tls,
                 replica.management_metadata,
             )
         except GrpcUnreachable as exc:
@@ -190,7 +188,7 @@ class ModelLoader:
                 "replica %s: %s (%s); managing models over HTTP, which stalls inference",
                 replica.name,
                 exc.detail,
-                address.grpc_target,
+                grpc_target,
             )
             await self._send_action_over_http(replica, action)
 

@@ -111,9 +111,9 @@ class Replica:
         self.metrics = HttpClient(
             address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
         )
-        grpc_tls = options.grpc_tls if address.tls else None
+        self.grpc_tls = options.grpc_tls if address.tls else None
         self.byte_channel = GrpcByteChannel(
-            address.grpc_target, grpc_tls, options.max_response_bytes
+            address.grpc_target, self.grpc_tls, options.max_response_bytes
         )
 
     @property
