@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
+from gateway.admission import AdmissionQueue
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.health import HealthState
 from gateway.fleet.held_models import HeldModels, ModelFactsCache
@@ -30,6 +31,7 @@ from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState, StartedLoad
+from gateway.fleet.signatures import SignatureCache
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +47,21 @@ class OnDemandLoader:
     """Loads models on one replica each, within the replica's budget."""
 
     _pool: ReplicaPool
+    _signatures: SignatureCache
     state: SharedState
     _loader: ModelLoader
     _reconciler: Reconciler
-    models: OnDemandModels
-    usage: ModelUsage
-    facts: ModelFactsCache
+    _admission: AdmissionQueue
     options: OnDemandOptions
     inference_times: InferenceTimes = field(default_factory=InferenceTimes)
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
 
     def __post_init__(self) -> None:
+        default_memory_mb = self.options.default_memory_mb
+        self.models = OnDemandModels(self.state, self.options.patterns)
+        self.usage = ModelUsage(self._admission, perf_counter)
+        self.facts = ModelFactsCache(self._pool, self._signatures, default_memory_mb)
+        self._loader.change_listeners.append(self.facts.invalidate)
         self.held = HeldModels(self.state, self._reconciler, self.models, self.usage, self.facts)
 
     # The replicas.

@@ -12,19 +12,17 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any, Final
 
 from gateway.admission import AdmissionQueue
 from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
 from gateway.fleet.activation import ModelActivator
-from gateway.fleet.held_models import ModelFactsCache
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED
 from gateway.fleet.loader import ManagementOptions, ModelLoader
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
-from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
+from gateway.fleet.on_demand_models import OnDemandModels, OnDemandOptions
 from gateway.fleet.on_demand_plan import parse_model_facts
 from gateway.fleet.operations import OperationRunner
 from gateway.fleet.pool import ReplicaPool
@@ -74,21 +72,12 @@ class Repository:
     def create_activator(
         self, admission: AdmissionQueue, options: OnDemandOptions
     ) -> ModelActivator:
-        usage = ModelUsage(admission, perf_counter)
-        self.on_demand_models = OnDemandModels(self.state, options.patterns)
-        facts = ModelFactsCache(self._pool, self._signatures, options.default_memory_mb)
-        self.loader.change_listeners.append(facts.invalidate)
+        pool, signatures, reconciler = self._pool, self._signatures, self._reconciler
         loader = OnDemandLoader(
-            self._pool,
-            self.state,
-            self.loader,
-            self._reconciler,
-            self.on_demand_models,
-            usage,
-            facts,
-            options,
+            pool, signatures, self.state, self.loader, reconciler, admission, options
         )
-        return ModelActivator(self._pool, loader, self._reconciler)
+        self.on_demand_models = loader.models
+        return ModelActivator(pool, loader, reconciler)
 
     async def __aenter__(self) -> Repository:
         await self.state.refresh()
