@@ -11,14 +11,15 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.tasks import run_together
 from gateway.fleet.transports import (
-    GrpcInferStream,
     GrpcStreamCall,
     GrpcUnaryCall,
     prepare_http_infer,
+    read_infer_response,
 )
 from gateway.request_info import measure_upstream_time
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature
+from gateway.triton.grpc.byte_channel import ByteStream
 from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
 
 # Pieces of one batch in flight; each uses a connection of its own.
@@ -112,12 +113,12 @@ class InferenceService:
 
 
 async def iterate_results(
-    request: InferRequest, stream: GrpcInferStream, first: InferResponse | None
+    request: InferRequest, stream: ByteStream, first: InferResponse | None
 ) -> AsyncGenerator[InferResult, None]:
     try:
         while first is not None:
             yield build_result(request, first)
-            first = await stream.read_response(request.target.timeout_s)
+            first = await read_infer_response(stream, request.target.timeout_s)
     finally:
         stream.close()
 

@@ -149,33 +149,22 @@ class GrpcStreamCall(GrpcCall):
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
-    ) -> tuple[GrpcInferStream, InferResponse | None]:
+    ) -> tuple[ByteStream, InferResponse | None]:
         client_metadata = build_grpc_metadata(self.request.trace_headers)
         with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             message = await self.request.encode(encode_grpc_request)
-            stream = GrpcInferStream(
-                await ByteStream.open(replica.byte_channel, self.target, message, metadata)
-            )
+            stream = await ByteStream.open(replica.byte_channel, self.target, message, metadata)
             try:
-                return stream, await stream.read_response(timeout_s)
+                return stream, await read_infer_response(stream, timeout_s)
             except BaseException:
                 stream.close()
                 raise
 
 
-@dataclass(frozen=True)
-class GrpcInferStream:
-    """The responses to one inference. Its owner must close it, which cancels the rest."""
-
-    messages: ByteStream
-
-    async def read_response(self, timeout_s: float) -> InferResponse | None:
-        """Return the next response; None after the last. Raises the mapped error of a failure."""
-        message = await self.messages.read_response(timeout_s)
-        return None if message is None else await decode_grpc_response(message, is_streamed=True)
-
-    def close(self) -> None:
-        self.messages.close()
+async def read_infer_response(stream: ByteStream, timeout_s: float) -> InferResponse | None:
+    """Return the next response; None after the last. Raises the mapped error of a failure."""
+    message = await stream.read_response(timeout_s)
+    return None if message is None else await decode_grpc_response(message, is_streamed=True)
 
 
 @contextmanager
