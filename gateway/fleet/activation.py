@@ -75,7 +75,10 @@ class ModelActivator:
         """Return whether requests for the model wait while no replica has it ready."""
         if not self._pool.has_live_replica:
             return self.loader.options.hold_s > 0
-        return self._is_loadable(model) or self._is_expected(model)
+        if self._is_loadable(model):
+            return True
+        # The reconciler loads a desired model on a new replica.
+        return self.loader.options.hold_s > 0 and self.loader.state.is_desired(model)
 
     def _is_loadable(self, model: str) -> bool:
         return (
@@ -83,10 +86,6 @@ class ModelActivator:
             and self.loader.models.is_on_demand(model)
             and self._pool.has_model(model)
         )
-
-    def _is_expected(self, model: str) -> bool:
-        """Return whether requests wait until the reconciler has loaded the model on a new replica."""
-        return self.loader.options.hold_s > 0 and self.loader.models.is_desired(model)
 
     async def activate(self, model: str, timeout_s: float) -> float:
         """Wait until the model is ready on a replica, or cannot be activated; return the remaining seconds.

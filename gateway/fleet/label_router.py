@@ -201,6 +201,3 @@ class LabelRouter:
                     active = ActiveLabel(self._pool, self._sequences, model, name, value)
                 self._active[model, name] = active
         self._seen_labels = labels
-
-    def explain_unknown_label(self, model: str, name: str) -> UnknownLabel:
-        return UnknownLabel(model, name, self.state.labels.get(model, {}))

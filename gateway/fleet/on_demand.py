@@ -72,7 +72,8 @@ class OnDemandLoader:
             for replica in self._list_controllable_replicas()
             if model in replica.index.models
             and replica.name not in self._pool.cordoned
-            and not self.is_held(replica, model)
+            and not replica.index.is_ready(model)
+            and not replica.index.is_changing(model)
         ]
 
     @property
@@ -90,9 +91,6 @@ class OnDemandLoader:
                 for model in replica.index.ready_models | replica.index.changing_models:
                     holders.setdefault(model, []).append(replica)
         return holders
-
-    def is_held(self, replica: Replica, model: str) -> bool:
-        return replica.index.is_ready(model) or replica.index.is_changing(model)
 
     def is_loading(self, model: str) -> bool:
         """Return whether another process loads the model on a live replica."""

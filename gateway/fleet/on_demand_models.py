@@ -72,11 +72,6 @@ class OnDemandModels:
             return False
         return self.matches(model)
 
-    def is_desired(self, model: str) -> bool:
-        """Return whether the reconciler loads the model."""
-        desired = self._state.merge_model(model)
-        return desired is not None and desired.is_loaded
-
     def matches(self, model: str) -> bool:
         """Return whether the models file or a pattern names the model as one to load on demand."""
         return model in self._state.on_demand_models or any(

@@ -58,7 +58,7 @@ class Reconciler:
             self._pool.set_cordoned(self._state.cordoned)
             self._readiness.update_required_models()
             self.is_leader = await self._state.renew_lease(LEADER_LEASE)
-            await self._forget_removed_replicas(is_leader=self.is_leader)
+            await self._forget_removed_replicas()
             if self.is_leader:
                 self._start_missing_actions()
             await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
@@ -101,7 +101,7 @@ class Reconciler:
             if key[0] == replica or key[1] == model:
                 del self._backoffs[key]
 
-    async def _forget_removed_replicas(self, *, is_leader: bool) -> None:
+    async def _forget_removed_replicas(self) -> None:
         """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
         replicas = list(self._pool.replicas.values())
         current = {replica.name for replica in replicas}
@@ -110,11 +110,11 @@ class Reconciler:
         self._loader.uncontrollable_replicas &= current
         for name in {key[0] for key in self._backoffs} - current:
             self.forget_failures(replica=name)
-        for name in removed & self._state.cordoned if is_leader else ():
+        for name in removed & self._state.cordoned if self.is_leader else ():
             with suppress(StateUnavailable):  # another replica may get the address
                 await self._state.set_cordon(name, is_cordoned=False)
         removed |= {replica.name for replica in replicas if replica.health.has_exited}
-        for name in removed & self._state.loads.keys() if is_leader else ():
+        for name in removed & self._state.loads.keys() if self.is_leader else ():
             await self._state.forget_loads(name)
 
     def _find_absent_replicas(self, current: set[str]) -> set[str]:

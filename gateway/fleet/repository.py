@@ -137,11 +137,7 @@ class Repository:
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""
-        desired = self.state.merge_model(model)
-        replicas = self._pool.replicas.values()
-        return (desired is not None and desired.is_loaded) or any(
-            replica.index.is_ready(model) for replica in replicas
-        )
+        return self.state.is_desired(model) or self._pool.is_ready(model)
 
     async def start_operation(
         self,

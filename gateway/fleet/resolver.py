@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 from gateway.auth import authorize
 from gateway.errors import UnknownModel
-from gateway.fleet.label_router import ActiveLabel, LabelRouter
+from gateway.fleet.label_router import ActiveLabel, LabelRouter, UnknownLabel
 from gateway.keys import Caller, Right
 from gateway.names import is_model_name, normalize_version
 from gateway.tensors.sequence import SequenceStep
@@ -74,7 +74,7 @@ class ModelResolver:
         if number is not None:
             return ModelTarget(model, number)
         if right is Right.infer and is_label_name(version) and self.labels.has_model(model):
-            raise self.labels.explain_unknown_label(model, version)
+            raise UnknownLabel(model, version, labels.get(model, ()))
         raise not_found_error(model, version)
 
     def check_served_name(self, scope: Scope, right: Right, name: str) -> None:

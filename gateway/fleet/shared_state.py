@@ -113,6 +113,11 @@ class SharedState:
             {model: declared[model]} if model in declared else {},
         ).get(model)
 
+    def is_desired(self, model: str) -> bool:
+        """Return whether the reconciler loads the model."""
+        desired = self.merge_model(model)
+        return desired is not None and desired.is_loaded
+
     def summarize_desired_models(self) -> str:
         loaded = sorted(name for name, model in self.desired_models.items() if model.is_loaded)
         unloaded = sorted(self.desired_models.keys() - set(loaded))
