@@ -17,7 +17,6 @@ from gateway.errors import (
     GatewayError,
     ModelControlModeConflict,
     ModelNotReady,
-    UnknownModel,
 )
 from gateway.fleet.model_copies import ModelCopies
 from gateway.fleet.on_demand import OnDemandLoader
@@ -258,13 +257,6 @@ class ModelActivator:
     def _record_failure(self, model: str, error: LoadFailed) -> None:
         failure = self._failures.get(model, Backoff())
         self._failures[model] = failure.with_failure(perf_counter(), error.reason)
-
-    def build_error(self, model: str, version: str) -> GatewayError:
-        """Return the error of a request that does not wait."""
-        if self._pool.has_live_replica:
-            known = self._pool.has_model(model)
-            return ModelNotReady(model, version) if known else UnknownModel(model, version)
-        return NoReplica()
 
 
 def build_load_error(model: str, reason: str) -> LoadFailed:

@@ -61,9 +61,6 @@ class Activator(Protocol):
 
     def can_activate(self, model: str) -> bool: ...
 
-    def build_error(self, model: str, version: str) -> GatewayError:
-        """Return the error of a request that does not wait."""
-
     async def activate(self, model: str, timeout_s: float) -> float:
         """Wait until the model can be used; return the remaining seconds.
 
@@ -179,11 +176,15 @@ class Dispatcher:
     async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
         """Wait until the model can be used; return the remaining seconds."""
         activator = self._activator
-        if activator is None or self._pool.is_usable(target.model):
+        model, version = target.model, target.version
+        if activator is None or self._pool.is_usable(model):
             raise NoReplica
-        if not target.can_activate or not activator.can_activate(target.model):
-            raise activator.build_error(target.model, target.version)
-        return await activator.activate(target.model, timeout_s)
+        if target.can_activate and activator.can_activate(model):
+            return await activator.activate(model, timeout_s)
+        if not self._pool.has_live_replica:
+            raise NoReplica
+        known = self._pool.has_model(model)
+        raise ModelNotReady(model, version) if known else UnknownModel(model, version)
 
     # Retries.
 
