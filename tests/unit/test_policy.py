@@ -37,6 +37,7 @@ from gateway.fleet.index import (
     model_names,
     parse_index,
 )
+from gateway.fleet.maintenance import count_busy_gateways
 from gateway.fleet.models_file import BadModelsFile, DeclaredModel, ModelsFile, parse_models_file
 from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.fleet.readiness import (
@@ -1165,3 +1166,10 @@ def test_no_text_makes_an_address_fail_in_another_way(text: str) -> None:
         assert isinstance(address, ReplicaAddress)
         assert address.host
         assert all(0 < port < 65536 for port in (address.port, address.grpc_port))
+
+
+@pytest.mark.parametrize("names", [None, 5, "a:8000", {"a:8000": 1}, [], ["b:8000"], [["a:8000"]]])
+def test_only_reports_that_list_a_replica_count_as_gateways_with_work_there(names: Any) -> None:
+    busy = {"busy_replicas": ["b:8000", "a:8000"]}
+    reports: list[dict[str, Any]] = [busy, {"ages": {}}, {"busy_replicas": names}]
+    assert count_busy_gateways(reports, "a:8000") == 1
