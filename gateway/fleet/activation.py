@@ -30,7 +30,7 @@ from gateway.fleet.on_demand_plan import (
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
-from gateway.fleet.tasks import cancel_tasks
+from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.http_client.connection import RequestNotSent
 from gateway.keys import Right
 from gateway.request_info import current_request_info
@@ -68,7 +68,7 @@ class ModelActivator:
     _loads: dict[str, SharedLoad] = field(default_factory=dict)
     _failures: dict[str, Backoff] = field(default_factory=dict)
     _load_times_s: dict[str, float] = field(default_factory=dict)
-    _background_tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _tasks: TaskSet = field(default_factory=TaskSet)
 
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
@@ -168,15 +168,15 @@ class ModelActivator:
 
     async def __aenter__(self) -> ModelActivator:
         copies = ModelCopies(self.loader, self._reconciler)
-        background = (self.loader.report_usage(), self.loader.run(), copies.run())
-        self._background_tasks = [asyncio.create_task(work) for work in background]
+        for work in (self.loader.report_usage(), self.loader.run(), copies.run()):
+            self._tasks.start(work)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self._background_tasks, *(load.task for load in self._loads.values())])
+        await cancel_tasks(self._tasks)
 
     def _start_load(self, model: str) -> SharedLoad:
-        task = asyncio.create_task(self._load(model))
+        task = self._tasks.start(self._load(model))
         load = self._loads[model] = SharedLoad(task, perf_counter())
         self.loader.held.awaited.add(model)
         task.add_done_callback(lambda task: self._finish_load(model, task))
