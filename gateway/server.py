@@ -120,6 +120,14 @@ class GatewayServer(uvicorn.Server):
                     limit_unsent_bytes(listener.fileno())
             self._on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves the rest to the end of the loop, which cancels the services while they close.
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
+
 
 def limit_unsent_bytes(descriptor: int) -> None:
     """Limit the send buffer of connections that this listening socket accepts; they inherit it (tcp(7))."""

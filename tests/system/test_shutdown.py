@@ -117,7 +117,8 @@ def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) ->
     return True
 
 
-def test_a_second_signal_ends_it_at_once(triton: Triton) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(triton: Triton, number: signal.Signals) -> None:
     """It waits neither for the end of the drain nor for what is under way: neither ever comes."""
     with (
         ThreadPoolExecutor(1) as pool,
@@ -126,12 +127,13 @@ def test_a_second_signal_ends_it_at_once(triton: Triton) -> None:
     ):
         slow = pool.submit(infer_slowly, url)
         wait_until(begun.exists)
-        os.kill(command.pid, signal.SIGTERM)
-        wait_until(lambda: not is_ready(url))
-        os.kill(command.pid, signal.SIGTERM)
+        os.kill(command.pid, number)
+        wait_until(lambda: refuses(url) if number == signal.SIGINT else not is_ready(url))
+        os.kill(command.pid, number)
         command.end()
         with pytest.raises(httpx.HTTPError):
             slow.result()
+        assert "Traceback" not in command.output
 
 
 def test_while_it_drains_it_says_so_and_closes_connections_after_their_answers(

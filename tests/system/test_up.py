@@ -51,6 +51,21 @@ def test_it_ends_while_triton_is_still_starting(repository: Path) -> None:
         assert up.end() == 130
 
 
+def test_a_second_interrupt_ends_it_at_once(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        port = httpx.URL(up.url).port or 0
+        with nothing_left(up), socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(
+                b"POST /v1/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            )
+            os.kill(up.pid, signal.SIGINT)
+            up.wait_for("press Ctrl-C again")
+            os.kill(up.pid, signal.SIGINT)
+            assert up.end() == 130
+        assert "Traceback" not in up.output
+
+
 def test_a_killed_triton_is_503_at_once_and_then_started_again(
     repository: Path, tmp_path: Path
 ) -> None:
