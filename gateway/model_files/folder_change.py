@@ -28,8 +28,9 @@ class FolderChange:
     def __init__(self, folder: Path, name_temporary: Callable[[Path], Path]) -> None:
         self.folder = folder
         self._name_temporary = name_temporary
-        self._reversals: list[Callable[[], None]] = []
-        self._asides: list[Path] = []
+        self._steps: list[
+            tuple[str, str]
+        ] = []  # as in the journal: a path, and what was moved aside
         self._journal: Path | None = None
 
     def put(self, source: Path, path: str) -> None:
@@ -37,28 +38,22 @@ class FolderChange:
         target = self.folder / path
         make_folders(target.parent)
         if os.path.lexists(target):
-            aside = self._name_aside(path)
+            aside = self._record_aside(path)
             if target.is_dir() or not try_link(target, aside):
                 target.rename(aside)
-            self._asides.append(aside)
-            self._reversals.append(lambda: self._restore(aside, target))
         else:
             self._record(path)
-            self._reversals.append(lambda: self._delete(target))
         source.rename(target)
         sync_folder(target.parent)
 
     def remove(self, path: str) -> None:
-        target, aside = self.folder / path, self._name_aside(path)
-        target.rename(aside)
-        self._asides.append(aside)
-        self._reversals.append(lambda: self._restore(aside, target))
+        aside = self._record_aside(path)
+        (self.folder / path).rename(aside)
         sync_folder(self.folder)
 
     def put_folder(self, source: Path) -> None:
         """Make `source` the whole folder, which is empty or does not exist."""
         self._record("", place=source)
-        self._reversals.append(lambda: self._delete(self.folder))
         source.rename(self.folder)
         sync_folder(self.folder.parent)
 
@@ -68,19 +63,18 @@ class FolderChange:
         sync_folder(self.folder.parent)
 
     def revert(self) -> None:
-        while self._reversals:
-            self._reversals.pop()()
-        self._asides.clear()
+        while self._steps:
+            self.revert_step(*self._steps.pop())
         self._delete_journal()
 
     def commit(self) -> None:
-        self._reversals.clear()
         self._delete_journal()
-        for aside in self._asides:
-            delete_tree(aside)
-        self._asides.clear()
+        for _, aside in self._steps:
+            if aside:
+                delete_tree(self.folder / aside)
+        self._steps.clear()
 
-    def _name_aside(self, path: str) -> Path:
+    def _record_aside(self, path: str) -> Path:
         aside = self._name_temporary(self.folder)
         self._record(path, aside.name)
         return aside
@@ -99,6 +93,7 @@ class FolderChange:
         finally:
             os.close(descriptor)
         sync_folder(place)
+        self._steps.append((path, aside))
 
     def _delete_journal(self) -> None:
         if self._journal is not None:
@@ -107,20 +102,16 @@ class FolderChange:
                 sync_folder(self.folder)
             self._journal = None
 
-    def _restore(self, aside: Path, target: Path) -> None:
-        if not os.path.lexists(aside):
-            return  # the step was not executed
-        if aside.is_dir() and os.path.lexists(target):
-            self._delete(target)
-        aside.replace(target)
-        aside.unlink(missing_ok=True)  # two links to one file are not replaced
-
     def revert_step(self, path: str, aside: str) -> None:
-        """Revert a step of the journal of an exited process."""
-        if aside:
-            self._restore(self.folder / aside, self.folder / path)
-        else:
-            self._delete(self.folder / path)
+        """Revert a step of this change, or of the journal of an exited process."""
+        target = self.folder / path
+        if not aside:
+            self._delete(target)
+        elif os.path.lexists(moved := self.folder / aside):  # otherwise the step was not executed
+            if moved.is_dir() and os.path.lexists(target):
+                self._delete(target)
+            moved.replace(target)
+            moved.unlink(missing_ok=True)  # two links to one file are not replaced
 
     def _delete(self, target: Path) -> None:
         # Renamed first: a Triton that starts meanwhile reads all of it or nothing.
