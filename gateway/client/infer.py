@@ -6,9 +6,11 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,12 +23,12 @@ from gateway.client.infer_client import InferClient
 from gateway.client.inputs import Input, InputSource
 from gateway.client.ordered import OrderedExecutor
 from gateway.client.pipes import write_descriptor
-from gateway.client.progress import ProgressBar
 from gateway.client.records import (
+    CsvWriter,
+    JsonLinesWriter,
     OutputFormat,
     Record,
     RecordWriter,
-    create_record_writer,
     resume_output,
 )
 from gateway.client.requests import BatchRequester
@@ -62,16 +64,8 @@ class InferStats:
     started_at: float = field(default_factory=time.monotonic)
 
     @property
-    def written_count(self) -> int:
-        return self.succeeded + self.failed
-
-    @property
-    def done_count(self) -> int:
-        return self.skipped + self.written_count
-
-    @property
-    def remaining_count(self) -> int | None:
-        return None if self.total is None else self.total - self.done_count
+    def done(self) -> int:
+        return self.skipped + self.succeeded + self.failed
 
     def add_record(self, record: Record) -> None:
         if record.outputs is not None:
@@ -86,7 +80,8 @@ class InferStats:
         parts = [f"{self.succeeded} succeeded", f"{self.failed} failed"]
         if self.skipped:
             parts.append(f"{self.skipped} skipped")
-        return f"{', '.join(parts)}, in {elapsed_s:.1f} s ({self.written_count / elapsed_s:.0f}/s)"
+        rate = (self.succeeded + self.failed) / elapsed_s
+        return f"{', '.join(parts)}, in {elapsed_s:.1f} s ({rate:.0f}/s)"
 
 
 def run_infer(options: InferOptions) -> int:
@@ -96,8 +91,10 @@ def run_infer(options: InferOptions) -> int:
     check_batching(options, model)
     names = [output["name"] for output in model["outputs"]]
     output = options.flags.output
-    to_terminal = output is None and os.isatty(STDOUT_DESCRIPTOR)
-    writer = create_record_writer(options.format, names, to_terminal=to_terminal)
+    writer: RecordWriter = JsonLinesWriter()
+    if options.format is OutputFormat.csv:
+        to_terminal = output is None and os.isatty(STDOUT_DESCRIPTOR)
+        writer = CsvWriter(names, to_terminal=to_terminal)
     done_counts: Counter[str] = Counter()
     if options.flags.resume and output is not None and output.exists():
         done_counts = resume_output(output, writer)
@@ -155,12 +152,13 @@ class InferRun:
     descriptor: int
     is_decoupled: bool
     received_signal: int = 0
+    show_counts: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         self.stats = InferStats(self.options.inputs.total)
 
     async def run(self) -> int:
-        options, stats = self.options, self.stats
+        options = self.options
         client = InferClient(
             options.target,
             options.model,
@@ -174,7 +172,11 @@ class InferRun:
         )
         self._install_signal_handlers(executor)
         try:
-            async with ProgressBar(lambda: (stats.done_count, stats.failed), stats.total):
+            with ExitStack() as stack:
+                if sys.stderr.isatty():
+                    from gateway.client.progress import show_counts
+
+                    self.show_counts = stack.enter_context(show_counts(self.stats.total))
                 if self.descriptor == STDOUT_DESCRIPTOR or not os.fstat(self.descriptor).st_size:
                     await write_descriptor(self.descriptor, self.writer.header)
                 await executor.run(self._group_inputs())
@@ -218,6 +220,8 @@ class InferRun:
         await write_descriptor(self.descriptor, b"".join(map(self.writer.encode_record, records)))
         for record in records:
             self.stats.add_record(record)
+        if self.show_counts is not None:
+            self.show_counts(self.stats.done, self.stats.failed)
 
     def _report_outcome(self, retry_count: int) -> int:
         stats = self.stats
@@ -233,9 +237,9 @@ class InferRun:
         return 1 if stats.failed else 0
 
     def _describe_remaining(self) -> str:
-        remaining = self.stats.remaining_count
-        count = f"{remaining} inputs remain"
-        message = "the remaining inputs were not sent" if remaining is None else count
+        message = "the remaining inputs were not sent"
+        if self.stats.total is not None:
+            message = f"{self.stats.total - self.stats.done} inputs remain"
         if self.options.flags.output is None:
             return f"{message} (only a run with --output FILE can be resumed)"
         return f"{message}; run the same command with --resume to continue"

@@ -5,27 +5,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import shutil
-import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final
 
-from rich import progress
-from rich.console import Console
-
 from gateway.client.api import ApiClient, model_api_path
 from gateway.client.errors import ClientError, UsageError
+from gateway.client.progress import create_transfer_bar
 from gateway.client.target import Target
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # of one step; the load of a model is one
 TRANSFER_PIECE_BYTES: Final = 256 << 10
 ARCHIVE_NAME: Final = "model.tar.gz"
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -62,21 +57,17 @@ def push_model(target: Target, pushed: PushedModel) -> dict[str, Any]:
             for field, place in fields.items()
             if place is not None
         }
-        digest = hash_stream(file)
-        advance = stack.enter_context(show_progress(pushed.model, size))
+        digest = base64.b64encode(hash_stream(file)).decode()
+        bar = stack.enter_context(create_transfer_bar())
+        sent = bar.wrap_file(file, size, description=pushed.model)
         if attached:
-            counted = CountedFile(file, advance)
-            options: dict[str, Any] = {"files": {"model": (file_name, counted), **attached}}
+            options: dict[str, Any] = {"files": {"model": (file_name, sent), **attached}}
         else:
-            file.seek(0)
-            options = {
-                "content": read_pieces(file, advance),
-                "headers": {
-                    "Content-Length": str(size),
-                    "Content-Type": "application/octet-stream",
-                    "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
-                },
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Repr-Digest": f"sha-256=:{digest}:",
             }
+            options = {"content": sent, "headers": headers}
         published: dict[str, Any] = api.call("PUT", path, **options)
     return published
 
@@ -101,9 +92,11 @@ def pull_model(target: Target, name: str, version: str, output: Path) -> list[st
             partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=output))
         try:
             total = sum(entry["bytes"] for entry in entries)
-            with show_progress(name, total) as advance, report_file_errors():
+            with create_transfer_bar() as bar, report_file_errors():
+                task = bar.add_task(name, total=total)
                 for entry in entries:
-                    download_file(api, name, entry, partial, advance)
+                    for count in download_file(api, name, entry, partial):
+                        bar.advance(task, count)
                 partial.chmod(0o755)
                 partial.rename(folder)
         finally:
@@ -116,9 +109,8 @@ def is_file_of_version(path: str, version: str) -> bool:
     return first == version or not (slash and first.isdigit())
 
 
-def download_file(
-    api: ApiClient, name: str, entry: dict[str, Any], folder: Path, advance: Advance
-) -> None:
+def download_file(api: ApiClient, name: str, entry: dict[str, Any], folder: Path) -> Iterator[int]:
+    """Write the file, and yield the sizes of its pieces."""
     path = PurePosixPath(entry["path"])
     if path.is_absolute() or ".." in path.parts:
         raise ClientError(f"the gateway listed an unsafe path: {entry['path']!r}")
@@ -129,7 +121,7 @@ def download_file(
         for piece in api.stream(f"{model_api_path(name)}/files/{path}"):
             file.write(piece)
             digest.update(piece)
-            advance(len(piece))
+            yield len(piece)
     if digest.hexdigest() != entry["sha256"]:
         raise ClientError(f"the received {entry['path']} has a wrong checksum; try again")
 
@@ -178,48 +170,3 @@ def hash_stream(file: BinaryIO) -> bytes:
         digest.update(piece)
     file.seek(0)
     return digest.digest()
-
-
-def read_pieces(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
-    while piece := file.read(TRANSFER_PIECE_BYTES):
-        yield piece
-        advance(len(piece))
-
-
-class CountedFile:
-    """A file of a form that reports how much of it was read."""
-
-    def __init__(self, file: BinaryIO, advance: Advance) -> None:
-        self._file = file
-        self._advance = advance
-
-    def read(self, size: int = -1) -> bytes:
-        piece = self._file.read(size)
-        self._advance(len(piece))
-        return piece
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-
-@contextmanager
-def show_progress(name: str, total: int) -> Iterator[Advance]:
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)

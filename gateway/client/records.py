@@ -121,14 +121,6 @@ def format_cell(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def create_record_writer(
-    format_: OutputFormat, outputs: Sequence[str], *, to_terminal: bool = False
-) -> RecordWriter:
-    if format_ is OutputFormat.csv:
-        return CsvWriter(outputs, to_terminal=to_terminal)
-    return JsonLinesWriter()
-
-
 def resume_output(path: Path, writer: RecordWriter) -> Counter[str]:
     """Remove failed and truncated records from a file; return the names of the inputs that succeeded.
 

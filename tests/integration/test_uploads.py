@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import os
+import re
 import select
 import signal
 import socket
@@ -30,7 +31,7 @@ from tests.support.fleet import Load, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, bearer, entry, written
 from tests.support.measurements import assert_number
-from tests.support.servers import gateway, gateway_before
+from tests.support.servers import Command, gateway, gateway_before
 from tests.support.uploads import (
     FIRST,
     MIB,
@@ -503,6 +504,16 @@ def test_the_commands_push_pull_and_remove(place: FolderPlace, tmp_path: Path) -
     absent = run_command(place, "push", tmp_path / "absent.onnx")
     assert absent.returncode == 1
     assert "no such file or directory" in absent.stderr.lower()
+
+
+def test_transfers_show_their_progress_in_a_terminal(place: FolderPlace, tmp_path: Path) -> None:
+    file = tmp_path / "shown.onnx"
+    file.write_bytes(FIRST)
+    for words in (("push", str(file), "--no-load"), ("pull", "shown", "--output", str(tmp_path))):
+        url = str(place.client.base_url)
+        with Command(*words, "--url", url, on_terminal=True) as command:
+            assert command.end() == 0
+        assert re.search(r"\d/\d+ bytes", command.output), command.output
 
 
 def begin_upload(
