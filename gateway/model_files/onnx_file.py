@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO, Final
+from collections.abc import Iterator
+from typing import BinaryIO, Final, NamedTuple
 
 MAX_TOP_LEVEL_FIELDS: Final = 5_000
 MAX_FIELD_HEADER_BYTES: Final = 20  # two varints
 VARINT, LENGTH_DELIMITED = 0, 2  # wire types
+FIXED_BYTES: Final = {1: 8, 5: 4}  # of the other wire types
 # The fields of ModelProto (onnx.proto) by number, with their wire types.
 MODEL_FIELDS: Final = {
     1: VARINT,  # ir_version
@@ -25,26 +27,44 @@ MODEL_FIELDS: Final = {
 REQUIRED_FIELDS: Final = frozenset((1, 7, 8))
 
 
+class WireField(NamedTuple):
+    """A field of a message: its number and type, and its value or the place of its content."""
+
+    number: int
+    wire_type: int
+    value: int
+    start: int
+    end: int
+
+
 def is_onnx_file(file: BinaryIO, size: int) -> bool:
     """Return whether the file is a complete `ModelProto` with a graph; its fields are not read."""
     found = set()
-    position = 0
-    for _ in range(MAX_TOP_LEVEL_FIELDS):
-        if position >= size:
-            break
-        file.seek(position)
+    try:
+        for count, field in enumerate(walk_message(file, 0, size)):
+            if count == MAX_TOP_LEVEL_FIELDS or MODEL_FIELDS.get(field.number) != field.wire_type:
+                return False
+            found.add(field.number)
+    except ValueError:
+        return False
+    return found >= REQUIRED_FIELDS
+
+
+def walk_message(file: BinaryIO, start: int, end: int) -> Iterator[WireField]:
+    """Yield the fields of the message at this place of a file. Raises `ValueError` if it is malformed."""
+    while start < end:
+        file.seek(start)
         header = file.read(MAX_FIELD_HEADER_BYTES)
-        try:
-            tag, tag_bytes = read_varint(header, 0)
-            value, header_bytes = read_varint(header, tag_bytes)
-        except ValueError:
-            return False
-        number, wire_type = tag >> 3, tag & 7
-        if MODEL_FIELDS.get(number) != wire_type:
-            return False
-        found.add(number)
-        position += header_bytes + (value if wire_type == LENGTH_DELIMITED else 0)
-    return position == size and found >= REQUIRED_FIELDS
+        tag, length = read_varint(header, 0)
+        number, wire_type, value = tag >> 3, tag & 7, 0
+        if wire_type not in FIXED_BYTES:
+            value, length = read_varint(header, length)
+        sizes = {VARINT: 0, LENGTH_DELIMITED: value, **FIXED_BYTES}
+        content = start + length
+        if wire_type not in sizes or content + sizes[wire_type] > end:
+            raise ValueError
+        start = content + sizes[wire_type]
+        yield WireField(number, wire_type, value, content, start)
 
 
 def read_varint(data: bytes, start: int) -> tuple[int, int]:

@@ -7,16 +7,10 @@ from typing import BinaryIO, Final, NamedTuple
 
 from gateway.errors import InvalidModelFile
 from gateway.messages import quote_text
-from gateway.model_files.onnx_file import (
-    LENGTH_DELIMITED,
-    MAX_FIELD_HEADER_BYTES,
-    VARINT,
-    read_varint,
-)
+from gateway.model_files.onnx_file import LENGTH_DELIMITED, WireField, walk_message
 
 MAX_GRAPH_FIELDS: Final = 300_000
 MAX_NAME_BYTES: Final = 4 << 10
-FIXED_BYTES: Final = {1: 8, 5: 4}  # of the wire types
 DYNAMIC: Final = -1
 MAX_DIMENSION: Final = (1 << 63) - 1  # a negative number is a larger one on the wire
 MODEL_GRAPH, GRAPH_INITIALIZER, GRAPH_INPUT, GRAPH_OUTPUT, INITIALIZER_NAME = 7, 5, 11, 12, 8
@@ -41,15 +35,6 @@ class OnnxTensor(NamedTuple):
     dims: tuple[int, ...] | None
 
 
-class Span(NamedTuple):
-    """A field of a message: its number, and its value or the place of its content."""
-
-    number: int
-    value: int
-    start: int
-    end: int
-
-
 class OnnxGraph:
     """Reads fields by position, a bounded number of them. Raises `InvalidModelFile`."""
 
@@ -59,7 +44,7 @@ class OnnxGraph:
         self.inputs: list[OnnxTensor] = []
         self.outputs: list[OnnxTensor] = []
         defaults = set()
-        for graph in self._walk(Span(0, 0, 0, size), MODEL_GRAPH):
+        for graph in self._walk(WireField(0, LENGTH_DELIMITED, 0, 0, size), MODEL_GRAPH):
             for field in self._walk(graph):
                 if field.number == GRAPH_INPUT:
                     self.inputs.append(self._read_tensor(field))
@@ -70,38 +55,25 @@ class OnnxGraph:
                     defaults |= {self._read_text(name) for name in names}
         self.inputs = [tensor for tensor in self.inputs if tensor.name not in defaults]
 
-    def _walk(self, message: Span, number: int = 0) -> Iterator[Span]:
+    def _walk(self, message: WireField, number: int = 0) -> Iterator[WireField]:
         """Yield the fields of a message, or those with a number."""
-        position = message.start
-        while position < message.end:
-            self._remaining_fields -= 1
-            if self._remaining_fields < 0:
-                raise InvalidModelFile(UNREADABLE)
-            self._file.seek(position)
-            header = self._file.read(MAX_FIELD_HEADER_BYTES)
-            try:
-                tag, start = read_varint(header, 0)
-                wire_type = tag & 7
-                value, length = (
-                    (0, start) if wire_type in FIXED_BYTES else read_varint(header, start)
-                )
-            except ValueError:
-                raise InvalidModelFile(UNREADABLE) from None
-            start = position + length
-            sizes = {VARINT: 0, LENGTH_DELIMITED: value, **FIXED_BYTES}
-            if wire_type not in sizes or start + sizes[wire_type] > message.end:
-                raise InvalidModelFile(UNREADABLE)
-            position = start + sizes[wire_type]
-            if number in (0, tag >> 3):
-                yield Span(tag >> 3, value, start, position)
+        try:
+            for field in walk_message(self._file, message.start, message.end):
+                self._remaining_fields -= 1
+                if self._remaining_fields < 0:
+                    raise InvalidModelFile(UNREADABLE)
+                if number in (0, field.number):
+                    yield field
+        except ValueError:
+            raise InvalidModelFile(UNREADABLE) from None
 
-    def _read_text(self, field: Span) -> str:
+    def _read_text(self, field: WireField) -> str:
         if field.end - field.start > MAX_NAME_BYTES:
             raise InvalidModelFile(UNREADABLE)
         self._file.seek(field.start)
         return self._file.read(field.end - field.start).decode(errors="replace")
 
-    def _read_tensor(self, message: Span) -> OnnxTensor:
+    def _read_tensor(self, message: WireField) -> OnnxTensor:
         name, element_type, dims = "", 0, None
         for field in self._walk(message):
             if field.number == VALUE_NAME:
@@ -115,7 +87,7 @@ class OnnxGraph:
                             dims = self._read_shape(part)
         return OnnxTensor(name, element_type, dims)
 
-    def _read_shape(self, message: Span) -> tuple[int, ...]:
+    def _read_shape(self, message: WireField) -> tuple[int, ...]:
         dims = []
         for dimension in self._walk(message, SHAPE_DIMENSION):
             sizes = [size.value for size in self._walk(dimension, DIMENSION_SIZE)]
