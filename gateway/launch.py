@@ -10,9 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -55,29 +55,11 @@ GRPC_PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 MessageWriter = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class EmbeddedFleet:
-    """The Tritons of `up`, and the gateway in front of them."""
-
-    tritons: tuple[TritonOptions, ...]
-    host: str  # of the gateway
-    port: int
-    settings: Settings
-    print_line: MessageWriter
-
-
 def run_with_embedded_triton(
     options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
 ) -> None:
-    """Run Tritons and a gateway; the overrides are settings that flags set."""
+    """Run Tritons and a gateway; the overrides are settings that flags set. Raises `CommandError`."""
     started_at = time.monotonic()
-    run_fleet(configure_fleet(options, host, port, replicas, overrides), started_at)
-
-
-def configure_fleet(
-    options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
-) -> EmbeddedFleet:
-    """Choose the ports and settings, and configure the log. Raises `CommandError`."""
     options = with_demonstration(options)
     tritons = [options.for_replica(number) for number in range(replicas)]
     ports = {"--port": port, **collect_ports(tritons)}
@@ -94,26 +76,37 @@ def configure_fleet(
         **overrides,
     )
     settings = restrict_allowed_hosts(host, prepare_grpc(host, settings, ports))
-    restricted = read_restricted_api(settings) or generate_restricted_api()
-    settings = settings.model_copy(update={"triton_restricted_api": SecretStr(restricted.setting)})
-    protected = tuple(replace(triton, restricted_api=restricted) for triton in tritons)
-    return EmbeddedFleet(protected, host, port, settings, print_line)
+    api = read_restricted_api(settings) or generate_restricted_api()
+    settings = settings.model_copy(update={"triton_restricted_api": SecretStr(api.setting)})
+    warn_if_exposed(settings, host)
+
+    def print_ready() -> None:
+        elapsed_s = time.monotonic() - started_at
+        places = describe_places(host, port, settings)
+        print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
+
+    with prompt_exit(), resolve_model_paths(options.model_repositories) as paths:
+        tritons = [replace(each, model_repositories=paths, restricted_api=api) for each in tritons]
+        run_fleet(tritons, settings, host, port, print_line, print_ready)
 
 
-def run_fleet(fleet: EmbeddedFleet, started_at: float) -> None:
+def run_fleet(
+    tritons: Sequence[TritonOptions],
+    settings: Settings,
+    host: str,
+    port: int,
+    print_line: MessageWriter,
+    print_ready: Callable[[], None],
+) -> None:
     """Run until a signal arrives. Raises `CommandError` when the last Triton has failed."""
     from gateway.app import create_app
     from gateway.server import create_server
     from gateway.welcome import Welcome
 
-    host, port, settings, print_line = fleet.host, fleet.port, fleet.settings, fleet.print_line
-    warn_if_exposed(settings, host)
     welcome = Welcome(host, port, print_line)
 
     def on_ready() -> None:
-        elapsed_s = time.monotonic() - started_at
-        places = describe_places(host, port, settings)
-        print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
+        print_ready()
         welcome.start()
 
     app = create_app(settings, welcome.receive_services)
@@ -122,35 +115,20 @@ def run_fleet(fleet: EmbeddedFleet, started_at: float) -> None:
 
     def on_failure(reason: str) -> None:
         reasons.append(reason)
-        if len(reasons) == len(fleet.tritons):
+        if len(reasons) == len(tritons):
             gateway.should_exit = True
         else:
             print_line(f"{reason}; the gateway continues with the other replicas")
 
-    with prompt_exit():
-        with (
-            prepare_tritons(fleet, on_failure) as tritons,
-            run_embedded_tritons(tritons, print_line),
-        ):
-            gateway.run()
-        if len(reasons) == len(fleet.tritons):
-            raise CommandError(reasons[-1])
+    def create_triton(options: TritonOptions) -> EmbeddedTriton:
+        # The messages of several Tritons begin with their addresses.
+        prefix = f"{options.address}: " if len(tritons) > 1 else ""
+        return EmbeddedTriton(options, print_line, on_failure, prefix)
 
-
-@contextmanager
-def prepare_tritons(
-    fleet: EmbeddedFleet, on_failure: MessageWriter
-) -> Iterator[list[EmbeddedTriton]]:
-    """Yield the Tritons, which are not started, with the repositories of models given as files."""
-    with resolve_model_paths(fleet.tritons[0].model_repositories) as repositories:
-
-        def create_triton(options: TritonOptions) -> EmbeddedTriton:
-            # The messages of several Tritons begin with their addresses.
-            prefix = f"{options.address}: " if len(fleet.tritons) > 1 else ""
-            options = replace(options, model_repositories=repositories)
-            return EmbeddedTriton(options, fleet.print_line, on_failure, prefix)
-
-        yield list(map(create_triton, fleet.tritons))
+    with run_embedded_tritons(list(map(create_triton, tritons)), print_line):
+        gateway.run()
+    if len(reasons) == len(tritons):
+        raise CommandError(reasons[-1])
 
 
 def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
@@ -162,12 +140,13 @@ def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
     if not folders or options.model_control is not ModelControl.explicit:
         return {}
     url = f"file://{Path(folders[0]).absolute()}"
-    defaults = {"GATEWAY_REPOSITORY": url, "GATEWAY_MODEL_UPLOADS": ModelUploads.artifacts}
-    is_usable = not REPOSITORY_URL_EXCLUSIONS & set(url)
+    if REPOSITORY_URL_EXCLUSIONS & set(url):
+        return {}
+    defaults = {"repository": url, "model_uploads": ModelUploads.artifacts}
     return {
-        name.removeprefix(ENV_PREFIX).lower(): value
+        name: value
         for name, value in defaults.items()
-        if is_usable and name not in os.environ
+        if f"{ENV_PREFIX}{name.upper()}" not in os.environ
     }
 
 
@@ -189,10 +168,11 @@ def list_local_models(places: Sequence[Path | str]) -> list[str]:
             f"the models of {remote} are not known before Triton runs; name those to load at startup "
             "with --load, or use --on-demand '*'"
         )
-    folders = [Path(place) for place in places]
-    models = [make_model_name(folder) for folder in folders if is_model(folder)]
-    for folder in folders:
-        if folder.is_dir() and not is_model(folder):
+    models = []
+    for folder in map(Path, places):
+        if is_model(folder):
+            models.append(make_model_name(folder))
+        elif folder.is_dir():
             models += sorted(path.name for path in folder.iterdir() if path.is_dir())
     return models
 
@@ -271,8 +251,7 @@ def run_gateway(host: str, port: int, workers: int) -> None:
     tritons = ", ".join(settings.triton_urls)
     settings = prepare_grpc(host, settings, {"--port": port})
     places = describe_places(host, port, settings)
-    message = f"serving {tritons} on {places}  (press Ctrl-C to stop)"
-    on_ready = partial(print_line, message)
+    on_ready = partial(print_line, f"serving {tritons} on {places}  (press Ctrl-C to stop)")
     settings = restrict_allowed_hosts(host, settings)
     warn_if_exposed(settings, host)
     with prompt_exit(), ExitStack() as stack:
