@@ -117,10 +117,8 @@ class BucketStore(ModelStore):
     def create_staging(self) -> Staging:
         return Staging(self._scratch.name_file)
 
-    def check_quota(self, needed_bytes: int = 0) -> None:
-        if self._max_bytes:
-            used_bytes = sum(entry.size for entry in self._bucket.list_objects())
-            self._compute_free_bytes(used_bytes, needed_bytes)
+    def _measure(self) -> int:
+        return sum(entry.size for entry in self._bucket.list_objects())
 
     def check_upload(self, upload: ModelUpload) -> None:
         self.check_quota(sum(file.size for _, file in upload.all_files))
@@ -194,10 +192,10 @@ class BucketStore(ModelStore):
     def _find_checksum(self, entry: ObjectEntry) -> str:
         """Return the SHA-256 checksum, which is kept until the object changes."""
         key = (entry.key, entry.e_tag)
-        if key not in self._checksums:
-            checksum = self._bucket.read_checksum(entry.key)
-            self._remember_checksum(key, checksum or self._hash_object(entry.key))
-        return self._checksums[key]
+        if known := self._checksums.get(key):
+            return known
+        checksum = self._bucket.read_checksum(entry.key)
+        return self._remember_checksum(key, checksum or self._hash_object(entry.key))
 
     def _hash_object(self, key: str) -> str:
         return hash_pieces(self._bucket.open(key).pieces)

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import stat
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -191,7 +190,7 @@ class FolderStore(ModelStore):
             self._free_bytes -= count
             if self._free_bytes < 0:
                 needed_bytes = self._unwritten_bytes + count  # which the folder does not show yet
-                self._free_bytes = self._find_free_bytes(needed_bytes) - needed_bytes
+                self._free_bytes = self.check_quota(needed_bytes) - needed_bytes
             self._unwritten_bytes += count
         try:
             yield
@@ -199,15 +198,9 @@ class FolderStore(ModelStore):
             with self._reserving:
                 self._unwritten_bytes -= count
 
-    def check_quota(self, needed_bytes: int = 0) -> None:
-        self._find_free_bytes(needed_bytes)
-
-    def _find_free_bytes(self, needed_bytes: int) -> int:
-        """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
-        if not self._max_bytes:
-            return sys.maxsize
+    def _measure(self) -> int:
         files = walk_model_files(self.root, with_temporary=True)
-        return self._compute_free_bytes(sum(path.lstat().st_size for path in files), needed_bytes)
+        return sum(path.lstat().st_size for path in files)
 
     def check_upload(self, upload: ModelUpload) -> None:
         self.check_quota()  # which counts temporary files as well
@@ -303,9 +296,9 @@ class FolderStore(ModelStore):
     def hash_file(self, path: Path) -> str:
         """Return the SHA-256 checksum, which is kept until the file changes."""
         key = find_checksum_key(path)
-        if key not in self._checksums:
-            self._remember_checksum(key, hash_pieces(read_file_pieces(path.open("rb"))))
-        return self._checksums[key]
+        if known := self._checksums.get(key):
+            return known
+        return self._remember_checksum(key, hash_pieces(read_file_pieces(path.open("rb"))))
 
 
 def read_file_pieces(file: BinaryIO) -> Iterator[bytes]:

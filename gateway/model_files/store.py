@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,18 +123,19 @@ class ModelStore(ABC):
     @abstractmethod
     def create_staging(self) -> Staging: ...
 
-    @abstractmethod
-    def check_quota(self, needed_bytes: int = 0) -> None:
-        """Raise `RepositoryFull` if the repository would exceed its limit."""
-
-    def _compute_free_bytes(self, used_bytes: int, needed_bytes: int) -> int:
+    def check_quota(self, needed_bytes: int = 0) -> int:
         """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
-        if used_bytes + needed_bytes > self._max_bytes:
+        free_bytes = self._max_bytes - self._measure() if self._max_bytes else sys.maxsize
+        if needed_bytes > free_bytes:
             raise RepositoryFull(
                 f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
                 "remove models or versions first"
             )
-        return self._max_bytes - used_bytes
+        return free_bytes
+
+    @abstractmethod
+    def _measure(self) -> int:
+        """Return the size of all files in bytes."""
 
     @abstractmethod
     def check_upload(self, upload: ModelUpload) -> None:
@@ -176,11 +178,12 @@ class ModelStore(ABC):
     def open_file(self, model: str, path: str) -> FileContent:
         """Open a file of a model. Raises `NotFound`."""
 
-    def _remember_checksum(self, key: tuple[int | str, ...], checksum: str) -> None:
-        """Keep the checksum of a file; the key changes with its content."""
+    def _remember_checksum(self, key: tuple[int | str, ...], checksum: str) -> str:
+        """Keep and return the checksum of a file; the key changes with its content."""
         if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
             self._checksums.clear()
         self._checksums[key] = checksum
+        return checksum
 
 
 def hash_pieces(pieces: Iterable[bytes]) -> str:
