@@ -31,19 +31,6 @@ LOCK_PREFIX: Final = f"{TEMPORARY_PREFIX}lock-"
 ChangeRecord = dict[str, Any]
 
 
-class LockWatch:
-    """The time since which another gateway's lock has not changed."""
-
-    def __init__(self) -> None:
-        self._e_tag = ""
-        self._since_s = 0.0
-
-    def is_abandoned(self, e_tag: str, now_s: float) -> bool:
-        if e_tag != self._e_tag:
-            self._e_tag, self._since_s = e_tag, now_s
-        return now_s - self._since_s >= LEASE_S
-
-
 class BucketLock:
     """The lock of one model. The methods that are not `async` block; two threads may call them."""
 
@@ -51,12 +38,14 @@ class BucketLock:
         self.model = model
         self._bucket = bucket
         self._key = f"{LOCK_PREFIX}{model}"
-        self._watch = LockWatch()
+        # Of another gateway's lock: its tag, and the time since which it has not changed.
+        self._other_e_tag, self._other_since_s = "", 0.0
         self._writing = threading.Lock()
         self.nonce = secrets.token_hex(8)
         self._writes = 0
         self._e_tag = ""
-        self._record: ChangeRecord | None = None
+        # The change that the owner, or the previous one, has not completed.
+        self.record: ChangeRecord | None = None
         self._renewed_s = 0.0
         self._is_lost = False
 
@@ -72,25 +61,22 @@ class BucketLock:
             content, e_tag = self._bucket.read(self._key)
         except FileNotFoundError:
             return False  # released meanwhile
-        if not self._watch.is_abandoned(e_tag, time.monotonic()):
+        if e_tag != self._other_e_tag:
+            self._other_e_tag, self._other_since_s = e_tag, time.monotonic()
+        if time.monotonic() - self._other_since_s < LEASE_S:
             return False
         with suppress(ObjectChanged):
-            self._e_tag, self._record = e_tag, orjson.loads(content)["change"]
+            self._e_tag, self.record = e_tag, orjson.loads(content)["change"]
             self._write()
             log.warning("took over the lock of model %s", quote_text(self.model))
             return True
-        self._e_tag, self._record = "", None
+        self._e_tag, self.record = "", None
         return False
-
-    @property
-    def record(self) -> ChangeRecord | None:
-        """The change that the owner, or the previous one, has not completed."""
-        return self._record
 
     def write_record(self, record: ChangeRecord | None) -> None:
         """Record a change before its first step; None after its last one. Raises `RepositoryUnavailable`."""
         with self._writing:
-            self._record = record
+            self.record = record
             self._renew()
 
     def check(self) -> None:
@@ -112,7 +98,7 @@ class BucketLock:
         """Delete the lock; one that cannot be deleted, or has a record, is taken over later."""
         with self._writing, suppress(RepositoryUnavailable):
             self.check()
-            if self._record is None:
+            if self.record is None:
                 self._is_lost = True
                 self._bucket.delete([self._key])
 
@@ -128,7 +114,7 @@ class BucketLock:
         self._writes += 1
         started_s = time.monotonic()
         # The tag of an object is a checksum of its content, so the content must differ each time.
-        document = {"owner": self.nonce, "write": self._writes, "change": self._record}
+        document = {"owner": self.nonce, "write": self._writes, "change": self.record}
         self._e_tag = self._bucket.write_if_unchanged(
             self._key, orjson.dumps(document), self._e_tag
         )

@@ -50,8 +50,8 @@ class StagedWriter:
     """Writes a temporary file and computes its checksum."""
 
     def __init__(self, staging: Staging, path: Path) -> None:
+        self.path = path
         self._staging = staging
-        self._path = path
         self._size = 0
         self._hash = hashlib.sha256()
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -69,15 +69,10 @@ class StagedWriter:
 
     def finish(self) -> StagedFile:
         self._file.close()
-        return StagedFile(self._path, self._size, self._hash.hexdigest())
+        return StagedFile(self.path, self._size, self._hash.hexdigest())
 
     def close(self) -> None:
         self._file.close()
-
-
-def reserve_nothing(_size: int) -> AbstractContextManager[None]:
-    """Reserve nothing: the files are not in the repository."""
-    return nullcontext()
 
 
 class Staging:
@@ -90,13 +85,12 @@ class Staging:
     def __init__(
         self,
         name_temporary: Callable[[], Path],
-        reserve: Callable[[int], AbstractContextManager[None]] = reserve_nothing,
+        reserve: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._name_temporary = name_temporary
         self.reserve = reserve
         self._lock = threading.Lock()
         self._writers: list[StagedWriter] = []
-        self._paths: list[Path] = []
         self._is_open = True
 
     def check_open(self) -> None:
@@ -106,9 +100,7 @@ class Staging:
     def create_file(self) -> StagedWriter:
         with self._lock:
             self.check_open()
-            path = self._name_temporary()
-            writer = StagedWriter(self, path)
-            self._paths.append(path)
+            writer = StagedWriter(self, self._name_temporary())
             self._writers.append(writer)
             return writer
 
@@ -122,7 +114,6 @@ class Staging:
             self._is_open = False
             for writer in self._writers:
                 writer.close()
-            for path in self._paths:
                 with suppress(OSError):
-                    path.unlink(missing_ok=True)
-            self._paths.clear()
+                    writer.path.unlink(missing_ok=True)
+            self._writers.clear()
