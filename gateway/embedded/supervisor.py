@@ -46,8 +46,11 @@ class ServerRun:
         self._log_filter = LogFilter(verbose=options.log_verbose > 0)
         self._was_ready = False
         self._headers = {"Connection": "close"}
-        if options.restricted_api is not None:
-            self._headers[options.restricted_api.key] = options.restricted_api.secret
+        environment = {**installation.environment(), **options.build_environment()}
+        if (api := options.restricted_api) is not None:
+            self._headers[api.key] = api.secret
+            # Other users can read the arguments of a process, but not its environment.
+            environment[reaper.ARGUMENTS_VARIABLE] = "\n".join(api.server_arguments())
         self._shared_memory_prefix = f"triton_gateway_{os.getpid()}_{time.monotonic_ns():x}_"
         self._deadline = time.monotonic() + options.start_timeout_s
         # -I -S: the reaper needs only the standard library, and starts in 15 ms without `site`.
@@ -55,11 +58,7 @@ class ServerRun:
         command = [sys.executable, "-I", "-S", reaper.__file__, str(EXIT_GRACE_S), prefix]
         self.process = subprocess.Popen(
             [*command, *options.build_command(installation, prefix)],
-            env={
-                **installation.environment(),
-                **options.build_environment(),
-                **secret_environment(options),
-            },
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -144,13 +143,6 @@ class ServerRun:
         reaper.kill_processes_by_prefix(self._shared_memory_prefix)
         self._log_reader.join(1)
         reaper.remove_shared_memory(self._shared_memory_prefix)
-
-
-def secret_environment(options: TritonOptions) -> dict[str, str]:
-    # The reaper takes these arguments from its environment, where other users cannot read them.
-    if options.restricted_api is None:
-        return {}
-    return {reaper.ARGUMENTS_VARIABLE: "\n".join(options.restricted_api.server_arguments())}
 
 
 @dataclass(eq=False, repr=False)
