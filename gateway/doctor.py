@@ -7,11 +7,13 @@ import logging
 import os
 import platform
 import resource
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
@@ -28,7 +30,6 @@ from gateway.keys import read_keys_file
 from gateway.messages import CommandError, join_names
 from gateway.model_files.bucket import Bucket
 from gateway.settings import Settings, describe_unknown_settings, read_settings
-from gateway.settings.bucket_url import BucketLocation
 from gateway.state.store import MemoryStateStore, open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0
@@ -42,6 +43,9 @@ class CheckStatus(str, Enum):
     ok = "ok"
     warning = "warning"
     failed = "failed"
+
+
+OK, WARNING, FAILED = CheckStatus
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def run_checks(host: str, port: int) -> list[Finding]:
         settings = read_settings()
     except CommandError as exc:
         settings = None
-        findings.append(Finding("settings", CheckStatus.failed, str(exc), "correct the variable"))
+        findings.append(Finding("settings", FAILED, str(exc), "correct the variable"))
     if settings is not None:
         for check in SETTINGS_CHECKS:
             findings += check(settings)
@@ -80,13 +84,11 @@ def run_checks(host: str, port: int) -> list[Finding]:
 def check_python() -> Iterator[Finding]:
     version = platform.python_version()
     try:
-        installation.check_platform(installation.HostPlatform.detect())
+        installation.check_platform(installation.HostPlatform())
     except CommandError as exc:
-        yield Finding(
-            "python", CheckStatus.warning, f"Python {version}: {exc}", "up is unavailable"
-        )
+        yield Finding("python", WARNING, f"Python {version}: {exc}", "up is unavailable")
     else:
-        yield Finding("python", CheckStatus.ok, f"Python {version}")
+        yield Finding("python", OK, f"Python {version}")
 
 
 def check_installation() -> Iterator[Finding]:
@@ -98,22 +100,21 @@ def check_installation() -> Iterator[Finding]:
         installation.check_cache_path(cache)
         installation.find_libpython(installation.library_folders())
     except CommandError as exc:
-        yield Finding(check, CheckStatus.warning, str(exc), "serve does not need it")
+        yield Finding(check, WARNING, str(exc), "serve does not need it")
         return
-    if missing := installation.list_missing_parts():
-        if not os.access(folder, os.W_OK | os.X_OK):
-            message = f"the cache folder {cache} cannot be written"
-            yield Finding(check, CheckStatus.failed, message, "set TRITON_GATEWAY_CACHE")
-            return
-        status = os.statvfs(folder)
-        if status.f_bavail * status.f_frsize < MIN_FREE_BYTES:
+    missing = installation.list_missing_parts()
+    if not missing:
+        yield Finding(check, OK, f"the embedded Triton is complete in {cache}")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        message = f"the cache folder {cache} cannot be written"
+        yield Finding(check, FAILED, message, "set TRITON_GATEWAY_CACHE")
+    else:
+        if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
             message = f"less than 1 GiB is free in {folder}"
-            yield Finding(check, CheckStatus.warning, message, "set TRITON_GATEWAY_CACHE")
+            yield Finding(check, WARNING, message, "set TRITON_GATEWAY_CACHE")
         message = f"{join_names(missing)} not in {cache}"
         advice = f"the first start of up downloads what is missing, at most {DOWNLOAD_SIZE}"
-        yield Finding(check, CheckStatus.warning, message, advice)
-    else:
-        yield Finding(check, CheckStatus.ok, f"the embedded Triton is complete in {cache}")
+        yield Finding(check, WARNING, message, advice)
 
 
 def check_open_files() -> Iterator[Finding]:
@@ -121,10 +122,10 @@ def check_open_files() -> Iterator[Finding]:
     if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
         message = f"at most {hard} open files, and every request can need two"
         advice = f"raise the limit to {MIN_OPEN_FILES} or more (ulimit -Hn, LimitNOFILE=)"
-        yield Finding("open files", CheckStatus.warning, message, advice)
+        yield Finding("open files", WARNING, message, advice)
     else:
         limit = "no limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
-        yield Finding("open files", CheckStatus.ok, limit)
+        yield Finding("open files", OK, limit)
 
 
 # The settings.
@@ -134,44 +135,39 @@ def check_setting_names(settings: Settings) -> Iterator[Finding]:
     del settings  # the names are those of the environment
     warnings = describe_unknown_settings(os.environ)
     for warning in warnings:
-        yield Finding("settings", CheckStatus.warning, warning)
+        yield Finding("settings", WARNING, warning)
     if not warnings:
         count = sum(name.upper().startswith("GATEWAY_") for name in os.environ)
-        yield Finding("settings", CheckStatus.ok, f"valid, {count} set in the environment")
+        yield Finding("settings", OK, f"valid, {count} set in the environment")
 
 
 def check_keys_file(settings: Settings) -> Iterator[Finding]:
     check, path = "keys file", settings.keys_file
+    command = f"triton-gateway key create NAME --file {path or 'keys.yaml'}"
     if path is None:
-        yield Finding(
-            check,
-            CheckStatus.ok,
-            "not set: every client that reaches the gateway may use all models",
-            "before others reach it: triton-gateway key create NAME --file keys.yaml",
-        )
+        message = "not set: every client that reaches the gateway may use all models"
+        yield Finding(check, OK, message, f"before others reach it: {command}")
         return
     try:
-        callers = read_keys_file(path)
+        count = len(read_keys_file(path))
     except CommandError as exc:
-        advice = f"create it with: triton-gateway key create NAME --file {path}"
-        yield Finding(check, CheckStatus.failed, str(exc), advice)
+        yield Finding(check, FAILED, str(exc), f"create it with: {command}")
         return
-    status = CheckStatus.ok if callers else CheckStatus.warning
-    advice = "" if callers else f"add one: triton-gateway key create NAME --file {path}"
-    yield Finding(check, status, f"{path} contains {len(callers)} keys", advice)
+    advice = "" if count else f"add one: {command}"
+    yield Finding(check, OK if count else WARNING, f"{path} contains {count} keys", advice)
 
 
 def check_models_file(settings: Settings) -> Iterator[Finding]:
     check, path = "models file", settings.models_file
     if path is None:
-        yield Finding(check, CheckStatus.ok, "not set: no model is required for readiness")
+        yield Finding(check, OK, "not set: no model is required for readiness")
         return
     try:
         models = read_models_file(path)
     except CommandError as exc:
-        yield Finding(check, CheckStatus.failed, str(exc), "correct the file, see docs/fleet.md")
+        yield Finding(check, FAILED, str(exc), "correct the file, see docs/fleet.md")
     else:
-        yield Finding(check, CheckStatus.ok, f"{path} declares {join_names(models)}")
+        yield Finding(check, OK, f"{path} declares {join_names(models)}")
 
 
 def check_state(settings: Settings) -> Iterator[Finding]:
@@ -189,41 +185,35 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         is_forgotten, count = asyncio.run(read_state())
     except (CommandError, GatewayError) as exc:
         advice = "see GATEWAY_STATE in docs/settings.md"
-        yield Finding(check, CheckStatus.failed, describe_error(exc), advice)
+        yield Finding(check, FAILED, describe_error(exc), advice)
         return
     if is_forgotten:
         message = "no folder for the state file: loaded models are forgotten at a restart"
-        yield Finding(check, CheckStatus.warning, message, "set XDG_STATE_HOME or GATEWAY_STATE")
+        yield Finding(check, WARNING, message, "set XDG_STATE_HOME or GATEWAY_STATE")
     else:
-        yield Finding(check, CheckStatus.ok, f"readable, with the desired state of {count} models")
+        yield Finding(check, OK, f"readable, with the desired state of {count} models")
 
 
 def check_model_repository(settings: Settings) -> Iterator[Finding]:
-    check = "repository"
-    if settings.repository_bucket is not None:
-        yield from check_bucket(settings.repository_bucket)
-        return
-    folder = settings.repository_folder
-    if folder is None:
-        yield Finding(check, CheckStatus.ok, "not set: models cannot be uploaded; up sets it")
+    check, folder, bucket = "repository", settings.repository_folder, settings.repository_bucket
+    if bucket is not None:
+        try:
+            Bucket(bucket).list_top_level()
+        except (CommandError, GatewayError) as exc:
+            advice = "see GATEWAY_REPOSITORY in docs/settings.md"
+            yield Finding(check, FAILED, describe_error(exc), advice)
+        else:
+            yield Finding(check, OK, f"bucket {bucket.bucket} can be listed")
+    elif folder is None:
+        yield Finding(check, OK, "not set: models cannot be uploaded; up sets it")
     elif not folder.is_dir():
         advice = "create it, or correct GATEWAY_REPOSITORY"
-        yield Finding(check, CheckStatus.failed, f"{folder} is not a folder", advice)
+        yield Finding(check, FAILED, f"{folder} is not a folder", advice)
     elif not os.access(folder, os.W_OK | os.X_OK):
         advice = f"let user {os.getuid()} write to it"
-        yield Finding(check, CheckStatus.failed, f"{folder} cannot be written", advice)
+        yield Finding(check, FAILED, f"{folder} cannot be written", advice)
     else:
-        yield Finding(check, CheckStatus.ok, f"{folder} can be written")
-
-
-def check_bucket(location: BucketLocation) -> Iterator[Finding]:
-    try:
-        Bucket(location).list_top_level()
-    except (CommandError, GatewayError) as exc:
-        advice = "see GATEWAY_REPOSITORY in docs/settings.md"
-        yield Finding("repository", CheckStatus.failed, describe_error(exc), advice)
-    else:
-        yield Finding("repository", CheckStatus.ok, f"bucket {location.bucket} can be listed")
+        yield Finding(check, OK, f"{folder} can be written")
 
 
 def describe_error(exc: CommandError | GatewayError) -> str:
@@ -241,12 +231,12 @@ def check_port(settings: Settings, host: str, port: int) -> Iterator[Finding]:
         scheme = "http" if settings.tls_cert_file is None else "https"
         address = f"{scheme}://{join_host_port(host, port)}"
         if is_gateway(address):
-            yield Finding("port", CheckStatus.ok, f"a gateway answers at {address}")
+            yield Finding("port", OK, f"a gateway answers at {address}")
         else:
             message = f"{exc}; the server there is not a gateway"
-            yield Finding("port", CheckStatus.failed, message, "end it, or use another port")
+            yield Finding("port", FAILED, message, "end it, or use another port")
     else:
-        yield Finding("port", CheckStatus.ok, f"port {port} is free")
+        yield Finding("port", OK, f"port {port} is free")
 
 
 def is_gateway(address: str) -> bool:
@@ -267,30 +257,26 @@ def check_replicas(settings: Settings) -> Iterator[Finding]:
         sources = [parse_replica_source(url) for url in settings.triton_urls]
         tls = create_tls_context(settings, sources)
     except (CommandError, OSError) as exc:
-        yield Finding("triton", CheckStatus.failed, str(exc), f"correct {URLS_SETTING}")
+        yield Finding("triton", FAILED, str(exc), f"correct {URLS_SETTING}")
         return
     # Nobody has to run a Triton at the default address: up starts its own.
     is_default = "triton_urls" not in settings.model_fields_set
-    unreachable = CheckStatus.warning if is_default else CheckStatus.failed
+    unreachable = WARNING if is_default else FAILED
     with httpx.Client(timeout=HTTP_TIMEOUT_S, verify=tls or False, trust_env=False) as client:
         for source in sources:
-            for address, reason in find_addresses(source):
-                if address is None:
-                    advice = f"correct the name in {URLS_SETTING}, or its DNS records"
-                    yield Finding("triton", unreachable, reason, advice)
-                else:
+            try:
+                addresses = asyncio.run(find_addresses(source))
+            except (OSError, UnicodeError, CommandError) as exc:
+                message = f"{source} cannot be resolved: {exc}"
+                advice = f"correct the name in {URLS_SETTING}, or its DNS records"
+                yield Finding("triton", unreachable, message, advice)
+            else:
+                for address in addresses:
                     yield ask_triton(client, address, unreachable)
 
 
-def find_addresses(source: ReplicaSource) -> Sequence[tuple[ReplicaAddress | None, str]]:
-    """Return the addresses, or None with the reason."""
-    if isinstance(source, ReplicaAddress):
-        return [(source, "")]
-
-    try:
-        return [(address, "") for address in asyncio.run(source.find_addresses())]
-    except (OSError, UnicodeError, CommandError) as exc:
-        return [(None, f"{source} cannot be resolved: {exc}")]
+async def find_addresses(source: ReplicaSource) -> Iterable[ReplicaAddress]:
+    return [source] if isinstance(source, ReplicaAddress) else await source.find_addresses()
 
 
 def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: CheckStatus) -> Finding:
@@ -305,11 +291,11 @@ def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: Check
         return Finding("triton", unreachable, f"{address} cannot be reached: {reason}", advice)
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         message = f"{address} answers, but it is not a Triton"
-        return Finding("triton", CheckStatus.failed, message, f"correct {URLS_SETTING}")
+        return Finding("triton", FAILED, message, f"correct {URLS_SETTING}")
     if not ready:
         message = f"{address}: Triton {version} is not ready"
-        return Finding("triton", CheckStatus.warning, message, "see the log of Triton")
-    return Finding("triton", CheckStatus.ok, f"{address}: Triton {version} is ready")
+        return Finding("triton", WARNING, message, "see the log of Triton")
+    return Finding("triton", OK, f"{address}: Triton {version} is ready")
 
 
 SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterator[Finding]]]] = (
@@ -327,17 +313,15 @@ SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterator[Finding]]]] = (
 
 def print_findings(findings: Sequence[Finding], *, json: bool) -> None:
     if json:
-        documents: list[Any] = [finding.to_dict() for finding in findings]
-        tables.print_json(documents)
+        tables.print_json([finding.to_dict() for finding in findings])
         return
-    rows = [(each.status.value, each.check, describe_finding(each)) for each in findings]
+    rows = [
+        (each.status.value, each.check, "; ".join(filter(None, (each.message, each.advice))))
+        for each in findings
+    ]
     tables.print_table(("STATUS", "CHECK", "FINDING"), rows)
-    ok, warnings, failed = (
-        sum(each.status is status for each in findings) for status in CheckStatus
+    counts = Counter(each.status for each in findings)
+    plural = "" if counts[WARNING] == 1 else "s"
+    sys.stdout.write(
+        f"{counts[OK]} ok, {counts[WARNING]} warning{plural}, {counts[FAILED]} failed\n"
     )
-    plural = "" if warnings == 1 else "s"
-    sys.stdout.write(f"{ok} ok, {warnings} warning{plural}, {failed} failed\n")
-
-
-def describe_finding(finding: Finding) -> str:
-    return f"{finding.message}; {finding.advice}" if finding.advice else finding.message

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.embedded import backends
@@ -69,7 +69,7 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
 
     Raises `CannotInstall` if this platform is not supported or a download fails.
     """
-    check_platform(HostPlatform.detect())
+    check_platform(HostPlatform())
     libpython = find_libpython(library_folders())
     cache = cache_folder()
     check_cache_path(cache)
@@ -104,24 +104,13 @@ def check_cache_path(cache: Path) -> None:
 
 @dataclass(frozen=True)
 class HostPlatform:
-    """The properties on which support for the embedded server depends."""
+    """The properties of this machine on which support for the embedded server depends."""
 
-    system: str
-    machine: str
-    implementation: str
-    python: str
-    libc: tuple[str, str]
-
-    @classmethod
-    def detect(cls) -> HostPlatform:
-        implementation = platform.python_implementation()
-        return cls(
-            platform.system(),
-            platform.machine(),
-            implementation,
-            PYTHON_VERSION,
-            platform.libc_ver(),
-        )
+    system: str = field(default_factory=platform.system)
+    machine: str = field(default_factory=platform.machine)
+    implementation: str = field(default_factory=platform.python_implementation)
+    python: str = PYTHON_VERSION
+    libc: tuple[str, str] = field(default_factory=platform.libc_ver)
 
 
 def check_platform(host_platform: HostPlatform) -> None:
@@ -242,9 +231,8 @@ def assemble_backends(files: Path, triton: Path) -> Path:
                 (python / name).symlink_to(os.path.relpath(source, python))
             # A copy: Triton runs no Python-based backend with a library outside of its folder.
             shutil.copy(triton / "backends/python/libtriton_python.so", python)
-            package = (
-                python / backends.PACKAGE_COPY
-            )  # this folder is in the import path of every stub
+            # The folder `python` is in the import path of every stub.
+            package = python / backends.PACKAGE_COPY
             package.mkdir()
             for source in sources:
                 shutil.copy(source, package)
