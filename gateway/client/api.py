@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from gateway.client.errors import ClientError, GatewayUnreachable, make_client_error
+from gateway.client.errors import AccessDenied, ClientError, GatewayUnreachable, translate_hints
 from gateway.client.target import Target
 
 API_CONNECT_TIMEOUT_S = 5.0
@@ -99,7 +99,16 @@ def check_status(response: httpx.Response) -> httpx.Response:
     """Raises `AccessDenied` or `ClientError` with the gateway's error message."""
     if response.is_success:
         return response
-    raise make_client_error(response.status_code, extract_error_message(response))
+    raise make_response_error(response)
+
+
+def make_response_error(response: httpx.Response) -> ClientError:
+    """Return the error of a response that is not successful, with the gateway's message."""
+    message = decode_json_object(response.content).get("error")
+    if not isinstance(message, str):
+        message = f"the gateway returned HTTP status {response.status_code}"
+    kind = AccessDenied if response.status_code in (401, 403) else ClientError
+    return kind(translate_hints(message))
 
 
 def decode_json_response(response: httpx.Response) -> Any:
@@ -118,9 +127,3 @@ def decode_json_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         document = None
     return document if isinstance(document, dict) else {}
-
-
-def extract_error_message(response: httpx.Response) -> str:
-    if isinstance(message := decode_json_object(response.content).get("error"), str):
-        return message
-    return f"the gateway returned HTTP status {response.status_code}"

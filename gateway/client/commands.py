@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gateway.client.completion import complete_model_name
-from gateway.client.errors import ClientError, UsageError, make_client_error
+from gateway.client.errors import ClientError, UsageError
 from gateway.client.flags import (
     INFERENCE_PANEL,
     MODELS_PANEL,
@@ -102,13 +102,13 @@ def models(target: Target, json: JsonOption = False) -> None:
 def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
     from gateway.client import tables
-    from gateway.client.api import ApiClient, decode_json_object, extract_error_message
+    from gateway.client.api import ApiClient, decode_json_object, make_response_error
 
     with ApiClient(target) as api:
         response = api.request("GET", "/readyz")
     readiness = decode_json_object(response.content)
     if "ready" not in readiness:
-        raise make_client_error(response.status_code, extract_error_message(response))
+        raise make_response_error(response)
     if json:
         tables.print_json(readiness)
     elif readiness["ready"]:
@@ -168,7 +168,7 @@ def manage_models(
     from urllib.parse import quote
 
     from gateway.client import tables
-    from gateway.client.api import ApiClient, decode_json_object, extract_error_message
+    from gateway.client.api import ApiClient, decode_json_object, make_response_error
 
     reports: list[dict[str, Any]] = []
     failures: list[ClientError] = []
@@ -180,8 +180,7 @@ def manage_models(
             if "replicas" in report:
                 reports.append(report)
             if not response.is_success:
-                message = extract_error_message(response)
-                failures.append(make_client_error(response.status_code, message))
+                failures.append(make_response_error(response))
     if json:
         tables.print_json(reports)
     elif reports:
@@ -311,14 +310,13 @@ def describe(
     """Show the versions, inputs and outputs of a model, and a curl command for it."""
     from gateway.client import tables
     from gateway.client.api import ApiClient
-    from gateway.client.tables import print_model
 
     with ApiClient(target) as api:
         description = api.get_model(model, version)
     if json:
         tables.print_json(description)
     else:
-        print_model(description, format_curl_header(target))
+        tables.print_model(description, format_curl_header(target))
 
 
 @cli.command(

@@ -43,8 +43,3 @@ def translate_hints(message: str) -> str:
     for hint, command_hint in COMMAND_HINTS.items():
         message = message.replace(hint, command_hint)
     return message
-
-
-def make_client_error(http_status: int, message: str) -> ClientError:
-    kind = AccessDenied if http_status in (401, 403) else ClientError
-    return kind(translate_hints(message))

@@ -150,9 +150,7 @@ class Rollout:
         self._kept: dict[str, Any] = {}  # fields of the label that the rollout does not change
         self._old_p99_s = inf
         self._has_moved = False
-        self._start = self._last = (
-            VersionTraffic()
-        )  # at the beginning of the step, and at the last poll
+        self._start = self._last = VersionTraffic()  # when the step began, and at the last poll
 
     def run(self) -> None:
         """Move the label through all steps. Raises `RolledBack` after it was moved back."""
