@@ -79,9 +79,10 @@ def read_archive(
 
     Each content must be read before the next entry. Raises `InvalidModelFile` or `TooLarge`.
     """
-    read = read_zip if suffix == ".zip" else read_tar
+    is_zip, is_gzip = suffix == ".zip", suffix == ".tar.gz"
     with translate_archive_errors(limits):
-        for name, pieces in read(file, suffix, limits):
+        entries = read_zip(file, limits) if is_zip else read_tar(file, limits, is_gzip=is_gzip)
+        for name, pieces in entries:
             is_folder = name.endswith("/")
             if path := clean_entry_name(name):
                 yield (f"{path}/" if is_folder else path), count_pieces(pieces, limits)
@@ -109,7 +110,7 @@ def count_pieces(pieces: Pieces, limits: ArchiveLimits) -> Pieces:
 # ZIP
 
 
-def read_zip(file: BinaryIO, suffix: str, limits: ArchiveLimits) -> Iterator[tuple[str, Pieces]]:
+def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, Pieces]]:
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         data = memoryview(mapped)
         try:
@@ -171,11 +172,13 @@ def inflate_pieces(compressed: Pieces, wbits: int) -> Pieces:
 # tar
 
 
-def read_tar(file: BinaryIO, suffix: str, limits: ArchiveLimits) -> Iterator[tuple[str, Pieces]]:
+def read_tar(
+    file: BinaryIO, limits: ArchiveLimits, *, is_gzip: bool
+) -> Iterator[tuple[str, Pieces]]:
     """Read the formats ustar, GNU and PAX, as far as they describe files and folders."""
     file.seek(0)
     raw = iter(lambda: file.read(INPUT_BYTES), b"")
-    reader = PieceReader(inflate_pieces(raw, GZIP_WBITS) if suffix == ".tar.gz" else raw)
+    reader = PieceReader(inflate_pieces(raw, GZIP_WBITS) if is_gzip else raw)
     extended: dict[str, bytes] = {}
     extended_bytes = 0
     while (header := reader.read(BLOCK_BYTES)).strip(b"\0"):
@@ -186,7 +189,10 @@ def read_tar(file: BinaryIO, suffix: str, limits: ArchiveLimits) -> Iterator[tup
             extended_bytes += size
             if extended_bytes > MAX_EXTENDED_HEADERS_BYTES:
                 raise DamagedArchive("its extended headers are too long")
-            content = reader.read_padded(size, MAX_EXTENDED_HEADER_BYTES)
+            if size > MAX_EXTENDED_HEADER_BYTES:
+                raise DamagedArchive("an extended header is too long")
+            content = reader.read(size)
+            reader.skip_padding(size)
             if flag == LONG_NAME_FLAG:
                 extended["path"] = content.rstrip(b"\0")
             elif flag == PAX_FLAG:
@@ -225,13 +231,6 @@ class PieceReader:
 
     def read(self, size: int) -> bytes:
         return b"".join(self.read_pieces(size))
-
-    def read_padded(self, size: int, max_bytes: int) -> bytes:
-        if size > max_bytes:
-            raise DamagedArchive("an extended header is too long")
-        content = self.read(size)
-        self.skip_padding(size)
-        return content
 
     def skip_padding(self, size: int) -> None:
         self.read(-size % BLOCK_BYTES)

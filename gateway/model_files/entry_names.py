@@ -129,11 +129,9 @@ def check_distinct_paths(paths: Iterable[str]) -> None:
 
 def place_entry(path: str, versions: Mapping[str, int]) -> FolderEntry:
     folder, slash, rest = path.partition("/")
+    if slash and folder in versions:
+        return FolderEntry(versions[folder], rest)
     if versions:
-        return (
-            FolderEntry(versions[folder], rest)
-            if slash and folder in versions
-            else FolderEntry(None, path)
-        )
+        return FolderEntry(None, path)
     is_shared = path == CONFIG_FILE or path.startswith(f"{CONFIGS_FOLDER}/")
     return FolderEntry(None if is_shared or path.endswith(LABELS_SUFFIX) else NEXT_VERSION, path)

@@ -12,7 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from gateway.errors import InvalidModelFile, TooLarge
 from gateway.messages import join_names, quote_text
-from gateway.model_files.kinds import DATA_BACKENDS, FileKind
+from gateway.model_files.kinds import DATA_BACKENDS
 
 MAX_CONFIG_BYTES: Final = 256 << 10
 MAX_REASON_CHARS: Final = 200
@@ -32,9 +32,8 @@ CODE_FIELDS: Final = frozenset(
 FILE_NAME_FIELDS: Final = frozenset(
     ("default_model_filename", "label_filename", "input_data_file", "data_file")
 )
-FILE_NAME_MAPS: Final = frozenset(("cc_model_filenames",))
-# Parameters of the model, of its accelerators and of its agents.
-PARAMETER_MAPS: Final = frozenset(("parameters",))
+FILE_NAMES_FIELD: Final = "cc_model_filenames"
+PARAMETERS_FIELD: Final = "parameters"  # of the model, of its accelerators and of its agents
 PATH_PARAMETER: Final = re.compile(r"path|librar|extension|plugin", re.IGNORECASE)
 GATEWAY_PARAMETERS: Final = "gateway."  # read by the gateway only
 PATH_CHARACTERS: Final = frozenset("/\\$~")
@@ -71,14 +70,12 @@ def encode_model_config(text: bytes, config: Any, backend: str) -> bytes:
     """Return the content of config.pbtxt, with the backend, which other files must not decide."""
     if is_json_config(text):
         text = text_format.MessageToString(config).encode()
-    if backend and not read_backend(config):
-        return b'backend: "%b"\n' % backend.encode() + text
-    return text
+    return text if not backend or read_backend(config) else declare_backend(backend) + text
 
 
-def generate_model_config(kind: FileKind) -> bytes:
-    """Return a config with the backend; Triton derives the rest from the file."""
-    return b'backend: "%b"\n' % kind.backend.encode()
+def declare_backend(backend: str) -> bytes:
+    """Return a config with the backend; Triton derives the rest from the model file."""
+    return b'backend: "%b"\n' % backend.encode()
 
 
 def check_config_name(config: Any, model: str) -> None:
@@ -104,9 +101,9 @@ def check_data_config(config: Any) -> None:
             )
         if name in FILE_NAME_FIELDS and not is_plain_file_name(value):
             raise InvalidModelFile(f"{name} in the config must be a file name without a folder")
-        if name in FILE_NAME_MAPS and not all(map(is_plain_file_name, value.values())):
+        if name == FILE_NAMES_FIELD and not all(map(is_plain_file_name, value.values())):
             raise InvalidModelFile(f"{name} in the config must contain file names without a folder")
-        if name in PARAMETER_MAPS:
+        if name == PARAMETERS_FIELD:
             check_parameters(value)
 
 

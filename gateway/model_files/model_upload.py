@@ -30,8 +30,8 @@ from gateway.model_files.model_config import (
     MAX_CONFIG_BYTES,
     check_config_name,
     check_data_config,
+    declare_backend,
     encode_model_config,
-    generate_model_config,
     is_plain_file_name,
     list_label_files,
     parse_model_config,
@@ -226,6 +226,7 @@ class UploadBuilder:
     def add_files(self, models: Sequence[ReceivedFile]) -> None:
         """Name the files of a version that were sent without a folder."""
         version = self._upload.versions[NEXT_VERSION]
+        is_openvino = any(find_suffix(model.name) == ".xml" for model in models)
         for model in models:
             name = model.name
             is_companion = len(models) > 1 and find_suffix(name) not in FILE_KINDS
@@ -238,17 +239,13 @@ class UploadBuilder:
                     raise InvalidModelFile("the form contains two model files")
                 self._kind = FILE_KINDS[suffix]
                 name = self._declared_file_name or self._kind.file_name
-            elif name.lower().endswith(".bin") and self._is_openvino(models):
+            elif is_openvino and name.lower().endswith(".bin"):
                 name = "model.bin"
             if not name or name in version:
                 raise InvalidModelFile("each model file of a form needs a file name of its own")
             version[name] = model.content
         if self._kind is None:
             raise InvalidModelFile(f"the form contains no model file: {join_names(FILE_KINDS)}")
-
-    @staticmethod
-    def _is_openvino(models: Sequence[ReceivedFile]) -> bool:
-        return any(find_suffix(model.name) == ".xml" for model in models)
 
     def check_files(self) -> None:
         """Find the model files, and compare them with the config. Raises `InvalidModelFile`."""
@@ -310,19 +307,15 @@ class UploadBuilder:
         if self._config_text is not None:
             content = encode_model_config(self._config_text, self._config, backend)
         elif self._config is None and self._kind is not None:
-            content = generate_model_config(self._kind)
+            content = declare_backend(backend)
             if has_labels and self._kind.file_name == ONNX_FILE_NAME:
-                content = self._generate_label_config()
+                file = self._upload.versions[max(self._upload.versions)][ONNX_FILE_NAME]
+                with file.path.open("rb") as stream:
+                    content = generate_label_config(stream, file.size, DEFAULT_LABELS_FILE)
                 self._config = self._parse_config(content)
         else:
             return
         self._shared[CONFIG_FILE] = self._staging.write_file(content)
-
-    def _generate_label_config(self) -> bytes:
-        version = self._upload.versions[max(self._upload.versions)]
-        file = version[ONNX_FILE_NAME]
-        with file.path.open("rb") as stream:
-            return generate_label_config(stream, file.size, DEFAULT_LABELS_FILE)
 
     def add_labels(self, labels: Sequence[ReceivedFile]) -> None:
         names = [] if self._config is None else list_label_files(self._config)
