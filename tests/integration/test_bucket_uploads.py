@@ -9,7 +9,7 @@ import signal
 import subprocess
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from gateway.model_files.store import hash_pieces
 from tests.support.errors import assert_error
 from tests.support.fleet import Load
 from tests.support.s3_server import CREDENTIALS, S3Server, s3_server
@@ -37,6 +38,7 @@ from tests.support.wait import wait_until
 
 PREFIX = "of/tests"
 MARKER = ".triton-gateway-repository"
+SAMPLE_S = 0.02
 
 
 @dataclass
@@ -196,7 +198,10 @@ def test_uploads_through_two_gateways_take_turns(place: BucketPlace) -> None:
     assert place.hidden() == []
 
 
-@pytest.mark.parametrize("size", [128 * MIB, pytest.param(1024 * MIB, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "size",
+    [128 * MIB, pytest.param(1024 * MIB, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
+)
 def test_a_large_upload_takes_little_memory(place: BucketPlace, size: int) -> None:
     process = psutil.Process(place.command.pid)
     assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
@@ -204,22 +209,21 @@ def test_a_large_upload_takes_little_memory(place: BucketPlace, size: int) -> No
     peak = before
 
     def upload() -> httpx.Response:
-        return place.client.put("/v1/models/large?load=false", content=padded(size))
+        # The answer comes once the S3 server has all of it.
+        path = "/v1/models/large?load=false"
+        return place.client.put(path, content=padded(size), timeout=None)
 
     with ThreadPoolExecutor() as pool:
         put = pool.submit(upload)
-        while not put.done():
+        while wait([put], SAMPLE_S).not_done:
             peak = max(peak, process.memory_info().rss)
     assert put.result().status_code == 201, put.result().text
     assert peak - before < 16 * MIB
     listed = place.client.get("/v1/models/large/versions/2/files").json()["files"]
-    digest = hashlib.sha256(b"".join(padded(size))).hexdigest()
+    digest = hash_pieces(padded(size))
     assert listed == [{"path": "2/model.onnx", "bytes": listed[0]["bytes"], "sha256": digest}]
     with place.client.stream("GET", "/v1/models/large/files/2/model.onnx") as download:
-        received = hashlib.sha256()
-        for piece in download.iter_raw():
-            received.update(piece)
-    assert received.hexdigest() == digest
+        assert hash_pieces(download.iter_raw()) == digest
     assert place.server.unfinished_uploads() == 0
     assert place.client.delete("/v1/models/large").status_code == 200
 
