@@ -27,7 +27,7 @@ RESPONSE_GRACE_S: Final = 5.0
 
 
 class NoResponse(ClientError):
-    """A request that was sent without a complete response. The inference may have run."""
+    """A request that was sent, without a complete and valid response. The inference may have run."""
 
 
 class InferClient:

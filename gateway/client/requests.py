@@ -9,7 +9,6 @@ from typing import Any, Final
 import orjson
 
 from gateway.client.api import decode_json_object
-from gateway.client.errors import ClientError
 from gateway.client.infer_client import InferClient, NoResponse, extract_failure, is_ndjson_stream
 from gateway.client.inputs import Input, InputBody
 from gateway.client.records import Record
@@ -18,10 +17,6 @@ from gateway.media_types import JSON, OCTET_STREAM, UTF8_TEXT
 
 # A single input of a batch may have caused these: every input is then sent alone.
 BATCH_SPLIT_STATUSES: Final = (400, 413, 415, 422, 500)
-
-
-class InvalidGatewayResponse(ClientError):
-    """A successful response that is not one of a gateway."""
 
 
 def is_batchable(body: InputBody) -> bool:
@@ -82,13 +77,13 @@ class BatchRequester:
             if failure := extract_failure(reply):
                 return [Record(name, None, *failure) for name in names]
             outputs = split_outputs(reply, len(names))
-        except (NoResponse, InvalidGatewayResponse) as exc:
+        except NoResponse as exc:
             return [Record(name, error=str(exc), code="NO_ANSWER") for name in names]
         return [Record(name, part) for name, part in zip(names, outputs, strict=True)]
 
 
 def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
-    """Return each output's values over all responses, in order. Raises `InvalidGatewayResponse`."""
+    """Return each output's values over all responses, in order. Raises `NoResponse`."""
     outputs: dict[str, list[Any]] = {}
     for line in reply.body.splitlines():
         for name, value in decode_outputs(line).items():
@@ -97,22 +92,20 @@ def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
 
 
 def decode_outputs(body: bytes) -> dict[str, Any]:
-    """Raises `InvalidGatewayResponse`."""
+    """Raises `NoResponse`."""
     outputs = decode_json_object(body).get("outputs")
     if not isinstance(outputs, dict):
-        raise InvalidGatewayResponse("the response has no outputs")
+        raise NoResponse("the response has no outputs")
     return outputs
 
 
 def split_outputs(reply: CompleteResponse, count: int) -> list[dict[str, Any]]:
-    """Return the outputs of each input. Raises `InvalidGatewayResponse`."""
+    """Return the outputs of each input. Raises `NoResponse`."""
     if count == 1:
         is_stream = is_ndjson_stream(reply)
         return [collect_stream_outputs(reply) if is_stream else decode_outputs(reply.body)]
     outputs = decode_outputs(reply.body)
     for name, values in outputs.items():
         if not isinstance(values, list) or len(values) != count:
-            raise InvalidGatewayResponse(
-                f"the output {name} does not have {count} values, one per input"
-            )
+            raise NoResponse(f"the output {name} does not have {count} values, one per input")
     return [{name: values[number] for name, values in outputs.items()} for number in range(count)]
