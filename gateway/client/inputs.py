@@ -92,11 +92,8 @@ class InputSource:
             if path == STDIN_ARGUMENT:
                 async for line in read_descriptor_lines(0, path, "standard input"):
                     yield line
-            elif self.split_lines and is_special_file(path):
-                async for line in read_pipe_lines(path):
-                    yield line
             elif self.split_lines:
-                for line in read_file_lines(path):
+                async for line in read_file_lines(path):
                     yield line
             else:
                 yield Input(format_path(path), path)
@@ -111,14 +108,7 @@ def report_unreadable(label: str) -> Iterator[None]:
         raise UsageError(f"{label} cannot be read: {exc.strerror}") from None
 
 
-def read_file_lines(path: str) -> Iterator[Input]:
-    label = format_path(path)
-    with report_unreadable(label), Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            yield Input(f"{label}:{number}", strip_line_end(line))
-
-
-async def read_pipe_lines(path: str) -> AsyncIterator[Input]:
+async def read_file_lines(path: str) -> AsyncIterator[Input]:
     label = format_path(path)
     with report_unreadable(label):  # opening a pipe blocks until its other end is open
         descriptor = await run_in_daemon_thread(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
