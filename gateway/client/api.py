@@ -44,9 +44,6 @@ class ApiClient:
         """Return the JSON of a successful response. Raises `ClientError`."""
         return decode_json_response(self.request(method, path, body, **options))
 
-    def get_text(self, path: str) -> str:
-        return check_status(self.request("GET", path)).text
-
     def get_model(self, name: str, version: str = "") -> dict[str, Any]:
         model: dict[str, Any] = self.get(model_api_path(name, version))
         return model

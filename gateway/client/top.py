@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway.client import tables
-from gateway.client.api import ApiClient
+from gateway.client.api import ApiClient, check_status
 from gateway.client.errors import AccessDenied, ClientError
 from gateway.exposition.families import LABEL_PAIR, Families, InvalidExposition
 from gateway.exposition.parser import parse_families, split_page_lines
@@ -106,7 +106,8 @@ def take_snapshot(api: ApiClient) -> GatewaySnapshot:
 def read_families(api: ApiClient) -> Families:
     """Return the families of the metrics page. Raises `ClientError`."""
     try:
-        return parse_families(split_page_lines(api.get_text("/metrics")))
+        page = check_status(api.request("GET", "/metrics")).text
+        return parse_families(split_page_lines(page))
     except InvalidExposition as exc:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
 
