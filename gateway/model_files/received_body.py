@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from gateway.errors import MalformedRequest
 from gateway.messages import join_names, quote_text
@@ -28,19 +28,8 @@ class ReceivedFile(NamedTuple):
     content: StagedFile
 
 
-class ReceivedBody(Protocol):
-    """Takes the body in pieces; after `finish`, `digest` is the SHA-256 digest of all of it."""
-
-    def feed(self, data: bytes) -> None: ...
-
-    def finish(self) -> list[ReceivedFile]: ...
-
-    @property
-    def digest(self) -> bytes: ...
-
-
 class FileBody:
-    """A body that is one file."""
+    """A body that is one file. After `finish`, `digest` is the SHA-256 digest of all of it."""
 
     def __init__(self, staging: Staging, file_name: str) -> None:
         self._writer = staging.create_file()
@@ -57,7 +46,7 @@ class FileBody:
 
 
 class FormBody:
-    """A body of the type multipart/form-data."""
+    """A body of the type multipart/form-data, with the same methods."""
 
     def __init__(self, staging: Staging, content_type: str) -> None:
         boundary = parse_content_type(content_type)[1].get("boundary", "")
@@ -97,6 +86,9 @@ class FormBody:
     @property
     def digest(self) -> bytes:
         return self._hash.digest()
+
+
+ReceivedBody = FileBody | FormBody
 
 
 def parse_form_part(headers: Mapping[str, str]) -> tuple[str, str]:
