@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ SUPPORTED_PYTHON_VERSIONS = ("3.10", "3.11", "3.12")
 MIN_GLIBC_VERSION = (2, 35)
 DOCKER_HINT = "run Triton in Docker and use: triton-gateway serve"
 COMPLETE_MARKER = ".complete"
+# In an error of pip.
+UNREACHABLE_INDEX = re.compile(r"[Cc]onnection|Name or service|resolution|Network is|ProxyError")
 
 
 class CannotInstall(CommandError):
@@ -255,15 +258,7 @@ def pip_install(environment: Path, lock: Path, *arguments: str) -> None:
 def explain_pip_failure(stderr: str) -> str:
     if "HASHES" in stderr:
         return "a downloaded file does not match its hash in the lock file; nothing was installed"
-    unreachable = (
-        "Connection",
-        "connection",
-        "Name or service",
-        "resolution",
-        "Network is",
-        "ProxyError",
-    )
-    if any(word in stderr for word in unreachable):
+    if UNREACHABLE_INDEX.search(stderr):
         return "the package index cannot be reached; only the first start requires the network"
     if "No matching distribution" in stderr:
         return (
