@@ -26,6 +26,8 @@ PIECE_BYTES: Final = 256 << 10
 MAX_RETRIES: Final = 3
 RETRY_TIMEOUT: Final = timedelta(seconds=20)
 CONNECT_TIMEOUT: Final = timedelta(seconds=5)
+# S3 may take minutes to assemble the parts of a large object, or to copy it.
+LARGE_OBJECT_TIMEOUT: Final = timedelta(minutes=10)
 MARKER_KEY: Final = f"{TEMPORARY_PREFIX}repository"
 CHECKSUM_ATTRIBUTE: Final = "sha256"
 ERROR_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -60,19 +62,25 @@ class Bucket:
             raise CannotUseBucket(
                 "GATEWAY_REPOSITORY is a bucket, which requires: pip install 'triton-gateway[s3]'"
             ) from None
-        options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
         self._api = obstore
         exceptions = obstore.exceptions
         self._failures = (exceptions.BaseError, OSError)
         self._conflicts = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
-        # Credentials and region come from the environment, by the names that AWS's tools use.
-        self._store = obstore.store.S3Store(
-            location.bucket,
-            prefix=location.prefix or None,
-            client_options={"allow_http": True, "connect_timeout": CONNECT_TIMEOUT},
-            retry_config={"max_retries": MAX_RETRIES, "retry_timeout": RETRY_TIMEOUT},
-            **options,
-        )
+        options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
+
+        def create_store(**timeouts: timedelta) -> Any:
+            client: Any = {"allow_http": True, "connect_timeout": CONNECT_TIMEOUT, **timeouts}
+            # Credentials and region come from the environment, by the names that AWS's tools use.
+            return obstore.store.S3Store(
+                location.bucket,
+                prefix=location.prefix or None,
+                client_options=client,
+                retry_config={"max_retries": MAX_RETRIES, "retry_timeout": RETRY_TIMEOUT},
+                **options,
+            )
+
+        self._store = create_store()
+        self._patient_store = create_store(timeout=LARGE_OBJECT_TIMEOUT)
 
     @contextmanager
     def _translate(self) -> Iterator[None]:
@@ -92,7 +100,7 @@ class Bucket:
         """Send a file in parts; the object appears when it is complete."""
         with self._translate():
             self._api.put(
-                self._store,
+                self._patient_store,
                 key,
                 file.path,
                 attributes={CHECKSUM_ATTRIBUTE: file.sha256},
@@ -162,7 +170,7 @@ class Bucket:
 
     def copy(self, source: str, target: str) -> None:
         with self._translate():
-            self._api.copy(self._store, source, target)
+            self._api.copy(self._patient_store, source, target)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, those that do not exist included."""
