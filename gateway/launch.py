@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from gateway import logs
 from gateway.auth import is_loopback
-from gateway.embedded.demonstration import resolve_repositories
+from gateway.embedded.demonstration import with_demonstration
 from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
 from gateway.embedded.options import (
     LOAD_ALL,
@@ -60,7 +60,7 @@ def run_with_embedded_triton(
 ) -> None:
     """Run Tritons and a gateway; the overrides are settings that flags set. Raises `CommandError`."""
     started_at = time.monotonic()
-    options = with_demonstration(options)
+    options = with_demonstration(options, print_message)
     tritons = [options.for_replica(number) for number in range(replicas)]
     ports = {"--port": port, **collect_ports(tritons)}
     check_distinct_ports(ports)
@@ -125,7 +125,7 @@ def run_fleet(
         prefix = f"{options.address}: " if len(tritons) > 1 else ""
         return EmbeddedTriton(options, print_line, on_failure, prefix)
 
-    with run_embedded_tritons(list(map(create_triton, tritons)), print_line):
+    with run_embedded_tritons(list(map(create_triton, tritons))):
         gateway.run()
     if len(reasons) == len(tritons):
         raise CommandError(reasons[-1])
@@ -208,14 +208,8 @@ def is_repository_folder(place: Path | str) -> bool:
     return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
 
 
-def with_demonstration(options: TritonOptions) -> TritonOptions:
-    """Return the options with the packaged models if no others are given. Raises `CannotInstall`."""
-    repositories = resolve_repositories(options.model_repositories, print_message)
-    return replace(options, model_repositories=repositories)
-
-
 def run_triton(options: TritonOptions, host: str) -> None:
-    options = with_demonstration(options)
+    options = with_demonstration(options, print_message)
     settings, print_line = configure_process()
     restricted = read_restricted_api(settings)
     if warning := describe_exposure(host, restricted=restricted is not None):

@@ -6,11 +6,13 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from gateway.embedded.installation import CannotInstall, build_once, cache_folder
+from gateway.embedded.options import TritonOptions
 
 DEFAULT_REPOSITORY: Final = "triton_repo"
 # The wheel has the same layout there as a checkout: triton_repo, models/sentences, requirements.
@@ -18,21 +20,16 @@ PACKAGED: Final = Path(__file__).resolve().parents[1] / "demonstration"
 ERROR_PREFIX: Final = "error: "
 
 
-def resolve_repositories(
-    repositories: Sequence[Path | str], on_message: Callable[[str], None]
-) -> tuple[Path | str, ...]:
-    """Replace the default repository with the packaged one if the working directory has none.
+def with_demonstration(options: TritonOptions, on_message: Callable[[str], None]) -> TritonOptions:
+    """Return the options with the packaged models if there is no default repository in the working directory.
 
-    Raises `CannotInstall` if its models cannot be built.
+    Raises `CannotInstall` if these cannot be built.
     """
-    is_default = [*repositories] == [DEFAULT_REPOSITORY]
-    if (
-        not is_default
-        or Path(DEFAULT_REPOSITORY).is_dir()
-        or not (PACKAGED / DEFAULT_REPOSITORY).is_dir()
-    ):
-        return tuple(repositories)
-    return (prepare_demonstration(PACKAGED, on_message),)
+    is_default = list(options.model_repositories) == [DEFAULT_REPOSITORY]
+    is_packaged = (PACKAGED / DEFAULT_REPOSITORY).is_dir()
+    if not (is_default and is_packaged) or Path(DEFAULT_REPOSITORY).is_dir():
+        return options
+    return replace(options, model_repositories=(prepare_demonstration(PACKAGED, on_message),))
 
 
 def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Path:

@@ -166,7 +166,7 @@ class EmbeddedTriton:
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> EmbeddedTriton:
-        self._exit_stack.enter_context(run_embedded_tritons([self], self.on_message))
+        self._exit_stack.enter_context(run_embedded_tritons([self]))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -254,14 +254,13 @@ class EmbeddedTriton:
 
 
 @contextmanager
-def run_embedded_tritons(
-    tritons: Sequence[EmbeddedTriton], on_message: Callable[[str], None] = print_message
-) -> Iterator[None]:
+def run_embedded_tritons(tritons: Sequence[EmbeddedTriton]) -> Iterator[None]:
     """Start all servers at the same time, wait until they are ready, and stop them together.
 
     Raises `CannotInstall` or `CannotStart`, after stopping those that were started.
     """
-    installation = prepare_installation([triton.options for triton in tritons], on_message)
+    options = [triton.options for triton in tritons]
+    installation = prepare_installation(options, tritons[0].on_message)
     with ExitStack() as stack:
         for triton in tritons:
             triton.start(installation)
