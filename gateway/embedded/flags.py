@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -80,9 +81,13 @@ class TritonFlags:
     ] = None
 
     def to_options(self) -> TritonOptions:
+        paths = [*(self.model_repository or ()), *(self.models or ())]
+        startup_models: Sequence[str] = self.load or ()
+        if not startup_models and self.model_control is ModelControl.explicit:
+            startup_models = [LOAD_ALL] if paths else DEFAULT_MODELS
         return TritonOptions(
-            tuple(self._paths or [DEFAULT_REPOSITORY]),
-            tuple(self.load or self._default_models()),
+            tuple(paths or [DEFAULT_REPOSITORY]),
+            tuple(startup_models),
             self.model_control,
             self.poll_secs,
             self.exit_on_error,
@@ -94,12 +99,3 @@ class TritonFlags:
             metrics_port=self.triton_metrics_port,
             start_timeout_s=self.start_timeout,
         )
-
-    @property
-    def _paths(self) -> list[str]:
-        return [*(self.model_repository or ()), *(self.models or ())]
-
-    def _default_models(self) -> tuple[str, ...]:
-        if self.model_control is not ModelControl.explicit:
-            return ()
-        return (LOAD_ALL,) if self._paths else DEFAULT_MODELS
