@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO, Final, NamedTuple
 
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
 from gateway.errors import InvalidModelFile
 from gateway.messages import quote_text
 from gateway.model_files.onnx_file import LENGTH_DELIMITED, WireField, walk_message
@@ -118,17 +121,9 @@ def generate_label_config(file: BinaryIO, size: int, label_filename: str) -> byt
         raise InvalidModelFile(
             f"the output {quote_text(output.name)} is a single number; it needs no labels"
         )
-    return (
-        'backend: "onnxruntime"\n'
-        f"output [ {{ name: {quote_config_text(output.name)} data_type: {datatype} "
-        f"dims: [ {', '.join(map(str, dims))} ] label_filename: {quote_config_text(label_filename)} }} ]\n"
-    ).encode()
-
-
-def quote_config_text(text: str) -> str:
-    """Return a string of Protobuf's text format."""
-    escaped = "".join(
-        chr(byte) if 32 <= byte < 127 and chr(byte) not in '"\\' else f"\\{byte:03o}"
-        for byte in text.encode()
+    config = ModelConfig(backend="onnxruntime")
+    config.output.add(
+        name=output.name, data_type=datatype, dims=dims, label_filename=label_filename
     )
-    return f'"{escaped}"'
+    text: str = text_format.MessageToString(config)
+    return text.encode()
