@@ -56,19 +56,17 @@ class ArchiveLimits:
 
     max_bytes: int
     max_entries: int = MAX_ARCHIVE_ENTRIES
-
-    def __post_init__(self) -> None:
-        self._remaining_bytes = self.max_bytes
-        self._remaining_entries = self.max_entries
+    used_bytes: int = 0
+    used_entries: int = 0
 
     def count_entry(self) -> None:
-        self._remaining_entries -= 1
-        if self._remaining_entries < 0:
+        self.used_entries += 1
+        if self.used_entries > self.max_entries:
             raise TooLarge(f"the archive contains more than {self.max_entries} entries")
 
     def count_bytes(self, count: int) -> None:
-        self._remaining_bytes -= count
-        if self._remaining_bytes < 0:
+        self.used_bytes += count
+        if self.used_bytes > self.max_bytes:
             raise TooLarge(f"the archive inflates to more than {self.max_bytes} bytes")
 
 
