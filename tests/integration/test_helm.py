@@ -179,7 +179,13 @@ def test_custom_resources_of_the_chart_fit_their_schemas() -> None:
         ({"triton": {"repository": {"type": "pvc"}}}, "requires triton.repository.claimName"),
         ({"triton": {"exitTimeoutSeconds": 90}}, "must exceed triton.exitTimeoutSeconds"),
         ({"triton": {"replicas": 2, "maxUnavailable": 2}}, "eviction of every Triton"),
+        ({"gateway": {"maxUnavailable": 2}}, "eviction of every gateway"),
+        ({"gateway": {"autoscaling": {"minReplicas": 11}}}, "exceeds gateway.autoscaling.max"),
         ({"keda": {"enabled": True, "minReplicas": 9}}, "exceeds keda.maxReplicas"),
+        (
+            {"keda": ENABLED, "gateway": {"settings": {"GATEWAY_METRICS_REPLICAS": "False"}}},
+            "requires the metrics of the Tritons",
+        ),
         ({"keda": {"enabled": True, "scaleToZero": True}}, "requires Redis"),
         ({"keda": {"scaleToZero": True}, "redis": ENABLED}, "requires keda.enabled"),
         ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),

@@ -101,6 +101,11 @@ priorityClassName: {{ . }}
 {{- if and .Values.keda.enabled (gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) }}{{ fail "keda.minReplicas exceeds keda.maxReplicas" }}{{ end -}}
 {{- if and .Values.keda.scaleToZero (not .Values.keda.enabled) }}{{ fail "keda.scaleToZero requires keda.enabled" }}{{ end -}}
 {{- if and .Values.keda.scaleToZero (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "keda.scaleToZero requires Redis, which makes the demand known to every gateway" }}{{ end -}}
+{{- $disabled := list "0" "f" "false" "n" "no" "off" -}}
+{{- if and .Values.keda.enabled (has (lower (get $settings "GATEWAY_METRICS_REPLICAS")) $disabled) }}{{ fail "keda.enabled requires the metrics of the Tritons: remove GATEWAY_METRICS_REPLICAS" }}{{ end -}}
+{{- if and $gateway.autoscaling.enabled (gt (int $gateway.autoscaling.minReplicas) (int $gateway.autoscaling.maxReplicas)) }}{{ fail "gateway.autoscaling.minReplicas exceeds gateway.autoscaling.maxReplicas" }}{{ end -}}
+{{- $fewest := ternary $gateway.autoscaling.minReplicas $gateway.replicas $gateway.autoscaling.enabled -}}
+{{- if and (gt (int $fewest) 1) (ge (int $gateway.maxUnavailable) (int $fewest)) }}{{ fail "gateway.maxUnavailable would allow the eviction of every gateway" }}{{ end -}}
 {{- $least := ternary .Values.keda.minReplicas $triton.replicas .Values.keda.enabled -}}
 {{- if and (gt (int $least) 1) (ge (int $triton.maxUnavailable) (int $least)) }}{{ fail "triton.maxUnavailable would allow the eviction of every Triton" }}{{ end -}}
 {{- end -}}
