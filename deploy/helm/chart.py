@@ -32,6 +32,7 @@ each release.
 
 ```sh
 helm install triton-gateway deploy/helm/triton-gateway -n triton-gateway --create-namespace -f values.yaml
+kubectl -n triton-gateway rollout status deployment/triton-gateway   # until the models are ready
 helm test triton-gateway -n triton-gateway
 ```
 

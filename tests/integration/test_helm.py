@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from deploy.helm import chart
 from gateway import __version__
 from gateway.settings import Settings
+from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, comparable, render_chart, run_helm
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.manifests import VARIANTS, Manifests
+from tests.support.servers import free_ports
 
 CPU_ONLY: Values = {"triton": {"cpuOnly": {"enabled": True}}}
 EGRESS: Values = {
@@ -277,7 +280,7 @@ def test_selectors_never_change_because_kubernetes_forbids_it() -> None:
     assert usual == selectors({**PROD, "commonLabels": {"team": "vision"}, "models": []})
 
 
-def test_the_test_of_the_chart_asks_whether_the_models_are_ready() -> None:
+def test_the_test_of_the_chart_asks_whether_the_models_are_ready(demo: httpx.Client) -> None:
     pod = render_chart().get("Pod", "triton-gateway-test")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     (container,) = pod["spec"]["containers"]
@@ -285,16 +288,52 @@ def test_the_test_of_the_chart_asks_whether_the_models_are_ready() -> None:
     # It must not receive the Service's traffic.
     assert pod["metadata"]["labels"]["app.kubernetes.io/name"] != "triton-gateway"
 
+    def exit_status(url: str) -> int:
+        return run_gateway(
+            *(word.replace("http://triton-gateway:80", url) for word in container["args"])
+        ).returncode
+
+    assert exit_status(str(demo.base_url).rstrip("/")) == 0
+    (closed,) = free_ports(1)
+    assert exit_status(f"http://127.0.0.1:{closed}") != 0
+
+
+def notes(values: Values) -> str:
+    ended = run_helm("install", "x", CHART, "-n", "vision", "--dry-run=client", values=values)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.partition("NOTES:")[2]
+
 
 def test_the_notes_name_the_secrets_that_are_missing() -> None:
-    ended = run_helm("install", "x", CHART, "-n", "vision", "--dry-run=client", values=PROD)
-    assert ended.returncode == 0, ended.stderr
-    notes = ended.stdout.partition("NOTES:")[2]
+    written = notes(PROD)
     for secret in ("triton-gateway-keys", "triton-gateway-redis", "triton-gateway-metrics-key"):
-        assert f"kubectl -n vision create secret generic {secret} " in notes
-    assert "WARNING" not in notes
-    ended = run_helm("template", "x", CHART, values={"networkPolicy": {"enabled": False}})
-    assert "NetworkPolicy" not in ended.stdout
+        assert f"kubectl -n vision create secret generic {secret} " in written
+    assert "WARNING" not in written
+
+
+def test_without_policies_the_notes_warn_and_there_are_none() -> None:
+    values: Values = {"networkPolicy": {"enabled": False}}
+    assert "WARNING: without NetworkPolicies" in notes(values)
+    assert not render_chart(values).kind("NetworkPolicy")
+
+
+def test_the_notes_name_what_the_policies_keep_the_gateways_from() -> None:
+    settings = {
+        "GATEWAY_OTLP_ENDPOINT": "http://collector:4318",
+        "GATEWAY_OPENAI_URLS": "http://vllm:8000",
+        "GATEWAY_REPOSITORY": "s3://models/prod",
+    }
+    values: Values = {
+        "gateway": {"settings": settings},
+        "redis": {"externalUrl": "rediss://redis.example.com:6379/0", "secretName": ""},
+    }
+    written = notes(values)
+    for name in (*settings, "redis.externalUrl"):
+        assert (
+            f"the gateways cannot reach {name}: allow it in networkPolicy.gatewayEgress" in written
+        )
+    assert "WARNING" not in notes({**values, **EGRESS})
+    assert "WARNING" not in notes({"gateway": {"settings": {"GATEWAY_REPOSITORY": "/models"}}})
 
 
 def test_a_namespace_of_its_own_reaches_the_query_of_the_scaling() -> None:

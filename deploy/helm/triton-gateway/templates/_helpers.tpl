@@ -67,6 +67,20 @@ priorityClassName: {{ . }}
 {{- if .Values.triton.enabled }}dns+http://triton:8000{{ else }}{{ .Values.triton.urls }}{{ end -}}
 {{- end -}}
 
+{{/* What the values make the gateways connect to, apart from Triton, DNS and the chart's Redis: a JSON list. */}}
+{{- define "triton-gateway.destinations" -}}
+{{- $found := list -}}
+{{- if .Values.redis.externalUrl }}{{ $found = append $found "redis.externalUrl" }}{{ end -}}
+{{- $settings := .Values.gateway.settings -}}
+{{- range $name := list "GATEWAY_OPENAI_URLS" "GATEWAY_OTLP_ENDPOINT" -}}
+{{- if get $settings $name }}{{ $found = append $found $name }}{{ end -}}
+{{- end -}}
+{{- range $name, $scheme := dict "GATEWAY_REPOSITORY" "s3://" "GATEWAY_STATE" "redis" -}}
+{{- if hasPrefix $scheme (get $settings $name) }}{{ $found = append $found $name }}{{ end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+
 {{/* Values that the schema cannot check, because they depend on each other. */}}
 {{- define "triton-gateway.check" -}}
 {{- $gateway := .Values.gateway -}}
