@@ -1,0 +1,172 @@
+"""What single values of the Helm chart change: repositories, GPUs, monitoring, scaling, placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.keys import read_keys_file
+from tests.support.gateway_forks import run_gateway
+from tests.support.helm import CHART, EXAMPLES, Values, render_chart
+from tests.support.manifests import Manifests, Resource
+
+ENABLED: Values = {"enabled": True}
+REMOTE = {
+    "s3": "s3://models.example.com/triton_repo",
+    "gcs": "gs://bucket/models",
+    "azure": "as://account/container/models",
+}
+
+
+def triton(made: Manifests) -> Resource:
+    (container,) = made.pod("triton")["containers"]
+    return dict(container)
+
+
+def render_triton(**values: Any) -> Manifests:
+    return render_chart({"triton": values})
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_triton_reads_a_bucket_with_the_credentials_of_a_secret(kind: str) -> None:
+    repository = {"type": kind, "url": REMOTE[kind], "secretName": "store"}
+    made = render_triton(repository=repository)
+    container = triton(made)
+    assert f"--model-repository={REMOTE[kind]}" in container["args"]
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    assert made.pod("triton").get("initContainers") is None
+    # Triton copies the models to /tmp.
+    (tmp,) = (each for each in made.pod("triton")["volumes"] if each["name"] == "tmp")
+    assert tmp["emptyDir"] == {"sizeLimit": "10Gi"}
+    policy = made.get("NetworkPolicy", f"triton-to-{kind}")["spec"]
+    assert made.selected(policy["podSelector"]["matchLabels"])[0]["metadata"]["name"] == "triton"
+    opened = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+    assert opened == {443, 53}
+
+
+def test_the_identity_of_a_cloud_replaces_the_secret() -> None:
+    notes = {"iam.gke.io/gcp-service-account": "models@project.iam.gserviceaccount.com"}
+    repository = {"type": "gcs", "url": REMOTE["gcs"]}
+    made = render_triton(repository=repository, serviceAccountAnnotations=notes)
+    assert "envFrom" not in triton(made)
+    assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == notes
+
+
+def test_triton_reads_a_folder_of_a_claim() -> None:
+    repository = {"type": "pvc", "claimName": "models", "subPath": "prod"}
+    made = render_triton(repository=repository)
+    container, pod = triton(made), made.pod("triton")
+    assert "--model-repository=/models" in container["args"]
+    (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == "/models")
+    assert (mount["subPath"], mount["readOnly"]) == ("prod", True)
+    (volume,) = (each for each in pod["volumes"] if each["name"] == mount["name"])
+    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert pod.get("initContainers") is None
+
+
+@pytest.mark.parametrize(
+    "resource", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.20gb"]
+)
+def test_a_gpu_a_share_or_a_mig_device_is_requested(resource: str) -> None:
+    resources = triton(render_triton(gpu={"resource": resource, "count": 2}))["resources"]
+    # Kubernetes requires that requests and limits of extended resources are equal.
+    assert resources["requests"][resource] == resources["limits"][resource] == "2"
+    assert {name for name in resources["limits"] if "/" in name} == {resource}
+
+
+def test_no_gpu_is_requested_where_none_is_wanted() -> None:
+    for made in (render_triton(gpu={"count": 0}), render_triton(cpuOnly=ENABLED)):
+        assert "nvidia.com" not in str(triton(made)["resources"])
+
+
+def test_tritons_are_placed_on_the_nodes_that_the_values_name() -> None:
+    placement: Values = {
+        "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "priorityClassName": "inference",
+    }
+    pod = render_triton(**placement).pod("triton")
+    assert {name: pod[name] for name in placement} == placement
+
+
+def test_pods_are_spread_over_nodes_and_gateways_over_zones_too() -> None:
+    made = render_chart()
+    spread = {
+        name: [each["topologyKey"] for each in made.pod(name)["topologySpreadConstraints"]]
+        for name in ("triton", "triton-gateway")
+    }
+    host, zone = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+    assert spread == {"triton": [host], "triton-gateway": [host, zone]}
+
+
+def test_the_labels_that_an_operator_selects_are_values() -> None:
+    labels = {"release": "prom", "team": "ml"}
+    made = render_chart({"monitoring": {**ENABLED, "labels": labels, "keySecretName": ""}})
+    for resource in made.kind("PodMonitor", "PrometheusRule"):
+        assert labels.items() <= resource["metadata"]["labels"].items()
+    (monitor,) = made.kind("PodMonitor")
+    assert "authorization" not in monitor["spec"]["podMetricsEndpoints"][0]
+
+
+def test_the_address_of_prometheus_and_the_namespace_of_keda_are_values() -> None:
+    address = "http://prometheus.observability.svc:9090"
+    keda = {**ENABLED, "scaleToZero": True, "prometheusAddress": address, "namespace": "scaling"}
+    made = render_chart({"keda": keda, "redis": ENABLED}, namespace="vision")
+    (scaling,) = made.kind("ScaledObject")
+    metadata = [each["metadata"] for each in scaling["spec"]["triggers"]]
+    assert [each["serverAddress"] for each in metadata[:2]] == [address, address]
+    assert metadata[2]["scalerAddress"] == "triton-gateway-scaler.vision.svc:9091"
+    (rule,) = made.get("NetworkPolicy", "triton-gateway-scaler")["spec"]["ingress"]
+    (source,) = rule["from"]
+    assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "scaling"}
+
+
+def test_tritons_that_exist_are_reached_through_the_policy() -> None:
+    (example,) = (path for path in EXAMPLES if path.stem == "existing-triton")
+    values = yaml.safe_load(example.read_text())
+    made = render_chart(None, "-f", example)
+    assert made.settings()["GATEWAY_TRITON_URLS"] == values["triton"]["urls"]
+    assert not made.has("Deployment", "triton")
+    rules = made.get("NetworkPolicy", "triton-gateway")["spec"]["egress"]
+    (rule,) = (each for each in rules if "to" in each)
+    assert rule["to"] == values["triton"]["peers"]
+    assert {port["port"] for port in rule["ports"]} == {8000, 8001, 8002}
+
+
+def test_the_three_nodes_of_the_example_have_one_triton_each() -> None:
+    (example,) = (path for path in EXAMPLES if path.stem == "three-gpu-nodes")
+    made = render_chart(None, "-f", example)
+    deployment = made.get("Deployment", "triton")
+    assert deployment["spec"]["replicas"] == 3
+    # With every GPU in use, a new pod can only start after an old one has stopped.
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
+    affinity = made.pod("triton")["affinity"]["podAntiAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert made.selected(term["labelSelector"]["matchLabels"]) == [deployment]
+
+
+def test_the_commands_of_the_examples_create_the_keys_of_the_tenants(tmp_path: Path) -> None:
+    text = (CHART / "examples" / "several-tenants.yaml").read_text()
+    commands = [
+        line.removeprefix("#   triton-gateway ")
+        for line in text.splitlines()
+        if line.startswith("#   triton-gateway key create ")
+    ]
+    file = tmp_path / "keys.yaml"
+    for command in commands:
+        words = command.replace("'", "").replace("keys.yaml", str(file)).split()
+        assert run_gateway(*words).returncode == 0, command
+    callers = {caller.name: caller for caller in read_keys_file(file).values()}
+    declared = yaml.safe_load(text)["models"]
+    visible = {
+        name: [model for model in declared if caller.can_see(model)]
+        for name, caller in callers.items()
+    }
+    # Each team uses its own model of the fleet.
+    assert visible == {"vision": ["resnet50"], "search": ["text_ensemble"], "ops": declared}
+    assert callers["vision"].requests_per_second == 50
