@@ -36,6 +36,46 @@ def test_programs_in_three_languages_are_tabs(pages: Path) -> None:
         assert "tabs -->" not in page.read_text()
 
 
+# Words of Mermaid's grammar, which no node can have as its name.
+RESERVED = {"call", "class", "click", "default", "end", "graph", "href", "style", "subgraph"}
+ARROW = re.compile(r"[-.]-[>x]")
+# What each diagram must name.
+DRAWN = {
+    "fleet": {"clients", "gateway", "Triton", "GATEWAY_STATE"},
+    "on-demand": {"request", "GATEWAY_HOLD_S", "KEDA", "budget", "unloaded"},
+    "security": {"callers", "keys", "Triton", "Redis", "nothing is trusted"},
+}
+
+
+@pytest.mark.parametrize("page", DRAWN)
+def test_a_page_draws_its_subject(pages: Path, page: str) -> None:
+    (diagram,) = read_diagrams(pages / f"{page}.md")
+    assert [word for word in DRAWN[page] if word not in diagram] == []
+
+
+def read_diagrams(page: Path) -> list[str]:
+    return re.findall(r"^```mermaid\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_every_node_of_a_diagram_has_a_text_and_an_edge(pages: Path) -> None:
+    found = [diagram for page in pages.glob("**/*.md") for diagram in read_diagrams(page)]
+    assert len(found) >= 10
+    for diagram in found:
+        assert diagram.startswith("flowchart "), diagram
+        bare = re.sub(r"\"[^\"]*\"", "", diagram.partition("\n")[2])
+        named = set(re.findall(r"\b([a-z]\w*)(?=[\[{(])", bare))
+        groups = set(re.findall(r"subgraph (\w+)", bare))
+        connected = {
+            node
+            for line in bare.splitlines()
+            if ARROW.search(line)
+            for node in re.findall(r"\b[a-z]\w*\b", ARROW.sub(" ", line))
+        }
+        assert not named & RESERVED, diagram
+        assert named - groups <= connected, diagram
+        assert connected <= named | groups, diagram
+
+
 def test_notebooks_are_pages(pages: Path) -> None:
     for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
         text = (pages / "notebooks" / notebook.with_suffix(".md").name).read_text()
