@@ -1,6 +1,6 @@
-"""The public names: settings, paths, error codes, metrics, commands and flags, one per line.
+"""The public names, one per line: settings, paths, codes, metrics, commands, flags, values of the chart.
 
-Settings, codes and metrics are read from their tables in docs/, which other tests compare with the code.
+Settings, codes, metrics and values are read from their tables, which other tests compare with the code.
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ def list_commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[
         yield from list_commands(child, (*words, word))
 
 
+def list_values() -> Iterator[str]:
+    for name in re.findall(
+        r"^\| `([\w.]+)` \|", read("../deploy/helm/triton-gateway/README.md"), re.M
+    ):
+        yield f"value {name}"
+
+
 def list_names(document: dict[str, Any]) -> set[str]:
     return {
         *list_settings(),
@@ -63,6 +70,7 @@ def list_names(document: dict[str, Any]) -> set[str]:
         *list_metrics(),
         *list_paths(document),
         *list_commands(),
+        *list_values(),
     }
 
 
