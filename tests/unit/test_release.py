@@ -80,6 +80,10 @@ def test_a_release_has_the_rights_that_each_job_needs() -> None:
     assert rights["packages"] == {"contents": "read"}
     # Trusted publishing: a token of the workflow, no password, after a review of the environment.
     assert rights["pypi"] == {"id-token": "write"}
+    # Only the documentation's branch and the release are written to the repository.
+    writes = [name for name, right in rights.items() if right.get("contents") == "write"]
+    assert writes == ["site", "release"]
+    assert [rights[name] for name in writes] == [{"contents": "write"}] * 2
     assert RELEASE["jobs"]["pypi"]["environment"] == "pypi"
     assert "password" not in json.dumps(RELEASE["jobs"]["pypi"]["steps"])
     secrets = set(re.findall(r"secrets\.(\w+)", json.dumps(RELEASE)))
@@ -88,6 +92,28 @@ def test_a_release_has_the_rights_that_each_job_needs() -> None:
         for step in job["steps"]:
             # Expressions in a script would be code of whoever chooses the values.
             assert "${{" not in step.get("run", "")
+
+
+def script(job: str) -> str:
+    steps = RELEASE["jobs"][job]["steps"]
+    return "\n".join(step["run"].strip() for step in steps if "run" in step)
+
+
+def test_a_release_has_the_bill_of_materials_and_comes_after_all_else() -> None:
+    assert "deploy.sbom requirements/image.txt" in (ROOT / "Makefile").read_text()
+    assert "make dist" in script("packages")
+    assert "rm -f dist/*.json" in script("pypi")  # no package of an index
+    assert 'gh release create "$GITHUB_REF_NAME" dist/* ' in script("release")
+    assert set(RELEASE["jobs"]["release"]["needs"]) == {"pypi", "tags", "site"}
+
+
+def test_a_release_adds_a_version_to_the_site() -> None:
+    """The script, in a clone, with a folder instead of the remote repository, has run by hand."""
+    assert "provider: mike" in (ROOT / "mkdocs.yml").read_text()
+    lines = script("site").split("\n")
+    assert lines.index("make site PYTHON=python") == 0
+    assert 'mike deploy --update-aliases "${version%.*}" latest' in lines
+    assert lines[-1] == 'git push "$remote" gh-pages'
 
 
 def test_a_release_runs_for_tags_of_versions_only() -> None:
