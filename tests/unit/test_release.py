@@ -17,6 +17,8 @@ from gateway import __version__
 from tests.support.servers import ROOT
 
 LOCK = (ROOT / "requirements" / "image.txt").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+GATE = (ROOT / ".ci" / "run").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 RELEASE: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
 
@@ -100,11 +102,18 @@ def script(job: str) -> str:
 
 
 def test_a_release_has_the_bill_of_materials_and_comes_after_all_else() -> None:
-    assert "deploy.sbom requirements/image.txt" in (ROOT / "Makefile").read_text()
+    assert "deploy.sbom requirements/image.txt" in MAKEFILE
     assert "make dist" in script("packages")
     assert "rm -f dist/*.json" in script("pypi")  # no package of an index
     assert 'gh release create "$GITHUB_REF_NAME" dist/* ' in script("release")
     assert set(RELEASE["jobs"]["release"]["needs"]) == {"pypi", "tags", "site"}
+
+
+def test_the_gate_builds_and_checks_what_a_release_publishes() -> None:
+    (targets,) = re.findall(r"^make .* --output-sync (.*)$", GATE, re.MULTILINE)
+    assert {"check", "site", "dist", "workflows"} <= set(targets.split())
+    assert re.search(r"^\t@\S+ -m twine check --strict dist/\*$", MAKEFILE, re.MULTILINE)
+    assert re.search(r"^\t@\S+/zizmor --offline --quiet \.github$", MAKEFILE, re.MULTILINE)
 
 
 def test_a_release_adds_a_version_to_the_site() -> None:
