@@ -158,3 +158,24 @@ def test_every_file_that_the_architecture_names_is_there() -> None:
         name for name in named if not any(f"{f}/".endswith(f"/{name.rstrip('/')}/") for f in files)
     ]
     assert not missing
+
+
+def read_table(markdown: str) -> list[list[str]]:
+    rows = re.findall(r"^\|(.*)\|$", markdown, re.MULTILINE)
+    return [[cell.strip() for cell in row.split(" | ")] for row in rows[2:]]
+
+
+def test_what_was_verified_and_what_did_not_run_is_listed() -> None:
+    section = read_section(ROOT / "docs" / "deploy.md", "verification")
+    verified, _, missing = section.partition("\n### Not run\n")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for subject, _, command in read_table(verified):
+        named = set(re.findall(r"`make ([a-z-]+)`", command))
+        assert named or command == "by hand", subject
+        assert named <= targets, subject
+    rows = read_table(missing)
+    for subject in ("helm install", "NetworkPolicies", "KEDA", "GPU", "Docker", "arm64", "release"):
+        assert [row for row in rows if subject in row[0]], subject
+    for row in rows:
+        assert len(row) == 3, row
+        assert all(row), row
