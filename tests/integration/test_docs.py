@@ -179,3 +179,14 @@ def test_what_was_verified_and_what_did_not_run_is_listed() -> None:
     for row in rows:
         assert len(row) == 3, row
         assert all(row), row
+
+
+def test_the_table_of_triton_releases_names_what_is_tested_and_what_is_not(
+    demo: httpx.Client,
+) -> None:
+    rows = read_table(read_section(ROOT / "docs" / "stability.md", "triton-releases"))
+    (tested,) = (release for release, support in rows if support.startswith("every test"))
+    assert f"(Triton {demo.get('/v2').json()['version']})" in tested
+    (default,) = re.findall(r"^ARG TRITON_VERSION=(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
+    (untested,) = (support for release, support in rows if release == default)
+    assert "not run here" in untested

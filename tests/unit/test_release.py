@@ -17,6 +17,8 @@ from gateway import __version__
 from tests.support.servers import ROOT
 
 LOCK = (ROOT / "requirements" / "image.txt").read_text()
+CHART = ROOT / "deploy" / "helm" / "triton-gateway"
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 GATE = (ROOT / ".ci" / "run").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -149,3 +151,44 @@ def test_the_version_comes_from_one_place() -> None:
     }
     for path, pattern in places.items():
         assert re.search(pattern, (ROOT / path).read_text(), re.MULTILINE), path
+    folders = ("docs", "k8s", "deploy")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    tags = re.compile(r"(?:triton-gateway[\w-]*:|newTag: )(\d+\.\d+\.\d+)")
+    found = {
+        (path.name, tag)
+        for path in [*files, ROOT / "compose.yaml"]
+        if path.suffix in {".md", ".yaml", ".yml"}
+        for tag in tags.findall(path.read_text())
+    }
+    assert {name for name, _ in found} >= {"deploy.md", "compose.yaml", "Chart.yaml"}
+    assert {tag for _, tag in found} == {__version__}
+
+
+def test_published_images_have_the_names_of_the_documents_and_of_the_chart() -> None:
+    base = "ghcr.io/triton-gateway/triton-gateway"
+    document = (ROOT / "docs" / "deploy.md").read_text()
+    name = RELEASE["jobs"]["images"]["env"]["IMAGE"]
+    assert name.startswith("ghcr.io/${{ github.repository }}")
+    annotations = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
+    published = {
+        f"{base}{'' if each['target'] == 'gateway' else '-' + each['target']}:{__version__}"
+        for each in RELEASE["jobs"]["images"]["strategy"]["matrix"]["include"]
+    }
+    listed = yaml.safe_load(annotations["artifacthub.io/images"])
+    assert {each["image"] for each in listed} == published
+    assert all(f"`{image}`" in document for image in published)
+    assert "oci://ghcr.io/triton-gateway/charts/triton-gateway" in document
+    assert '"oci://ghcr.io/$GITHUB_REPOSITORY_OWNER/charts"' in script("tags")
+
+
+def test_artifact_hub_reads_the_annotations_of_the_chart() -> None:
+    """As https://artifacthub.io/docs/topics/annotations/helm/ defines them."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    annotations = chart["annotations"]
+    assert all(isinstance(text, str) for text in annotations.values())
+    assert annotations["artifacthub.io/category"] == "ai-machine-learning"
+    assert f'license = "{annotations["artifacthub.io/license"]}"' in PYPROJECT
+    assert annotations["artifacthub.io/prerelease"] == str(__version__.startswith("0.")).lower()
+    for link in yaml.safe_load(annotations["artifacthub.io/links"]):
+        assert link.keys() == {"name", "url"}
+        assert link["url"].startswith(chart["home"])
