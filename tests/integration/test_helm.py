@@ -315,6 +315,16 @@ def test_without_policies_the_notes_warn_and_there_are_none() -> None:
     assert not render_chart(values).kind("NetworkPolicy")
 
 
+def test_the_notes_warn_of_a_route_that_ends_requests_before_a_triton_is_up() -> None:
+    route = {
+        "keda": {"enabled": True, "scaleToZero": True},
+        "redis": ENABLED,
+        "gatewayApi": ENABLED,
+    }
+    assert "WARNING: with keda.scaleToZero" in notes(route)
+    assert "WARNING" not in notes({**route, "gatewayApi": {"enabled": True, "timeout": "315s"}})
+
+
 def test_the_notes_name_what_the_policies_keep_the_gateways_from() -> None:
     settings = {
         "GATEWAY_OTLP_ENDPOINT": "http://collector:4318",
