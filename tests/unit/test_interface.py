@@ -13,6 +13,8 @@ from tests.interface import names, openapi
 from tests.support.servers import ROOT
 
 Document = dict[str, Any]
+# Of Triton and the operating systems; no public names of the gateway.
+TRITONS_NAMES = {"MODEL_CONTROL_MODE"}
 INFER = "/v1/models/{model}/infer"
 REPLICAS = "/v1/replicas"
 
@@ -134,3 +136,21 @@ def test_what_is_added_breaks_nobody(recorded: Document) -> None:
     )
     new["paths"][INFER]["post"]["summary"] = "Other words"
     assert [*openapi.find_breaks(recorded, new)] == []
+
+
+@pytest.mark.parametrize("page", ["troubleshooting", "glossary", "monitoring", "fleet"])
+def test_names_in_a_page_for_operators_are_public(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    public = {re.sub(r"[{].*", "", name).split()[-1] for name in names.read_recorded_names()}
+    named = set(re.findall(r"`(GATEWAY_[A-Z_]{2,}|gateway_\w+)\b", text))
+    named |= set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)`", text)) - TRITONS_NAMES
+    assert named
+    assert named - public == set()
+
+
+def test_the_words_of_the_glossary_are_sorted_and_explained_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", text, re.MULTILINE)[1:]
+    words = [word.casefold() for word, _ in rows]
+    assert len(words) > 20
+    assert words == sorted(set(words))
