@@ -30,21 +30,15 @@ from gateway.tensors.payload import Payload
 router = APIRouter(tags=["inference"])
 MAX_CLASSES = (1 << 31) - 1
 InferenceHandler = Callable[..., Awaitable[Response]]
+route_infer = partial(router.post, responses=INFER_RESPONSES, openapi_extra=INFER_OPENAPI)
+route_predict = partial(router.post, responses=PREDICT_RESPONSES, openapi_extra=PREDICT_OPENAPI)
 
 
-@router.post(
-    "/v1/models/{model}/infer",
-    operation_id="infer",
-    summary="Inference with a model",
-    responses=INFER_RESPONSES,
-    openapi_extra=INFER_OPENAPI,
-)
-@router.post(
+@route_infer("/v1/models/{model}/infer", operation_id="infer", summary="Inference with a model")
+@route_infer(
     "/v1/models/{model}/versions/{version}/infer",
     operation_id="infer_version",
     summary="Inference with a version of a model",
-    responses=INFER_RESPONSES,
-    openapi_extra=INFER_OPENAPI,
 )
 async def handle_infer(
     request: Request,
@@ -98,27 +92,21 @@ async def stream_inference(
     )
 
 
-@router.post(
+@route_predict(
     "/v1/models/{model}:predict",
     operation_id="predict",
     summary="Inference with a model, in KServe's V1 format",
-    responses=PREDICT_RESPONSES,
-    openapi_extra=PREDICT_OPENAPI,
 )
 # TensorFlow Serving's path of a label. A label is accepted in place of a version as well.
-@router.post(
+@route_predict(
     "/v1/models/{model}/labels/{version}:predict",
     operation_id="predict_label",
     summary="Inference with a label of a model, in TensorFlow Serving's format",
-    responses=PREDICT_RESPONSES,
-    openapi_extra=PREDICT_OPENAPI,
 )
-@router.post(
+@route_predict(
     "/v1/models/{model}/versions/{version}:predict",
     operation_id="predict_version",
     summary="Inference with a version of a model, in KServe's V1 format",
-    responses=PREDICT_RESPONSES,
-    openapi_extra=PREDICT_OPENAPI,
 )
 async def predict(
     request: Request, services: ServicesForInference, model: str, version: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -37,6 +38,7 @@ from gateway.tensors.signature import Signature, TensorSpec
 from gateway.tensors.tf_serving import build_model_metadata, build_version_status
 
 router = APIRouter(tags=["models"])
+route_model = partial(router.get, responses=MODEL_RESPONSES)
 ON_DEMAND: Final = "ON_DEMAND"
 IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
 
@@ -173,17 +175,11 @@ async def list_ready_models(
     return {"models": [model["name"] for model in models if model["ready"]]}
 
 
-@router.get(
-    "/v1/models/{model}",
-    operation_id="describe_model",
-    summary="Describe a model",
-    responses=MODEL_RESPONSES,
-)
-@router.get(
+@route_model("/v1/models/{model}", operation_id="describe_model", summary="Describe a model")
+@route_model(
     "/v1/models/{model}/versions/{version}",
     operation_id="describe_model_version",
     summary="Describe a version of a model",
-    responses=MODEL_RESPONSES,
 )
 async def describe_model(
     request: Request, services: ServicesForInference, model: str, version: str = ""

@@ -39,6 +39,9 @@ from gateway.tensors.text_vectors import (
 )
 
 router = APIRouter(tags=["embeddings"])
+route_completion = partial(
+    router.post, responses=COMPLETION_RESPONSES, openapi_extra=COMPLETION_OPENAPI
+)
 
 
 @router.post(
@@ -58,19 +61,13 @@ async def create_embeddings(request: Request, services: ServicesForInference) ->
         return await exchange.build_response(results, partial(encode_embeddings, results, wanted))
 
 
-@router.post(
+@route_completion(
     "/v1/chat/completions",
     operation_id="create_chat_completion",
     summary="Chat completion by an OpenAI server",
-    responses=COMPLETION_RESPONSES,
-    openapi_extra=COMPLETION_OPENAPI,
 )
-@router.post(
-    "/v1/completions",
-    operation_id="create_completion",
-    summary="Completion by an OpenAI server",
-    responses=COMPLETION_RESPONSES,
-    openapi_extra=COMPLETION_OPENAPI,
+@route_completion(
+    "/v1/completions", operation_id="create_completion", summary="Completion by an OpenAI server"
 )
 async def create_completion(request: Request, services: ServicesForInference) -> Response:
     """Forward the request to a server of `GATEWAY_OPENAI_URLS`, and relay its response or stream."""

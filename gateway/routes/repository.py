@@ -6,6 +6,7 @@ Paths and bodies are those of Triton's Model Repository Extension, so that its c
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -34,6 +35,9 @@ from gateway.routes.dependencies import (
 from gateway.services import Services
 
 router = APIRouter(tags=["management"])
+route_change = partial(
+    router.post, responses=MANAGEMENT_RESPONSES, openapi_extra=MANAGEMENT_OPENAPI
+)
 MAX_MANAGEMENT_BODY_BYTES: Final = 64 << 10
 MAX_LOAD_BODY_BYTES: Final = 1 << 20  # without files
 
@@ -68,12 +72,10 @@ async def get_repository_index(
     return Response(orjson.dumps(entries), media_type=JSON)
 
 
-@router.post(
+@route_change(
     "/v2/repository/models/{model}/load",
     operation_id="load_model",
     summary="Load a model on every replica",
-    responses=MANAGEMENT_RESPONSES,
-    openapi_extra=MANAGEMENT_OPENAPI,
 )
 async def load_model_on_replicas(
     request: Request, services: ServicesForLoad, model: str
@@ -82,12 +84,10 @@ async def load_model_on_replicas(
     return await change_model(request, services, model, load=True)
 
 
-@router.post(
+@route_change(
     "/v2/repository/models/{model}/unload",
     operation_id="unload_model",
     summary="Unload a model from every replica",
-    responses=MANAGEMENT_RESPONSES,
-    openapi_extra=MANAGEMENT_OPENAPI,
 )
 async def unload_model_from_replicas(
     request: Request, services: ServicesForManagement, model: str

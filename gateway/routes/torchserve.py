@@ -55,6 +55,12 @@ from gateway.tensors.torchserve import (
 from gateway.version_labels import DEFAULT_LABEL
 
 router = APIRouter(tags=["TorchServe"])
+put_prediction, post_prediction = (
+    partial(route, responses=PREDICTION_RESPONSES, openapi_extra=PREDICTION_OPENAPI)
+    for route in (router.put, router.post)
+)
+route_model = partial(router.get, responses=REGISTERED_MODEL_RESPONSES)
+route_scaling = partial(router.put, responses=SCALING_RESPONSES)
 PATHS: Final = frozenset(("/ping", "/models"))
 PATH_PREFIXES: Final = ("/predictions/", "/models/")
 ERROR_TYPES: Final = {
@@ -109,33 +115,21 @@ async def ping(request: Request, services: ServicesForAnyCaller) -> Response:
     return Response(body, 200 if readiness.is_ready else 503, headers, JSON)
 
 
-@router.put(
-    "/predictions/{model}",
-    operation_id="put_prediction",
-    summary="Inference with a model",
-    responses=PREDICTION_RESPONSES,
-    openapi_extra=PREDICTION_OPENAPI,
+@put_prediction(
+    "/predictions/{model}", operation_id="put_prediction", summary="Inference with a model"
 )
-@router.post(
-    "/predictions/{model}",
-    operation_id="create_prediction",
-    summary="Inference with a model",
-    responses=PREDICTION_RESPONSES,
-    openapi_extra=PREDICTION_OPENAPI,
+@post_prediction(
+    "/predictions/{model}", operation_id="create_prediction", summary="Inference with a model"
 )
-@router.put(
+@put_prediction(
     "/predictions/{model}/{model_version}",
     operation_id="put_version_prediction",
     summary="Inference with a version of a model",
-    responses=PREDICTION_RESPONSES,
-    openapi_extra=PREDICTION_OPENAPI,
 )
-@router.post(
+@post_prediction(
     "/predictions/{model}/{model_version}",
     operation_id="create_version_prediction",
     summary="Inference with a version of a model",
-    responses=PREDICTION_RESPONSES,
-    openapi_extra=PREDICTION_OPENAPI,
 )
 async def create_prediction(
     request: Request, services: ServicesForInference, model: str, model_version: str = ""
@@ -187,17 +181,13 @@ async def list_registered_models(
     return {**more, "models": [{"modelName": name, "modelUrl": name} for name in page]}
 
 
-@router.get(
-    "/models/{model}",
-    operation_id="describe_registered_model",
-    summary="Describe a model",
-    responses=REGISTERED_MODEL_RESPONSES,
+@route_model(
+    "/models/{model}", operation_id="describe_registered_model", summary="Describe a model"
 )
-@router.get(
+@route_model(
     "/models/{model}/{model_version}",
     operation_id="describe_registered_version",
     summary="Describe a version of a model, or all of them",
-    responses=REGISTERED_MODEL_RESPONSES,
 )
 async def describe_registered_model(
     services: ServicesForFleet, model: str, model_version: str = ""
@@ -322,17 +312,13 @@ async def set_default_version(
     return build_status(f'Default version updated for model "{model}" to "{number}"')
 
 
-@router.put(
-    "/models/{model}",
-    operation_id="scale_model",
-    summary="Not supported: the workers of a model",
-    responses=SCALING_RESPONSES,
+@route_scaling(
+    "/models/{model}", operation_id="scale_model", summary="Not supported: the workers of a model"
 )
-@router.put(
+@route_scaling(
     "/models/{model}/{model_version}",
     operation_id="scale_model_version",
     summary="Not supported: the workers of a version of a model",
-    responses=SCALING_RESPONSES,
 )
 async def scale_model(
     services: ServicesForManagement, model: str, model_version: str = ""

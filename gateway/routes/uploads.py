@@ -56,25 +56,19 @@ from gateway.settings.access import ModelUploads
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 
 router = APIRouter(tags=["uploads"])
+route_upload = partial(
+    router.put, status_code=201, responses=UPLOAD_RESPONSES, openapi_extra=UPLOAD_OPENAPI
+)
+route_files = partial(router.get, responses=FILE_LIST_RESPONSES)
 WRITE_BYTES: Final = 1 << 20
 DIGEST_HEADERS: Final = (b"repr-digest", b"content-digest")
 
 
-@router.put(
-    "/v1/models/{model}",
-    operation_id="upload_model",
-    summary="Upload a model",
-    status_code=201,
-    responses=UPLOAD_RESPONSES,
-    openapi_extra=UPLOAD_OPENAPI,
-)
-@router.put(
+@route_upload("/v1/models/{model}", operation_id="upload_model", summary="Upload a model")
+@route_upload(
     "/v1/models/{model}/versions/{version}",
     operation_id="upload_model_version",
     summary="Upload a version of a model",
-    status_code=201,
-    responses=UPLOAD_RESPONSES,
-    openapi_extra=UPLOAD_OPENAPI,
 )
 async def upload_model(
     request: Request,
@@ -143,17 +137,13 @@ async def remove_model_version(
     return Response(orjson.dumps({"model": model, "version": str(number)}), media_type=JSON)
 
 
-@router.get(
-    "/v1/models/{model}/files",
-    operation_id="list_model_files",
-    summary="List the files of a model",
-    responses=FILE_LIST_RESPONSES,
+@route_files(
+    "/v1/models/{model}/files", operation_id="list_model_files", summary="List the files of a model"
 )
-@router.get(
+@route_files(
     "/v1/models/{model}/versions/{version}/files",
     operation_id="list_model_version_files",
     summary="List the files of a version of a model",
-    responses=FILE_LIST_RESPONSES,
 )
 async def list_model_files(
     services: ServicesForManagement, model: str, version: str = ""
