@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from gateway.media_types import JSON, NPY, NPZ
+from gateway.media_types import NPY, NPZ
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     STREAM_CONTENT,
     TIMEOUT_PARAMETER,
     build_header_parameter,
+    build_json_body,
 )
 from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
@@ -117,6 +118,6 @@ PREDICT_REQUEST_SCHEMA = {
     "additionalProperties": False,
 }
 PREDICT_OPENAPI = {
-    "requestBody": {"required": True, "content": {JSON: {"schema": PREDICT_REQUEST_SCHEMA}}},
+    **build_json_body(PREDICT_REQUEST_SCHEMA),
     "parameters": INFER_HEADER_PARAMETERS,
 }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.media_types import JSON
 from gateway.openapi.models import VERSION_STATUS_SCHEMA
 from gateway.openapi.responses import build_responses
-from gateway.openapi.schemas import build_map_schema
+from gateway.openapi.schemas import build_json_body, build_list_schema, build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 from gateway.version_labels import (
@@ -53,11 +52,9 @@ LABEL_SCHEMA: Final = build_object_schema(
         **LABEL_PROPERTIES,
         "declared": {"const": True, "description": "The models file contains the label."},
         "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
-        "model_version_status": {
-            "type": "array",
-            "items": VERSION_STATUS_SCHEMA,
-            "description": "The same in TensorFlow Serving's format.",
-        },
+        "model_version_status": build_list_schema(
+            VERSION_STATUS_SCHEMA, "The same in TensorFlow Serving's format."
+        ),
     },
     optional=("version", "versions", "sticky", "shadow", "declared"),
 )
@@ -67,19 +64,12 @@ LABEL_LIST_SCHEMA: Final = build_object_schema(
 LABEL_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404)
 LABEL_CHANGE_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404, 409)
 LABEL_LIST_RESPONSES: Final = build_responses(LABEL_LIST_SCHEMA, "The labels of the model.", 404)
-LABEL_OPENAPI: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            JSON: {
-                "schema": {
-                    "type": "object",
-                    "properties": LABEL_PROPERTIES,
-                    "additionalProperties": False,
-                    "oneOf": [{"required": ["version"]}, {"required": ["versions"]}],
-                },
-                "example": {"versions": {"1": 90, "2": 10}},
-            }
-        },
-    }
-}
+LABEL_OPENAPI: Final = build_json_body(
+    {
+        "type": "object",
+        "properties": LABEL_PROPERTIES,
+        "additionalProperties": False,
+        "oneOf": [{"required": ["version"]}, {"required": ["versions"]}],
+    },
+    {"versions": {"1": 90, "2": 10}},
+)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.media_types import JSON
 from gateway.openapi.responses import build_responses
+from gateway.openapi.schemas import build_json_body
 from gateway.settings.observability import LogLevel
 from gateway.tensors.schema import build_object_schema
 
@@ -13,9 +13,4 @@ LOG_LEVEL_SCHEMA: Final = build_object_schema(
     {"level": {"enum": [each.value for each in LogLevel]}}
 )
 LOG_LEVEL_RESPONSES: Final = build_responses(LOG_LEVEL_SCHEMA, "The level of the log.")
-LOG_LEVEL_OPENAPI: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {JSON: {"schema": LOG_LEVEL_SCHEMA, "example": {"level": "debug"}}},
-    }
-}
+LOG_LEVEL_OPENAPI: Final = build_json_body(LOG_LEVEL_SCHEMA, {"level": "debug"})

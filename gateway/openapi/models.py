@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from gateway.fleet.health import HealthState
 from gateway.openapi.responses import build_responses
-from gateway.openapi.schemas import build_map_schema
+from gateway.openapi.schemas import build_list_schema, build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.schema import build_object_schema
@@ -40,11 +40,9 @@ LISTED_MODEL_SCHEMA = build_object_schema(
             STRING_SCHEMA,
             "State on each replica, by address (only with the right to see the fleet).",
         ),
-        "behind": {
-            "type": "array",
-            "items": STRING_SCHEMA,
-            "description": "Replicas without the last load (only with the right to see the fleet).",
-        },
+        "behind": build_list_schema(
+            STRING_SCHEMA, "Replicas without the last load (only with the right to see the fleet)."
+        ),
         "last_error": STRING_SCHEMA
         | {"description": "Reason and replica of the last failed load."},
     },
@@ -86,11 +84,10 @@ TENSOR_SCHEMA = build_object_schema(
     {
         "name": STRING_SCHEMA,
         "datatype": {"enum": list(DATATYPES)},
-        "shape": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": -1},
-            "description": "Shape without the batch dimension. -1 means any size.",
-        },
+        "shape": build_list_schema(
+            {"type": "integer", "minimum": -1},
+            "Shape without the batch dimension. -1 means any size.",
+        ),
         "optional": {"const": True},
         "content_type": STRING_SCHEMA,
         "image": IMAGE_SCHEMA,
@@ -123,11 +120,9 @@ METADATA_SCHEMA = build_object_schema(
 MODEL_SCHEMA = build_object_schema(
     OPENAI_MODEL_PROPERTIES
     | {
-        "model_version_status": {
-            "type": "array",
-            "items": VERSION_STATUS_SCHEMA,
-            "description": "TensorFlow Serving's status of each version.",
-        },
+        "model_version_status": build_list_schema(
+            VERSION_STATUS_SCHEMA, "TensorFlow Serving's status of each version."
+        ),
         "name": STRING_SCHEMA,
         "ready": READY_SCHEMA,
         "versions": {"type": "array", "items": STRING_SCHEMA},
@@ -152,21 +147,15 @@ OPENAPI_SCHEMA = build_object_schema(
 )
 
 
-def build_list_schema(name: str, items: dict[str, Any]) -> dict[str, Any]:
-    return build_object_schema({name: {"type": "array", "items": items}})
-
-
 MODEL_ERRORS: Final = (404, 502, 504)
 MODEL_LIST_RESPONSES = build_responses(
     build_object_schema(
         {
             "models": {"type": "array", "items": LISTED_MODEL_SCHEMA},
             "object": {"const": "list"},
-            "data": {
-                "type": "array",
-                "items": build_object_schema(OPENAI_MODEL_PROPERTIES),
-                "description": "The same models, in OpenAI's format.",
-            },
+            "data": build_list_schema(
+                build_object_schema(OPENAI_MODEL_PROPERTIES), "The same models, in OpenAI's format."
+            ),
         }
     ),
     "The models that the caller may access.",
@@ -175,10 +164,11 @@ METADATA_RESPONSES = build_responses(
     METADATA_SCHEMA, "The signature, in TensorFlow Serving's format.", *MODEL_ERRORS
 )
 READY_MODELS_RESPONSES = build_responses(
-    build_list_schema("models", STRING_SCHEMA), "The names of the ready models."
+    build_object_schema({"models": {"type": "array", "items": STRING_SCHEMA}}),
+    "The names of the ready models.",
 )
 REPLICA_LIST_RESPONSES = build_responses(
-    build_list_schema("replicas", REPLICA_SCHEMA), "The replicas."
+    build_object_schema({"replicas": {"type": "array", "items": REPLICA_SCHEMA}}), "The replicas."
 )
 MODEL_RESPONSES = build_responses(MODEL_SCHEMA, "The model's inputs and outputs.", *MODEL_ERRORS)
 OPENAPI_RESPONSES = build_responses(OPENAPI_SCHEMA, "An OpenAPI 3.1 document.", *MODEL_ERRORS)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.media_types import EVENT_STREAM, JSON
+from gateway.media_types import EVENT_STREAM
 from gateway.openapi.infer import REQUEST_HEADER_PARAMETERS
-from gateway.openapi.responses import (
-    ERROR_DESCRIPTIONS,
-    build_error_responses,
-    build_responses,
-    build_success_response,
-)
-from gateway.openapi.schemas import STREAM_CONTENT
+from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
+from gateway.openapi.schemas import STREAM_CONTENT, build_json_body
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.text_vectors import ENCODING_FORMATS, MAX_TEXTS
@@ -116,16 +111,16 @@ RERANK_REQUEST_SCHEMA: Final[Schema] = {
 
 
 def build_json_operation(schema: Schema) -> dict[str, Any]:
-    return {
-        "requestBody": {"required": True, "content": {JSON: {"schema": schema}}},
-        "parameters": REQUEST_HEADER_PARAMETERS,
-    }
+    return {**build_json_body(schema), "parameters": REQUEST_HEADER_PARAMETERS}
 
 
 EMBEDDINGS_OPENAPI: Final = build_json_operation(EMBEDDINGS_REQUEST_SCHEMA)
-EMBEDDINGS_RESPONSES: Final = build_error_responses(
-    *ERROR_DESCRIPTIONS, schema=OPENAI_ERROR_REFERENCE
-) | build_success_response(EMBEDDINGS_RESPONSE_SCHEMA, "A vector for each text.")
+EMBEDDINGS_RESPONSES: Final = build_responses(
+    EMBEDDINGS_RESPONSE_SCHEMA,
+    "A vector for each text.",
+    *ERROR_DESCRIPTIONS,
+    error_schema=OPENAI_ERROR_REFERENCE,
+)
 RERANK_OPENAPI: Final = build_json_operation(RERANK_REQUEST_SCHEMA)
 RERANK_RESPONSES: Final = build_responses(
     RERANK_RESPONSE_SCHEMA, "The documents, best first.", *ERROR_DESCRIPTIONS
@@ -137,10 +132,11 @@ COMPLETION_REQUEST_SCHEMA: Final[Schema] = {
     "description": "A request of OpenAI's API. The server reads everything but the model.",
 }
 COMPLETION_OPENAPI: Final = build_json_operation(COMPLETION_REQUEST_SCHEMA)
-COMPLETION_RESPONSES: Final = build_error_responses(
-    *ERROR_DESCRIPTIONS,
-    501,
-    schema=OPENAI_ERROR_REFERENCE,
-    descriptions={501: "GATEWAY_OPENAI_URLS is not set."},
-) | build_success_response({"type": "object"}, "The server's response.")
+COMPLETION_RESPONSES: Final = build_responses(
+    {"type": "object"},
+    "The server's response.",
+    *(*ERROR_DESCRIPTIONS, 501),
+    error_schema=OPENAI_ERROR_REFERENCE,
+    error_descriptions={501: "GATEWAY_OPENAI_URLS is not set."},
+)
 COMPLETION_RESPONSES[200]["content"] |= {EVENT_STREAM: STREAM_CONTENT[EVENT_STREAM]}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gateway.fleet.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
-from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ERROR_PROPERTIES,
-    build_error_responses,
     build_responses,
     build_success_response,
 )
-from gateway.openapi.schemas import build_header_parameter, build_map_schema
+from gateway.openapi.schemas import build_header_parameter, build_json_body, build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
+from gateway.tensors.schema import Schema, build_object_schema
 
 RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
 
@@ -56,28 +52,29 @@ OPERATION_SCHEMA = build_object_schema(
     optional=("error", "code"),
 )
 INDEX_RESPONSES = build_responses({"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index.")
-OPERATION_RESPONSES = build_error_responses(
-    404, descriptions={404: "The operation was not found."}
-) | build_success_response(OPERATION_SCHEMA, "The operation's status.")
-MANAGEMENT_RESPONSES = (
-    build_error_responses(
-        *(404, 409, 502, 504),
-        schema={"$ref": "#/components/schemas/ManagementError"},
-        descriptions={
-            422: "Triton cannot load the model.",
-            502: "The action succeeded on some replicas only. The gateway retries on the others.",
-        },
-    )
-    | build_success_response(REPORT_SCHEMA, "The action succeeded on every replica.")
-    | build_success_response(
-        ACCEPTED_SCHEMA,
-        "The operation was started, because the request has `Prefer: respond-async`.",
-        status=202,
-        headers={
-            "Location": {"required": True, "schema": STRING_SCHEMA},
-            "Preference-Applied": {"required": True, "schema": {"const": RESPOND_ASYNC}},
-        },
-    )
+OPERATION_RESPONSES = build_responses(
+    OPERATION_SCHEMA,
+    "The operation's status.",
+    404,
+    error_descriptions={404: "The operation was not found."},
+)
+MANAGEMENT_RESPONSES = build_responses(
+    REPORT_SCHEMA,
+    "The action succeeded on every replica.",
+    *(404, 409, 502, 504),
+    error_schema={"$ref": "#/components/schemas/ManagementError"},
+    error_descriptions={
+        422: "Triton cannot load the model.",
+        502: "The action succeeded on some replicas only. The gateway retries on the others.",
+    },
+) | build_success_response(
+    ACCEPTED_SCHEMA,
+    "The operation was started, because the request has `Prefer: respond-async`.",
+    status=202,
+    headers={
+        "Location": {"required": True, "schema": STRING_SCHEMA},
+        "Preference-Applied": {"required": True, "schema": {"const": RESPOND_ASYNC}},
+    },
 )
 MANAGEMENT_RESPONSES[202]["links"] = {
     "operation": {
@@ -87,9 +84,8 @@ MANAGEMENT_RESPONSES[202]["links"] = {
 }
 
 
-def build_optional_body(properties: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
-    media_type = {"schema": {"type": "object", "properties": properties}, "example": example}
-    return {"requestBody": {"required": False, "content": {JSON: media_type}}}
+def build_optional_body(properties: Schema, example: Schema) -> Schema:
+    return build_json_body({"type": "object", "properties": properties}, example, required=False)
 
 
 INDEX_OPENAPI = build_optional_body(

@@ -78,14 +78,20 @@ def build_error_responses(
 
 
 def build_responses(
-    body_schema: dict[str, Any], description: str, *error_statuses: int
+    body_schema: Schema,
+    description: str,
+    *error_statuses: int,
+    error_schema: Schema = ERROR_REFERENCE,
+    error_descriptions: dict[int, str] | None = None,
 ) -> OpenApiResponses:
-    success = build_success_response(body_schema, description)
-    return build_error_responses(*error_statuses) | success
+    errors = build_error_responses(
+        *error_statuses, schema=error_schema, descriptions=error_descriptions
+    )
+    return errors | build_success_response(body_schema, description)
 
 
 def build_success_response(
-    body_schema: dict[str, Any],
+    body_schema: Schema,
     description: str,
     *,
     status: int = 200,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.media_types import EVENT_STREAM, NDJSON
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import Schema
 
@@ -29,6 +29,10 @@ SECURITY_SCHEMES: Final = {
 SECURITY: Final[list[dict[str, list[str]]]] = [{name: []} for name in SECURITY_SCHEMES]
 
 
+def build_list_schema(items: Schema, description: str) -> Schema:
+    return {"type": "array", "items": items, "description": description}
+
+
 def build_map_schema(values: Schema, description: str) -> Schema:
     return {"type": "object", "additionalProperties": values, "description": description}
 
@@ -40,6 +44,16 @@ def build_header_parameter(name: str, description: str, schema: Schema) -> Schem
         "required": False,
         "description": description,
         "schema": schema,
+    }
+
+
+def build_json_body(
+    schema: Schema, example: Schema | None = None, *, required: bool = True
+) -> Schema:
+    """Return the part of an operation that describes its request body."""
+    examples = {} if example is None else {"example": example}
+    return {
+        "requestBody": {"required": required, "content": {JSON: {"schema": schema, **examples}}}
     }
 
 

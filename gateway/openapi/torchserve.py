@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from gateway.media_types import JSON, TEXT
@@ -10,10 +11,10 @@ from gateway.openapi.responses import (
     ERROR_DESCRIPTIONS,
     REQUEST_ID_HEADER,
     RETRY_AFTER_HEADER,
-    OpenApiResponses,
     build_error_responses,
-    build_success_response,
+    build_responses,
 )
+from gateway.openapi.schemas import build_list_schema
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 
@@ -32,22 +33,13 @@ REGISTERED_MODEL_SCHEMA: Final = build_object_schema(
         **dict.fromkeys(("modelName", "modelVersion", "modelUrl", "runtime"), STRING_SCHEMA),
         "minWorkers": WORKER_COUNT_SCHEMA,
         "maxWorkers": WORKER_COUNT_SCHEMA,
-        "workers": {
-            "type": "array",
-            "items": build_object_schema({"id": STRING_SCHEMA, "status": STRING_SCHEMA}),
-            "description": "The replicas that have the version, and its state there.",
-        },
+        "workers": build_list_schema(
+            build_object_schema({"id": STRING_SCHEMA, "status": STRING_SCHEMA}),
+            "The replicas that have the version, and its state there.",
+        ),
     }
 )
-
-
-def build_torchserve_responses(
-    schema: Schema, description: str, *error_statuses: int
-) -> OpenApiResponses:
-    errors = build_error_responses(*error_statuses, schema=TORCHSERVE_ERROR_REFERENCE)
-    return errors | build_success_response(schema, description)
-
-
+build_torchserve_responses = partial(build_responses, error_schema=TORCHSERVE_ERROR_REFERENCE)
 PING_RESPONSES: Final = build_torchserve_responses(STATUS_SCHEMA, "The fleet is ready.") | {
     503: {
         "description": "The fleet is not ready.",

@@ -11,7 +11,7 @@ from gateway.openapi.responses import (
     build_error_responses,
     build_success_response,
 )
-from gateway.openapi.schemas import BINARY_CONTENT, build_header_parameter
+from gateway.openapi.schemas import BINARY_CONTENT, build_header_parameter, build_list_schema
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
@@ -25,11 +25,9 @@ UPLOAD_SCHEMA: Final = build_object_schema(
     {
         "model": STRING_SCHEMA,
         "version": STRING_SCHEMA,
-        "versions": {
-            "type": "array",
-            "items": STRING_SCHEMA,
-            "description": "All versions, if the archive contained several.",
-        },
+        "versions": build_list_schema(
+            STRING_SCHEMA, "All versions, if the archive contained several."
+        ),
         "sha256": CHECKSUM_SCHEMA | {"description": "Checksum of the model file or archive."},
         "bytes": SIZE_SCHEMA,
     },
