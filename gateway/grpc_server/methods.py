@@ -16,14 +16,10 @@ UnaryHandler = Callable[[IncomingCall], Awaitable[bytes]]
 StreamHandler = Callable[[IncomingCall], Awaitable[None]]
 
 
-class UnaryMethod(NamedTuple):
+class Method(NamedTuple):
     access: MethodAccess
-    serve: UnaryHandler
-
-
-class StreamMethod(NamedTuple):
-    access: MethodAccess
-    serve: StreamHandler
+    serve: UnaryHandler | StreamHandler
+    is_stream: bool = False  # `serve` writes the responses itself
 
 
 # Methods of Triton's service with one request and one response.
@@ -51,30 +47,22 @@ UNLIMITED_METHODS: Final = frozenset(("ServerLive", "ServerReady"))
 READ_METHODS: Final = frozenset(("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"))
 
 
-def list_unary_methods(health: HealthService) -> dict[str, UnaryMethod]:
-    handlers = {**TRITON_METHODS, "ServerReady": health.serve_server_ready}
+def list_methods(health: HealthService) -> dict[str, Method]:
+    """Return the methods by path, without `ModelStreamInfer`."""
     methods = {}
-    for name, serve in handlers.items():
+    for name, serve in {**TRITON_METHODS, "ServerReady": health.serve_server_ready}.items():
         path = f"{GRPC_SERVICE}/{name}"
         http_method = "GET" if name in READ_METHODS else "POST"
         is_unlimited = name in UNLIMITED_METHODS
         access = MethodAccess(path, is_unlimited=is_unlimited, http_method=http_method)
-        methods[path] = UnaryMethod(access, serve)
-    check = f"/{HEALTH_SERVICE}/Check"
-    methods[check] = UnaryMethod(
-        MethodAccess(check, is_public=True, is_unlimited=True), health.check
+        methods[path] = Method(access, serve)
+    check, watch = f"/{HEALTH_SERVICE}/Check", f"/{HEALTH_SERVICE}/Watch"
+    methods[check] = Method(MethodAccess(check, is_public=True, is_unlimited=True), health.check)
+    methods[watch] = Method(
+        MethodAccess(watch, is_public=True, is_unlimited=True), health.watch, is_stream=True
     )
-    return methods
-
-
-def list_stream_methods(health: HealthService) -> dict[str, StreamMethod]:
-    """Return the methods with several responses, without `ModelStreamInfer`."""
-    watch = f"/{HEALTH_SERVICE}/Watch"
-    methods = {
-        watch: StreamMethod(MethodAccess(watch, is_public=True, is_unlimited=True), health.watch)
-    }
     reflection = ReflectionService()
     for package in REFLECTION_VERSIONS:
         path = f"/{package}.ServerReflection/ServerReflectionInfo"
-        methods[path] = StreamMethod(MethodAccess(path), reflection.serve)
+        methods[path] = Method(MethodAccess(path), reflection.serve, is_stream=True)
     return methods

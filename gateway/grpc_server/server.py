@@ -24,12 +24,7 @@ from gateway.grpc_server.call import (
 )
 from gateway.grpc_server.certificate import GrpcCertificate
 from gateway.grpc_server.health import HealthService
-from gateway.grpc_server.methods import (
-    StreamMethod,
-    UnaryMethod,
-    list_stream_methods,
-    list_unary_methods,
-)
+from gateway.grpc_server.methods import Method, list_methods
 from gateway.grpc_server.receive import ReceiveSlots
 from gateway.grpc_server.streams import InferStream
 from gateway.memory import default_budget_bytes
@@ -60,16 +55,10 @@ class MethodRouter(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no
     """Finds the handler of a call by its method."""
 
     def __init__(self, environment: CallEnvironment, drain: Drain) -> None:
-        health = HealthService(drain)
-        self._refusal = make_unary_handler(
-            environment, "", UnaryMethod(UNKNOWN_METHOD, refuse_unknown_method)
-        )
-        self._handlers: dict[str, Any] = {
-            path: make_unary_handler(environment, path, method)
-            for path, method in list_unary_methods(health).items()
-        }
-        for path, stream_method in list_stream_methods(health).items():
-            self._handlers[path] = make_stream_handler(environment, path, stream_method)
+        make = partial(make_handler, environment)
+        self._refusal = make("", Method(UNKNOWN_METHOD, refuse_unknown_method))
+        methods = list_methods(HealthService(drain))
+        self._handlers = {path: make(path, method) for path, method in methods.items()}
         self._handlers[STREAM_METHOD] = make_infer_stream_handler(environment)
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
@@ -80,16 +69,17 @@ async def refuse_unknown_method(call: IncomingCall) -> bytes:
     raise UnknownMethod
 
 
-def make_unary_handler(environment: CallEnvironment, path: str, method: UnaryMethod) -> Any:
+def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any:
     """Return a handler that reads its request itself, after the checks that do not need it."""
 
-    async def handle(_: Any, context: Any) -> bytes:
+    async def handle(_: Any, context: Any) -> bytes | None:
         call = IncomingCall(environment, context, path, method.access)
         try:
             call.count_client()
             await call.identify_caller()
             response = await method.serve(call)
-            call.succeed(response)
+            if response is not None:
+                call.succeed(response)
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
             return response
         except Exception as exc:
@@ -98,23 +88,9 @@ def make_unary_handler(environment: CallEnvironment, path: str, method: UnaryMet
         finally:
             call.end()
 
+    if method.is_stream:
+        return grpc.stream_stream_rpc_method_handler(handle)
     return grpc.stream_unary_rpc_method_handler(handle)
-
-
-def make_stream_handler(environment: CallEnvironment, path: str, method: StreamMethod) -> Any:
-    async def handle(_: Any, context: Any) -> None:
-        call = IncomingCall(environment, context, path, method.access)
-        try:
-            call.count_client()
-            await call.identify_caller()
-            await method.serve(call)
-            context.set_trailing_metadata((("x-request-id", call.info.request_id),))
-        except Exception as exc:  # noqa: BLE001 - the border of the process: every call gets a status
-            await abort_call(call, exc)
-        finally:
-            call.end()
-
-    return grpc.stream_stream_rpc_method_handler(handle)
 
 
 def make_infer_stream_handler(environment: CallEnvironment) -> Any:
@@ -126,7 +102,7 @@ def make_infer_stream_handler(environment: CallEnvironment) -> Any:
     async def serve(call: IncomingCall) -> None:
         await InferStream(call, partial(start_request, context=call.context)).run()
 
-    return make_stream_handler(environment, STREAM_METHOD, StreamMethod(STREAM_ACCESS, serve))
+    return make_handler(environment, STREAM_METHOD, Method(STREAM_ACCESS, serve, is_stream=True))
 
 
 async def abort_call(call: IncomingCall, exc: Exception) -> None:
