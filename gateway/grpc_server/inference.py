@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Final
 
 from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import ModelTarget, with_sequence
@@ -12,10 +11,8 @@ from gateway.grpc_server.infer_request import InferHead, read_infer_request, set
 from gateway.keys import Right
 from gateway.services import Services
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+from gateway.triton.grpc.byte_channel import INFER_METHOD
 from gateway.triton.inference import find_outputs_without_classes
-
-INFER_METHOD: Final = f"{GRPC_SERVICE}/ModelInfer"
 
 
 async def serve_infer(call: IncomingCall) -> bytes:
@@ -36,11 +33,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
             await services.admission.acquire(target.model, remaining_s, call.info.key)
         try:
             upstream = RequestTarget(
-                target.model,
-                target.version,
-                call.info.timeout_s,
-                sequence_step=head.step,
-                can_activate=True,
+                *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
             )
             request = GrpcBytesCall(upstream, INFER_METHOD, message, metadata)
             return await services.dispatcher.send(request, deadline - perf_counter())

@@ -7,12 +7,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import (
-    Forbidden,
-    ModelNotReady,
-    UnknownModel,
-    UnknownModelToTrace,
-)
+from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
 from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget
 from gateway.grpc_server.call import IncomingCall, check_size
@@ -28,37 +23,23 @@ MAX_SMALL_MESSAGE_BYTES: Final = 64 << 10
 
 
 async def forward(
-    call: IncomingCall,
-    message: bytes,
-    target: ModelTarget,
-    timeout_s: float,
-    *,
-    is_health_check: bool = False,
-    is_management: bool = False,
-    can_activate: bool = False,
-    not_found_error: type[UnknownModel] = UnknownModel,
+    call: IncomingCall, message: bytes, upstream: RequestTarget, *, is_management: bool = False
 ) -> bytes:
     """Return a replica's response to a call that is no inference."""
-    upstream = RequestTarget(
-        *target,
-        timeout_s,
-        is_health_check,
-        not_found_error=not_found_error,
-        can_activate=can_activate,
-    )
     path: str = call.scope["path"]
     request = GrpcBytesCall(upstream, path, message, call.select_metadata(), is_management)
     try:
-        return await call.services.dispatcher.send(request, timeout_s)
+        return await call.services.dispatcher.send(request, upstream.timeout_s)
     finally:
-        call.services.record_model(call.info, *target)
+        call.services.record_model(call.info, upstream.model, upstream.version)
 
 
 async def serve_server(call: IncomingCall, *, is_health_check: bool) -> bytes:
     """Forward ServerLive and ServerMetadata to any replica."""
     message, timeout_s = await read_small_message(call)
     call.authorize(Right.infer)
-    return await forward(call, message, NO_MODEL, timeout_s, is_health_check=is_health_check)
+    upstream = RequestTarget(timeout_s=timeout_s, is_health_check=is_health_check)
+    return await forward(call, message, upstream)
 
 
 async def serve_model(call: IncomingCall) -> bytes:
@@ -66,19 +47,17 @@ async def serve_model(call: IncomingCall) -> bytes:
 
     They wait for a model that is loaded on demand, as over HTTP.
     """
-    message, timeout_s = await read_small_message(call)
-    request = decode(service_pb2.ModelMetadataRequest, message)
+    request, message, timeout_s = await read_small_request(call, service_pb2.ModelMetadataRequest)
     target, message = select_version(call, message, request)
-    return await forward(call, message, target, timeout_s, can_activate=True)
+    return await forward(call, message, RequestTarget(*target, timeout_s, can_activate=True))
 
 
 async def serve_model_ready(call: IncomingCall) -> bytes:
     """Forward ModelReady. A model that is not ready, or not known, is no error, as for Triton."""
-    message, timeout_s = await read_small_message(call)
-    request = decode(service_pb2.ModelReadyRequest, message)
+    request, message, timeout_s = await read_small_request(call, service_pb2.ModelReadyRequest)
     target, message = select_version(call, message, request)
     try:
-        return await forward(call, message, target, timeout_s)
+        return await forward(call, message, RequestTarget(*target, timeout_s))
     except (ModelNotReady, UnknownModel):
         return NOT_READY
 
@@ -91,40 +70,32 @@ def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[Mo
 
 async def serve_statistics(call: IncomingCall) -> bytes:
     """Forward ModelStatistics. Those of all models require access to all models."""
-    message, timeout_s = await read_small_message(call)
-    request = decode(service_pb2.ModelStatisticsRequest, message)
+    request, message, timeout_s = await read_small_request(call, service_pb2.ModelStatisticsRequest)
+    target = NO_MODEL
     if not request.name:
         call.authorize_all_models(Right.infer)
-        return await forward(call, message, NO_MODEL, timeout_s)
-    if request.version:
+    elif request.version:
         target, message = select_version(call, message, request)
     else:  # of all versions, whatever the label `default` means
         target = ModelTarget(call.resolve(Right.infer, request.name).model)
-    return await forward(call, message, target, timeout_s)
+    return await forward(call, message, RequestTarget(*target, timeout_s))
 
 
 async def serve_trace_setting(call: IncomingCall) -> bytes:
-    message, timeout_s = await read_small_message(call)
-    request = decode(service_pb2.TraceSettingRequest, message)
+    request, message, timeout_s = await read_small_request(call, service_pb2.TraceSettingRequest)
     target = NO_MODEL
     if request.model_name:
         target = call.resolve(Right.manage, request.model_name, not_found_error=UnknownModelToTrace)
     else:
         call.authorize_all_models(Right.manage)
-    return await forward(
-        call,
-        message,
-        target,
-        timeout_s,
-        is_management=True,
-        not_found_error=UnknownModelToTrace,
-    )
+    upstream = RequestTarget(*target, timeout_s, not_found_error=UnknownModelToTrace)
+    return await forward(call, message, upstream, is_management=True)
 
 
 async def serve_log_settings(call: IncomingCall) -> bytes:
     message, timeout_s = await read_small_message(call)
     call.authorize_all_models(Right.manage)
-    return await forward(call, message, NO_MODEL, timeout_s, is_management=True)
+    return await forward(call, message, RequestTarget(timeout_s=timeout_s), is_management=True)
 
 
 async def serve_no_regions(call: IncomingCall) -> bytes:
@@ -150,6 +121,12 @@ async def read_small_message(call: IncomingCall) -> tuple[bytes, float]:
     message = await call.read_message(timeout_s)
     check_size(message, MAX_SMALL_MESSAGE_BYTES)
     return message, timeout_s
+
+
+async def read_small_request(call: IncomingCall, message_type: Any) -> tuple[Any, bytes, float]:
+    """Return a request without tensors or files, its message, and the timeout of the call."""
+    message, timeout_s = await read_small_message(call)
+    return decode(message_type, message), message, timeout_s
 
 
 def decode(message_type: Any, message: bytes) -> Any:

@@ -11,15 +11,14 @@ from gateway.errors import UnknownModel, UnknownModelToLoad
 from gateway.fleet.index import READY, merge_indexes
 from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS
 from gateway.grpc_server.call import IncomingCall
-from gateway.grpc_server.models import EMPTY_MESSAGE, decode, read_small_message
+from gateway.grpc_server.models import EMPTY_MESSAGE, decode, read_small_request
 from gateway.keys import Right
 
 INDEX_FIELDS: Final = ("name", "version", "state", "reason")
 
 
 async def serve_index(call: IncomingCall) -> bytes:
-    message, _ = await read_small_message(call)
-    request = decode(service_pb2.RepositoryIndexRequest, message)
+    request, *_ = await read_small_request(call, service_pb2.RepositoryIndexRequest)
     call.authorize(Right.fleet)
     indexes = await call.services.repository.read_indexes()
     caller = call.info.caller
@@ -41,8 +40,7 @@ async def serve_load(call: IncomingCall) -> bytes:
 
 
 async def serve_unload(call: IncomingCall) -> bytes:
-    message, _ = await read_small_message(call)
-    request = decode(service_pb2.RepositoryModelUnloadRequest, message)
+    request, *_ = await read_small_request(call, service_pb2.RepositoryModelUnloadRequest)
     model, parameters = prepare_change(call, request, UnknownModel, can_upload=False)
     dependents = bool(parameters.get(UNLOAD_DEPENDENTS))
     can_see = call.info.caller.can_see
