@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
 from typing import Any, Final, TypeVar
@@ -39,44 +39,25 @@ class ManagementCall:
         self.parameters = tuple(name[:MAX_PARAMETER_CHARS] for name in names)
 
 
+@dataclass(slots=True, eq=False)
 class RequestInfo:
     """The facts about one request. Model and version are set only if they exist: they become label values."""
 
-    __slots__ = (
-        "attempts",
-        "bytes_in",
-        "bytes_out",
-        "caller",
-        "charge",
-        "key",
-        "management_call",
-        "model",
-        "replica",
-        "request_id",
-        "route",
-        "timeout_s",
-        "trace",
-        "upstream_s",
-        "version",
-    )
-
-    caller: Caller  # set by the authentication
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.route = ""
-        self.model = ""
-        self.version = ""
-        self.replica = ""  # of the last attempt
-        self.attempts = 0
-        self.timeout_s = 0.0  # the timeout of the request
-        self.upstream_s = 0.0  # time spent waiting for Triton
-        self.bytes_in = 0  # of the request body
-        self.bytes_out = 0
-        self.key = ""  # the name of the caller's key
-        self.management_call: ManagementCall | None = None
-        self.trace: Trace | None = None
-        self.charge: MemoryCharge | None = None  # the memory that the request holds
+    request_id: str
+    route: str = ""
+    model: str = ""
+    version: str = ""
+    replica: str = ""  # of the last attempt
+    attempts: int = 0
+    timeout_s: float = 0.0  # the timeout of the request
+    upstream_s: float = 0.0  # time spent waiting for Triton
+    bytes_in: int = 0  # of the request body
+    bytes_out: int = 0
+    key: str = ""  # the name of the caller's key
+    management_call: ManagementCall | None = None
+    trace: Trace | None = None
+    charge: MemoryCharge | None = None  # the memory that the request holds
+    caller: Caller = field(init=False, repr=False)  # set by the authentication
 
 
 def read_headers(scope: Scope, read: Callable[[list[tuple[bytes, bytes]]], T]) -> T:
