@@ -14,11 +14,15 @@ from starlette.routing import BaseRoute, Match
 
 from gateway.errors import (
     GatewayError,
+    InternalError,
     MalformedRequest,
     MethodNotAllowed,
     NotEnoughMemory,
+    NotFound,
+    TooLarge,
     serialize_error,
 )
+from gateway.media_types import EVENT_STREAM, JSON
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
@@ -37,11 +41,23 @@ OPENAI_SERVER_ERROR: Final = "server_error"
 ERROR_SERIALIZER: Final = "error_serializer"
 
 # Errors that the framework raises itself, by status; its own message is only the status phrase.
-FRAMEWORK_ERRORS: Final = {
-    400: ("MALFORMED_REQUEST", "the request is malformed"),
-    404: ("NOT_FOUND", "path not found; GET /docs shows the API"),
-    413: ("TOO_LARGE", "the request is too large"),
+FRAMEWORK_ERRORS: Final[dict[int, tuple[type[GatewayError], str]]] = {
+    400: (MalformedRequest, "the request is malformed"),
+    404: (NotFound, "path not found; GET /docs shows the API"),
+    413: (TooLarge, "the request is too large"),
 }
+
+
+def to_gateway_error(exc: Exception, request_id: str) -> GatewayError:
+    """Return the error of any exception. An unexpected one is logged, and reported without its cause."""
+    if isinstance(exc, GatewayError):
+        release_frames(exc)
+        return exc
+    if isinstance(exc, MemoryError):
+        log.warning("out of memory", extra={"request_id": request_id})
+        return NotEnoughMemory()
+    log.error("unhandled exception", exc_info=exc, extra={"request_id": request_id})
+    return InternalError()
 
 
 def release_frames(exc: BaseException) -> None:
@@ -57,46 +73,32 @@ def release_frames(exc: BaseException) -> None:
 
 
 async def render_error(request: Request, exc: Exception) -> Response:
-    """Render any exception. An unexpected one is logged in full and reported without its cause."""
     request_id = str(request.scope.get("request_id", ""))
-    if isinstance(exc, MemoryError):
-        log.warning("out of memory", extra={"request_id": request_id})
-        exc = NotEnoughMemory()
-    elif is_wrong_method(exc):
-        exc = MethodNotAllowed(find_allowed_methods(request))
-    if isinstance(exc, GatewayError):
-        status, code, message = exc.status, exc.code, exc.detail
-        release_frames(exc)
-    elif isinstance(exc, HTTPException):
-        status = exc.status_code
-        code, message = FRAMEWORK_ERRORS.get(status, (f"HTTP_{status}", str(exc.detail)))
-    elif isinstance(exc, RequestValidationError):
-        status, code = MalformedRequest.status, MalformedRequest.code
-        location, reason = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
-        message = f"invalid {location[0]} parameter {quote_text(str(location[-1]))}: {reason}"
-    else:
-        log.error("unhandled exception", exc_info=exc, extra={"request_id": request_id})
-        status, code = 500, "INTERNAL"
-        message = "internal error; the gateway's log contains the cause under this request id"
-    headers = getattr(exc, "headers", None)
+    error = to_gateway_error(translate_framework_error(request, exc), request_id)
     if request.scope["path"] in OPENAI_PATHS:
-        body = serialize_openai_error(message, code, status)
+        body = serialize_openai_error(error.detail, error.code, error.status)
     elif serialize := request.scope.get(ERROR_SERIALIZER):
-        body = serialize(message, code, status)
+        body = serialize(error.detail, error.code, error.status)
     else:
-        body = serialize_error(message, code, request_id, getattr(exc, "report", None))
-    if getattr(exc, "is_event", False):
-        return Response(b"data: %b\n\n" % body, status, headers, "text/event-stream")
-    return Response(body, status, headers, "application/json")
+        body = serialize_error(error.detail, error.code, request_id, error.report)
+    if error.is_event:
+        return Response(b"data: %b\n\n" % body, error.status, error.headers, EVENT_STREAM)
+    return Response(body, error.status, error.headers, JSON)
 
 
-def is_wrong_method(exc: Exception) -> bool:
-    """Return whether the framework has no route for the method; its error names those of one route."""
-    return (
-        isinstance(exc, HTTPException)
-        and not isinstance(exc, GatewayError)
-        and exc.status_code == MethodNotAllowed.status
-    )
+def translate_framework_error(request: Request, exc: Exception) -> Exception:
+    if isinstance(exc, RequestValidationError):
+        location, reason = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
+        name = quote_text(str(location[-1]))
+        return MalformedRequest(f"invalid {location[0]} parameter {name}: {reason}")
+    if not isinstance(exc, HTTPException) or isinstance(exc, GatewayError):
+        return exc
+    if exc.status_code == MethodNotAllowed.status:  # its error names the methods of one route
+        return MethodNotAllowed(find_allowed_methods(request))
+    if exc.status_code not in FRAMEWORK_ERRORS:
+        return exc
+    error, message = FRAMEWORK_ERRORS[exc.status_code]
+    return error(message)
 
 
 def find_allowed_methods(request: Request) -> set[str]:

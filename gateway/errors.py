@@ -242,6 +242,12 @@ class HeaderTooLarge(GatewayError):
         )
 
 
+class InternalError(GatewayError):
+    """An unexpected exception."""
+
+    message = "internal error; the gateway's log contains the cause under this request id"
+
+
 class ModelFault(GatewayError):
     status, code = 500, "MODEL_FAULT"
 

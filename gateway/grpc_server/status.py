@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final, NamedTuple
 
 import grpc
 
-from gateway.error_responses import release_frames
-from gateway.errors import GatewayError, NotEnoughMemory
+from gateway.error_responses import to_gateway_error
 from gateway.grpc_server.wire import encode_field, encode_number
 from gateway.triton.grpc.byte_channel import Metadata
 
-log = logging.getLogger(__name__)
-
 MAX_DETAIL_CHARS: Final = 1024  # trailers may have 8 KiB, and contain the text twice
-INTERNAL_STATUS: Final = 500
-INTERNAL_MESSAGE: Final = (
-    "internal error; the gateway's log contains the cause under this request id"
-)
 ERROR_DOMAIN: Final = b"triton-gateway"
 Code = grpc.StatusCode
 # By the HTTP status of the error class, so that both APIs have one table of errors.
@@ -56,19 +48,12 @@ class CallStatus(NamedTuple):
 
 
 def describe_failure(exc: Exception, request_id: str) -> CallStatus:
-    """Return the status of any exception. An unexpected one is logged, and reported without its cause."""
-    if isinstance(exc, MemoryError):
-        log.warning("out of memory", extra={"request_id": request_id})
-        exc = NotEnoughMemory()
-    if not isinstance(exc, GatewayError):
-        log.error("unhandled exception", exc_info=exc, extra={"request_id": request_id})
-        trailers = build_trailers(Code.INTERNAL, "INTERNAL", INTERNAL_MESSAGE, "", request_id)
-        return CallStatus(INTERNAL_STATUS, Code.INTERNAL, INTERNAL_MESSAGE, trailers)
-    release_frames(exc)
-    code, detail = GRPC_CODES[exc.status], str(exc.detail)[:MAX_DETAIL_CHARS]
-    retry_after = (exc.headers or {}).get("Retry-After", "")
-    trailers = build_trailers(code, exc.code, detail, retry_after, request_id)
-    return CallStatus(exc.status, code, detail, trailers)
+    """Return the status of any exception."""
+    error = to_gateway_error(exc, request_id)
+    code, detail = GRPC_CODES[error.status], str(error.detail)[:MAX_DETAIL_CHARS]
+    retry_after = (error.headers or {}).get("Retry-After", "")
+    trailers = build_trailers(code, error.code, detail, retry_after, request_id)
+    return CallStatus(error.status, code, detail, trailers)
 
 
 def build_trailers(
