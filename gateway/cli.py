@@ -206,15 +206,14 @@ def create_key(
 @key_commands.command("list")
 def list_keys(file: KeysPath = None) -> None:
     """List the keys with their roles, models and limits."""
-    rows = [("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND")]
+    from gateway.client.tables import print_table
+
+    rows = []
     for caller in read_keys_file(resolve_keys_path(file)).values():
         rate = caller.requests_per_second
         limit = "unlimited" if rate is None else f"{rate:g}"
         rows.append((caller.name, ",".join(caller.roles), ",".join(caller.models), limit))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
+    print_table(("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND"), rows)
 
 
 @key_commands.command("revoke")
