@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway import audit
 from gateway.error_responses import render_error
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
+from gateway.http_client.connection import Headers
 from gateway.logs import ACCESS_LOGGER, log_fields
 from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through
@@ -84,8 +85,7 @@ class GatewayMiddleware:
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
-        header = (b"x-request-id", info.request_id.encode())
-        is_model_path = scope["path"].startswith(MODEL_PATH_PREFIXES)
+        extra_headers = build_extra_headers(scope)
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -93,10 +93,7 @@ class GatewayMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), header, NOSNIFF_HEADER]
-                if is_model_path:
-                    headers.append(SANDBOX_HEADER)
-                message["headers"] = headers
+                message["headers"] = [*message.get("headers", ()), *extra_headers]
             elif framework_scope is scope:
                 info.bytes_out += len(message.get("body", b""))
             await send(message)
@@ -162,16 +159,17 @@ def count_sent_bytes(send: Send, info: RequestInfo) -> Send:
 async def send_refusal(scope: Scope, receive: Receive, send: Send, exc: GatewayError) -> int:
     # The request is answered before any handler sees it.
     response = await render_error(Request(scope), exc)
-    response.headers["x-request-id"] = scope["request_id"]
-    extra_headers = (
-        [NOSNIFF_HEADER, SANDBOX_HEADER]
-        if scope["path"].startswith(MODEL_PATH_PREFIXES)
-        else [NOSNIFF_HEADER]
-    )
-    response.raw_headers += extra_headers
+    response.raw_headers += build_extra_headers(scope)
     scope["request_info"].bytes_out = len(response.body)
     await response(scope, receive, send)
     return response.status_code
+
+
+def build_extra_headers(scope: Scope) -> Headers:
+    headers = [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
+    if scope["path"].startswith(MODEL_PATH_PREFIXES):
+        headers.append(SANDBOX_HEADER)
+    return headers
 
 
 def client_address(scope: Scope) -> str:
