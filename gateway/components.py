@@ -50,7 +50,7 @@ from gateway.state.desired import StateStore
 from gateway.state.store import open_configured_store
 from gateway.tracing import Tracer
 from gateway.triton.grpc.byte_channel import GrpcTlsFiles
-from gateway.triton.restricted_api import parse_restricted_api
+from gateway.triton.restricted_api import read_restricted_api
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +112,11 @@ def build_components(settings: Settings) -> AppComponents:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or `CannotUseBucket`."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
     tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
-    secret = settings.triton_restricted_api
     connection_options = ReplicaConnectionOptions(
         settings.connect_timeout_s,
         create_tls_context(settings, sources),
         tls,
-        None if secret is None else parse_restricted_api(secret.get_secret_value()),
+        read_restricted_api(settings),
         max_response_bytes=settings.max_answer_bytes,
     )
     tracer = None

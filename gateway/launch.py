@@ -41,11 +41,7 @@ from gateway.process_exit import prompt_exit
 from gateway.settings import ENV_PREFIX, Settings, describe_unknown_settings, read_settings
 from gateway.settings.access import ModelUploads
 from gateway.settings.fleet import REPOSITORY_URL_EXCLUSIONS
-from gateway.triton.restricted_api import (
-    RestrictedApi,
-    generate_restricted_api,
-    parse_restricted_api,
-)
+from gateway.triton.restricted_api import generate_restricted_api, read_restricted_api
 
 log = logging.getLogger(__name__)
 
@@ -263,11 +259,6 @@ def run_gateway(host: str, port: int, workers: int) -> None:
             from gateway.server import create_server
 
             create_server(create_app(settings), settings, host, port, on_ready).run()
-
-
-def read_restricted_api(settings: Settings) -> RestrictedApi | None:
-    secret = settings.triton_restricted_api
-    return None if secret is None else parse_restricted_api(secret.get_secret_value())
 
 
 def describe_exposure(host: str, *, restricted: bool) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
 
 # Inference, metadata and health stay open, because they cannot run code of the caller.
 RESTRICTED_APIS: Final = ("model-repository", "shared-memory", "logging", "trace")
@@ -39,9 +42,11 @@ class RestrictedApi:
         return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
 
 
-def parse_restricted_api(setting: str) -> RestrictedApi:
-    """Parse `GATEWAY_TRITON_RESTRICTED_API`, which `Settings` has validated."""
-    key, _, secret = setting.partition("=")
+def read_restricted_api(settings: Settings) -> RestrictedApi | None:
+    """Return the value of `GATEWAY_TRITON_RESTRICTED_API`, which `Settings` has validated."""
+    if settings.triton_restricted_api is None:
+        return None
+    key, _, secret = settings.triton_restricted_api.get_secret_value().partition("=")
     return RestrictedApi(key, secret)
 
 

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from gateway.messages import CommandError
 from gateway.settings import Settings, read_settings
-from gateway.triton.restricted_api import parse_restricted_api
+from gateway.triton.restricted_api import read_restricted_api
 from tests.support.fleet import BODY, V2_BODY, write_echo
 from tests.support.servers import free_ports, gateway
 from tests.support.up import Up
@@ -232,6 +232,7 @@ def test_neither_the_settings_nor_the_parsed_value_show_the_secret() -> None:
     values: dict[str, Any] = {"triton_restricted_api": OWN}
     settings = Settings(**values)
     assert "0123456789" not in f"{settings!r} {settings} {settings.model_dump()}"
-    parsed = parse_restricted_api(OWN)
+    parsed = read_restricted_api(settings)
+    assert parsed is not None
     assert "0123456789" not in repr(parsed)
     assert dict(parsed.metadata) == {"triton-grpc-protocol-team-secret": "0123456789abcdef-own"}
