@@ -15,7 +15,7 @@ import numpy as np
 from gateway.errors import InputMismatch
 from gateway.messages import join_names, quote_text
 from gateway.tensors import images
-from gateway.tensors.dtypes import BF16, DatatypeKind
+from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
 from gateway.tensors.mismatch import (
     build_input_mismatch,
     describe_array,
@@ -165,9 +165,7 @@ def cast_floats(values: np.ndarray, tensor: TensorSpec) -> np.ndarray:
 
 
 def convert_bytes(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
-    array = np.empty(len(leaves), object)
-    array[:] = [leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves]
-    return array
+    return build_bytes_array([leaf.encode() if isinstance(leaf, str) else leaf for leaf in leaves])
 
 
 Converter = Callable[[list[Any], set[type], TensorSpec], np.ndarray]
@@ -271,7 +269,7 @@ def fit_part_to_shape(
         return array, True
     if is_compatible_shape(array.shape, shape):
         return array[np.newaxis], False
-    if array.ndim == 0 and all(size in (1, -1) for size in shape):
+    if array.ndim == 0 and tensor.can_be_single:
         return array.reshape((1,) * (len(shape) + 1)), False
     raise build_input_mismatch(tensor, describe_array(array.shape))
 
@@ -281,7 +279,7 @@ def fit_unbatched_array(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
     shape = tensor.shape
     if is_compatible_shape(array.shape, shape):
         return array
-    if array.ndim == 0 and all(size in (1, -1) for size in shape):
+    if array.ndim == 0 and tensor.can_be_single:
         return array.reshape((1,) * len(shape))
     if array.ndim == len(shape) - 1 and is_compatible_shape((1, *array.shape), shape):
         return array[np.newaxis]

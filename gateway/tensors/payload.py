@@ -29,7 +29,6 @@ class Part(NamedTuple):
 
     value: Any
     content_type: str = ""
-    file_name: str = ""
 
 
 class Payload(NamedTuple):
