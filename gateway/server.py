@@ -27,7 +27,7 @@ from gateway.protocol.clients import ClientRegistry
 from gateway.protocol.connection import HttpProtocol
 from gateway.protocol.limits import ProtocolLimits
 from gateway.settings import Settings
-from gateway.settings.server import describe_os_error, load_authority, load_certificate
+from gateway.settings.server import describe_os_errors, load_authority, load_certificate
 from gateway.uvicorn_compat import forget_captured_signal
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class ServerCertificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        try:
+        with describe_os_errors(BadCertificate, f"the certificate {cert_file}"):
             load_certificate(context, cert_file, self._key_file)
             if self._client_ca_file is not None:
                 load_authority(context, self._client_ca_file)
@@ -92,9 +92,6 @@ class ServerCertificate:
                 return context
             # A pair that does not match was rejected above: it would leave the context half changed.
             load_certificate(self._file.value, cert_file, self._key_file)
-        except OSError as exc:
-            reason = describe_os_error(exc)
-            raise BadCertificate(f"the certificate {cert_file}: {reason}") from None
         return self._file.value
 
 

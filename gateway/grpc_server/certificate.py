@@ -10,7 +10,7 @@ import grpc
 
 from gateway.config_files import WatchedFile
 from gateway.messages import CommandError
-from gateway.settings.server import describe_os_error, load_certificate
+from gateway.settings.server import describe_os_errors, load_certificate
 
 
 class UnusableCertificate(CommandError):
@@ -35,12 +35,9 @@ class GrpcCertificate:
         return self._file.value if self._file.reload_if_changed() else None
 
     def _load(self, cert_file: Path) -> Any:
-        try:
+        with describe_os_errors(UnusableCertificate, f"the certificate {cert_file}"):
             # A pair that does not match would make gRPC refuse every connection.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             load_certificate(context, cert_file, self._key_file)
             pair = (self._key_file.read_bytes(), cert_file.read_bytes())
-        except OSError as exc:
-            reason = describe_os_error(exc)
-            raise UnusableCertificate(f"the certificate {cert_file}: {reason}") from None
         return grpc.ssl_server_certificate_configuration((pair,), self._client_ca)

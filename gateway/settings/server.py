@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -75,11 +77,8 @@ class ServerSettings(SettingsGroup):
     @classmethod
     def check_certificate(cls, value: Path | None) -> Path | None:
         if value is not None:
-            try:
+            with describe_os_errors(ValueError, "the certificate cannot be read"):
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
-            except OSError as exc:
-                reason = describe_os_error(exc)
-                raise ValueError(f"the certificate cannot be read: {reason}") from exc
         return value
 
     @field_validator("tls_key_file")
@@ -90,11 +89,8 @@ class ServerSettings(SettingsGroup):
             if value is not None:
                 raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
         else:
-            try:
+            with describe_os_errors(ValueError, f"no key for {certificate} can be read"):
                 load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
-            except OSError as exc:
-                reason = describe_os_error(exc)
-                raise ValueError(f"no key for {certificate} can be read: {reason}") from exc
         return value
 
     @field_validator("tls_client_ca_file")
@@ -104,11 +100,8 @@ class ServerSettings(SettingsGroup):
             return value
         if info.data.get("tls_cert_file") is None:
             raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
-        try:
+        with describe_os_errors(ValueError, "the CA certificate cannot be read"):
             load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value)
-        except OSError as exc:
-            reason = describe_os_error(exc)
-            raise ValueError(f"the CA certificate cannot be read: {reason}") from exc
         return value
 
 
@@ -123,8 +116,13 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
     context.load_cert_chain(certificate, key, password=lambda: "")
 
 
-def describe_os_error(exc: OSError) -> str:
-    """Return the reason in words, without the library's error numbers."""
-    if isinstance(exc, ssl.SSLError) and exc.reason:
-        return exc.reason.replace("_", " ").lower()
-    return (exc.strerror or str(exc)).lower()
+@contextmanager
+def describe_os_errors(error: type[Exception], problem: str) -> Iterator[None]:
+    """Raise an `OSError` of the block as another one, with the reason in words instead of numbers."""
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        if isinstance(exc, ssl.SSLError) and exc.reason:
+            reason = exc.reason.replace("_", " ")
+        raise error(f"{problem}: {reason.lower()}") from None
