@@ -83,7 +83,8 @@ class Authenticator:
             if (caller := file.find_caller(read_headers(scope, hash_key))) is None:
                 raise Unauthenticated("unknown key")
         except Unauthenticated:
-            if is_public_path(scope["path"]):
+            path: str = scope["path"]
+            if path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIXES):
                 return UNAUTHENTICATED
             raise
         return caller
@@ -102,10 +103,6 @@ class Authenticator:
         while self._keys_file is not None:
             await asyncio.sleep(KEYS_FILE_POLL_S)
             self._keys_file.reload_if_changed()
-
-
-def is_public_path(path: str) -> bool:
-    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIXES)
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

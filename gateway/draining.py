@@ -65,7 +65,8 @@ class Drain:
         drain_s = self._drain_s if number == signal.SIGTERM else 0.0
         self._limit_exit(drain_s + self._shutdown_s)
         if not drain_s:
-            self._log_interrupt(number)
+            if number == signal.SIGINT:
+                log.info("stopping; press Ctrl-C again to interrupt the requests in progress")
             self._previous_handlers[number](number, frame)
             self._loop.call_soon_threadsafe(self.stopping.set)
             return
@@ -76,10 +77,6 @@ class Drain:
     def _stop_server(self, number: int) -> None:
         self._previous_handlers[number](number, None)
         self.stopping.set()
-
-    def _log_interrupt(self, number: int) -> None:
-        if number == signal.SIGINT:
-            log.info("stopping; press Ctrl-C again to interrupt the requests in progress")
 
     def _limit_exit(self, limit_s: float) -> None:
         if self._exit_deadline is not None:

@@ -108,13 +108,10 @@ def find_allowed_methods(request: Request) -> set[str]:
     """
     routes: list[BaseRoute] = request.app.state.routes
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    same = (route for route in matching if has_same_template(route, matching[0]))
+    path = getattr(matching[0], "path", None)
+    same = (route for route in matching if getattr(route, "path", None) == path)
     methods = {method for route in same for method in getattr(route, "methods", None) or ()}
     return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
-
-
-def has_same_template(route: BaseRoute, other: BaseRoute) -> bool:
-    return getattr(route, "path", None) == getattr(other, "path", None)
 
 
 def serialize_openai_error(message: str, code: str, status: int) -> bytes:

@@ -40,10 +40,6 @@ class RequestIdFilter(logging.Filter):
         return True
 
 
-def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in STANDARD_RECORD_FIELDS}
-
-
 class LineFormatter(logging.Formatter):
     """A formatter whose lines can also be written without a record."""
 
@@ -53,10 +49,9 @@ class LineFormatter(logging.Formatter):
         raise NotImplementedError
 
     def format_record(self, record: logging.LogRecord, **fields: Any) -> str:
-        fields = {
-            "request_id": getattr(record, "request_id", ""),
-            **fields,
-            **extra_fields(record),
+        fields = {"request_id": getattr(record, "request_id", ""), **fields}
+        fields |= {
+            key: value for key, value in vars(record).items() if key not in STANDARD_RECORD_FIELDS
         }
         return self.format_line(
             record.created, record.levelname.lower(), record.getMessage(), fields

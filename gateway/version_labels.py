@@ -134,7 +134,9 @@ def parse_shadow(document: Any) -> Shadow:
 
 
 def parse_version(version: Any) -> str:
-    normalized = normalize_version(str(version)) if is_int(version) or is_text(version) else None
+    normalized = (
+        normalize_version(str(version)) if is_int(version) or isinstance(version, str) else None
+    )
     if normalized is None:
         raise InvalidLabel(
             f"{quote_text(str(version))} is not a valid version; a version is a number"
@@ -156,7 +158,3 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 def is_number(value: Any) -> TypeGuard[float]:
     return is_int(value) or isinstance(value, float)
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str)

@@ -43,7 +43,8 @@ class WorkerSupervisor(Multiprocess):
         super().keep_subprocess_alive()
         for old, new in zip(previous, self.processes, strict=True):
             if new is not old:
-                status = describe_process_exit(old.exitcode)
+                code = old.exitcode or 0
+                status = f"signal {-code}" if code < 0 else f"status {code}"
                 message = "worker %s exited unexpectedly (%s); worker %s replaces it"
                 log.error(message, old.pid, status, new.pid)
                 if self.metrics_folder is not None:
@@ -67,10 +68,6 @@ class WorkerSupervisor(Multiprocess):
                 log.error("worker %d did not exit in time and is killed", process.pid)
                 process.kill()
             process.join()
-
-
-def describe_process_exit(exitcode: int | None) -> str:
-    return f"signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"status {exitcode}"
 
 
 def create_worker_app() -> ASGIApp:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from enum import Enum
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -28,7 +27,7 @@ LEVELS = {level.value: level for level in LogLevel}
 )
 async def get_log_level(services: ServicesForAdministration) -> dict[str, Any]:
     """Return the level of this process."""
-    return build_document(get_level())
+    return {"level": get_level().value}
 
 
 @router.put(
@@ -48,8 +47,4 @@ async def set_log_level(request: Request, services: ServicesForAdministration) -
     previous = get_level()
     set_level(level)
     log.warning("log level changed from %s to %s", previous.value, level.value)
-    return build_document(level)
-
-
-def build_document(level: Enum) -> dict[str, Any]:
     return {"level": level.value}

@@ -103,7 +103,8 @@ async def iterate_in_thread(
 
 async def scrape_fleet(services: Services, timeout_s: float) -> Families:
     """Return the metrics of the gateway and of all replicas."""
-    replicas = list_scraped_replicas(services)
+    is_enabled = services.settings.metrics_replicas
+    replicas = sorted(services.pool.replicas.values(), key=attrgetter("name")) if is_enabled else []
     scrapes = await asyncio.gather(
         *(scrape_replica(services.pool, replica, timeout_s) for replica in replicas)
     )
@@ -113,12 +114,6 @@ async def scrape_fleet(services: Services, timeout_s: float) -> Families:
     return await to_thread.run_sync(
         merge_metrics_pages, services.metrics.collect, loop_metrics, scrapes
     )
-
-
-def list_scraped_replicas(services: Services) -> list[Replica]:
-    if not services.settings.metrics_replicas:
-        return []
-    return sorted(services.pool.replicas.values(), key=attrgetter("name"))
 
 
 def parse_scrape_timeout(header: str) -> float:

@@ -67,7 +67,7 @@ def encode_predictions(results: list[InferResult]) -> EncodedBody:
             rows += columns[0]
         else:
             rows += (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
-    return encode_json_document({"predictions": rows})
+    return EncodedBody(dump_json({"predictions": rows}), JSON)
 
 
 def get_output_column(result: InferResult, name: str) -> list[Any]:
@@ -87,8 +87,4 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
 def encode_output_columns(result: InferResult) -> EncodedBody:
     values = {name: output_to_json(result, name) for name in result.arrays}
     outputs = next(iter(values.values())) if len(values) == 1 else values
-    return encode_json_document({"outputs": outputs})
-
-
-def encode_json_document(document: dict[str, Any]) -> EncodedBody:
-    return EncodedBody(dump_json(document), JSON)
+    return EncodedBody(dump_json({"outputs": outputs}), JSON)

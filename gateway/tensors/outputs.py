@@ -24,7 +24,7 @@ from gateway.media_types import IMAGE_SIGNATURES, JSON, NPY, NPZ, OCTET_STREAM, 
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.media_type import parse_header_parameters
-from gateway.tensors.signature import Signature, TensorSpec
+from gateway.tensors.signature import Signature
 
 MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
 # orjson serializes this many numbers in about a millisecond.
@@ -59,9 +59,6 @@ class InferResult(NamedTuple):
             return array
         # A model may return another batch size.
         return array.reshape(array.shape[1:]) if array.shape[:1] == (1,) else array
-
-    def get_tensor_spec(self, name: str) -> TensorSpec | None:
-        return self.signature.outputs.get(name)
 
 
 class EncodedBody(NamedTuple):
@@ -140,7 +137,7 @@ def dump_json_chunks(value: np.ndarray | list[Any], chunk_length: int) -> bytes:
 
 def output_to_json(result: InferResult, name: str) -> Any:
     """Return an output as a value for orjson. A batch of single values (shape [1]) is a flat list."""
-    array, tensor = result.get_array(name), result.get_tensor_spec(name)
+    array, tensor = result.get_array(name), result.signature.outputs.get(name)
     if result.signature.supports_batching and tensor is not None and tensor.shape == (1,):
         item_ndim = array.ndim - result.is_batched
         if item_ndim > 0 and array.shape[-1] == 1:
