@@ -91,11 +91,9 @@ class GatewayFastAPI(FastAPI):
         """Return the OpenAPI document. It takes half a second to build, and anyone may ask for it."""
         async with self._document_turn:
             if not self._serialized_document:
-                self._serialized_document = await to_thread.run_sync(self._serialize_document)
+                document = await to_thread.run_sync(self.openapi)
+                self._serialized_document = orjson.dumps(document)
         return Response(self._serialized_document, media_type=JSON)
-
-    def _serialize_document(self) -> bytes:
-        return orjson.dumps(self.openapi())
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
@@ -133,11 +131,7 @@ def add_torchserve(app: GatewayFastAPI, routers: list[APIRouter]) -> Callable[[A
 
 
 def create_app(settings: Settings, on_open: Callable[[Services], None] | None = None) -> ASGIApp:
-    """Return the ASGI application for the replicas of `settings.triton_urls`; `on_open` gets its services.
-
-    Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or
-    `CannotUseBucket` for invalid settings.
-    """
+    """Return the ASGI application; `on_open` gets its services. Raises as `build_components`."""
     components = build_components(settings)
 
     @asynccontextmanager

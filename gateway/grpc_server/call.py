@@ -216,10 +216,7 @@ class IncomingCall:
         return timeout_s
 
     async def read_message(self, timeout_s: float) -> bytes:
-        """Return the request.
-
-        Raises `RequestTooSlow`, `NoRequest`, or `MemoryBudgetExceeded` if too many are received.
-        """
+        """Return the request. Raises `RequestTooSlow`, `NoRequest` or `MemoryBudgetExceeded`."""
         slots = self.environment.receive_slots
         try:
             message = await MessageReader(self.context, slots, timeout_s).read()

@@ -136,10 +136,7 @@ def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, i
 
 @asynccontextmanager
 async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[None]:
-    """Serve gRPC until the gateway stops. Calls in progress then have `shutdown_s` to complete.
-
-    Raises `CannotListen`.
-    """
+    """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end. Raises `CannotListen`."""
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()

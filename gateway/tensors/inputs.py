@@ -148,10 +148,7 @@ def count_decoded_pixels(
 
 
 def to_inputs(payload: Payload, signature: Signature, limits: ImageLimits) -> InferInputs:
-    """Return the model's input tensors.
-
-    Raises `InputMismatch`, `BadImage`, `TooLarge` or `MalformedRequest`.
-    """
+    """Return the model's input tensors. Raises as `inspect_payload` and `convert_payload`."""
     return convert_payload(inspect_payload(payload, signature, limits), signature)
 
 

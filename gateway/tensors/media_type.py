@@ -24,10 +24,7 @@ QUOTED_PAIR: Final = re.compile(r'\\(["\\])')
 
 @lru_cache(256)
 def parse_content_type(content_type: str) -> tuple[str, Mapping[str, str]]:
-    """`text/plain; charset=utf-8` → ("text/plain", {"charset": "utf-8"}).
-
-    Raises `UnsupportedBody` if the header is too long.
-    """
+    """`text/plain; charset=utf-8` → ("text/plain", {"charset": "utf-8"}). Raises `UnsupportedBody`."""
     if len(content_type) > MAX_CONTENT_TYPE_CHARS:
         raise UnsupportedBody(
             content_type, (f"a Content-Type of at most {MAX_CONTENT_TYPE_CHARS} bytes",)

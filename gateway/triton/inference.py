@@ -251,10 +251,7 @@ def build_request_document(
     parameters: Mapping[str, Any],
     request_id: str,
 ) -> dict[str, Any]:
-    """Return the JSON that precedes the data of the inputs.
-
-    `class_counts` has the requested outputs, each with 0 or the number of classes to return; empty means all.
-    """
+    """Return the JSON that precedes the data of the inputs. `class_counts` are those of `RequestOptions`."""
     document: dict[str, Any] = {"id": request_id, "inputs": [each.describe() for each in inputs]}
     if class_counts:
         document["outputs"] = [
@@ -290,11 +287,7 @@ def parse_http_response(reply: CompleteResponse) -> InferResponse:
 def decode_infer_response(
     body: bytes, header_length: int | None
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """Return the model's version and its outputs.
-
-    An invalid response raises one of `ValueError`, `KeyError`, `TypeError`, `AttributeError`, `OverflowError`
-    and `RecursionError`.
-    """
+    """Return the model's version and its outputs. Raises one of `DECODE_ERRORS` for an invalid response."""
     document = orjson.loads(body if header_length is None else memoryview(body)[:header_length])
     position = len(body) if header_length is None else header_length
     arrays: dict[str, np.ndarray] = {}

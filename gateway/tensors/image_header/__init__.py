@@ -26,10 +26,7 @@ HEADER_READERS: Final[dict[bytes, HeaderReader]] = {
 
 
 def read_image_header(data: bytes, input_name: str) -> ImageHeader:
-    """Return the header of a JPEG, PNG or WebP image.
-
-    Raises `BadImage` for other or damaged data, and `TooLarge` for too many scans, segments or padding bytes.
-    """
+    """Return the header of a JPEG, PNG or WebP image. Raises `BadImage`, or `TooLarge` for too many parts."""
     label = f"the image for input {quote_text(input_name)}"
     if not data:
         raise BadImage(f"{label} is empty")
