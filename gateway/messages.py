@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import select
 import sys
 from collections.abc import Iterable, Sequence
@@ -50,17 +51,7 @@ def escape_unprintable_json(text: str) -> str:
     """Escape the same characters as `escape_unprintable` in JSON text, except line ends."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c == "\n" else escape_json_character(ord(c)) for c in text
-    )
-
-
-def escape_json_character(code: int) -> str:
-    # RFC 8259, section 7
-    if code < 0x10000:
-        return f"\\u{code:04x}"
-    high, low = divmod(code - 0x10000, 0x400)
-    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def suggest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
