@@ -17,8 +17,9 @@ VERSION_SCHEMA = build_object_schema(
     optional=("reason",),
 )
 READY_SCHEMA = {"type": "boolean", "description": "At least one replica can serve it."}
-LISTED_MODEL_SCHEMA = build_object_schema(
-    {
+LISTED_MODEL_SCHEMA = {
+    "type": "object",
+    "properties": {
         "name": STRING_SCHEMA,
         "versions": {"type": "array", "items": VERSION_SCHEMA},
         "ready": READY_SCHEMA,
@@ -46,17 +47,8 @@ LISTED_MODEL_SCHEMA = build_object_schema(
         "last_error": STRING_SCHEMA
         | {"description": "Reason and replica of the last failed load."},
     },
-    optional=(
-        "on_demand",
-        "state",
-        "declared",
-        "wished",
-        "labels",
-        "replicas",
-        "behind",
-        "last_error",
-    ),
-)
+    "required": ["name", "versions", "ready"],
+}
 REPLICA_SCHEMA = build_object_schema(
     {
         "address": STRING_SCHEMA,
