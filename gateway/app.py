@@ -150,11 +150,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
                     }
             edge.services = None
 
-    app = GatewayFastAPI(
-        title="triton-gateway",
-        version=__version__,
-        lifespan=lifespan,
-    )
+    app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.requires_key = components.keys_file is not None
     routers = [router for router in ROUTERS if router is not ui.router or settings.page]
     has_torchserve = Dialect.torchserve in settings.dialects

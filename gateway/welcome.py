@@ -39,21 +39,16 @@ class Welcome:
 
     async def _print(self, services: Services) -> None:
         url = format_url(services.settings, self._host, self._port)
-        for line in await build_welcome(services, url):
-            self._print_line(line)
+        if services.settings.page:
+            self._print_line(f"open:   {url}/")
+        if example := await choose_example(services, url):
+            self._print_line(f"paste:  {example}")
 
 
 def format_url(settings: Settings, host: str, port: int) -> str:
     scheme = "http" if settings.tls_cert_file is None else "https"
     name = "localhost" if is_loopback(host) or host in WILDCARD_HOSTS else host
     return f"{scheme}://{join_host_port(name, port)}"
-
-
-async def build_welcome(services: Services, url: str) -> list[str]:
-    lines = [f"open:   {url}/"] if services.settings.page else []
-    if example := await choose_example(services, url):
-        lines.append(f"paste:  {example}")
-    return lines
 
 
 async def choose_example(services: Services, url: str) -> str:

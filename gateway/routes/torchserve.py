@@ -91,13 +91,11 @@ class TorchServeErrors:
         self._application = application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_torchserve_path(scope["path"]):
-            scope[ERROR_SERIALIZER] = serialize_torchserve_error
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if path in PATHS or path.startswith(PATH_PREFIXES):
+                scope[ERROR_SERIALIZER] = serialize_torchserve_error
         await self._application(scope, receive, send)
-
-
-def is_torchserve_path(path: str) -> bool:
-    return path in PATHS or path.startswith(PATH_PREFIXES)
 
 
 def serialize_torchserve_error(message: str, code: str, status: int) -> bytes:
