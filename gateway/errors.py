@@ -369,8 +369,5 @@ def describe_sequence(sequence_id: int | str | None) -> str:
 def serialize_error(
     detail: str, code: str, request_id: str, report: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return the body of an error response, with the report of a management call.
-
-    `error` is a string, as Triton's clients expect.
-    """
+    """Return the body of an error response. `error` is a string, as Triton's clients expect."""
     return orjson.dumps({"error": detail, "code": code, "request_id": request_id, **(report or {})})

@@ -31,10 +31,7 @@ SocketAddress = tuple[str, int]
 
 
 def find_peer_uid(client: SocketAddress, server: SocketAddress) -> int | None:
-    """Return the user id of the process that holds the client's end of a TCP connection.
-
-    Return None if the socket does not exist or is closing, or if the system does not report it.
-    """
+    """Return the user of the process that holds the client's end of a TCP connection; None if unknown."""
     try:
         response = query_kernel(encode_diag_request(client, server))
     except OSError:

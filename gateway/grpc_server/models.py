@@ -99,10 +99,7 @@ async def serve_log_settings(call: IncomingCall) -> bytes:
 
 
 async def serve_no_regions(call: IncomingCall) -> bytes:
-    """Answer the status and the removal of shared memory regions, of which there are none.
-
-    Many clients call these first to clean up.
-    """
+    """Answer the status and removal of shared memory regions, which many clients call first to clean up."""
     call.authorize(Right.infer)
     return EMPTY_MESSAGE
 
@@ -113,10 +110,7 @@ async def refuse_shared_memory(call: IncomingCall) -> bytes:
 
 
 async def read_small_message(call: IncomingCall) -> tuple[bytes, float]:
-    """Return a message without tensors or files, and the timeout of the call.
-
-    Raises `MalformedRequest` for a large one, which would be decoded on the event loop.
-    """
+    """Return a message without tensors or files, and the timeout. Raises `MalformedRequest`."""
     timeout_s = call.find_timeout_s()
     message = await call.read_message(timeout_s)
     check_size(message, MAX_SMALL_MESSAGE_BYTES)
