@@ -215,5 +215,5 @@ class ModelLoader:
                 is_up = self._pool.replica_state(replica) is HealthState.UP
                 if progress.is_done(replica.index, is_current=is_up):
                     return
-                await asyncio.sleep(ACTION_POLL_S)
+                await asyncio.sleep(max(ACTION_POLL_S, replica.index_duration_s))
         raise DeadlinePassed(self._options.load_timeout_s)

@@ -182,6 +182,7 @@ class ReplicaPool:
         if replica.index.is_ready(model, version):
             replica.index = replica.index.with_model_unloaded(model, version)
             replica.raw_index = b""
+            replica.index_due_at = 0.0
             replica.probe_requested.set()
             self._notify_change()
 

@@ -15,7 +15,7 @@ from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.health import HealthState, can_eject
 from gateway.fleet.index import Index, parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress
-from gateway.fleet.tasks import cancel_tasks
+from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.http_client.connection import RequestNotSent
 from gateway.metrics import Metrics
 from gateway.triton.response import MAX_METADATA_BYTES
@@ -27,6 +27,13 @@ MIN_PROBE_PAUSE_S: Final = 0.05
 TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
 DOWN_PROBE_INTERVAL_S: Final = 0.2
 INDEX_PATH: Final = b"/v2/repository/index"
+LIVENESS_PATH: Final = b"/v2/health/live"
+# Triton lists its repository for each index: in a bucket with S3, it makes two requests for each model.
+# An index that takes longer than this is read at most an eleventh of the time, and beside the probes.
+SLOW_INDEX_S: Final = 0.5
+SLOW_INDEX_TIMEOUT_S: Final = 20.0
+SLOW_INDEX_PAUSES: Final = 10  # times the duration of a read
+MAX_INDEX_PAUSE_S: Final = 10.0
 MAX_INLINE_INDEX_BYTES: Final = 64 << 10  # about a thousand models; more are parsed in a thread
 PROBE_STATUS_REASONS: Final = {
     403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
@@ -43,11 +50,17 @@ class HealthMonitor:
     _metrics: Metrics
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _round: asyncio.Task[None] | None = None  # the last one of `probe_all`
+    _index_reads: TaskSet = field(default_factory=TaskSet)  # slow ones, beside the probes
 
     async def probe_periodically(self, replica: Replica) -> None:
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
         while self._replicas.get(replica.address) is replica:
-            await self.probe(replica)
+            if replica.health.is_down or replica.index_duration_s < SLOW_INDEX_S:
+                await self.probe(replica)
+            else:
+                if self._loop.time() >= replica.index_due_at and not replica.index_lock.locked():
+                    self._index_reads.start(self.probe(replica))
+                await self._check_liveness(replica)
             await asyncio.sleep(MIN_PROBE_PAUSE_S)
             pause_s = self._interval_s
             if replica.health.state(self._loop.time()) is HealthState.DOWN:
@@ -74,34 +87,73 @@ class HealthMonitor:
         await asyncio.gather(*map(self.probe, list(self._replicas.values())))
 
     async def close(self) -> None:
-        if self._round is not None:
-            await cancel_tasks([self._round])
+        rounds = [] if self._round is None else [self._round]
+        await cancel_tasks([*rounds, *self._index_reads])
 
     async def probe(self, replica: Replica) -> None:
-        """Probe the replica on a fresh connection: a stopping Triton still answers on existing ones."""
+        """Read the replica's index, which shows that it is alive as well."""
         try:
-            response = await replica.http.request(
-                b"POST",
-                INDEX_PATH,
-                headers=replica.management_headers,
-                timeout_s=PROBE_TIMEOUT_S,
-                fresh=True,
-                max_bytes=MAX_METADATA_BYTES,
-            )
+            async with replica.index_lock:
+                changed = await self._read_index(replica)
         except GatewayError as exc:
             self._record_missed_probe(replica, exc)
-            return
+        else:
+            self._record_answer(replica, changed=changed)
+
+    async def _read_index(self, replica: Replica) -> bool:
+        """Return whether the index changed. Raises `GatewayError`."""
+        is_slow = replica.index_duration_s >= SLOW_INDEX_S
+        timeout_s = SLOW_INDEX_TIMEOUT_S if is_slow else PROBE_TIMEOUT_S
+        started_at = perf_counter()
         try:
-            if response.status != 200:
-                reason = PROBE_STATUS_REASONS.get(response.status)
-                raise ValueError(reason or f"Triton returned status {response.status}")
-            changed = response.body != replica.raw_index
-            if changed:
-                replica.index = await parse_index_response(response.body)
-                replica.raw_index = response.body
+            body = await self._request(replica, b"POST", INDEX_PATH, timeout_s)
+        except DeadlinePassed:
+            replica.index_duration_s, replica.index_due_at = timeout_s, 0.0
+            raise
+        now = self._loop.time()
+        replica.index_duration_s = duration_s = perf_counter() - started_at
+        pause_s = min(SLOW_INDEX_PAUSES * duration_s, MAX_INDEX_PAUSE_S)
+        # The first read after one that failed may have waited for a Triton that hung.
+        replica.index_due_at = now + pause_s if replica.index_due_at else now
+        if body == replica.raw_index:
+            return False
+        try:
+            replica.index = await parse_index_response(body)
         except ValueError as exc:
-            self._record_missed_probe(replica, BadUpstream(str(exc)))
-            return
+            raise BadUpstream(str(exc)) from exc
+        replica.raw_index = body
+        return True
+
+    async def _check_liveness(self, replica: Replica) -> None:
+        try:
+            await self._request(replica, b"GET", LIVENESS_PATH, PROBE_TIMEOUT_S)
+        except GatewayError as exc:
+            self._record_missed_probe(replica, exc)
+        else:
+            if not replica.health.is_down:  # otherwise only a new index can tell what it serves
+                self._record_answer(replica)
+
+    async def _request(
+        self, replica: Replica, method: bytes, path: bytes, timeout_s: float
+    ) -> bytes:
+        """Return the body of a response on a fresh connection: a stopping Triton still answers on others.
+
+        Raises `GatewayError`.
+        """
+        response = await replica.http.request(
+            method,
+            path,
+            headers=replica.management_headers,
+            timeout_s=timeout_s,
+            fresh=True,
+            max_bytes=MAX_METADATA_BYTES,
+        )
+        if response.status != 200:
+            reason = PROBE_STATUS_REASONS.get(response.status)
+            raise BadUpstream(reason or f"Triton returned status {response.status}")
+        return response.body
+
+    def _record_answer(self, replica: Replica, *, changed: bool = False) -> None:
         previous = replica.health
         if previous.is_down or previous.missed_probes:
             replica.health = previous.with_probe_answer()
@@ -118,7 +170,8 @@ class HealthMonitor:
         health = replica.health
         is_refused = isinstance(error, RequestNotSent) and error.is_refused
         replica.health = health.with_refusal() if is_refused else health.with_probe_timeout()
-        replica.reason = error.detail
+        has_no_response = isinstance(error, DeadlinePassed)  # whose advice is for clients
+        replica.reason = "no response to a probe in time" if has_no_response else error.detail
         self._report_state_change(replica, previous)
 
     def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:

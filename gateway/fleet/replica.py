@@ -94,6 +94,11 @@ class Replica:
         self.up_since = 0.0  # when a probe found it up after it was down, by the event loop's clock
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
+        self.index_duration_s = (
+            0.0  # of the last read; for a bucket, Triton lists all of it each time
+        )
+        self.index_due_at = 0.0  # when to read it next if that is slow, by the event loop's clock
+        self.index_lock = asyncio.Lock()  # a read that began later must not end earlier
         self.reason = "not probed yet"
         self.latency = RelativeLatency()
         self.page_cache = PageCache()  # of its metrics page

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import subprocess
+import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -34,7 +35,7 @@ from tests.support.uploads import (
     replica_states,
     triton_of,
 )
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 PREFIX = "of/tests"
 MARKER = ".triton-gateway-repository"
@@ -306,6 +307,30 @@ def test_what_a_killed_gateway_published_is_reverted_by_the_next(place: BucketPl
         assert place.read("cut/config.pbtxt") == b'backend: "onnxruntime"\n'
         wait_until(lambda: place.infer("cut", client) == [2, 3])
         wait_until(lambda: place.hidden() == [])
+
+
+@pytest.mark.long
+def test_a_triton_with_many_models_in_a_bucket_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index takes seconds: Triton makes two requests for each model."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with s3_server() as server:
+        httpx.put(f"{server.url}/{PREFIX}/model0/1/model.onnx", content=FIRST)
+        for number in range(150):
+            config = b'backend: "onnxruntime"'
+            httpx.put(f"{server.url}/{PREFIX}/model{number}/config.pbtxt", content=config)
+        triton = triton_of(server.repository(PREFIX))
+        with triton, gateway(triton.options.url) as (client, _):
+            triton.wait()
+            began = time.monotonic()
+            url = f"http://{triton.address}/v2/repository/index"
+            assert httpx.post(url, timeout=TIMEOUT_S).is_success
+            print(f"the index takes {time.monotonic() - began:.1f} s")
+            wait_until(lambda: client.get("/v1/replicas").json()["replicas"][0]["state"] == "UP")
+            loaded = client.post("/v2/repository/models/model0/load", timeout=TIMEOUT_S)
+            assert loaded.status_code == 200, loaded.text
+            answer = client.post("/v1/models/model0/infer", json={"inputs": [1, 2]})
+            assert answer.json()["outputs"] == {"Y": [2, 3]}
 
 
 def test_a_model_is_served_again_after_a_restart_of_everything(place: BucketPlace) -> None:

@@ -47,6 +47,7 @@ from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance, UnknownReplica
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
+from gateway.fleet.probe import PROBE_TIMEOUT_S
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.fleet.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
@@ -326,6 +327,37 @@ async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> No
         )  # at the start, by refresh, and at a change
         assert 2 <= min(looks) <= max(looks) <= most
         assert states(pool)[HealthState.UP] == REPLICAS
+
+
+@on_uvloop
+async def test_a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom() -> None:
+    """Triton lists its repository for each index: in a bucket, that takes seconds for dozens of models."""
+    async with simulated_replicas(1, ["a"]) as (fake,):
+        fake.index_s = 1.2 * PROBE_TIMEOUT_S
+        async with over([fake]) as pool:
+            replica = replica_of(pool, fake)
+            is_up = functools.partial(pool.is_ready, "a")
+            await wait_until_async(is_up)
+            read = fake.requests["index"]
+            for _ in range(30):
+                await asyncio.sleep(0.1)
+                assert states(pool) == {HealthState.UP: 1}
+                assert is_up()
+            say(
+                f"in 3 s, {fake.requests['index'] - read} indexes and {fake.requests['live']} probes"
+            )
+            assert fake.requests["index"] - read <= 2
+            assert fake.requests["live"] >= 2
+            # What contradicts the index lets it be read at once.
+            fake.models["a"] = False
+            pool.mark_unloaded(replica, "a", "")
+            await wait_until_async(lambda: fake.requests["index"] > read + 1)
+            fake.index_s = 0.0
+            fake.models["b"] = True
+            await pool.monitor.probe(replica)  # as after a load
+            assert pool.is_ready("b")
+            await fake.stop()
+            await wait_until_async(lambda: states(pool) == {HealthState.DOWN: 1})
 
 
 @on_uvloop

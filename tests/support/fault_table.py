@@ -271,6 +271,16 @@ TRITON = (
         },
     ),
     Row(
+        "a replica's repository index takes longer than a probe, as with many models in a bucket",
+        "it is up while it is alive, and its index is read at most an eleventh of the time",
+        {
+            "integration/test_fleet_simulation": [
+                "a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom"
+            ],
+            "integration/test_bucket_uploads": ["a_triton_with_many_models_in_a_bucket_is_up"],
+        },
+    ),
+    Row(
         "a replica lists more than 50,000 models",
         "the replica is down, and `/v1/replicas` says why",
         {"faults/test_replica_answers": ["an_index_of_too_many_models_is_not_used"]},

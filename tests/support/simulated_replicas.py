@@ -31,6 +31,7 @@ class SimulatedTriton:
     delay_s: float = 0.0  # of an inference
     cold_s: float = 0.0  # of the first inference, and of those that come with it
     load_s: float = 0.0
+    index_s: float = 0.0  # of an index, as if it listed a bucket
     hangs: bool = False  # accepts, and never answers
     holds: bool = False  # answers no inference until `release`
     garbles: bool = False  # answers an inference with what is not HTTP
@@ -83,7 +84,9 @@ class SimulatedTriton:
         *_, model, verb = path.split("/")
         self.requests[verb] += 1
         if verb == "index":
-            return 0.0, ok(self.index() if self.index_body is None else self.index_body)
+            return self.index_s, ok(self.index() if self.index_body is None else self.index_body)
+        if verb == "live":
+            return 0.0, ok(b"")
         if verb in ("load", "unload"):
             return self._manage(model, load=verb == "load")
         if verb == "config":
