@@ -109,7 +109,12 @@ def instant(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
     index = [{"name": "small", "version": "1", "state": "READY"}]
     reply = {"model_name": "small", "model_version": "1", "outputs": []}
     llm_path = "/v1/completions"
-    replies = {"/v2/repository/index": index, SMALL_PATH: reply, llm_path: reply}
+    replies = {
+        "/v2/repository/index": index,
+        "/v2/health/live": {},
+        SMALL_PATH: reply,
+        llm_path: reply,
+    }
     upstream = stack.enter_context(
         servers.instant_upstream({path: json.dumps(value) for path, value in replies.items()})
     )
