@@ -29,7 +29,7 @@ DOWN_PROBE_INTERVAL_S: Final = 0.2
 INDEX_PATH: Final = b"/v2/repository/index"
 LIVENESS_PATH: Final = b"/v2/health/live"
 # Triton lists its repository for each index: in a bucket with S3, it makes two requests for each model.
-# An index that takes longer than this is read at most an eleventh of the time, and beside the probes.
+# An index that takes longer than this is read beside the probes, after pauses that grow with its duration.
 SLOW_INDEX_S: Final = 0.5
 SLOW_INDEX_TIMEOUT_S: Final = 20.0
 SLOW_INDEX_PAUSES: Final = 10  # times the duration of a read

@@ -272,7 +272,7 @@ TRITON = (
     ),
     Row(
         "a replica's repository index takes longer than a probe, as with many models in a bucket",
-        "it is up while it is alive, and its index is read at most an eleventh of the time",
+        "it is up while it is alive, and its index is read less often",
         {
             "integration/test_fleet_simulation": [
                 "a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom"
