@@ -96,8 +96,10 @@ class HealthMonitor:
             async with replica.index_lock:
                 changed = await self._read_index(replica)
         except GatewayError as exc:
+            replica.is_index_valid = replica.is_index_valid and not isinstance(exc, BadUpstream)
             self._record_missed_probe(replica, exc)
         else:
+            replica.is_index_valid = True
             self._record_answer(replica, changed=changed)
 
     async def _read_index(self, replica: Replica) -> bool:
@@ -130,7 +132,8 @@ class HealthMonitor:
         except GatewayError as exc:
             self._record_missed_probe(replica, exc)
         else:
-            if not replica.health.is_down:  # otherwise only a new index can tell what it serves
+            # Otherwise only a new index can tell what it serves.
+            if replica.is_index_valid and not replica.health.is_down:
                 self._record_answer(replica)
 
     async def _request(

@@ -98,6 +98,7 @@ class Replica:
             0.0  # of the last read; for a bucket, Triton lists all of it each time
         )
         self.index_due_at = 0.0  # when to read it next if that is slow, by the event loop's clock
+        self.is_index_valid = True  # the last one that was read
         self.index_lock = asyncio.Lock()  # a read that began later must not end earlier
         self.reason = "not probed yet"
         self.latency = RelativeLatency()

@@ -47,7 +47,7 @@ from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance, UnknownReplica
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
-from gateway.fleet.probe import PROBE_TIMEOUT_S
+from gateway.fleet.probe import PROBE_TIMEOUT_S, SLOW_INDEX_S
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.fleet.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
@@ -358,6 +358,25 @@ async def test_a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom() 
             assert pool.is_ready("b")
             await fake.stop()
             await wait_until_async(lambda: states(pool) == {HealthState.DOWN: 1})
+
+
+@on_uvloop
+async def test_a_slow_index_that_becomes_invalid_makes_a_live_replica_unavailable() -> None:
+    async with simulated_replicas(1, ["a"]) as (fake,):
+        fake.index_s = SLOW_INDEX_S
+        async with over([fake]) as pool:
+            await wait_until_async(lambda: pool.is_ready("a"))
+            fake.index_body = b"{}"
+            pool.mark_unloaded(replica_of(pool, fake), "a", "")  # so that it is read at once
+            await wait_until_async(lambda: states(pool) == {HealthState.SLOW: 1})
+            probes = fake.requests["live"] + fake.requests["index"]
+            await wait_until_async(
+                lambda: fake.requests["live"] + fake.requests["index"] > probes + 4
+            )
+            assert states(pool) == {HealthState.SLOW: 1}
+            assert "must be a list" in replica_of(pool, fake).reason
+            fake.index_body = None
+            await wait_until_async(lambda: states(pool) == {HealthState.UP: 1})
 
 
 @on_uvloop

@@ -282,8 +282,13 @@ TRITON = (
     ),
     Row(
         "a replica lists more than 50,000 models",
-        "the replica is down, and `/v1/replicas` says why",
-        {"faults/test_replica_answers": ["an_index_of_too_many_models_is_not_used"]},
+        "it gets no requests while another replica can serve them; `/v1/replicas` says why",
+        {
+            "faults/test_replica_answers": ["an_index_of_too_many_models_is_not_used"],
+            "integration/test_fleet_simulation": [
+                "a_slow_index_that_becomes_invalid_makes_a_live_replica_unavailable"
+            ],
+        },
     ),
     Row(
         "a response does not end, or is larger than the limit",
