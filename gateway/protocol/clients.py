@@ -25,13 +25,15 @@ SocketName = tuple[str, int]  # host and port
 
 
 class PacedCalls:
-    """Makes calls soon, but only so many in each pass of the event loop.
+    """Makes calls soon, but only so many in each pass of the event loop, or in every nth pass.
 
     Otherwise a flood of them would delay every step of every request by the whole flood.
     """
 
-    def __init__(self, per_pass: int) -> None:
+    def __init__(self, per_pass: int, interval: int = 1) -> None:
         self._per_pass = per_pass
+        self._interval = interval
+        self._pass = 0
         self._waiting: deque[Callable[[], None]] = deque()
 
     def add(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
@@ -41,8 +43,10 @@ class PacedCalls:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         waiting = self._waiting
-        for _ in range(min(self._per_pass, len(waiting))):
-            loop.call_soon(waiting.popleft())
+        self._pass = (self._pass + 1) % self._interval
+        if not self._pass:
+            for _ in range(min(self._per_pass, len(waiting))):
+                loop.call_soon(waiting.popleft())
         if waiting:
             loop.call_soon(self._run, loop)
 
@@ -58,7 +62,8 @@ class ClientRegistry:
         self.checks = PacedCalls(CHECKS_PER_PASS)
         # Each read of a large body copies up to 256 KiB.
         self.large_reads = PacedCalls(1)
-        self._refused_requests = PacedCalls(1)
+        # A request takes several passes. Between two that may be refused again, others get one.
+        self._refused_requests = PacedCalls(1, interval=2)
 
     def add_connection(self, client: str) -> int:
         count = self._counts[client] = self._counts.get(client, 0) + 1
