@@ -27,10 +27,10 @@ def encode_v2_infer(array: np.ndarray, datatype: str) -> Request:
     return Request(body, {"Inference-Header-Content-Length": str(length)})
 
 
-def encode_jpeg(seed: int = 0) -> bytes:
-    """Return a JPEG of 640×480."""
+def encode_jpeg(seed: int = 0, width: int = 640, height: int = 480) -> bytes:
+    """Return a JPEG of noise, which is larger and slower to decode than a photo."""
     file = io.BytesIO()
-    noise = np.random.default_rng(seed).normal(128, 20, (480, 640, 3)).clip(0, 255)
+    noise = np.random.default_rng(seed).normal(128, 20, (height, width, 3)).clip(0, 255)
     Image.fromarray(noise.astype(np.uint8)).save(file, "JPEG", quality=85)
     return file.getvalue()
 

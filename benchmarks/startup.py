@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from benchmarks import peers, servers
-from benchmarks.load import cpu_s, measure, memory_mib
+from benchmarks.load import cpu_s, family, measure, memory_mib, pss_kib
 from benchmarks.requests import Request, encode_v2_infer
 from benchmarks.tables import describe_spread
 from benchmarks.workloads import build_workloads
@@ -52,10 +52,11 @@ class ServerStart(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The proportional set size of a server's processes."""
+    """The proportional set size of a server's processes, and of the largest that serves after the load."""
 
     rest_mib: float
     load_mib: float
+    worker_mib: float
 
 
 class StartTimes(NamedTuple):
@@ -145,10 +146,16 @@ def measure_start(start: ServerStart, seconds: float) -> tuple[StartTimes, Memor
         rest_mib = memory_mib(process)
         url = f"http://127.0.0.1:{start.port}{start.infer_path}"
         loaded = measure(url, start.request, process, 16, seconds)
-        return times, Memory(rest_mib, loaded.peak_mib)
+        return times, Memory(rest_mib, loaded.peak_mib, worker_mib(process))
     finally:
         running.terminate()
         running.wait(20)
+
+
+def worker_mib(process: psutil.Process) -> float:
+    """Return the memory of the largest process that started no other: those that did only supervise."""
+    workers = [member for member in family(process) if not member.children()]
+    return max(pss_kib(worker.pid) for worker in workers) / 1024
 
 
 def measure_peer_memory(
@@ -165,7 +172,7 @@ def measure_peer_memory(
         time.sleep(REST_S)
         rest_mib = memory_mib(process)
         loaded = measure(f"{url}/v2/models/small/infer", request, process, 16, seconds)
-        return Memory(rest_mib, loaded.peak_mib)
+        return Memory(rest_mib, loaded.peak_mib, worker_mib(process))
 
 
 def measure_import(statement: str) -> tuple[float, float]:
@@ -189,21 +196,27 @@ def tabulate_starts(triton: EmbeddedTriton, seconds: float, count: int) -> Itera
         for name, start in starts.items():
             measured[name].append(measure_start(start, seconds))
     yield "\n**Start-up, from the command to the first 200, and PSS of all processes**\n"
-    yield "| | first 200, s | CPU s until then | first inference, s | MiB at rest | MiB under load |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| | first 200, s | CPU s until then | first inference, s | MiB at rest | MiB under load "
+        "| MiB of a worker |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for name, pairs in measured.items():
         live = describe_spread([times.live_s for times, _ in pairs])
         cpu = describe_spread([times.live_cpu_s for times, _ in pairs])
         infer = describe_spread([times.infer_s for times, _ in pairs])
-        rest = statistics.median(memory.rest_mib for _, memory in pairs)
-        load = statistics.median(memory.load_mib for _, memory in pairs)
-        yield f"| {name} | {live} | {cpu} | {infer} | {rest:.0f} | {load:.0f} |"
+        memory = Memory(*map(statistics.median, zip(*(each for _, each in pairs), strict=True)))
+        yield f"| {name} | {live} | {cpu} | {infer} | {format_memory(memory)} |"
     address = f"127.0.0.1:{triton.options.http_port}"
     others = {"nginx": lambda: servers.nginx(address), "Envoy": lambda: peers.envoy(address)}
     for name, server in others.items():
-        memory = measure_peer_memory(name, server, seconds)
-        if memory is not None:
-            yield f"| {name} | | | | {memory.rest_mib:.0f} | {memory.load_mib:.0f} |"
+        peer_memory = measure_peer_memory(name, server, seconds)
+        if peer_memory is not None:
+            yield f"| {name} | | | | {format_memory(peer_memory)} |"
+
+
+def format_memory(memory: Memory) -> str:
+    return " | ".join(f"{mib:.0f}" for mib in memory)
 
 
 def tabulate_imports(count: int) -> Iterator[str]:

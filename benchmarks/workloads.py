@@ -63,6 +63,7 @@ def build_workloads() -> list[Workload]:
     array = np.random.default_rng(0).random((3, 224, 224), np.float32)
     text = Request(TEXT.encode(), {"Content-Type": "text/plain"})
     jpeg = Request(jpegs[0], JPEG_HEADERS)
+    photo = Request(encode_jpeg(width=1920, height=1080), JPEG_HEADERS)
     npy = Request(encode_npy(array), {"Content-Type": "application/x-npy"})
     form = encode_form("X", jpegs, "image/jpeg")
     texts, files = np.array([[TEXT.encode()]], object), np.array([[file] for file in jpegs], object)
@@ -74,6 +75,9 @@ def build_workloads() -> list[Workload]:
         ),
         build_workload(
             "a JPEG of 640×480 to FP32 3×224×224", "array", jpeg, "/image", array[None], "FP32"
+        ),
+        build_workload(
+            "a JPEG of 1920×1080 to FP32 3×224×224", "array", photo, "/image", array[None], "FP32"
         ),
         build_workload(
             "a 3×224×224 FP32 array as .npy", "array", npy, "/array", array[None], "FP32"
