@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.interface.names import read_log_fields
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
 from tests.support.redis_server import redis_server
 from tests.support.servers import Command, gateway
@@ -189,6 +190,7 @@ def test_a_request_has_one_line_with_all_that_is_known(
     headers = {"X-Request-ID": "line-1", **TEXT}
     answer = client.post("/v1/models/text_ensemble/infer", content=b"hello", headers=headers)
     (line,) = logged(command, "line-1")
+    assert line.keys() == read_log_fields("gateway.access")
     assert line["message"] == "POST /v1/models/text_ensemble/infer 200"
     assert (line["model"], line["route"]) == ("text_ensemble", "/v1/models/{model}/infer")
     assert line["replica"] == demo_triton.options.address
@@ -329,6 +331,7 @@ def test_an_administrative_call_is_in_the_audit_log_at_every_level(
     headers = {"X-Request-ID": name, **bearer(key)}
     assert client.post(path, json=body, headers=headers).status_code == status
     (line,) = audit_lines(command, name)
+    assert line.keys() == read_log_fields("gateway.audit")
     assert (line["model"], line["key"], line["outcome"], line["parameters"]) == told
     assert line["status"] == status
     assert line["client"] == "127.0.0.1"

@@ -1,10 +1,12 @@
-"""The public names, one per line: settings, paths, codes, metrics, commands, flags, values of the chart.
+"""The public names, one per line: settings, paths, codes, metrics, log fields, commands, flags and values.
 
-Settings, codes, metrics and values are read from their tables, which other tests compare with the code.
+Settings, codes, metrics, log fields and values of the chart are read from the documentation, which
+other tests compare with the code.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +40,19 @@ def list_metrics() -> Iterator[str]:
         yield f"metric {kind} {name}{{{labels.strip()}}}"
 
 
+def read_log_fields(logger: str) -> set[str]:
+    """Return the fields of the documented line of a logger."""
+    lines = map(json.loads, re.findall(r'^\{"time":.*\}$', read("metrics.md"), re.M))
+    (fields,) = (set(line) for line in lines if line["logger"] == logger)
+    return fields
+
+
+def list_log_fields() -> Iterator[str]:
+    for logger in ("gateway.access", "gateway.audit"):
+        for field in read_log_fields(logger):
+            yield f"field {logger} {field}"
+
+
 def list_paths(document: dict[str, Any]) -> Iterator[str]:
     for path, operations in document["paths"].items():
         for method in operations:
@@ -68,6 +83,7 @@ def list_names(document: dict[str, Any]) -> set[str]:
         *list_settings(),
         *list_codes(),
         *list_metrics(),
+        *list_log_fields(),
         *list_paths(document),
         *list_commands(),
         *list_values(),
