@@ -21,7 +21,7 @@ from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
 from gateway.fleet.load_parameters import FILE_PARAMETER
 from gateway.http_client.client import CompleteResponse
-from gateway.inflate import ZLIB_WBITS, Inflater
+from gateway.inflate import ZLIB_WBITS, inflate_chunks
 from gateway.messages import escape_unprintable
 from gateway.passthrough import body as request_body
 from gateway.passthrough import headers as request_headers
@@ -118,10 +118,8 @@ async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
 
 def inflated(data: bytes) -> None:
     async def run() -> None:
-        inflater = Inflater(ZLIB_WBITS["gzip"])
-        async for _ in inflater.feed(data):
+        async for _ in inflate_chunks(pieces(data, len(data)), ZLIB_WBITS["gzip"]):
             pass
-        inflater.end()
 
     asyncio.run(run())
 
