@@ -91,10 +91,13 @@ class AdmissionQueue:
         self._running_by_model[model] = running + 1
         return True
 
-    async def acquire(self, model: str, timeout_s: float, caller: str = "") -> None:
-        """Take a slot or wait for one. Raises `AdmissionQueueFull` at once, or `DeadlinePassed`."""
+    async def acquire(self, model: str, timeout_s: float, caller: str = "") -> float:
+        """Take a slot or wait for one; return the remaining seconds.
+
+        Raises `AdmissionQueueFull` at once, or `DeadlinePassed`.
+        """
         if self.try_acquire(model):
-            return
+            return timeout_s
         queue_key = model, caller
         queue = self._queues.get(queue_key) or deque()
         if len(queue) >= self._max_waiting - self.waiting:
@@ -104,6 +107,7 @@ class AdmissionQueue:
         self._queues[queue_key] = queue
         queue.append(waiter)
         self.waiting += 1
+        started_at = perf_counter()
         try:
             await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
         except BaseException as exc:
@@ -115,6 +119,7 @@ class AdmissionQueue:
             if isinstance(exc, asyncio.TimeoutError):
                 raise DeadlinePassed(timeout_s) from None
             raise
+        return timeout_s - (perf_counter() - started_at)
 
     def count_requests(self, model: str) -> int:
         waiting = sum(len(queue) for (name, _), queue in self._queues.items() if name == model)

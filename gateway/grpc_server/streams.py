@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any, Final, cast
 
 import grpc
@@ -182,12 +181,11 @@ class InferStream:
                 raise request.failure
             if request.previous_step is not None:
                 await request.previous_step.wait()
-            timeout_s = call.find_timeout_s()
-            started_at = perf_counter()
-            await self._services.admission.acquire(target.model, timeout_s, call.info.key)
+            timeout_s = await self._services.admission.acquire(
+                target.model, call.find_timeout_s(), call.info.key
+            )
             with ExitStack() as slot:
                 slot.callback(self._services.admission.release, target.model)
-                timeout_s -= perf_counter() - started_at
                 await self._relay(request, target, timeout_s, slot)
         except ResponseNotRead:
             raise

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from time import perf_counter
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.admission import AdmissionQueue
 from gateway.auth import authorize_all_models
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
@@ -138,7 +136,7 @@ async def forward_request(
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference and not services.admission.try_acquire(model):
-        timeout_s = await wait_for_admission(services.admission, model, timeout_s, info.key)
+        timeout_s = await services.admission.acquire(model, timeout_s, info.key)
     target = RequestTarget(
         model,
         route.version,
@@ -214,15 +212,6 @@ async def prepare_body(
             refuses_sequence=refuses_sequence,
         )
     return forwarded, body, step
-
-
-async def wait_for_admission(
-    admission: AdmissionQueue, model: str, timeout_s: float, caller: str
-) -> float:
-    """Wait for a slot, and return the remaining time in seconds."""
-    started = perf_counter()
-    await admission.acquire(model, timeout_s, caller)
-    return timeout_s - (perf_counter() - started)
 
 
 def add_management_headers(headers: Headers, management_headers: Headers) -> Headers:

@@ -108,7 +108,7 @@ def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> AdmissionQueue:
     return AdmissionQueue(places, per_model, queue, Metrics())
 
 
-async def waiting(door: AdmissionQueue, model: str, caller: str = "") -> asyncio.Task[None]:
+async def waiting(door: AdmissionQueue, model: str, caller: str = "") -> asyncio.Task[float]:
     task = asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))
     await settled()
     return task
@@ -279,7 +279,7 @@ def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]])
     async def scenario() -> None:
         door = gate(places=3, per_model=2, queue=6)
         held: list[str] = []
-        tasks: list[tuple[str, asyncio.Task[None]]] = []
+        tasks: list[tuple[str, asyncio.Task[float]]] = []
         for model, caller, step in steps:
             if step == "enter":
                 tasks.append((model, asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))))
