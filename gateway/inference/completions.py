@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import orjson
 from starlette.responses import StreamingResponse
@@ -27,15 +27,8 @@ FORWARDED_HEADERS: Final = frozenset((b"accept", *TRACE_CONTEXT_HEADERS))
 RELAYED_HEADERS: Final = (b"content-type", b"retry-after")
 
 
-class CompletionRequest(NamedTuple):
-    """The model of a request for a completion, and the body for the server, which names no other model."""
-
-    model: str
-    body: bytes
-
-
-def parse_completion_request(body: bytes) -> CompletionRequest:
-    """Raises `MalformedRequest`.
+def parse_completion_request(body: bytes) -> tuple[str, bytes]:
+    """Return the model, and the body for the server, which names no other one. Raises `MalformedRequest`.
 
     The body is encoded again, because a server may use another one of several keys `model`, for which the
     caller has no right. Some servers ignore the case of keys.
@@ -45,7 +38,7 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
         if key != MODEL_KEY and key.lower() == MODEL_KEY:
             raise MalformedRequest(f'unknown key {quote_text(key)}; write "model" in lower case')
     try:
-        return CompletionRequest(read_model_name(document), orjson.dumps(document))
+        return read_model_name(document), orjson.dumps(document)
     except orjson.JSONEncodeError:  # it can read more levels than it can write
         raise MalformedRequest("the body has too many levels of nested values") from None
 

@@ -73,23 +73,22 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     """Forward the request to a server of `GATEWAY_OPENAI_URLS`, and relay its response or stream."""
     if services.openai_servers is None:
         raise NoOpenAIServer
-    wanted, deadline = await receive_json(request, services, parse_completion_request)
-    services.resolver.check_served_name(request.scope, Right.infer, wanted.model)
+    (model, body), deadline = await receive_json(request, services, parse_completion_request)
+    services.resolver.check_served_name(request.scope, Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
-    loop, admission = asyncio.get_running_loop(), services.admission
-    await admission.acquire(wanted.model, deadline - loop.time(), info.key)
-    release = partial(admission.release, wanted.model)
+    timeout_s = deadline - asyncio.get_running_loop().time()
+    timeout_s = await services.admission.acquire(model, timeout_s, info.key)
+    release = partial(services.admission.release, model)
     try:
-        remaining_s = deadline - loop.time()
-        headers = build_completion_headers(request.scope["headers"], len(wanted.body))
+        headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()
-        response = await services.openai_servers.send(path, headers, wanted.body, remaining_s)
+        response = await services.openai_servers.send(path, headers, body, timeout_s)
     except BaseException:
         release()
         raise
     if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value
-        info.model = services.openai_servers.get_model_label(wanted.model)
-    return RelayedResponse(response, remaining_s, release)
+        info.model = services.openai_servers.get_model_label(model)
+    return RelayedResponse(response, timeout_s, release)
 
 
 @router.post(
