@@ -23,11 +23,8 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.label_router import LabelRouter
 from gateway.fleet.labels import LabelManager
-from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.models_file import ModelsFile
-from gateway.fleet.on_demand_models import OnDemandOptions
-from gateway.fleet.on_demand_plan import ModelBudget
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
@@ -100,7 +97,6 @@ class AppComponents(NamedTuple):
 
     sources: Sequence[ReplicaSource]
     connection_options: ReplicaConnectionOptions
-    management_options: ManagementOptions
     models_file: ModelsFile
     keys_file: KeysFile | None
     store: StateStore
@@ -125,12 +121,6 @@ def build_components(settings: Settings) -> AppComponents:
     return AppComponents(
         sources,
         connection_options,
-        ManagementOptions(
-            settings.load_timeout_s,
-            settings.accepted_uploads is ModelUploads.code,
-            settings.ready_quorum,
-            settings.hold_s,
-        ),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
@@ -199,9 +189,7 @@ async def open_fleet(
     signatures = SignatureCache(dispatcher)
     stack.callback(signatures.close)
     inference = InferenceService(dispatcher, signatures, settings.cancellable_models)
-    repository = Repository(
-        pool, signatures, components.store, components.models_file, components.management_options
-    )
+    repository = Repository(pool, signatures, components.store, components.models_file, settings)
     await stack.enter_async_context(repository)
     metrics.collector_registry.register(FleetCollector(pool, repository))
     # By their label in `gateway_file_valid`.
@@ -221,16 +209,7 @@ async def open_activator(
     needs = (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
     if not any(needs):
         return None
-    options = OnDemandOptions(
-        settings.on_demand_models,
-        ModelBudget(settings.max_loaded_models, settings.model_memory_mb),
-        settings.default_model_memory_mb,
-        settings.idle_unload_s,
-        settings.max_queue,
-        settings.hold_s,
-        settings.scaler_port,
-    )
-    activator = repository.create_activator(admission, options)
+    activator = repository.create_activator(admission)
     dispatcher.enable_activation(activator)
     await stack.enter_async_context(activator)
     if settings.scaler_port:

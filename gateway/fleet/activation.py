@@ -73,11 +73,11 @@ class ModelActivator:
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
         if not self._pool.has_live_replica:
-            return self.loader.options.hold_s > 0
+            return self.loader.settings.hold_s > 0
         if self._is_loadable(model):
             return True
         # The reconciler loads a desired model on a new replica.
-        return self.loader.options.hold_s > 0 and self.loader.state.is_desired(model)
+        return self.loader.settings.hold_s > 0 and self.loader.state.is_desired(model)
 
     def _is_loadable(self, model: str) -> bool:
         return (
@@ -95,7 +95,7 @@ class ModelActivator:
         if self._pool.is_usable(model) or not self.can_activate(model):
             return timeout_s
         metrics, waiting = self._pool.metrics, self.loader.usage.held_requests
-        if waiting >= self.loader.options.max_waiting:
+        if waiting >= self.loader.settings.max_queue:
             metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
         wait_metric = metrics.on_demand_wait if self._is_loadable(model) else metrics.hold
@@ -117,7 +117,7 @@ class ModelActivator:
         self._check_backoff(model)
         load = self._loads.get(model) or self._start_load(model)
         started_at = perf_counter()
-        hold_s = min(timeout_s, self.loader.options.hold_s)
+        hold_s = min(timeout_s, self.loader.settings.hold_s)
         load.waiters += 1
         try:
             while not load.task.done():

@@ -40,17 +40,6 @@ UNLOAD_START_S: Final = 2.0  # until the index shows an unload that Triton has a
 MAX_UNLOADED_PROBES: Final = 3  # in a row, after a load; a single one may be older than the load
 
 
-@dataclass(frozen=True)
-class ManagementOptions:
-    """Options of model management."""
-
-    load_timeout_s: float = 300.0
-    can_upload: bool = False  # whether a load may contain a config and files
-    ready_quorum: int = 1  # replicas on which a declared model must be ready
-    # How long requests wait for a replica; above 0, a fleet without any is ready.
-    hold_s: float = 0.0
-
-
 @dataclass
 class ActionProgress:
     """The state of an action that Triton has accepted, by successive indexes.
@@ -100,7 +89,7 @@ class ModelLoader:
     _pool: ReplicaPool
     _signatures: SignatureCache
     _state: SharedState
-    _options: ManagementOptions
+    _load_timeout_s: float
     # Model → where and why its last load failed.
     load_errors: dict[str, str] = field(default_factory=dict)
     # Replicas whose model control mode allows neither loads nor unloads.
@@ -176,7 +165,7 @@ class ModelLoader:
             await call_management_api(
                 grpc_target,
                 build(action.model, action.parameters),
-                self._options.load_timeout_s,
+                self._load_timeout_s,
                 replica.grpc_tls,
                 replica.management_metadata,
             )
@@ -199,7 +188,7 @@ class ModelLoader:
             f"/v2/repository/models/{model}/{action.verb}".encode(),
             orjson.dumps({"parameters": dict(action.parameters)}),
             replica.management_headers,
-            timeout_s=self._options.load_timeout_s,
+            timeout_s=self._load_timeout_s,
             fresh=True,
             max_bytes=MAX_METADATA_BYTES,
         )
@@ -209,11 +198,11 @@ class ModelLoader:
     async def _wait_for_index(self, replica: Replica, action: ModelAction) -> None:
         """Probe until the index confirms the action: Triton responds before it is done."""
         progress = ActionProgress(action, perf_counter())
-        with anyio.move_on_after(self._options.load_timeout_s):
+        with anyio.move_on_after(self._load_timeout_s):
             while True:
                 await self._pool.monitor.probe(replica)
                 is_up = self._pool.replica_state(replica) is HealthState.UP
                 if progress.is_done(replica.index, is_current=is_up):
                     return
                 await asyncio.sleep(max(ACTION_POLL_S, replica.index_duration_s))
-        raise DeadlinePassed(self._options.load_timeout_s)
+        raise DeadlinePassed(self._load_timeout_s)

@@ -17,8 +17,9 @@ from gateway.fleet.held_models import HeldModels, ModelFactsCache
 from gateway.fleet.index import UNLOADING
 from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.loader import ModelLoader
-from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels, OnDemandOptions
+from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels
 from gateway.fleet.on_demand_plan import (
+    ModelBudget,
     NoPlacement,
     Placement,
     ReplicaLoad,
@@ -32,6 +33,7 @@ from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import SignatureCache
+from gateway.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +54,17 @@ class OnDemandLoader:
     _loader: ModelLoader
     _reconciler: Reconciler
     _admission: AdmissionQueue
-    options: OnDemandOptions
+    settings: Settings
     inference_times: InferenceTimes = field(default_factory=InferenceTimes)
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
 
     def __post_init__(self) -> None:
-        default_memory_mb = self.options.default_memory_mb
-        self.models = OnDemandModels(self.state, self.options.patterns)
+        settings = self.settings
+        self._budget = ModelBudget(settings.max_loaded_models, settings.model_memory_mb)
+        self.models = OnDemandModels(self.state, settings.on_demand_models)
         self.usage = ModelUsage(self._admission, perf_counter)
-        self.facts = ModelFactsCache(self._pool, self._signatures, default_memory_mb)
+        default_mb = settings.default_model_memory_mb
+        self.facts = ModelFactsCache(self._pool, self._signatures, default_mb)
         self._loader.change_listeners.append(self.facts.invalidate)
         self.held = HeldModels(self.state, self._reconciler, self.models, self.usage, self.facts)
 
@@ -110,7 +114,7 @@ class OnDemandLoader:
 
     def choose_placement(self, model: str) -> Placement | NoPlacement:
         replicas = self.held.describe(self.list_candidates(model))
-        return choose_placement(replicas, self.facts.list_memory_mb(model), self.options.budget)
+        return choose_placement(replicas, self.facts.list_memory_mb(model), self._budget)
 
     async def load(self, model: str, replica_name: str, *, is_copy: bool = False) -> bool:
         """Make room on the replica and load the model. Returns whether there was room.
@@ -189,7 +193,7 @@ class OnDemandLoader:
         while True:
             self.usage.drop_unknown_models(self._pool.has_model)
             self._pool.metrics.demand.set(self.usage.count_own_demand())
-            if self.models.is_enabled or self.options.scaler_port:
+            if self.models.is_enabled or self.settings.scaler_port:
                 await self.exchange_usage()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
@@ -209,7 +213,7 @@ class OnDemandLoader:
         return [
             replica
             for replica, load in zip(replicas, self.held.describe(replicas), strict=True)
-            if self._find_idle_models(load) or plan_excess(load, self.options.budget)
+            if self._find_idle_models(load) or plan_excess(load, self._budget)
         ]
 
     async def _unload_surplus(self, replica: Replica) -> None:
@@ -217,15 +221,15 @@ class OnDemandLoader:
             if not is_granted:
                 return
             await self.facts.update(checks_ensembles=True)
-            idle, idle_s = await self._confirm_idle_models(replica), self.options.idle_unload_s
+            idle, idle_s = await self._confirm_idle_models(replica), self.settings.idle_unload_s
             await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
-            excess = plan_excess(self._describe(replica), self.options.budget)
+            excess = plan_excess(self._describe(replica), self._budget)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
 
     def _find_idle_models(self, load: ReplicaLoad) -> tuple[str, ...]:
-        if not self.options.idle_unload_s:
+        if not self.settings.idle_unload_s:
             return ()
-        return find_idle_models(load, perf_counter() - self.options.idle_unload_s)
+        return find_idle_models(load, perf_counter() - self.settings.idle_unload_s)
 
     async def _confirm_idle_models(self, replica: Replica) -> tuple[str, ...]:
         """Return the idle models that the replica has not run for others, which send no report."""

@@ -10,26 +10,13 @@ from typing import Any, Final
 
 from gateway.admission import AdmissionQueue
 from gateway.errors import GatewayError, Unavailable
-from gateway.fleet.on_demand_plan import CopyLimits, ModelBudget
+from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.fleet.shared_state import SharedState
 from gateway.messages import join_names, quote_text
 
 MAX_REPORTED_NUMBER: Final = 1e12
 # With more times of use than this, those of models that do not exist are dropped.
 MAX_USED_MODELS: Final = 1000
-
-
-@dataclass(frozen=True)
-class OnDemandOptions:
-    """Options of loading on demand, and of waiting for a replica."""
-
-    patterns: tuple[str, ...]
-    budget: ModelBudget
-    default_memory_mb: int
-    idle_unload_s: float  # 0: never
-    max_waiting: int  # requests
-    hold_s: float = 0.0  # how long they wait for a replica; 0: not at all
-    scaler_port: int = 0  # of KEDA's external scaler; 0: none
 
 
 class ModelLoading(Unavailable):

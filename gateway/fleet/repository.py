@@ -19,10 +19,10 @@ from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToL
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED
-from gateway.fleet.loader import ManagementOptions, ModelLoader
+from gateway.fleet.loader import ModelLoader
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
-from gateway.fleet.on_demand_models import OnDemandModels, OnDemandOptions
+from gateway.fleet.on_demand_models import OnDemandModels
 from gateway.fleet.on_demand_plan import parse_model_facts
 from gateway.fleet.operations import OperationRunner
 from gateway.fleet.pool import ReplicaPool
@@ -36,6 +36,8 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.staged_load import run_staged_load
 from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.messages import join_names, quote_text
+from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
 from gateway.state.desired import DesiredModel, StateStore
 
 log = logging.getLogger(__name__)
@@ -57,24 +59,23 @@ class Repository:
     _signatures: SignatureCache
     _store: StateStore
     _models_file: ModelsFile
-    _options: ManagementOptions
+    _settings: Settings
 
     def __post_init__(self) -> None:
-        pool, options = self._pool, self._options
-        self.state = SharedState(self._store, self._models_file, can_upload=options.can_upload)
-        self.loader = ModelLoader(pool, self._signatures, self.state, options)
-        self.readiness = ReadinessMonitor(pool, self.state, options.ready_quorum, options.hold_s)
+        pool, settings = self._pool, self._settings
+        can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
+        self.state = SharedState(self._store, self._models_file, can_upload=can_upload)
+        self.loader = ModelLoader(pool, self._signatures, self.state, settings.load_timeout_s)
+        self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum, settings.hold_s)
         self._reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
         self.on_demand_models = OnDemandModels(self.state, ())
         self._tasks = TaskSet()
         self.operations = OperationRunner(self._store, self._tasks)
 
-    def create_activator(
-        self, admission: AdmissionQueue, options: OnDemandOptions
-    ) -> ModelActivator:
+    def create_activator(self, admission: AdmissionQueue) -> ModelActivator:
         pool, signatures, reconciler = self._pool, self._signatures, self._reconciler
         loader = OnDemandLoader(
-            pool, signatures, self.state, self.loader, reconciler, admission, options
+            pool, signatures, self.state, self.loader, reconciler, admission, self._settings
         )
         self.on_demand_models = loader.models
         return ModelActivator(pool, loader, reconciler)

@@ -43,7 +43,6 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import EJECTION_S, HealthState
 from gateway.fleet.index import parse_index
 from gateway.fleet.inference_times import InferenceTimes
-from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.maintenance import Maintenance, UnknownReplica
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
@@ -55,6 +54,7 @@ from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall
+from gateway.settings import Settings
 from gateway.state.desired import DesiredModel
 from gateway.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed, RequestTarget
@@ -168,7 +168,7 @@ async def managing(
     signatures = SignatureCache(dispatcher_of(pool))
     file = file or ModelsFile(None)
     async with Repository(
-        pool, signatures, open_state_store(state), file, ManagementOptions()
+        pool, signatures, open_state_store(state), file, Settings()
     ) as repository:
         yield repository
     signatures.close()

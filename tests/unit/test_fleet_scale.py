@@ -16,9 +16,7 @@ from gateway.fleet.collector import FleetCollector, OnDemandCollector
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import Health
 from gateway.fleet.index import Index, merge_indexes, parse_index
-from gateway.fleet.loader import ManagementOptions
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
-from gateway.fleet.on_demand_models import OnDemandOptions
 from gateway.fleet.on_demand_plan import (
     ModelBudget,
     ModelFacts,
@@ -31,6 +29,7 @@ from gateway.fleet.readiness import ReplicaStatus, check_readiness
 from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import SignatureCache
+from gateway.settings import Settings
 from gateway.state.store import MemoryStateStore
 
 REPLICAS, MODELS, LOADED = 100, 200, 30
@@ -63,16 +62,15 @@ def build_fleet() -> LargeFleet:
         replica = pool.replicas[address] = Replica(address, options)
         replica.health = Health(is_down=False)
         replica.index = build_index(number)
-    repository = Repository(
-        pool,
-        SignatureCache(Dispatcher(pool)),
-        MemoryStateStore(),
-        ModelsFile(None),
-        ManagementOptions(),
+    settings = Settings(
+        on_demand_models=("*",),
+        max_loaded_models=LOADED,
+        default_model_memory_mb=100,
+        idle_unload_s=60.0,
     )
-    admission = AdmissionQueue(64, 32, 100, pool.metrics)
-    on_demand = OnDemandOptions(("*",), ModelBudget(LOADED), 100, 60.0, 100)
-    activator = repository.create_activator(admission, on_demand)
+    signatures = SignatureCache(Dispatcher(pool))
+    repository = Repository(pool, signatures, MemoryStateStore(), ModelsFile(None), settings)
+    activator = repository.create_activator(AdmissionQueue(64, 32, 100, pool.metrics))
     activator.loader.facts.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
     return LargeFleet(pool, repository, activator)
 
