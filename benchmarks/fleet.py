@@ -15,7 +15,8 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconcile_plan import plan_actions
-from gateway.fleet.replica import ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.replica import ReplicaAddress
+from gateway.settings import Settings
 from gateway.state.desired import DesiredModel
 from tests.support.simulated_replicas import SimulatedTriton
 
@@ -67,9 +68,8 @@ def cpu_us(work: Callable[[], object]) -> float:
 
 async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, float]:
     """Return the microseconds of each choice, probe and plan."""
-    async with ReplicaPool(
-        addresses, ReplicaConnectionOptions(10.0), probe_interval_s=NEVER_S
-    ) as pool:
+    settings = Settings(connect_timeout_s=10.0).model_copy(update={"poll_interval_s": NEVER_S})
+    async with ReplicaPool(addresses, settings) as pool:
         await pool.monitor.probe_all()
         chosen = cpu_us(
             lambda: [

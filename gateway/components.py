@@ -28,7 +28,6 @@ from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
-from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
@@ -46,7 +45,6 @@ from gateway.settings.access import ModelUploads
 from gateway.state.desired import StateStore
 from gateway.state.store import open_configured_store
 from gateway.tracing import Tracer
-from gateway.triton.grpc.byte_channel import GrpcTlsFiles
 from gateway.triton.restricted_api import read_restricted_api
 
 log = logging.getLogger(__name__)
@@ -96,7 +94,7 @@ class AppComponents(NamedTuple):
     """The validated components that the settings name, before anything runs."""
 
     sources: Sequence[ReplicaSource]
-    connection_options: ReplicaConnectionOptions
+    tls: ssl.SSLContext | None
     models_file: ModelsFile
     keys_file: KeysFile | None
     store: StateStore
@@ -107,20 +105,12 @@ class AppComponents(NamedTuple):
 def build_components(settings: Settings) -> AppComponents:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or `CannotUseBucket`."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
-    tls = GrpcTlsFiles(settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
-    connection_options = ReplicaConnectionOptions(
-        settings.connect_timeout_s,
-        create_tls_context(settings, sources),
-        tls,
-        read_restricted_api(settings),
-        max_response_bytes=settings.max_answer_bytes,
-    )
     tracer = None
     if settings.otlp_endpoint:
         tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
     return AppComponents(
         sources,
-        connection_options,
+        create_tls_context(settings, sources),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
@@ -154,11 +144,11 @@ async def open_publisher(
 
 
 def open_openai_servers(
-    settings: Settings, options: ReplicaConnectionOptions, stack: AsyncExitStack
+    settings: Settings, tls: ssl.SSLContext | None, stack: AsyncExitStack
 ) -> OpenAIServers | None:
     if not settings.openai_urls:
         return None
-    servers = OpenAIServers(settings.openai_urls, options)
+    servers = OpenAIServers(settings, tls)
     stack.callback(servers.close)
     return servers
 
@@ -176,14 +166,7 @@ class FleetServices(NamedTuple):
 async def open_fleet(
     settings: Settings, components: AppComponents, metrics: Metrics, stack: AsyncExitStack
 ) -> FleetServices:
-    pool = ReplicaPool(
-        components.sources,
-        components.connection_options,
-        metrics=metrics,
-        probe_interval_s=settings.poll_interval_s,
-        dns_interval_s=settings.dns_interval_s,
-        slow_start_s=settings.slow_start_s,
-    )
+    pool = ReplicaPool(components.sources, settings, components.tls, metrics)
     await stack.enter_async_context(pool)
     dispatcher = Dispatcher(pool)
     signatures = SignatureCache(dispatcher)
@@ -254,7 +237,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             stack.callback(asyncio.create_task(work).cancel)
         if components.tracer is not None:
             stack.callback(components.tracer.close)
-        restricted = components.connection_options.restricted_api
+        restricted = read_restricted_api(settings)
         tune_interpreter()
         yield Services(
             settings,
@@ -270,7 +253,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             RateLimiter(metrics, components.store.rate_windows()),
             maintenance,
             components.tracer,
-            open_openai_servers(settings, components.connection_options, stack),
+            open_openai_servers(settings, components.tls, stack),
             activator,
             await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,

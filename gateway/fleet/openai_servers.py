@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import ssl
 from operator import attrgetter
 from typing import Final
 
-from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
+from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import HttpClient, UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
+from gateway.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +21,16 @@ OTHER_MODELS: Final = "other"
 class OpenAIServers:
     """Sends each request to the server with the fewest outstanding ones."""
 
-    def __init__(self, urls: Sequence[str], options: ReplicaConnectionOptions) -> None:
+    def __init__(self, settings: Settings, tls: ssl.SSLContext | None) -> None:
         """Raises `BadAddress`."""
-        addresses = list(map(parse_replica_url, urls))
+        addresses = list(map(parse_replica_url, settings.openai_urls))
         self._clients = [
             HttpClient(
                 address.host,
                 address.port,
-                tls=options.tls if address.tls else None,
-                connect_timeout_s=options.connect_timeout_s,
-                max_answer_bytes=options.max_response_bytes,
+                tls=tls if address.tls else None,
+                connect_timeout_s=settings.connect_timeout_s,
+                max_answer_bytes=settings.max_answer_bytes,
             )
             for address in addresses
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -14,10 +15,11 @@ from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.probe import HealthMonitor
-from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.slow_start import SlowStart
 from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.metrics import Metrics
+from gateway.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,9 @@ class ReplicaPool:
     def __init__(
         self,
         sources: Sequence[ReplicaSource],
-        connection_options: ReplicaConnectionOptions,
-        *,
+        settings: Settings,
+        tls: ssl.SSLContext | None = None,
         metrics: Metrics | None = None,
-        probe_interval_s: float = 0.5,
-        dns_interval_s: float = 5.0,
-        slow_start_s: float = 0.0,
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         self.cordoned: frozenset[str] = frozenset()  # replicas that get no new requests
@@ -50,13 +49,15 @@ class ReplicaPool:
         self.change_count = 0
         self.metrics = metrics or Metrics()
         self.monitor = HealthMonitor(
-            self.replicas, self._notify_change, probe_interval_s, self.metrics
+            self.replicas, self._notify_change, settings.poll_interval_s, self.metrics
         )
         # Tells the models that requests wait for while no replica has them ready.
         self.can_activate: Callable[[str], bool] | None = None
-        self._discovery = ReplicaDiscovery(sources, self._update_replicas, dns_interval_s)
-        self._connection_options = connection_options
+        self._discovery = ReplicaDiscovery(sources, self._update_replicas, settings.dns_interval_s)
+        self._settings = settings
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
+        slow_start_s = settings.slow_start_s
         self.slow_start = SlowStart(slow_start_s, self._loop.time) if slow_start_s else None
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
@@ -86,7 +87,7 @@ class ReplicaPool:
             removed.close()
             self.metrics.remove_replica(removed.name)
         for address in sorted(current - self.replicas.keys(), key=str):
-            replica = self.replicas[address] = Replica(address, self._connection_options)
+            replica = self.replicas[address] = Replica(address, self._settings, self._tls)
             self.metrics.add_replica(replica.name)
             probing = self.monitor.probe_periodically(replica)
             self._probe_tasks[address] = asyncio.create_task(probing)

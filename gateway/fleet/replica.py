@@ -12,11 +12,12 @@ from gateway.exposition.page_cache import PageCache
 from gateway.fleet.balancer import RelativeLatency
 from gateway.fleet.health import Health
 from gateway.fleet.index import EMPTY_INDEX, Index
-from gateway.http_client.client import MAX_RESPONSE_BYTES, HttpClient
+from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
+from gateway.settings import Settings
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
-from gateway.triton.restricted_api import RestrictedApi
+from gateway.triton.restricted_api import read_restricted_api
 
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 PORT = re.compile("[0-9]{1,5}")
@@ -72,24 +73,15 @@ def parse_replica_url(url: str) -> ReplicaAddress:
     return ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls)
 
 
-@dataclass(frozen=True)
-class ReplicaConnectionOptions:
-    """Options of the connections to replicas."""
-
-    connect_timeout_s: float
-    tls: ssl.SSLContext | None = None
-    grpc_tls: GrpcTlsFiles | None = None
-    restricted_api: RestrictedApi | None = None
-    max_response_bytes: int = MAX_RESPONSE_BYTES
-
-
 class Replica:
     """One Triton, its connections, and its state according to probes and requests."""
 
-    def __init__(self, address: ReplicaAddress, options: ReplicaConnectionOptions) -> None:
+    def __init__(
+        self, address: ReplicaAddress, settings: Settings, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address = address
         self.name = str(address)
-        self.restricted_api = options.restricted_api
+        self.restricted_api = read_restricted_api(settings)
         self.health = Health()
         self.up_since = 0.0  # when a probe found it up after it was down, by the event loop's clock
         self.index: Index = EMPTY_INDEX
@@ -108,18 +100,19 @@ class Replica:
         self.http = HttpClient(
             address.host,
             address.port,
-            tls=options.tls if address.tls else None,
+            tls=tls if address.tls else None,
             server_name=address.server_name,
-            connect_timeout_s=options.connect_timeout_s,
-            max_answer_bytes=options.max_response_bytes,
+            connect_timeout_s=settings.connect_timeout_s,
+            max_answer_bytes=settings.max_answer_bytes,
         )
         # Triton's metrics port speaks plain HTTP, even if a proxy terminates TLS before the other ports.
         self.metrics = HttpClient(
-            address.host, address.metrics_port, connect_timeout_s=options.connect_timeout_s
+            address.host, address.metrics_port, connect_timeout_s=settings.connect_timeout_s
         )
-        self.grpc_tls = options.grpc_tls if address.tls else None
+        files = (settings.triton_ca_file, settings.triton_cert_file, settings.triton_key_file)
+        self.grpc_tls = GrpcTlsFiles(*files) if address.tls else None
         self.byte_channel = GrpcByteChannel(
-            address.grpc_target, self.grpc_tls, options.max_response_bytes
+            address.grpc_target, self.grpc_tls, settings.max_answer_bytes
         )
 
     @property

@@ -49,7 +49,7 @@ from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.probe import PROBE_TIMEOUT_S, SLOW_INDEX_S
 from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.fleet.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
-from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import SignatureCache
@@ -132,10 +132,10 @@ def watching(
     poll_s: float = POLL_S,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> ReplicaPool:
+    settings = Settings(connect_timeout_s=connect_timeout_s)
     return ReplicaPool(
         list(addresses),
-        ReplicaConnectionOptions(connect_timeout_s),
-        probe_interval_s=poll_s,
+        settings.model_copy(update={"poll_interval_s": poll_s}),  # NEVER_S is no valid setting
     )
 
 
@@ -440,12 +440,10 @@ class Names:
 
     def pool(self, fake: SimulatedTriton, poll_s: float = POLL_S) -> ReplicaPool:
         named = DnsName(ReplicaAddress(NAME, fake.port, fake.grpc_port), resolver=self)
-        return ReplicaPool(
-            [named],
-            ReplicaConnectionOptions(CONNECT_TIMEOUT_S),
-            probe_interval_s=poll_s,
-            dns_interval_s=0.1,
+        settings = Settings(
+            connect_timeout_s=CONNECT_TIMEOUT_S, poll_interval_s=poll_s, dns_interval_s=0.1
         )
+        return ReplicaPool([named], settings)
 
 
 @on_uvloop

@@ -21,9 +21,9 @@ from gateway.admission import AdmissionQueue
 from gateway.fleet.label_router import ActiveLabel, SequenceVersions
 from gateway.fleet.output_comparison import compare_outputs
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import ReplicaConnectionOptions
 from gateway.fleet.shadows import ShadowRunner
 from gateway.metrics import Metrics
+from gateway.settings import Settings
 from gateway.version_labels import Shadow, VersionLabel
 from tests.support.load import closed_loop, p99_ms, statuses_of
 from tests.support.load import post as post_request
@@ -387,7 +387,7 @@ async def count_copies(slots: int, percent: float, *, waits: bool = False) -> in
     """Return how many of a thousand requests are copied while so many hold a slot."""
     metrics = Metrics()
     admission = AdmissionQueue(slots, slots, 1, metrics)
-    pool = ReplicaPool((), ReplicaConnectionOptions(1.0), metrics=metrics)
+    pool = ReplicaPool((), Settings(), metrics=metrics)
     runner = ShadowRunner(pool, admission, metrics, 1 << 20)
     value = VersionLabel({"1": 1}, shadow=Shadow("2", percent))
     label = ActiveLabel(pool, SequenceVersions(), NAME, "stable", value)

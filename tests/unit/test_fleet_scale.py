@@ -26,7 +26,7 @@ from gateway.fleet.on_demand_plan import (
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import ReplicaStatus, check_readiness
-from gateway.fleet.replica import Replica, ReplicaAddress, ReplicaConnectionOptions
+from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import SignatureCache
 from gateway.settings import Settings
@@ -55,19 +55,18 @@ def build_index(number: int) -> Index:
 
 
 def build_fleet() -> LargeFleet:
-    options = ReplicaConnectionOptions(1.0)
-    pool = ReplicaPool([], options)
-    for number in range(REPLICAS):
-        address = ReplicaAddress(f"10.0.0.{number + 1}", 8000)
-        replica = pool.replicas[address] = Replica(address, options)
-        replica.health = Health(is_down=False)
-        replica.index = build_index(number)
     settings = Settings(
         on_demand_models=("*",),
         max_loaded_models=LOADED,
         default_model_memory_mb=100,
         idle_unload_s=60.0,
     )
+    pool = ReplicaPool([], settings)
+    for number in range(REPLICAS):
+        address = ReplicaAddress(f"10.0.0.{number + 1}", 8000)
+        replica = pool.replicas[address] = Replica(address, settings)
+        replica.health = Health(is_down=False)
+        replica.index = build_index(number)
     signatures = SignatureCache(Dispatcher(pool))
     repository = Repository(pool, signatures, MemoryStateStore(), ModelsFile(None), settings)
     activator = repository.create_activator(AdmissionQueue(64, 32, 100, pool.metrics))

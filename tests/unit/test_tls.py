@@ -11,7 +11,7 @@ import trustme
 
 from gateway.components import create_tls_context
 from gateway.errors import GatewayError
-from gateway.fleet.replica import ReplicaConnectionOptions, parse_replica_url
+from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient
 from gateway.settings import Settings
 from tests.support.wait import TIMEOUT_S
@@ -58,8 +58,8 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
     replica = parse_replica_url(f"https://127.0.0.1:{port}")
-    wire = ReplicaConnectionOptions(TIMEOUT_S, create_tls_context(settings, [replica]))
-    upstream = HttpClient(replica.host, replica.port, tls=wire.tls, connect_timeout_s=TIMEOUT_S)
+    tls = create_tls_context(settings, [replica])
+    upstream = HttpClient(replica.host, replica.port, tls=tls, connect_timeout_s=TIMEOUT_S)
     try:
         return await upstream.request(b"GET", b"/", timeout_s=TIMEOUT_S)
     finally:
