@@ -28,6 +28,7 @@ from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.publisher import ModelPublisher
+from gateway.fleet.replica import ReplicaAddress, parse_replica_url
 from gateway.fleet.repository import Repository
 from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
@@ -94,6 +95,7 @@ class AppComponents(NamedTuple):
     """The validated components that the settings name, before anything runs."""
 
     sources: Sequence[ReplicaSource]
+    openai_addresses: Sequence[ReplicaAddress]
     tls: ssl.SSLContext | None
     models_file: ModelsFile
     keys_file: KeysFile | None
@@ -105,12 +107,14 @@ class AppComponents(NamedTuple):
 def build_components(settings: Settings) -> AppComponents:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or `CannotUseBucket`."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
+    openai_addresses = [parse_replica_url(url) for url in settings.openai_urls]
     tracer = None
     if settings.otlp_endpoint:
         tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
     return AppComponents(
         sources,
-        create_tls_context(settings, sources),
+        openai_addresses,
+        create_tls_context(settings, [*sources, *openai_addresses]),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
@@ -144,11 +148,11 @@ async def open_publisher(
 
 
 def open_openai_servers(
-    settings: Settings, tls: ssl.SSLContext | None, stack: AsyncExitStack
+    settings: Settings, components: AppComponents, stack: AsyncExitStack
 ) -> OpenAIServers | None:
-    if not settings.openai_urls:
+    if not components.openai_addresses:
         return None
-    servers = OpenAIServers(settings, tls)
+    servers = OpenAIServers(components.openai_addresses, settings, components.tls)
     stack.callback(servers.close)
     return servers
 
@@ -253,7 +257,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             RateLimiter(metrics, components.store.rate_windows()),
             maintenance,
             components.tracer,
-            open_openai_servers(settings, components.tls, stack),
+            open_openai_servers(settings, components, stack),
             activator,
             await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
-from gateway.fleet.replica import parse_replica_url
+from gateway.fleet.replica import ReplicaAddress
 from gateway.http_client.client import HttpClient, UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
 from gateway.settings import Settings
@@ -21,9 +22,9 @@ OTHER_MODELS: Final = "other"
 class OpenAIServers:
     """Sends each request to the server with the fewest outstanding ones."""
 
-    def __init__(self, settings: Settings, tls: ssl.SSLContext | None) -> None:
-        """Raises `BadAddress`."""
-        addresses = list(map(parse_replica_url, settings.openai_urls))
+    def __init__(
+        self, addresses: Sequence[ReplicaAddress], settings: Settings, tls: ssl.SSLContext | None
+    ) -> None:
         self._clients = [
             HttpClient(
                 address.host,

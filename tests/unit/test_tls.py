@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
 import trustme
 
-from gateway.components import create_tls_context
+from gateway.components import build_components, create_tls_context
 from gateway.errors import GatewayError
-from gateway.fleet.replica import parse_replica_url
+from gateway.fleet.openai_servers import OpenAIServers
+from gateway.fleet.replica import BadAddress, parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient
 from gateway.settings import Settings
 from tests.support.wait import TIMEOUT_S
@@ -42,8 +45,9 @@ def server_context(authority: trustme.CA, *, name: str, wants_client: bool) -> s
     return context
 
 
-async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse:
-    """A request to a server with this TLS, by a client with these settings."""
+@asynccontextmanager
+async def serving(context: ssl.SSLContext) -> AsyncIterator[str]:
+    """The URL of a server with this TLS."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -56,16 +60,23 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse
             writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    port = server.sockets[0].getsockname()[1]
-    replica = parse_replica_url(f"https://127.0.0.1:{port}")
-    tls = create_tls_context(settings, [replica])
-    upstream = HttpClient(replica.host, replica.port, tls=tls, connect_timeout_s=TIMEOUT_S)
     try:
-        return await upstream.request(b"GET", b"/", timeout_s=TIMEOUT_S)
+        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
-        upstream.close()
         server.close()
         await server.wait_closed()
+
+
+async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse:
+    """A request to a server with this TLS, by a client with these settings."""
+    async with serving(context) as url:
+        replica = parse_replica_url(url)
+        tls = create_tls_context(settings, [replica])
+        upstream = HttpClient(replica.host, replica.port, tls=tls, connect_timeout_s=TIMEOUT_S)
+        try:
+            return await upstream.request(b"GET", b"/", timeout_s=TIMEOUT_S)
+        finally:
+            upstream.close()
 
 
 def test_a_replica_is_trusted_by_its_authority(authority: trustme.CA, files: Path) -> None:
@@ -96,6 +107,29 @@ def test_the_gateway_shows_its_own_certificate(authority: trustme.CA, files: Pat
     assert asyncio.run(asked(context, settings)).body == b"hello"
     with pytest.raises(GatewayError):
         asyncio.run(asked(context, Settings(triton_ca_file=files / "ca.pem")))
+
+
+def test_a_server_of_completions_may_have_tls_that_no_replica_has(
+    authority: trustme.CA, files: Path
+) -> None:
+    async def complete() -> tuple[int, bytes]:
+        async with serving(server_context(authority, name="127.0.0.1", wants_client=False)) as url:
+            settings = Settings(
+                openai_urls=(url,), triton_ca_file=files / "ca.pem", state="memory:"
+            )
+            components = build_components(settings)
+            servers = OpenAIServers(components.openai_addresses, settings, components.tls)
+            with closing(servers):
+                response = await servers.send(b"/v1/completions", [], b"", TIMEOUT_S)
+                with closing(response):
+                    return response.status, await response.next_chunk()
+
+    assert asyncio.run(complete()) == (200, b"hello")
+
+
+def test_an_invalid_address_of_a_server_of_completions_is_reported_before_the_start() -> None:
+    with pytest.raises(BadAddress, match="ftp"):
+        build_components(Settings(openai_urls=("ftp://127.0.0.1",), state="memory:"))
 
 
 def test_plain_addresses_need_no_tls() -> None:
