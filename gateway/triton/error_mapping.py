@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import orjson
@@ -97,26 +98,26 @@ class RequestTarget(NamedTuple):
     can_activate: bool = False  # the request waits for a model that is loaded on demand
 
 
+ANY_ERROR_STATUS = frozenset((400, 404, 500, 501, 503))
+
+
 @dataclass(frozen=True)
 class ErrorRule:
     """A row of the mapping: the responses that it matches, and the error that they mean."""
 
-    statuses: frozenset[int]
-    pattern: re.Pattern[str]
+    pattern: str
     make_error: Callable[[str, RequestTarget], GatewayError]
+    statuses: Collection[int] = ANY_ERROR_STATUS
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.pattern, re.I | re.S)
 
     def matches(self, status: int, text: str, target: RequestTarget) -> bool:
-        match = self.pattern.search(text) if status in self.statuses else None
+        match = self.regex.search(text) if status in self.statuses else None
         return match is not None and match.groupdict().get("model") in (None, target.model)
 
 
-def make_error_rule(
-    statuses: set[int], pattern: str, make_error: Callable[[str, RequestTarget], GatewayError]
-) -> ErrorRule:
-    return ErrorRule(frozenset(statuses), re.compile(pattern, re.I | re.S), make_error)
-
-
-ANY_ERROR_STATUS = {400, 404, 500, 501, 503}
 # Triton mentions polling in mode none as well.
 CONTROL_MODE_MESSAGE = re.compile(r"explicit model load / unload is not allowed", re.I)
 
@@ -125,79 +126,69 @@ CONTROL_MODE_MESSAGE = re.compile(r"explicit model load / unload is not allowed"
 NAMED_MODEL = r"^(?:\[request id: [^\]]{0,300}\] )?"
 UNKNOWN_MODEL = NAMED_MODEL + r"request for unknown model: '(?P<model>[^']{0,300})' "
 
+
+def make_unknown_model_error(_: str, target: RequestTarget) -> GatewayError:
+    return target.not_found_error(target.model, target.version)
+
+
+def make_not_ready_error(_: str, target: RequestTarget) -> GatewayError:
+    return ModelNotReady(target.model, target.version)
+
+
+def make_model_fault(text: str, target: RequestTarget) -> GatewayError:
+    return ModelFault(
+        f"model '{target.model}' failed: {text}" if target.model else f"Triton failed: {text}"
+    )
+
+
 ERROR_RULES = (
-    make_error_rule(
-        ANY_ERROR_STATUS,
-        r"Failed to process the request\(s\)",
-        lambda text, target: ModelFault(f"model '{target.model}' failed: {text}"),
-    ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
-        UNKNOWN_MODEL + r"has no available versions",
-        lambda _, target: ModelNotReady(target.model, target.version),
-    ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
-        UNKNOWN_MODEL,
-        lambda _, target: target.not_found_error(target.model, target.version),
-    ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
+    ErrorRule(r"Failed to process the request\(s\)", make_model_fault),
+    ErrorRule(UNKNOWN_MODEL + r"has no available versions", make_not_ready_error),
+    ErrorRule(UNKNOWN_MODEL, make_unknown_model_error),
+    ErrorRule(
         NAMED_MODEL
         + r"(?:request for unknown model : |requested model '(?P<model>[^']{0,300})' is not available|"
         r"failed to load '[^']{0,300}', failed to poll from model repository)",
-        lambda _, target: target.not_found_error(target.model, target.version),
+        make_unknown_model_error,
     ),
-    make_error_rule(
-        {400, 404, 503},
+    ErrorRule(
         NAMED_MODEL + r"model '(?P<model>[^']{0,300})' (?:version \d{1,20} )?is not (?:at )?ready",
-        lambda _, target: ModelNotReady(target.model, target.version),
+        make_not_ready_error,
+        statuses={400, 404, 503},
     ),
-    make_error_rule(  # earlier steps of the ensemble have run
-        ANY_ERROR_STATUS,
+    ErrorRule(  # earlier steps of the ensemble have run
         NAMED_MODEL + r"in ensemble '[^']{0,300}', request for unknown model: ",
         lambda _, target: Unavailable(f"a step of model '{target.model}' is not ready; try again"),
     ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
-        r"model version is not available|\bstol\b",
-        lambda _, target: target.not_found_error(target.model, target.version),
-    ),
-    make_error_rule(
-        {400, 500},
+    ErrorRule(r"model version is not available|\bstol\b", make_unknown_model_error),
+    ErrorRule(
         r"must specify the START flag",
         lambda _, target: SequenceNotRunning(
             target.model, target.sequence_step.sequence_id if target.sequence_step else None
         ),
+        statuses={400, 500},
     ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
+    ErrorRule(
         r"queue size|queue is full",
         lambda _, target: Overloaded(
             f"the queue of model '{target.model}' is full; try again shortly"
         ),
     ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
+    ErrorRule(
         r"timeout expired|timed out|deadline exceeded",
         lambda _, target: DeadlinePassed(target.timeout_s),
     ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
+    ErrorRule(
         r"server is (stopping|shutting|not ready|exiting)|exit timeout",
         lambda *_: Unavailable("the replica is shutting down; try again"),
     ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
+    ErrorRule(
         r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
         r"Unable to find 'inputs'|failed to get request params|attempt to access JSON",
         lambda text, _: MalformedRequest(f"Triton cannot read the request: {text}"),
     ),
-    make_error_rule(
-        ANY_ERROR_STATUS, CONTROL_MODE_MESSAGE.pattern, lambda *_: ModelControlModeConflict()
-    ),
-    make_error_rule(
-        ANY_ERROR_STATUS,
+    ErrorRule(CONTROL_MODE_MESSAGE.pattern, lambda *_: ModelControlModeConflict()),
+    ErrorRule(
         r"decoupled transaction",
         lambda _, target: RefusedByModel(
             f"model '{target.model}' is decoupled: it returns any number of responses; stream them with "
@@ -205,31 +196,25 @@ ERROR_RULES = (
             "ModelStreamInfer"
         ),
     ),
-    make_error_rule(
-        {400, 501},
-        r"\bcuda\b|\bgpu\b|out of memory",
-        lambda text, target: ModelFault(f"model '{target.model}' failed: {text}"),
-    ),
-    make_error_rule(
-        {400},
+    ErrorRule(r"\bcuda\b|\bgpu\b|out of memory", make_model_fault, statuses={400, 501}),
+    ErrorRule(
         r"unexpected (shape|data-?type|size|number)|expected [^,]{0,40} inputs? but got|"
         r"input .* not found|unexpected inference (input|output)|byte size|batch[- ]size",
         lambda text, _: InputMismatch(text),
+        statuses={400},
     ),
-    make_error_rule({404}, "", lambda text, _: NotFound(text or "Triton has no such path")),
-    make_error_rule(
-        {400, 501}, "", lambda text, _: RefusedByModel(text or "Triton rejected the request")
-    ),
-    make_error_rule(
-        {503}, "", lambda text, _: Unavailable(text or "Triton cannot serve the request now")
-    ),
-    make_error_rule(
-        {500},
+    ErrorRule("", lambda text, _: NotFound(text or "Triton has no such path"), statuses={404}),
+    ErrorRule(
         "",
-        lambda text, target: ModelFault(
-            f"model '{target.model}' failed: {text}" if target.model else f"Triton failed: {text}"
-        ),
+        lambda text, _: RefusedByModel(text or "Triton rejected the request"),
+        statuses={400, 501},
     ),
+    ErrorRule(
+        "",
+        lambda text, _: Unavailable(text or "Triton cannot serve the request now"),
+        statuses={503},
+    ),
+    ErrorRule("", make_model_fault, statuses={500}),
 )
 
 
@@ -250,7 +235,7 @@ def sanitize_event(payload: bytes) -> bytes:
     code = next(
         rule.make_error("", RequestTarget()).code
         for rule in ERROR_RULES
-        if 400 in rule.statuses and rule.pattern.search(text)
+        if 400 in rule.statuses and rule.regex.search(text)
     )
     return orjson.dumps({"error": sanitize_message(text) or "the stream failed", "code": code})
 
