@@ -27,7 +27,7 @@ from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.headers import NOT_FORWARDED
-from gateway.protocol.clients import client_network
+from gateway.protocol.clients import ClientCounts, client_network
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
@@ -68,26 +68,6 @@ class TooManyCalls(Overloaded):
     message = "this address has too many calls in progress (GATEWAY_MAX_CONNECTIONS_PER_CLIENT)"
 
 
-class ClientCalls:
-    """Limits the calls in progress of each client: an IPv4 address, or an IPv6 /64 network."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit  # 0: none
-        self._counts: dict[str, int] = {}
-
-    def add(self, client: str) -> None:
-        """Raises `TooManyCalls`."""
-        count = self._counts.get(client, 0)
-        if 0 < self._limit <= count:
-            raise TooManyCalls
-        self._counts[client] = count + 1
-
-    def remove(self, client: str) -> None:
-        count = self._counts.pop(client) - 1
-        if count:
-            self._counts[client] = count
-
-
 class MethodAccess(NamedTuple):
     """The access rules of a method, and how its calls are counted."""
 
@@ -103,7 +83,7 @@ class CallEnvironment(NamedTuple):
 
     services: Services
     receive_slots: ReceiveSlots
-    clients: ClientCalls
+    clients: ClientCounts  # with calls in progress
     max_requests: int  # in progress; with more, a stream has one at a time
     stopping: asyncio.Event  # set when the server stops accepting calls
 
@@ -148,8 +128,11 @@ class IncomingCall:
         """Count the call as one in progress of its client. Raises `TooManyCalls`."""
         address = self.scope["client"]
         if address is not None:
-            client = client_network(address[0])
-            self.environment.clients.add(client)
+            client, clients = client_network(address[0]), self.environment.clients
+            limit = self.services.settings.max_connections_per_client
+            if clients.add(client) > limit > 0:
+                clients.remove(client)
+                raise TooManyCalls
             self._client = client
 
     async def identify_caller(self) -> None:

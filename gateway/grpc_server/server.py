@@ -15,13 +15,7 @@ import grpc
 from gateway.draining import Drain
 from gateway.errors import UnknownMethod
 from gateway.fleet.replica import join_host_port
-from gateway.grpc_server.call import (
-    GRPC_ROUTE,
-    CallEnvironment,
-    ClientCalls,
-    IncomingCall,
-    MethodAccess,
-)
+from gateway.grpc_server.call import GRPC_ROUTE, CallEnvironment, IncomingCall, MethodAccess
 from gateway.grpc_server.certificate import GrpcCertificate
 from gateway.grpc_server.health import HealthService
 from gateway.grpc_server.methods import Method, list_methods
@@ -29,6 +23,7 @@ from gateway.grpc_server.receive import ReceiveSlots
 from gateway.grpc_server.streams import InferStream
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
+from gateway.protocol.clients import ClientCounts
 from gateway.services import Services
 from gateway.settings import Settings
 from gateway.triton.grpc.byte_channel import STREAM_METHOD
@@ -141,9 +136,8 @@ async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[Non
     services.metrics.in_flight[GRPC_ROUTE] = 0
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
     slots = ReceiveSlots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
-    clients = ClientCalls(settings.max_connections_per_client)
     max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
-    environment = CallEnvironment(services, slots, clients, max_requests, drain.stopping)
+    environment = CallEnvironment(services, slots, ClientCounts(), max_requests, drain.stopping)
     is_worker = multiprocessing.parent_process() is not None
     server = grpc.aio.server(options=build_options(settings, shares_port=is_worker))
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))

@@ -51,11 +51,27 @@ class PacedCalls:
             loop.call_soon(self._run, loop)
 
 
+class ClientCounts:
+    """The number of connections or calls of each client: an IPv4 address, or an IPv6 /64 network."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, client: str) -> int:
+        count = self._counts[client] = self._counts.get(client, 0) + 1
+        return count
+
+    def remove(self, client: str) -> None:
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]
+
+
 class ClientRegistry:
     """Connection counts per client, rejections, and what the connections of this process take turns in."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self.connections = ClientCounts()
         self._rejected_count = 0
         self._logged_at = -math.inf
         # Hundreds of connections may be opened, and so become overdue, in the same millisecond.
@@ -64,15 +80,6 @@ class ClientRegistry:
         self.large_reads = PacedCalls(1)
         # A request takes several passes. Between two that may be refused again, others get one.
         self._refused_requests = PacedCalls(1, interval=2)
-
-    def add_connection(self, client: str) -> int:
-        count = self._counts[client] = self._counts.get(client, 0) + 1
-        return count
-
-    def remove_connection(self, client: str) -> None:
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._counts[client]
 
     def log_rejection(self, now: float, log_fields: dict[str, str]) -> None:
         # At most one line per interval, so that a flood of connections does not flood the log.
@@ -114,14 +121,14 @@ class ClientAccount:
         per_client = limits.max_connections_per_client
         if per_client and self._host:
             self._network = client_network(self._host)
-            excess = max(excess, self._registry.add_connection(self._network) - per_client)
+            excess = max(excess, self._registry.connections.add(self._network) - per_client)
         return excess
 
     def close(self) -> None:
         if self._connections_gauge is not None:
             self._connections_gauge.dec()
         if self._network:
-            self._registry.remove_connection(self._network)
+            self._registry.connections.remove(self._network)
 
     def record_refusal(self, error: GatewayError, request_id: str, now: float) -> None:
         self._count_refusal(error.code.lower())
