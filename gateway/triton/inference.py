@@ -117,18 +117,10 @@ class InferRequest(NamedTuple):
             for key, value in self.parameters.items()
             if key not in sequence.SEQUENCE_KEYS
         }
-        class_count = parse_integer_parameter(
-            "classification", custom.pop("classification", 0), "a non-negative integer"
-        )
-        timeout_us = parse_integer_parameter(
-            "timeout",
-            custom.pop("timeout", default_timeout_us),
-            "a positive number of microseconds",
-            minimum=1,
-        )
-        priority = parse_integer_parameter(
-            "priority", custom.pop("priority", 0), "a non-negative integer"
-        )
+        class_count = pop_integer(custom, "classification", 0)
+        unit = "a positive number of microseconds"
+        timeout_us = pop_integer(custom, "timeout", default_timeout_us, unit, minimum=1)
+        priority = pop_integer(custom, "priority", 0)
         for key, value in custom.items():
             if key in TRITON_RESERVED_REQUEST_PARAMS or key.startswith(
                 TRITON_RESERVED_REQUEST_PARAMS_PREFIX
@@ -136,17 +128,14 @@ class InferRequest(NamedTuple):
                 raise InputMismatch(f"the parameter {quote_text(key)} is reserved by Triton")
             if isinstance(value, int) and value not in INT64_RANGE:
                 raise InputMismatch(f"the parameter {quote_text(key)} does not fit into 64 bits")
+        names = self.outputs or self.signature.outputs
         if default_counts and "classification" not in self.parameters:
-            names = self.outputs or self.signature.outputs
             counts = {name: default_counts.get(name, 0) for name in names}
-            return RequestOptions(counts, timeout_us, priority, custom)
-        if not class_count:
-            return RequestOptions(dict.fromkeys(self.outputs, 0), timeout_us, priority, custom)
-        excluded = find_outputs_without_classes(self.signature, self.outputs)
-        counts = {
-            name: 0 if name in excluded else class_count
-            for name in self.outputs or self.signature.outputs
-        }
+        elif class_count:
+            excluded = find_outputs_without_classes(self.signature, self.outputs)
+            counts = {name: 0 if name in excluded else class_count for name in names}
+        else:
+            counts = dict.fromkeys(self.outputs, 0)
         return RequestOptions(counts, timeout_us, priority, custom)
 
 
@@ -179,13 +168,18 @@ def check_parameter_limits(parameters: Mapping[str, Any]) -> None:
         raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
 
 
-def parse_integer_parameter(key: str, value: Any, unit: str, minimum: int = 0) -> int:
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and minimum <= value < INT64_RANGE.stop
-    ):
-        return value
+def pop_integer(
+    parameters: dict[str, Any],
+    key: str,
+    default: int,
+    unit: str = "a non-negative integer",
+    minimum: int = 0,
+) -> int:
+    """Remove a parameter, and return its value or the default. Raises `InputMismatch`."""
+    value = parameters.pop(key, default)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and minimum <= value < INT64_RANGE.stop:
+        return int(value)
     raise InputMismatch(f"the parameter '{key}' must be {unit}, not {quote_text(str(value))}")
 
 
