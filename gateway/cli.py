@@ -174,11 +174,11 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
 )
 def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: JsonOption = False) -> None:
     """Check this machine and its settings. The exit status is 1 if a check fails."""
-    from gateway.doctor import CheckStatus, print_findings, run_checks
+    from gateway.doctor import FAILED, print_findings, run_checks
 
     findings = run_checks(host, port)
     print_findings(findings, json=json)
-    if any(finding.status is CheckStatus.failed for finding in findings):
+    if any(finding.status == FAILED for finding in findings):
         raise SystemExit(1)
 
 

@@ -11,9 +11,8 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
 
 import httpx
 
@@ -38,14 +37,10 @@ MIN_FREE_BYTES: Final = 1 << 30
 DOWNLOAD_SIZE: Final = "90 MB"
 URLS_SETTING: Final = "GATEWAY_TRITON_URLS"
 
-
-class CheckStatus(str, Enum):
-    ok = "ok"
-    warning = "warning"
-    failed = "failed"
-
-
-OK, WARNING, FAILED = CheckStatus
+CheckStatus = Literal["ok", "warning", "failed"]
+OK: Final = "ok"
+WARNING: Final = "warning"
+FAILED: Final = "failed"
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ class Finding:
     advice: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        fields = {"check": self.check, "status": self.status.value, "message": self.message}
-        return fields | ({"advice": self.advice} if self.advice else {})
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 def run_checks(host: str, port: int) -> list[Finding]:
@@ -261,7 +255,7 @@ def check_replicas(settings: Settings) -> Iterator[Finding]:
         return
     # Nobody has to run a Triton at the default address: up starts its own.
     is_default = "triton_urls" not in settings.model_fields_set
-    unreachable = WARNING if is_default else FAILED
+    unreachable: CheckStatus = WARNING if is_default else FAILED
     with httpx.Client(timeout=HTTP_TIMEOUT_S, verify=tls or False, trust_env=False) as client:
         for source in sources:
             try:
@@ -316,7 +310,7 @@ def print_findings(findings: Sequence[Finding], *, json: bool) -> None:
         tables.print_json([finding.to_dict() for finding in findings])
         return
     rows = [
-        (each.status.value, each.check, "; ".join(filter(None, (each.message, each.advice))))
+        (each.status, each.check, "; ".join(filter(None, (each.message, each.advice))))
         for each in findings
     ]
     tables.print_table(("STATUS", "CHECK", "FINDING"), rows)
