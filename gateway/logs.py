@@ -28,16 +28,14 @@ OWN_RECORD_FIELDS = {"message", "asctime", "request_id", "color_message"}
 STANDARD_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys() | OWN_RECORD_FIELDS
 
 
-class RequestIdFilter(logging.Filter):
-    """Adds the request id to a record, and the trace and span ids if the request is traced."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        info = current_request_info.get()
-        if not getattr(record, "request_id", ""):
-            record.request_id = info.request_id if info is not None else ""
-        if info is not None and info.trace is not None:
-            record.trace_id, record.span_id = info.trace.trace_id, info.trace.span_id
-        return True
+def add_request_id(record: logging.LogRecord) -> bool:
+    """Add the request id to a record, and the trace and span ids if the request is traced."""
+    info = current_request_info.get()
+    if not getattr(record, "request_id", ""):
+        record.request_id = info.request_id if info is not None else ""
+    if info is not None and info.trace is not None:
+        record.trace_id, record.span_id = info.trace.trace_id, info.trace.span_id
+    return True  # log it
 
 
 class LineFormatter(logging.Formatter):
@@ -133,7 +131,7 @@ class QueuedLogHandler(logging.Handler):
 
     def __init__(self, descriptor: int, formatter: LineFormatter) -> None:
         super().__init__()
-        self.addFilter(RequestIdFilter())
+        self.addFilter(add_request_id)
         self.setFormatter(formatter)
         self.line_formatter = formatter
         self.writer = LineWriter(descriptor, format_notice=self._format_notice)
