@@ -21,6 +21,7 @@ from gateway.decoding.messages import (
 )
 from gateway.decoding.worker import MAX_READ_BYTES, WorkerCallError, WorkerOutOfMemory
 from gateway.errors import GatewayError, TooLarge
+from gateway.tasks import TaskSet
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class DecodePool:
         self._slots = asyncio.Semaphore(size)
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
-        self._kill_tasks: set[asyncio.Task[None]] = set()
+        self._kills = TaskSet()
 
     async def run(
         self, function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float
@@ -132,7 +133,7 @@ class DecodePool:
             try:
                 result = await worker.call(function, arguments, timeout_s)
             except (WorkerLost, WorkerOutOfMemory):
-                self._kill_in_background(worker)
+                self._kills.start(worker.kill())
                 raise TooLarge(
                     "decoding the body requires more memory than one request may use; send smaller requests"
                 ) from None
@@ -140,7 +141,7 @@ class DecodePool:
                 self._release(worker)
                 raise
             except BaseException:
-                self._kill_in_background(worker)
+                self._kills.start(worker.kill())
                 raise
             finally:
                 self._busy.discard(worker)
@@ -151,19 +152,14 @@ class DecodePool:
         if worker.call_count < MAX_CALLS:
             self._idle.append(worker)
         else:
-            self._kill_in_background(worker)
-
-    def _kill_in_background(self, worker: DecodeProcess) -> None:
-        task = asyncio.create_task(worker.kill())
-        self._kill_tasks.add(task)
-        task.add_done_callback(self._kill_tasks.discard)
+            self._kills.start(worker.kill())
 
     async def _take_worker(self) -> DecodeProcess:
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive():
                 break
-            self._kill_in_background(worker)
+            self._kills.start(worker.kill())
         else:
             worker = await DecodeProcess.start(self._max_memory_bytes)
         self._busy.add(worker)
@@ -171,6 +167,6 @@ class DecodePool:
 
     async def close(self) -> None:
         for worker in [*self._idle, *self._busy]:
-            self._kill_in_background(worker)
+            self._kills.start(worker.kill())
         self._idle.clear()
-        await asyncio.gather(*self._kill_tasks)
+        await asyncio.gather(*self._kills)

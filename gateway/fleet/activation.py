@@ -30,10 +30,10 @@ from gateway.fleet.on_demand_plan import (
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
-from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.http_client.connection import RequestNotSent
 from gateway.keys import Right
 from gateway.request_info import current_request_info
+from gateway.tasks import TaskSet, cancel_tasks
 from gateway.triton.error_mapping import LoadFailed
 
 log = logging.getLogger(__name__)

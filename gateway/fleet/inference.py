@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from gateway.errors import GatewayError, InputMismatch, ModelNotReady, RefusedByModel, UnknownModel
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.signatures import SignatureCache
-from gateway.fleet.tasks import run_together
 from gateway.fleet.transports import (
     GrpcStreamCall,
     GrpcUnaryCall,
@@ -17,6 +16,7 @@ from gateway.fleet.transports import (
     read_infer_response,
 )
 from gateway.request_info import measure_upstream_time
+from gateway.tasks import run_together
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature
 from gateway.triton.grpc.byte_channel import ByteStream

@@ -20,10 +20,10 @@ from gateway.fleet.reconcile_plan import ModelAction
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import SignatureCache
-from gateway.fleet.tasks import cancel_tasks
 from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
 from gateway.names import quote_path_segment
+from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import (

@@ -14,7 +14,7 @@ from gateway.fleet.on_demand_plan import Placement, is_removable, plan_copies, u
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
-from gateway.fleet.tasks import cancel_tasks
+from gateway.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 

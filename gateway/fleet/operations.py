@@ -13,8 +13,8 @@ from typing import Any, Final
 from gateway import audit
 from gateway.errors import GatewayError, Overloaded, StateUnavailable, Unavailable
 from gateway.fleet.report import OperationReport
-from gateway.fleet.tasks import TaskSet
 from gateway.state.desired import OPERATION_TTL_S, StateStore
+from gateway.tasks import TaskSet
 
 PROGRESS_POLL_S: Final = 0.1
 RECORD_RETRY_S: Final = 1.0

@@ -17,9 +17,9 @@ from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.slow_start import SlowStart
-from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.metrics import Metrics
 from gateway.settings import Settings
+from gateway.tasks import TaskSet, cancel_tasks
 
 log = logging.getLogger(__name__)
 

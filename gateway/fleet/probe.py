@@ -15,9 +15,9 @@ from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.health import HealthState, can_eject
 from gateway.fleet.index import Index, parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress
-from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.http_client.connection import RequestNotSent
 from gateway.metrics import Metrics
+from gateway.tasks import TaskSet, cancel_tasks
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import TypeVar
 from gateway.errors import Conflict, GatewayError, UnknownModel
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository, VisibilityCheck
-from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.messages import quote_text
 from gateway.model_files.model_upload import ModelUpload
 from gateway.model_files.store import ModelChange, ModelStore
+from gateway.tasks import TaskSet, cancel_tasks
 
 log = logging.getLogger(__name__)
 

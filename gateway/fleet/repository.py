@@ -34,11 +34,11 @@ from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.staged_load import run_staged_load
-from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.messages import join_names, quote_text
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.state.desired import DesiredModel, StateStore
+from gateway.tasks import TaskSet, cancel_tasks
 
 log = logging.getLogger(__name__)
 

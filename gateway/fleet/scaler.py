@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 
 from gateway.fleet.on_demand_models import ModelUsage
 from gateway.fleet.scaler_messages import SERVICE, decode_message, encode_message
-from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import CommandError
+from gateway.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.label_router import ActiveLabel
 from gateway.fleet.output_comparison import DIFFERENT, Arrays, Comparison, compare_outputs
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.tasks import TaskSet, cancel_tasks
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse
 from gateway.metrics import Metrics
 from gateway.request_info import current_request_info
+from gateway.tasks import TaskSet, cancel_tasks
 from gateway.version_labels import Shadow
 
 log = logging.getLogger(__name__)

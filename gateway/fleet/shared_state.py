@@ -14,7 +14,6 @@ from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.fleet.replica import Replica
-from gateway.fleet.tasks import cancel_tasks
 from gateway.messages import quote_text
 from gateway.state.desired import (
     DesiredModel,
@@ -24,6 +23,7 @@ from gateway.state.desired import (
     with_version_label,
 )
 from gateway.state.loads import Loads, new_load_token, with_load, without_replica
+from gateway.tasks import cancel_tasks
 from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)

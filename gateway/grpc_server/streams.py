@@ -20,7 +20,6 @@ from gateway.errors import GatewayError, Unauthenticated
 from gateway.fleet.grpc_calls import GrpcBytesStreamCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
-from gateway.fleet.tasks import cancel_tasks
 from gateway.grpc_server.call import GRPC_ROUTE, IncomingCall, ResponseNotRead, ShuttingDown
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.grpc_server.inference import check_classification
@@ -28,6 +27,7 @@ from gateway.grpc_server.receive import StreamReader
 from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.request_info import current_request_info
+from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error
 

@@ -16,7 +16,6 @@ from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.resolver import LabelledTarget, with_sequence
 from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
-from gateway.fleet.tasks import run_together
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
 from gateway.inference.labels import copy_request, infer_with_label, read_signature
@@ -26,6 +25,7 @@ from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
 from gateway.request_info import RequestInfo
 from gateway.services import Services
+from gateway.tasks import run_together
 from gateway.tensors import sequence
 from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes

@@ -20,8 +20,8 @@ from gateway.fleet.operations import (
     TooManyOperations,
 )
 from gateway.fleet.report import OperationReport, Outcome
-from gateway.fleet.tasks import TaskSet
 from gateway.state.store import MemoryStateStore, open_state_store
+from gateway.tasks import TaskSet
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from random import random
@@ -23,6 +22,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.http_client.client import MAX_RESPONSE_BYTES
+from gateway.tasks import TaskSet
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.errors import (
     NO_RESPONSE,
@@ -48,6 +48,7 @@ MIN_CANCEL_GRACE_S: Final = 0.1
 MAX_CANCEL_GRACE_S: Final = 0.6
 GRPC_UNAVAILABLE_S: Final = 30.0
 
+CLEANUPS: Final = TaskSet()  # of abandoned calls and idle channels
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -163,7 +164,7 @@ class GrpcByteChannel:
     def drop_idle(self) -> None:
         if self._client is not None and not self.active_calls:
             closing, self._client = self._client, None
-            asyncio.ensure_future(closing.close())  # noqa: RUF006 - the channel holds the task
+            CLEANUPS.start(closing.close())
             if self._has_abandoned_call:
                 # The cancellation's traceback keeps the call in a cycle, and the call keeps the connection.
                 self._has_abandoned_call = False
@@ -197,15 +198,6 @@ def choose_grace_s() -> float:
     time; for longer ones, the random delay makes it hard to hit the moment on purpose.
     """
     return MIN_CANCEL_GRACE_S + random() * (MAX_CANCEL_GRACE_S - MIN_CANCEL_GRACE_S)  # noqa: S311 - no secret
-
-
-BACKGROUND_TASKS: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
-
-
-def run_in_background(cleanup: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.create_task(cleanup)
-    BACKGROUND_TASKS.add(task)
-    task.add_done_callback(BACKGROUND_TASKS.discard)
 
 
 def parse_server_version(server_metadata: bytes) -> tuple[int, ...]:
@@ -295,7 +287,7 @@ class ByteStream:
         if self._has_ended:
             self._channel.release(is_complete=True)
         else:
-            run_in_background(self._finish_or_cancel())
+            CLEANUPS.start(self._finish_or_cancel())
 
     async def _finish_or_cancel(self) -> None:
         drain = asyncio.ensure_future(self._drain())

@@ -10,11 +10,11 @@ import grpc
 from gateway.errors import DeadlinePassed
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import (
+    CLEANUPS,
     MAX_CANCEL_GRACE_S,
     GrpcByteChannel,
     Metadata,
     map_rpc_error,
-    run_in_background,
 )
 
 
@@ -51,7 +51,7 @@ async def send_bytes(
         elif call.done():
             channel.release(is_complete=not call.cancelled())
         else:
-            run_in_background(finish_or_cancel(call, channel))
+            CLEANUPS.start(finish_or_cancel(call, channel))
 
 
 async def wait_for_status(call: grpc.aio.Call, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Background tasks of the fleet, and their cancellation."""
+"""Background tasks, and their cancellation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CANCEL_RETRY_S: Final = 0.2
 
 
 class TaskSet(set[asyncio.Task[Any]]):
-    """Background tasks, which are referenced until they end."""
+    """Background tasks, which are referenced until they end: the event loop holds only weak references."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
