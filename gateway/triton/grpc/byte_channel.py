@@ -91,6 +91,18 @@ class ByteClient:
             call(message, timeout=timeout_s, metadata=metadata),
         )
 
+    async def probe(self, method: str) -> bytes:
+        """Call a method that answers at once, unlike a model.
+
+        Raises `GrpcUnreachable` if the port accepts data without responding, or `AioRpcError`.
+        """
+        try:
+            return cast(bytes, await self.start_call(method, b"", GRPC_CONNECT_TIMEOUT_S, ()))
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            raise GrpcUnreachable(NO_RESPONSE, is_refused=False) from None
+
     def start_stream(self, metadata: Metadata) -> grpc.aio.StreamStreamCall[bytes, bytes]:
         return self._stream_call(metadata=metadata)
 
@@ -171,16 +183,11 @@ class GrpcByteChannel:
                 gc.collect()
 
     async def check_server(self, client: ByteClient) -> None:
-        """Read Triton's version on a new connection.
-
-        Raises `GrpcUnreachable` if the port accepts data without responding, unlike a slow model.
-        """
+        """Read Triton's version on a new connection. Raises `GrpcUnreachable`."""
         try:
-            call = client.start_call(METADATA_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
-            self.can_cancel_at_once = parse_server_version(await call) >= SAFE_CANCEL_VERSION
+            version = parse_server_version(await client.probe(METADATA_METHOD))
+            self.can_cancel_at_once = version >= SAFE_CANCEL_VERSION
         except grpc.aio.AioRpcError as exc:
-            if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise GrpcUnreachable(NO_RESPONSE, is_refused=False) from None
             if exc.code() is grpc.StatusCode.UNAVAILABLE:
                 raise map_rpc_error(exc, RequestTarget(), self) from exc
             self.can_cancel_at_once = False  # the method is restricted

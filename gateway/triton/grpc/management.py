@@ -18,7 +18,6 @@ from tritonclient.grpc import service_pb2
 from gateway.errors import DeadlinePassed, MalformedRequest
 from gateway.triton.error_mapping import map_load_error
 from gateway.triton.grpc.byte_channel import (
-    GRPC_CONNECT_TIMEOUT_S,
     GRPC_SERVICE,
     ByteClient,
     GrpcTlsFiles,
@@ -84,7 +83,7 @@ async def call_management_api(
     verb, method = MANAGEMENT_METHODS[type(message)]
     client = ByteClient(address, tls, MAX_METADATA_BYTES)
     try:
-        await check_live(client)
+        await client.probe(LIVE_METHOD)
         await client.start_call(method, message.SerializeToString(), timeout_s, metadata)
     except grpc.aio.AioRpcError as exc:
         code, details = exc.code().name, str(exc.details())
@@ -96,13 +95,3 @@ async def call_management_api(
         raise map_load_error(status, error, message.model_name, verb) from exc
     finally:
         await client.close()
-
-
-async def check_live(client: ByteClient) -> None:
-    """Raise `GrpcUnreachable` if the port accepts data without responding."""
-    try:
-        await client.start_call(LIVE_METHOD, b"", GRPC_CONNECT_TIMEOUT_S, ())
-    except grpc.aio.AioRpcError as exc:
-        if exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise
-        raise GrpcUnreachable(NO_RESPONSE, is_refused=False) from None
