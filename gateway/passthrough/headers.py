@@ -48,7 +48,6 @@ NOSNIFF_HEADER: Final = (b"x-content-type-options", b"nosniff")
 
 KEEP_ALIVE_TOKENS: Final = [b"keep-alive"]
 NO_HEADERS: Final[Headers] = []
-NO_SEQUENCE_HEADERS: Final[dict[bytes, str]] = {}
 MAX_BODY_SIZE_DIGITS: Final = 10
 QVALUE: Final = re.compile(rb"0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?")  # RFC 9110, section 12.4.2
 RESPONSE_ENCODINGS: Final = frozenset((b"gzip", b"deflate", b"identity"))  # supported by Triton
@@ -107,18 +106,13 @@ def drop_connection_headers(headers: Headers, control_headers: Headers) -> Heade
 def parse_control_headers(
     forwarded: Headers, control_headers: Headers, content_length: int | None
 ) -> RequestHeaders:
-    timeout: str | None = None
-    sequence: dict[bytes, str] = NO_SEQUENCE_HEADERS
-    body_headers: Headers = NO_HEADERS
-    for name, value in control_headers:
-        if name == b"x-request-timeout":
-            timeout = value.decode("latin-1")
-        elif name in SEQUENCE_HEADERS:
-            sequence = {**sequence, name: value.decode("latin-1")}
-        elif name in BODY_HEADERS:
-            body_headers = [*body_headers, (name, value)]
-    step = parse_sequence_headers(*map(sequence.get, SEQUENCE_HEADERS)) if sequence else None
+    values = {name: value.decode("latin-1") for name, value in control_headers}
+    step = None
+    if not values.keys().isdisjoint(SEQUENCE_HEADERS):
+        step = parse_sequence_headers(*map(values.get, SEQUENCE_HEADERS))
+    body_headers = [header for header in control_headers if header[0] in BODY_HEADERS]
     encoding, json_bytes = parse_body_headers(body_headers) if body_headers else ("", None)
+    timeout = values.get(b"x-request-timeout")
     return RequestHeaders(forwarded, content_length, timeout, encoding, json_bytes, step)
 
 
