@@ -91,7 +91,7 @@ def build_passthrough_body(
         raise ClientDisconnect
     first: bytes = message.get("body", b"")
     if message.get("more_body", False):
-        return stream_limited_body(first, receive, limit, info)
+        return stream_limited_body(message, receive, limit, info)
     if content_length is not None and len(first) != content_length:
         raise MalformedRequest(
             f"the body has {len(first)} bytes, but its Content-Length is {content_length}"
@@ -106,21 +106,18 @@ def build_passthrough_body(
 
 
 async def stream_limited_body(
-    first: bytes, receive: Receive, limit: int, info: RequestInfo
+    message: Message, receive: Receive, limit: int, info: RequestInfo
 ) -> AsyncIterator[bytes]:
-    info.bytes_in = len(first)
-    yield first
-    more = True
-    while more:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
+    while message["type"] != "http.disconnect":
         data: bytes = message.get("body", b"")
         info.bytes_in += len(data)
         if info.bytes_in > limit:
             raise BodyTooLarge(limit)
-        more = message.get("more_body", False)
         yield data
+        if not message.get("more_body", False):
+            return
+        message = await receive()
+    raise ClientDisconnect
 
 
 async def coalesce_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
