@@ -17,7 +17,7 @@ from gateway.keys import KeysFile, Right
 from gateway.metrics import Metrics
 from gateway.rate_limit import UNLIMITED_PATHS, RateLimiter
 from gateway.request_info import RequestInfo, current_request_info
-from gateway.tracing import choose_request_id
+from gateway.tracing import create_request_id, find_request_id
 
 KEY, MODEL = "tgw_benchmark", "small"
 TIMES, REPEAT = 20_000, 7
@@ -42,7 +42,7 @@ def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     info.route, info.model = "/v2", MODEL
 
     def observe() -> None:
-        new_info = RequestInfo(choose_request_id(headers))
+        new_info = RequestInfo(find_request_id(headers) or create_request_id())
         current_request_info.set(new_info)
         metrics.in_flight["/v2"] += 1
         new_info.route, new_info.model = "/v2", MODEL

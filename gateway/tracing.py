@@ -32,11 +32,6 @@ TRACE_FLUSH_TIMEOUT_S: Final = 2.0
 TraceHeaders = list[tuple[bytes, bytes]]
 
 
-def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the caller's `X-Request-ID` if it is valid, or a new one."""
-    return find_request_id(headers) or create_request_id()
-
-
 def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return the caller's `X-Request-ID` if it is valid, else an empty string."""
     for name, value in headers:

@@ -31,7 +31,7 @@ from gateway.protocol.clients import ClientCounts, client_network
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
-from gateway.tracing import choose_request_id
+from gateway.tracing import create_request_id, find_request_id
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import build_http_headers
 from gateway.triton.restricted_api import GRPC_KEY_PREFIX
@@ -103,7 +103,7 @@ class IncomingCall:
         self._status = CLIENT_CLOSED_REQUEST
         self._client = ""  # as it is counted
         headers = build_http_headers(self.metadata)
-        self.info = info = RequestInfo(choose_request_id(headers))
+        self.info = info = RequestInfo(find_request_id(headers) or create_request_id())
         info.route = access.route
         current_request_info.set(info)
         # The keys of an ASGI scope that authentication, authorization, the log and traces read.

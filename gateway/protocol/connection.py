@@ -19,7 +19,7 @@ from gateway.protocol.deadlines import Deadlines, Due
 from gateway.protocol.exchange import RequestCycle, encode_error_response
 from gateway.protocol.limits import ProtocolLimits
 from gateway.protocol.parser import RequestParser
-from gateway.tracing import choose_request_id
+from gateway.tracing import create_request_id
 
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
 RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may send health probes
@@ -208,7 +208,7 @@ class HttpProtocol(asyncio.Protocol):
             self._close()
             return
         self._is_refused = True
-        now, request_id = self.loop.time(), choose_request_id(())
+        now, request_id = self.loop.time(), create_request_id()
         self.transport.write(encode_error_response(error, request_id))
         self._account.record_refusal(error, request_id, now)
         if self._current_cycle is not None:

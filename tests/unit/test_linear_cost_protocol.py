@@ -224,7 +224,7 @@ PARSERS = (
     Parser("an origin", lambda text: auth.is_loopback(auth.parse_host(text)), of(":", "http://[")),
     Parser("… of dots", lambda text: auth.is_loopback(auth.parse_host(text)), of("1.", "http://")),
     Parser("… of names", auth.parse_host, of("@[", "http://")),
-    Parser("X-Request-ID", lambda value: tracing.choose_request_id([(b"x-request-id", value)]), of(b"a")),
+    Parser("X-Request-ID", lambda value: tracing.find_request_id([(b"x-request-id", value)]), of(b"a")),
     Parser("Host", VALID_HOST.fullmatch, of(b"a:", b"")),
     Parser("… of spaces", VALID_HOST.fullmatch, of(b" ", b"a:1", b"x")),
     Parser("… of digits", VALID_HOST.fullmatch, of(b"1", b"a:", b"x")),
