@@ -1,4 +1,4 @@
-"""Decompression of bodies, in steps that block the event loop only briefly."""
+"""Decompression of bodies, in steps that block the event loop only briefly, and other work on chunks."""
 
 from __future__ import annotations
 
@@ -56,3 +56,18 @@ async def limit_length(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIte
         if length > max_bytes:
             raise BodyTooLarge(max_bytes)
         yield chunk
+
+
+async def coalesce_chunks(chunks: AsyncIterator[bytes], min_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the chunks joined to larger ones, except at the end."""
+    small: list[bytes] = []
+    size = 0
+    async for chunk in chunks:
+        small.append(chunk)
+        size += len(chunk)
+        if size >= min_bytes:
+            yield b"".join(small) if len(small) > 1 else chunk
+            small.clear()
+            size = 0
+    if size:
+        yield b"".join(small)

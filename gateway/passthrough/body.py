@@ -120,20 +120,6 @@ async def stream_limited_body(
     raise ClientDisconnect
 
 
-async def coalesce_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    small: list[bytes] = []
-    size = 0
-    async for data in body:
-        small.append(data)
-        size += len(data)
-        if size >= MIN_CHUNK_BYTES:
-            yield b"".join(small) if len(small) > 1 else data
-            small.clear()
-            size = 0
-    if size:
-        yield b"".join(small)
-
-
 # Triton leaks the memory of a compressed body that it rejects and inflates without a limit, so that
 # compressed bodies are inflated here.
 

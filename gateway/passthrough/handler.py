@@ -16,16 +16,16 @@ from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.inflate import ZLIB_WBITS
+from gateway.inflate import ZLIB_WBITS, coalesce_chunks
 from gateway.keys import Right
 from gateway.media_types import JSON
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.body import (
     MAX_SEQUENCE_JSON_BYTES,
+    MIN_CHUNK_BYTES,
     PassthroughBody,
     buffer_body,
     build_passthrough_body,
-    coalesce_chunks,
     count_buffered_bytes,
     find_sequence_step,
     guard_body,
@@ -188,7 +188,7 @@ async def prepare_body(
     if isinstance(body, bytes):
         first, length = body, len(body)
     else:
-        body = coalesce_chunks(body)
+        body = coalesce_chunks(body, MIN_CHUNK_BYTES)
         length = limit if length is None else length
     json_bytes, step = headers.json_bytes, headers.step
     if json_bytes is not None and json_bytes > length:

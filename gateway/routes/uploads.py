@@ -25,6 +25,7 @@ from gateway.errors import (
 )
 from gateway.fleet.publisher import ModelPublisher
 from gateway.inference.body import RequestBody
+from gateway.inflate import coalesce_chunks
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.model_files.digests import parse_sha256_digest
@@ -239,7 +240,8 @@ async def receive_files(
         staging = await files.run(files.create_staging)
         try:
             received_body = await files.run(create_body, body, staging, file_name)
-            async for chunk in gather_chunks(body.stream(rules.max_bytes)):
+            # Larger chunks, because each is passed to a thread.
+            async for chunk in coalesce_chunks(body.stream(rules.max_bytes), WRITE_BYTES):
                 await files.run(received_body.feed, chunk)
             received = await files.run(received_body.finish)
             if digest and not compare_digest(digest, received_body.digest):
@@ -264,17 +266,3 @@ def create_body(body: RequestBody, staging: Staging, file_name: str) -> Received
     disposition = body.get_header(b"content-disposition") or ""
     named = file_name or parse_header_parameters(disposition)[1].get("filename", "")
     return FileBody(staging, named)
-
-
-async def gather_chunks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield larger chunks, because each is passed to a thread."""
-    gathered: list[bytes] = []
-    size = 0
-    async for chunk in chunks:
-        gathered.append(chunk)
-        size += len(chunk)
-        if size >= WRITE_BYTES:
-            yield b"".join(gathered)
-            gathered, size = [], 0
-    if gathered:
-        yield b"".join(gathered)

@@ -21,7 +21,7 @@ from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
 from gateway.fleet.load_parameters import FILE_PARAMETER
 from gateway.http_client.client import CompleteResponse
-from gateway.inflate import ZLIB_WBITS, inflate_chunks
+from gateway.inflate import ZLIB_WBITS, coalesce_chunks, inflate_chunks
 from gateway.messages import escape_unprintable
 from gateway.passthrough import body as request_body
 from gateway.passthrough import headers as request_headers
@@ -126,7 +126,7 @@ def inflated(data: bytes) -> None:
 
 def grouped(data: bytes) -> None:
     async def run() -> None:
-        async for _ in request_body.coalesce_chunks(pieces(data, 6)):
+        async for _ in coalesce_chunks(pieces(data, 6), request_body.MIN_CHUNK_BYTES):
             pass
 
     asyncio.run(run())
