@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -18,7 +17,7 @@ from gateway.memory import MemoryCharge
 from gateway.request_info import RequestInfo
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
 from gateway.tensors.form import MultipartForm
-from gateway.tensors.inputs import read_payload
+from gateway.tensors.inputs import InferInputs, decode_body, decode_form, read_payload
 from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS, parse_content_type
 from gateway.tensors.payload import Payload, PayloadLimits
 
@@ -27,12 +26,11 @@ MAX_INLINE_FORM_BYTES: Final = 4 << 20
 MIN_PEEKED_BYTES: Final = 16  # enough to recognize the type of a file
 
 
-@dataclass(frozen=True)
-class LargeBody:
-    """A body that is decoded in a process, because decoding may take much time or memory."""
+class LargePayload(partial[tuple[Payload, InferInputs]]):
+    """The decoding of a body in a process, without its last arguments, the signature and the limits.
 
-    data: bytes
-    content_type: str
+    It may take much time or memory.
+    """
 
 
 class DeferredPayload(partial[Payload]):
@@ -161,7 +159,7 @@ class RequestBody:
 
 async def receive_payload(
     body: RequestBody, limits: PayloadLimits, charge: MemoryCharge
-) -> Payload | MultipartForm | LargeBody | DeferredPayload:
+) -> Payload | DeferredPayload | LargePayload:
     """Return the body's parts, or what a thread or a process must decode.
 
     A multipart body is split into parts as it arrives.
@@ -175,13 +173,13 @@ async def receive_payload(
     if codec is None or len(data) <= codec.max_inline_bytes:
         return read_payload(data, content_type, limits)  # or the error of an unsupported type
     if len(data) > codec.max_thread_bytes:
-        return LargeBody(data, content_type)
+        return LargePayload(decode_body, data, content_type)
     return DeferredPayload(read_payload, data, content_type, limits)
 
 
 async def receive_form(
     body: RequestBody, limits: PayloadLimits, charge: MemoryCharge
-) -> Payload | MultipartForm | DeferredPayload:
+) -> Payload | DeferredPayload | LargePayload:
     form = MultipartForm(body.content_type, limits)
     factor = find_memory_factor(body.content_type)
     async for chunk in body.stream(limits.max_bytes):
@@ -193,7 +191,7 @@ async def receive_form(
     ):
         return form.build_payload()
     if form.json_size_bytes > JSON_CODEC.max_thread_bytes:
-        return form
+        return LargePayload(decode_form, form)
     return DeferredPayload(form.build_payload)
 
 

@@ -17,7 +17,7 @@ from gateway.fleet.resolver import LabelledTarget, with_sequence
 from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
-from gateway.inference.body import DeferredPayload, LargeBody, RequestBody, receive_payload
+from gateway.inference.body import DeferredPayload, RequestBody, receive_payload
 from gateway.inference.labels import copy_request, infer_with_label, read_signature
 from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
@@ -33,8 +33,6 @@ from gateway.tensors.inputs import (
     InferInputs,
     PredictParser,
     convert_payload,
-    decode_body,
-    decode_form,
     decode_predict_body,
     inspect_payload,
     parse_predict_body,
@@ -112,8 +110,7 @@ class InferExchange:
 
     async def receive_inputs(self) -> tuple[Payload, InferInputs]:
         """Receive the body, acquire a slot, and return the body's payload and its tensors."""
-        decoders = self.services.decode_executor
-        limits = self.services.payload_limits
+        decoders, limits = self.services.decode_executor, self.services.payload_limits
         if not self.body.content_type and self.body.has_content and is_text_model(self.signature):
             self.body.content_type = OCTET_STREAM  # a text, as Triton takes it
         is_received = await self._receive_start()
@@ -124,35 +121,24 @@ class InferExchange:
         await self._acquire_slot()
         if isinstance(body, Payload):
             return body, await self._convert_payload(body)
-        run = partial(decoders.run_in_process, 0, self.remaining_s)
-        arguments = (self.signature, limits, self.services.image_limits)
-        if isinstance(body, LargeBody):
-            work = run(decode_body, body.data, body.content_type, *arguments)
-        else:
-            work = run(decode_form, body, *arguments)
+        arguments = (*body.args, self.signature, limits, self.services.image_limits)
+        work = decoders.run_in_process(0, self.remaining_s, body.func, *arguments)
         return await self._limit_time(work)
 
     async def receive_predict_inputs(
         self, parse: PredictParser = parse_predict_body
     ) -> tuple[bool, list[InferInputs]]:
         """Receive a JSON body, acquire a slot, and return whether it has columns, and its tensors."""
+        decoders, limits = self.services.decode_executor, self.services.payload_limits
         is_received = await self._receive_start()
-        reading = self.body.read(self.services.payload_limits.max_bytes, self.charge)
+        reading = self.body.read(limits.max_bytes, self.charge)
         body = await (reading if is_received else self._limit_time(reading))
         await self._acquire_slot()
-        decoders = self.services.decode_executor
         if len(body) > JSON_CODEC.max_thread_bytes:
-            arguments = (
-                parse,
-                body,
-                self.signature,
-                self.services.payload_limits,
-                self.services.image_limits,
-            )
-            return await self._limit_time(
-                decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
-            )
-        read = partial(parse, body, self.signature, self.services.payload_limits)
+            arguments = (parse, body, self.signature, limits, self.services.image_limits)
+            work = decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
+            return await self._limit_time(work)
+        read = partial(parse, body, self.signature, limits)
         is_inline = len(body) <= JSON_CODEC.max_inline_bytes
         is_columns, payloads = (
             read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))
