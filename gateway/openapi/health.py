@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from gateway.media_types import JSON
 from gateway.openapi.responses import (
     ERROR_REFERENCE,
-    REQUEST_ID_HEADER,
     RETRY_AFTER_HEADER,
     build_error_responses,
+    build_response,
     build_responses,
 )
-from gateway.openapi.schemas import build_map_schema
+from gateway.openapi.schemas import build_json_content, build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
@@ -38,16 +37,13 @@ READINESS_SCHEMA = build_object_schema(
 )
 LIVENESS_RESPONSES = build_responses(LIVENESS_SCHEMA, "The gateway process is running.")
 READINESS_RESPONSES = build_responses(READINESS_SCHEMA, "The gateway is ready.") | {
-    503: {
-        "description": "The gateway is not ready.",
-        "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
-        "content": {JSON: {"schema": {"anyOf": [READINESS_SCHEMA, ERROR_REFERENCE]}}},
-    }
+    503: build_response(
+        "The gateway is not ready.",
+        build_json_content({"anyOf": [READINESS_SCHEMA, ERROR_REFERENCE]}),
+        RETRY_AFTER_HEADER,
+    )
 }
+EMPTY_CONTENT = {"text/plain": {"schema": {"type": "string", "maxLength": 0}}}
 V2_READY_RESPONSES = build_error_responses() | {
-    200: {
-        "description": "The fleet is ready.",
-        "headers": REQUEST_ID_HEADER,
-        "content": {"text/plain": {"schema": {"type": "string", "maxLength": 0}}},
-    }
+    200: build_response("The fleet is ready.", EMPTY_CONTENT)
 }

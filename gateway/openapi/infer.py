@@ -6,6 +6,7 @@ from gateway.media_types import NPY, NPZ
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
+    COUNT_SCHEMA,
     STREAM_CONTENT,
     TIMEOUT_PARAMETER,
     build_header_parameter,
@@ -28,8 +29,8 @@ DRY_RUN_INPUT_SCHEMA = build_object_schema(
     {
         "name": STRING_SCHEMA,
         "datatype": {"enum": list(DATATYPES)},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "bytes": {"type": "integer", "minimum": 0},
+        "shape": {"type": "array", "items": COUNT_SCHEMA},
+        "bytes": COUNT_SCHEMA,
         "first_values": {"type": "array"},
     }
 )
@@ -47,9 +48,6 @@ PREDICT_RESPONSE_SCHEMA = {
         build_object_schema({"outputs": {}}, additionalProperties=False),
     ]
 }
-INFER_RESPONSES = build_responses(
-    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]}, "The model's outputs.", *ERROR_DESCRIPTIONS
-)
 LABEL_HEADER = {
     "X-Model-Version": {
         "description": "The version that answered, if a label decided on it.",
@@ -57,7 +55,12 @@ LABEL_HEADER = {
         "schema": STRING_SCHEMA,
     }
 }
-INFER_RESPONSES[200]["headers"] = INFER_RESPONSES[200]["headers"] | LABEL_HEADER
+INFER_RESPONSES = build_responses(
+    {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]},
+    "The model's outputs.",
+    *ERROR_DESCRIPTIONS,
+    headers=LABEL_HEADER,
+)
 INFER_RESPONSES[200]["content"] |= {
     NPY: BINARY_CONTENT,
     NPZ: BINARY_CONTENT,
@@ -69,8 +72,8 @@ PREDICT_RESPONSES = build_responses(
     PREDICT_RESPONSE_SCHEMA,
     "One prediction per row, or the outputs as columns.",
     *ERROR_DESCRIPTIONS,
+    headers=LABEL_HEADER,
 )
-PREDICT_RESPONSES[200]["headers"] = PREDICT_RESPONSES[200]["headers"] | LABEL_HEADER
 REQUEST_HEADER_PARAMETERS = [
     TIMEOUT_PARAMETER,
     build_header_parameter(
@@ -117,7 +120,4 @@ PREDICT_REQUEST_SCHEMA = {
     "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
     "additionalProperties": False,
 }
-PREDICT_OPENAPI = {
-    **build_json_body(PREDICT_REQUEST_SCHEMA),
-    "parameters": INFER_HEADER_PARAMETERS,
-}
+PREDICT_OPENAPI = build_json_body(PREDICT_REQUEST_SCHEMA) | {"parameters": INFER_HEADER_PARAMETERS}

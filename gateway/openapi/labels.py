@@ -71,5 +71,5 @@ LABEL_OPENAPI: Final = build_json_body(
         "additionalProperties": False,
         "oneOf": [{"required": ["version"]}, {"required": ["versions"]}],
     },
-    {"versions": {"1": 90, "2": 10}},
+    example={"versions": {"1": 90, "2": 10}},
 )

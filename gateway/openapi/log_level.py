@@ -13,4 +13,4 @@ LOG_LEVEL_SCHEMA: Final = build_object_schema(
     {"level": {"enum": [each.value for each in LogLevel]}}
 )
 LOG_LEVEL_RESPONSES: Final = build_responses(LOG_LEVEL_SCHEMA, "The level of the log.")
-LOG_LEVEL_OPENAPI: Final = build_json_body(LOG_LEVEL_SCHEMA, {"level": "debug"})
+LOG_LEVEL_OPENAPI: Final = build_json_body(LOG_LEVEL_SCHEMA, example={"level": "debug"})

@@ -11,6 +11,7 @@ from gateway.openapi.schemas import (
     SECURITY,
     SECURITY_SCHEMES,
     STREAM_CONTENT,
+    build_json_content,
 )
 from gateway.tensors.codecs import BINARY_SCHEMA, CODECS
 from gateway.tensors.dtypes import DatatypeKind
@@ -27,7 +28,7 @@ MAX_EXAMPLE_VALUES: Final = 4096
 
 
 def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> dict[str, Any]:
-    error_content = {JSON: {"schema": ERROR_REFERENCE}}
+    error_content = build_json_content(ERROR_REFERENCE)
     infer = {
         "operationId": "infer",
         "summary": f"Run inference with {signature.model}",
@@ -62,10 +63,7 @@ def build_body_content(signature: Signature) -> Schema:
     if count_example_values(tensors) <= MAX_EXAMPLE_VALUES:
         json_content["example"] = {"inputs": build_example_inputs(tensors)}
     form = {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY_SCHEMA)}
-    content: Schema = {
-        JSON: json_content,
-        MULTIPART: {"schema": form},
-    }
+    content: Schema = {JSON: json_content, MULTIPART: {"schema": form}}
     required = signature.required_inputs
     for codec in CODECS:
         if codec.read_payload or (len(required) == 1 and codec.is_accepted(required[0])):

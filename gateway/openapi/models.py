@@ -6,7 +6,7 @@ from typing import Final
 
 from gateway.fleet.health import HealthState
 from gateway.openapi.responses import build_responses
-from gateway.openapi.schemas import build_list_schema, build_map_schema
+from gateway.openapi.schemas import COUNT_SCHEMA, build_list_schema, build_map_schema
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.schema import build_object_schema
@@ -53,7 +53,7 @@ REPLICA_SCHEMA = build_object_schema(
     {
         "address": STRING_SCHEMA,
         "state": {"enum": [state.name for state in HealthState]},
-        "outstanding": {"type": "integer", "minimum": 0, "description": "Requests in progress."},
+        "outstanding": COUNT_SCHEMA | {"description": "Requests in progress."},
         "slowness": {"type": "number", "description": "Latency relative to the other replicas."},
         "models": build_map_schema(
             STRING_SCHEMA, "State of each model, by name. Empty if the replica is DOWN."
@@ -119,7 +119,7 @@ MODEL_SCHEMA = build_object_schema(
         "ready": READY_SCHEMA,
         "versions": {"type": "array", "items": STRING_SCHEMA},
         "platform": STRING_SCHEMA,
-        "max_batch_size": {"type": "integer", "minimum": 0},
+        "max_batch_size": COUNT_SCHEMA,
         "decoupled": {
             "type": "boolean",
             "description": "A request may have any number of responses.",

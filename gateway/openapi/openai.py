@@ -7,13 +7,12 @@ from typing import Any, Final
 from gateway.media_types import EVENT_STREAM
 from gateway.openapi.infer import REQUEST_HEADER_PARAMETERS
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
-from gateway.openapi.schemas import STREAM_CONTENT, build_json_body
+from gateway.openapi.schemas import COUNT_SCHEMA, STREAM_CONTENT, build_json_body
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.text_vectors import ENCODING_FORMATS, MAX_TEXTS
 
 NAME_SCHEMA: Final[Schema] = {"type": "string", "minLength": 1, "description": "Name of the model."}
-COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0}
 POSITIVE_SCHEMA: Final[Schema] = {"type": ["integer", "null"], "minimum": 1}
 TEXTS_SCHEMA: Final[Schema] = {
     "type": "array",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.openapi.responses import build_responses
+from gateway.openapi.schemas import COUNT_SCHEMA
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
@@ -12,16 +13,10 @@ MAINTENANCE_SCHEMA: Final = build_object_schema(
     {
         "address": STRING_SCHEMA,
         "cordoned": {"type": "boolean", "description": "The replica gets no new requests."},
-        "outstanding": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "Requests of this gateway that are in progress.",
-        },
-        "sequences": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "Sequences of this gateway that have not ended.",
-        },
+        "outstanding": COUNT_SCHEMA
+        | {"description": "Requests of this gateway that are in progress."},
+        "sequences": COUNT_SCHEMA
+        | {"description": "Sequences of this gateway that have not ended."},
     }
 )
 CORDON_RESPONSES: Final = build_responses(

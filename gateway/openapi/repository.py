@@ -5,10 +5,15 @@ from __future__ import annotations
 from gateway.fleet.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
 from gateway.openapi.responses import (
     ERROR_PROPERTIES,
+    build_response,
     build_responses,
-    build_success_response,
 )
-from gateway.openapi.schemas import build_header_parameter, build_json_body, build_map_schema
+from gateway.openapi.schemas import (
+    build_header_parameter,
+    build_json_body,
+    build_json_content,
+    build_map_schema,
+)
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 
@@ -67,25 +72,25 @@ MANAGEMENT_RESPONSES = build_responses(
         422: "Triton cannot load the model.",
         502: "The action succeeded on some replicas only. The gateway retries on the others.",
     },
-) | build_success_response(
-    ACCEPTED_SCHEMA,
+)
+MANAGEMENT_RESPONSES[202] = build_response(
     "The operation was started, because the request has `Prefer: respond-async`.",
-    status=202,
-    headers={
+    build_json_content(ACCEPTED_SCHEMA),
+    {
         "Location": {"required": True, "schema": STRING_SCHEMA},
         "Preference-Applied": {"required": True, "schema": {"const": RESPOND_ASYNC}},
     },
 )
-MANAGEMENT_RESPONSES[202]["links"] = {
-    "operation": {
-        "operationId": "get_operation",
-        "parameters": {"operation": "$response.body#/id"},
-    }
+OPERATION_LINK = {
+    "operationId": "get_operation",
+    "parameters": {"operation": "$response.body#/id"},
 }
+MANAGEMENT_RESPONSES[202]["links"] = {"operation": OPERATION_LINK}
 
 
 def build_optional_body(properties: Schema, example: Schema) -> Schema:
-    return build_json_body({"type": "object", "properties": properties}, example, required=False)
+    schema = {"type": "object", "properties": properties}
+    return build_json_body(schema, example=example, required=False)
 
 
 INDEX_OPENAPI = build_optional_body(

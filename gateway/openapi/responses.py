@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.media_types import JSON
+from gateway.openapi.schemas import build_json_content
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 
@@ -61,18 +61,21 @@ EXTRA_ERROR_HEADERS: Final[dict[int, dict[str, Any]]] = {
 OpenApiResponses = dict[int | str, dict[str, Any]]
 
 
+def build_response(
+    description: str, content: Schema, headers: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    headers = REQUEST_ID_HEADER | (headers or {})
+    return {"description": description, "headers": headers, "content": content}
+
+
 def build_error_responses(
     *statuses: int,
     schema: Schema = ERROR_REFERENCE,
     descriptions: dict[int, str] | None = None,
 ) -> OpenApiResponses:
-    texts = ERROR_DESCRIPTIONS | (descriptions or {})
+    texts, content = ERROR_DESCRIPTIONS | (descriptions or {}), build_json_content(schema)
     return {
-        status: {
-            "description": texts[status],
-            "headers": REQUEST_ID_HEADER | EXTRA_ERROR_HEADERS.get(status, {}),
-            "content": {JSON: {"schema": schema}},
-        }
+        status: build_response(texts[status], content, EXTRA_ERROR_HEADERS.get(status))
         for status in sorted({*COMMON_ERROR_STATUSES, *statuses})
     }
 
@@ -81,26 +84,11 @@ def build_responses(
     body_schema: Schema,
     description: str,
     *error_statuses: int,
+    headers: dict[str, Any] | None = None,
     error_schema: Schema = ERROR_REFERENCE,
     error_descriptions: dict[int, str] | None = None,
 ) -> OpenApiResponses:
     errors = build_error_responses(
         *error_statuses, schema=error_schema, descriptions=error_descriptions
     )
-    return errors | build_success_response(body_schema, description)
-
-
-def build_success_response(
-    body_schema: Schema,
-    description: str,
-    *,
-    status: int = 200,
-    headers: dict[str, Any] | None = None,
-) -> OpenApiResponses:
-    return {
-        status: {
-            "description": description,
-            "headers": REQUEST_ID_HEADER | (headers or {}),
-            "content": {JSON: {"schema": body_schema}},
-        }
-    }
+    return errors | {200: build_response(description, build_json_content(body_schema), headers)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import Schema
 
+COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0}
 STRING_CONTENT: Final = {"schema": STRING_SCHEMA}
 BINARY_CONTENT: Final = {"schema": BINARY_SCHEMA}
 STREAM_CONTENT: Final[Schema] = {
@@ -47,14 +48,13 @@ def build_header_parameter(name: str, description: str, schema: Schema) -> Schem
     }
 
 
-def build_json_body(
-    schema: Schema, example: Schema | None = None, *, required: bool = True
-) -> Schema:
-    """Return the part of an operation that describes its request body."""
-    examples = {} if example is None else {"example": example}
-    return {
-        "requestBody": {"required": required, "content": {JSON: {"schema": schema, **examples}}}
-    }
+def build_json_content(schema: Schema, **fields: Any) -> Schema:
+    return {JSON: {"schema": schema, **fields}}
+
+
+def build_json_body(schema: Schema, *, required: bool = True, **fields: Any) -> Schema:
+    """Return the part of an operation that describes its request body; `fields` are those of its content."""
+    return {"requestBody": {"required": required, "content": build_json_content(schema, **fields)}}
 
 
 TIMEOUT_PARAMETER: Final = build_header_parameter(

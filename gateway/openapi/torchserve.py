@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from gateway.media_types import JSON, TEXT
+from gateway.media_types import TEXT
 from gateway.openapi.infer import INFER_BODY_CONTENT, REQUEST_HEADER_PARAMETERS
 from gateway.openapi.responses import (
     ERROR_DESCRIPTIONS,
-    REQUEST_ID_HEADER,
     RETRY_AFTER_HEADER,
     build_error_responses,
+    build_response,
     build_responses,
 )
-from gateway.openapi.schemas import build_list_schema
+from gateway.openapi.schemas import COUNT_SCHEMA, build_json_content, build_list_schema
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 
@@ -23,7 +23,6 @@ TORCHSERVE_ERROR_SCHEMA: Final = build_object_schema(
     description="An error in the shape of TorchServe's API.",
 )
 TORCHSERVE_ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/TorchServeError"}
-WORKER_COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0}
 STATUS_SCHEMA: Final = build_object_schema({"status": STRING_SCHEMA})
 LISTED_MODEL_SCHEMA: Final = build_object_schema(
     {"modelName": STRING_SCHEMA, "modelUrl": STRING_SCHEMA}
@@ -31,8 +30,8 @@ LISTED_MODEL_SCHEMA: Final = build_object_schema(
 REGISTERED_MODEL_SCHEMA: Final = build_object_schema(
     {
         **dict.fromkeys(("modelName", "modelVersion", "modelUrl", "runtime"), STRING_SCHEMA),
-        "minWorkers": WORKER_COUNT_SCHEMA,
-        "maxWorkers": WORKER_COUNT_SCHEMA,
+        "minWorkers": COUNT_SCHEMA,
+        "maxWorkers": COUNT_SCHEMA,
         "workers": build_list_schema(
             build_object_schema({"id": STRING_SCHEMA, "status": STRING_SCHEMA}),
             "The replicas that have the version, and its state there.",
@@ -41,17 +40,17 @@ REGISTERED_MODEL_SCHEMA: Final = build_object_schema(
 )
 build_torchserve_responses = partial(build_responses, error_schema=TORCHSERVE_ERROR_REFERENCE)
 PING_RESPONSES: Final = build_torchserve_responses(STATUS_SCHEMA, "The fleet is ready.") | {
-    503: {
-        "description": "The fleet is not ready.",
-        "headers": REQUEST_ID_HEADER | RETRY_AFTER_HEADER,
-        "content": {JSON: {"schema": {"anyOf": [STATUS_SCHEMA, TORCHSERVE_ERROR_REFERENCE]}}},
-    }
+    503: build_response(
+        "The fleet is not ready.",
+        build_json_content({"anyOf": [STATUS_SCHEMA, TORCHSERVE_ERROR_REFERENCE]}),
+        RETRY_AFTER_HEADER,
+    )
 }
 PREDICTION_OPENAPI: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
         "content": INFER_BODY_CONTENT
-        | {JSON: {"schema": {"description": "A value, or an object of values by input name."}}},
+        | build_json_content({"description": "A value, or an object of values by input name."}),
     },
     "parameters": REQUEST_HEADER_PARAMETERS,
 }

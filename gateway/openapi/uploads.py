@@ -6,12 +6,17 @@ from typing import Any, Final
 
 from gateway.media_types import MULTIPART, OCTET_STREAM
 from gateway.openapi.responses import (
-    REQUEST_ID_HEADER,
     OpenApiResponses,
     build_error_responses,
-    build_success_response,
+    build_response,
 )
-from gateway.openapi.schemas import BINARY_CONTENT, build_header_parameter, build_list_schema
+from gateway.openapi.schemas import (
+    BINARY_CONTENT,
+    COUNT_SCHEMA,
+    build_header_parameter,
+    build_json_content,
+    build_list_schema,
+)
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
@@ -20,7 +25,6 @@ REPOSITORY_ERRORS: Final = {
     501: "The gateway has no model repository.",
 }
 CHECKSUM_SCHEMA: Final = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
-SIZE_SCHEMA: Final = {"type": "integer", "minimum": 0}
 UPLOAD_SCHEMA: Final = build_object_schema(
     {
         "model": STRING_SCHEMA,
@@ -29,7 +33,7 @@ UPLOAD_SCHEMA: Final = build_object_schema(
             STRING_SCHEMA, "All versions, if the archive contained several."
         ),
         "sha256": CHECKSUM_SCHEMA | {"description": "Checksum of the model file or archive."},
-        "bytes": SIZE_SCHEMA,
+        "bytes": COUNT_SCHEMA,
     },
     optional=("versions",),
 )
@@ -39,7 +43,7 @@ REMOVAL_SCHEMA: Final = build_object_schema(
 FILE_SCHEMA: Final = build_object_schema(
     {
         "path": {"type": "string", "description": "Path in the folder of the model."},
-        "bytes": SIZE_SCHEMA,
+        "bytes": COUNT_SCHEMA,
         "sha256": CHECKSUM_SCHEMA,
     }
 )
@@ -60,25 +64,26 @@ UPLOAD_ERRORS: Final = build_error_responses(
         507: "The model does not fit into the repository.",
     },
 )
-UPLOAD_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_response(
-    UPLOAD_SCHEMA,
-    "The version was stored, and is loaded on every replica unless `load` is false.",
-    status=201,
-    headers={"Location": {"required": True, "schema": STRING_SCHEMA}},
-)
-REMOVAL_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | build_success_response(
-    REMOVAL_SCHEMA, "The files were removed."
-)
+UPLOAD_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | {
+    201: build_response(
+        "The version was stored, and is loaded on every replica unless `load` is false.",
+        build_json_content(UPLOAD_SCHEMA),
+        {"Location": {"required": True, "schema": STRING_SCHEMA}},
+    )
+}
+REMOVAL_RESPONSES: Final[OpenApiResponses] = UPLOAD_ERRORS | {
+    200: build_response("The files were removed.", build_json_content(REMOVAL_SCHEMA))
+}
 FILE_ERRORS: Final = build_error_responses(*REPOSITORY_ERRORS, descriptions=REPOSITORY_ERRORS)
-FILE_LIST_RESPONSES: Final[OpenApiResponses] = FILE_ERRORS | build_success_response(
-    FILE_LIST_SCHEMA, "The files, with their checksums."
-)
+FILE_LIST_RESPONSES: Final[OpenApiResponses] = FILE_ERRORS | {
+    200: build_response("The files, with their checksums.", build_json_content(FILE_LIST_SCHEMA))
+}
 FILE_RESPONSES: Final[OpenApiResponses] = FILE_ERRORS | {
-    200: {
-        "description": "The content of the file.",
-        "headers": REQUEST_ID_HEADER | {"Repr-Digest": {"required": True, "schema": STRING_SCHEMA}},
-        "content": {OCTET_STREAM: BINARY_CONTENT},
-    }
+    200: build_response(
+        "The content of the file.",
+        {OCTET_STREAM: BINARY_CONTENT},
+        {"Repr-Digest": {"required": True, "schema": STRING_SCHEMA}},
+    )
 }
 FORM_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
