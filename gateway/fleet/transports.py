@@ -1,4 +1,4 @@
-"""The transports of a request to a replica: HTTP, and for inference gRPC, over which it can be cancelled."""
+"""The transports of a request to a replica: HTTP; and gRPC, over which an inference can be cancelled."""
 
 from __future__ import annotations
 
@@ -102,21 +102,26 @@ async def prepare_http_infer(request: InferRequest, trace_headers: Headers) -> H
     return HttpCall(request.target, b"POST", path, [*headers, *trace_headers], body)
 
 
-@dataclass(frozen=True)
 class GrpcCall:
-    """An inference over gRPC. Cancelling the task cancels it in Triton."""
+    """A call over gRPC. Cancelling the task cancels it in Triton."""
 
-    request: InferRequest
     is_idempotent: ClassVar[bool] = False
     is_resendable: ClassVar[bool] = True
     needs_grpc: ClassVar[bool] = False  # without it, HTTP is used
+
+
+@dataclass(frozen=True)
+class GrpcInferCall(GrpcCall):
+    """An inference over gRPC."""
+
+    request: InferRequest
 
     @property
     def target(self) -> RequestTarget:
         return self.request.target
 
 
-class GrpcUnaryCall(GrpcCall):
+class GrpcUnaryCall(GrpcInferCall):
     """An inference with one response. HTTP is used while the replica's gRPC port is unreachable."""
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> InferResponse:
@@ -144,7 +149,7 @@ class GrpcUnaryCall(GrpcCall):
             return await decode_http_response(await response.read_complete())
 
 
-class GrpcStreamCall(GrpcCall):
+class GrpcStreamCall(GrpcInferCall):
     """An inference with any number of responses; an attempt ends with the first."""
 
     async def send(
@@ -159,6 +164,64 @@ class GrpcStreamCall(GrpcCall):
             except BaseException:
                 stream.close()
                 raise
+
+
+@dataclass(frozen=True)
+class GrpcBytesCall(GrpcCall):
+    """A call of the gRPC front end, which goes to a replica as the client's bytes."""
+
+    target: RequestTarget
+    method: str
+    message: bytes
+    metadata: Metadata = ()
+    # Sent to the replica in addition: they authorize calls of its management APIs.
+    is_management: bool = False
+    needs_grpc: ClassVar[bool] = True
+
+    async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:
+        metadata = self.metadata
+        if self.is_management:
+            metadata += replica.management_metadata
+        target = self.target._replace(timeout_s=timeout_s)
+        channel = replica.byte_channel
+        try:
+            with trace_grpc_attempt(trace, replica, metadata) as traced:
+                return await send_bytes(channel, target, self.method, self.message, traced)
+        except GrpcUnreachable:
+            mark_unavailable(replica)
+            raise
+
+
+@dataclass(frozen=True)
+class GrpcBytesStreamCall(GrpcCall):
+    """A streaming inference with any number of responses; an attempt ends with the first."""
+
+    target: RequestTarget
+    message: bytes
+    metadata: Metadata = ()
+    needs_grpc: ClassVar[bool] = True
+
+    async def send(
+        self, replica: Replica, timeout_s: float, trace: Trace | None
+    ) -> tuple[ByteStream, bytes | None]:
+        with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
+            target = self.target._replace(timeout_s=timeout_s)
+            try:
+                stream = await ByteStream.open(replica.byte_channel, target, self.message, metadata)
+            except GrpcUnreachable:
+                mark_unavailable(replica)
+                raise
+            try:
+                return stream, await stream.read_response(timeout_s)
+            except BaseException:
+                stream.close()
+                raise
+
+
+def mark_unavailable(replica: Replica) -> None:
+    """Prefer other replicas for a while; the replica's HTTP may work."""
+    if replica.byte_channel.mark_unavailable():
+        log.warning("the gRPC port of %s is unreachable; gRPC clients need it", replica.address)
 
 
 async def read_infer_response(stream: ByteStream, timeout_s: float) -> InferResponse | None:

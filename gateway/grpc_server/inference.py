@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import ModelTarget, with_sequence
+from gateway.fleet.transports import GrpcBytesCall
 from gateway.grpc_server.call import IncomingCall
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.keys import Right

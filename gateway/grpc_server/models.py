@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
-from gateway.fleet.grpc_calls import GrpcBytesCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget
+from gateway.fleet.transports import GrpcBytesCall
 from gateway.grpc_server.call import IncomingCall, check_size
 from gateway.grpc_server.infer_request import set_version
 from gateway.grpc_server.wire import invalid_message

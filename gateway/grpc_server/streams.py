@@ -17,9 +17,9 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import GatewayError, Unauthenticated
-from gateway.fleet.grpc_calls import GrpcBytesStreamCall
 from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
+from gateway.fleet.transports import GrpcBytesStreamCall
 from gateway.grpc_server.call import GRPC_ROUTE, IncomingCall, ResponseNotRead, ShuttingDown
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.grpc_server.inference import check_classification
