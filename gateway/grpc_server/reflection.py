@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import grpc
-from google.protobuf import descriptor_pb2
+from google.protobuf import descriptor_pb2, text_format
 from google.protobuf.descriptor_pool import DescriptorPool
 from tritonclient.grpc import service_pb2
 
@@ -26,37 +26,23 @@ FILE_BY_FILENAME, FILE_CONTAINING_SYMBOL, LIST_SERVICES = 3, 4, 7
 # Fields of ServerReflectionResponse.
 ORIGINAL_REQUEST, FILE_DESCRIPTORS, SERVICE_LIST, ERROR = 2, 4, 6, 7
 MAX_REFLECTION_BYTES: Final = 4 << 10
-HEALTH_FILE: Final = "grpc/health/v1/health.proto"
-
-
-def build_health_file() -> descriptor_pb2.FileDescriptorProto:
-    """Return the description of grpc/health/v1/health.proto."""
-    file = descriptor_pb2.FileDescriptorProto(
-        name=HEALTH_FILE, package="grpc.health.v1", syntax="proto3"
-    )
-    types = descriptor_pb2.FieldDescriptorProto
-    request = file.message_type.add(name="HealthCheckRequest")
-    request.field.add(name="service", number=1, type=types.TYPE_STRING, label=types.LABEL_OPTIONAL)
-    response = file.message_type.add(name="HealthCheckResponse")
-    response.field.add(
-        name="status",
-        number=1,
-        type=types.TYPE_ENUM,
-        label=types.LABEL_OPTIONAL,
-        type_name=".grpc.health.v1.HealthCheckResponse.ServingStatus",
-    )
-    statuses = response.enum_type.add(name="ServingStatus")
-    for number, name in enumerate(("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")):
-        statuses.value.add(name=name, number=number)
-    service = file.service.add(name="Health")
-    for name, is_stream in (("Check", False), ("Watch", True)):
-        service.method.add(
-            name=name,
-            input_type=".grpc.health.v1.HealthCheckRequest",
-            output_type=".grpc.health.v1.HealthCheckResponse",
-            server_streaming=is_stream,
-        )
-    return file
+# grpc/health/v1/health.proto
+HEALTH_FILE: Final = """
+name: "grpc/health/v1/health.proto" package: "grpc.health.v1" syntax: "proto3"
+message_type { name: "HealthCheckRequest"
+  field { name: "service" number: 1 type: TYPE_STRING label: LABEL_OPTIONAL } }
+message_type { name: "HealthCheckResponse"
+  field { name: "status" number: 1 type: TYPE_ENUM label: LABEL_OPTIONAL
+    type_name: ".grpc.health.v1.HealthCheckResponse.ServingStatus" }
+  enum_type { name: "ServingStatus"
+    value { name: "UNKNOWN" number: 0 } value { name: "SERVING" number: 1 }
+    value { name: "NOT_SERVING" number: 2 } value { name: "SERVICE_UNKNOWN" number: 3 } } }
+service { name: "Health"
+  method { name: "Check" input_type: ".grpc.health.v1.HealthCheckRequest"
+    output_type: ".grpc.health.v1.HealthCheckResponse" }
+  method { name: "Watch" input_type: ".grpc.health.v1.HealthCheckRequest"
+    output_type: ".grpc.health.v1.HealthCheckResponse" server_streaming: true } }
+"""
 
 
 class ReflectionService:
@@ -64,7 +50,8 @@ class ReflectionService:
 
     def __init__(self) -> None:
         self._pool = DescriptorPool()
-        for file in (*list_files(service_pb2.DESCRIPTOR), build_health_file()):
+        health_file = text_format.Parse(HEALTH_FILE, descriptor_pb2.FileDescriptorProto())
+        for file in (*list_files(service_pb2.DESCRIPTOR), health_file):
             self._pool.Add(file)
 
     async def serve(self, call: IncomingCall) -> None:

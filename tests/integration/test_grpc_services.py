@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from tritonclient.grpc import service_pb2
 
-from gateway.grpc_server.reflection import build_health_file
+from gateway.grpc_server.reflection import HEALTH_FILE
 from tests.support.fleet import url_of, write_echo
 from tests.support.grpc_gateway import SERVICE, GrpcGateway, grpc_gateway
 from tests.support.servers import Triton
@@ -89,7 +89,7 @@ def test_a_watch_of_an_unknown_service_says_so(channel: grpc.Channel) -> None:
 
 def test_the_described_health_service_is_the_standard_one() -> None:
     standard = health_pb2.DESCRIPTOR
-    ours = build_health_file()
+    ours = text_format.Parse(HEALTH_FILE, descriptor_pb2.FileDescriptorProto())
     for message in ours.message_type:
         fields = standard.message_types_by_name[message.name].fields
         assert [(field.name, field.number) for field in fields] == [
