@@ -111,7 +111,6 @@ class ModelPublisher:
     async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         files = self.files
         async with files.lock_model(model):
-            await files.run(files.check_folder, model)
             if not await files.run(files.has_model, model):
                 raise UnknownModel(model)
             with suppress(UnknownModel):  # the Tritons do not know it
@@ -124,7 +123,6 @@ class ModelPublisher:
     async def _remove_version(self, model: str, version: int) -> None:
         files = self.files
         async with files.lock_model(model):
-            await files.run(files.check_folder, model)
             versions = await files.run(files.list_versions, model)
             if version not in versions:
                 raise UnknownModel(model, str(version))

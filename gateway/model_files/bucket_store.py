@@ -129,9 +129,6 @@ class BucketStore(ModelStore):
         except FileNotFoundError:
             return None
 
-    def check_folder(self, model: str) -> None:
-        """A bucket has no links."""
-
     def list_versions(self, model: str) -> list[int]:
         names = {key.split("/")[1] for key in self._list_keys(model) if key.count("/") > 1}
         return sorted(int(name) for name in names if is_version_name(name))

@@ -154,6 +154,7 @@ class FolderStore(ModelStore):
         while not self._try_lock(position):  # noqa: ASYNC110 - another process has the lock
             await asyncio.sleep(MODEL_LOCK_POLL_S)
         try:
+            await self.run(self._check_folder, model)
             yield False
         finally:
             fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
@@ -206,13 +207,12 @@ class FolderStore(ModelStore):
         self.check_quota()  # which counts temporary files as well
 
     def read_config(self, model: str) -> bytes | None:
-        self.check_folder(model)
         try:
             return (self.root / model / CONFIG_FILE).read_bytes()
         except FileNotFoundError:
             return None
 
-    def check_folder(self, model: str) -> None:
+    def _check_folder(self, model: str) -> None:
         """Raise `Conflict` for a model whose folder is a link, because its files are elsewhere."""
         if (self.root / model).is_symlink():
             raise Conflict(

@@ -97,7 +97,8 @@ class ModelStore(ABC):
     async def lock_model(self, model: str) -> AsyncIterator[bool]:
         """Wait until no other process and no other task changes this model.
 
-        Yields whether the uncommitted change of an exited process was reverted.
+        Yields whether the uncommitted change of an exited process was reverted. Raises `Conflict` for a
+        model that the gateway must not change.
         """
         lock = self._locks.setdefault(model, asyncio.Lock())
         async with lock, self._lock_processes(model) as is_reverted:
@@ -144,10 +145,6 @@ class ModelStore(ABC):
     @abstractmethod
     def read_config(self, model: str) -> bytes | None:
         """Return the config.pbtxt of a model; None if there is none."""
-
-    @abstractmethod
-    def check_folder(self, model: str) -> None:
-        """Raise `Conflict` for a model that the gateway must not change."""
 
     @abstractmethod
     def list_versions(self, model: str) -> list[int]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tritonclient.grpc.model_config_pb2 import TYPE_FP32
 
-from gateway.errors import GatewayError, InvalidModelFile, MalformedRequest, TooLarge
+from gateway.errors import Conflict, GatewayError, InvalidModelFile, MalformedRequest, TooLarge
 from gateway.model_files.archives import ArchiveLimits, read_archive
 from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.entry_names import NEXT_VERSION, arrange_entries, check_storable_name
@@ -648,3 +649,19 @@ def test_the_next_start_removes_leftovers_of_dead_processes_only(tmp_path: Path)
     FolderStore(tmp_path, can_write=True).open()
     assert not orphan.exists()
     assert kept.exists()
+
+
+def test_a_model_whose_folder_is_a_link_is_not_changed(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    (root / "linked").symlink_to(elsewhere)
+    store = FolderStore(root, can_write=True)
+
+    async def lock() -> None:
+        async with store.lock_model("linked"):
+            pass
+
+    with pytest.raises(Conflict, match="symbolic link"):
+        asyncio.run(lock())
+    store.close()
