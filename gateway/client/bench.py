@@ -19,6 +19,7 @@ from gateway.client.target import Target
 
 LATENCY_PERCENTILES: Final = (50, 90, 95, 99, 100)
 WARM_UP_REQUESTS: Final = 3  # requests before anything is measured
+BAR_CHARS: Final = 40
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def format_bench_row(result: BenchResult) -> tuple[str, ...]:
     return str(result.concurrency), f"{result.per_second:.0f}", *figures, str(result.failed)
 
 
-def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:
+def plot_results(results: Sequence[BenchResult]) -> str:
     label = max(len(str(result.concurrency)) for result in results)
     charts = (("requests per second", "per_second", "{:.0f}"), ("p95, ms", "p95_ms", "{:.1f}"))
     lines = []
@@ -150,7 +151,7 @@ def plot_results(results: Sequence[BenchResult], width: int = 40) -> str:
         maximum = max((value for value in values if not math.isnan(value)), default=0)
         lines.append(f"\n{title}")
         for result, value in zip(results, values, strict=True):
-            length = 0 if not maximum or math.isnan(value) else value / maximum * width
+            length = 0 if not maximum or math.isnan(value) else value / maximum * BAR_CHARS
             bar, figure = format_bar(length), number_format.format(value)
             lines.append(f"{result.concurrency:>{label}} {bar} {figure}")
     return "\n".join(lines)

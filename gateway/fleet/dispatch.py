@@ -23,7 +23,6 @@ from gateway.fleet.sequences import SequenceRouter
 from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall, decode_json
 from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import RequestInfo, current_request_info
-from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.response import MAX_METADATA_BYTES
@@ -93,7 +92,9 @@ class Dispatcher:
         """
         target, remaining_s = call.target, timeout_s
         step = target.sequence_step
-        history = NO_ATTEMPTS if step is None else self._begin_step(target.model, step)
+        history = NO_ATTEMPTS
+        if step is not None and not self._sequences.is_known(target.model, step):
+            history = AttemptHistory(is_sequence_guessed=True)
         info = current_request_info.get()
         trace = None if info is None else info.trace
         pool = self._pool
@@ -134,10 +135,6 @@ class Dispatcher:
                 return result
             remaining_s -= perf_counter() - started_at
             history = self._plan_retry(call, replica, error, history, remaining_s)
-
-    def _begin_step(self, model: str, step: SequenceStep) -> AttemptHistory:
-        is_known = self._sequences.is_known(model, step)
-        return NO_ATTEMPTS if is_known else AttemptHistory(is_sequence_guessed=True)
 
     def count_sequences(self, replica: str) -> int:
         return self._sequences.count_on(replica)

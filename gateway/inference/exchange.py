@@ -138,7 +138,7 @@ class InferExchange:
             arguments = (parse, body, self.signature, limits, self.services.image_limits)
             work = decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
             return await self._limit_time(work)
-        read = partial(parse, body, self.signature, limits)
+        read = partial(parse, body, self.signature)
         is_inline = len(body) <= JSON_CODEC.max_inline_bytes
         is_columns, payloads = (
             read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))

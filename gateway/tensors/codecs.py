@@ -111,7 +111,7 @@ def build_charset_error(charset: str, position: int) -> MalformedRequest:
 
 
 def read_json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
-    return decode_b64_objects(parse_json_body(body), PayloadLimits().max_json_depth)
+    return decode_b64_objects(parse_json_body(body))
 
 
 def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:

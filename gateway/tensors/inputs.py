@@ -35,7 +35,7 @@ MAX_IMAGES = 4096
 # A batch takes one place in the admission queue, however many inferences it is split into.
 MAX_SUB_BATCHES = 1000
 
-PredictParser = Callable[[bytes, Signature, PayloadLimits], tuple[bool, list[Payload]]]
+PredictParser = Callable[[bytes, Signature], tuple[bool, list[Payload]]]
 
 
 class InferInputs(NamedTuple):
@@ -258,14 +258,12 @@ def decode_payload(
     return payload._replace(parts={}), inputs
 
 
-def parse_predict_body(
-    body: bytes, signature: Signature, limits: PayloadLimits
-) -> tuple[bool, list[Payload]]:
+def parse_predict_body(body: bytes, signature: Signature) -> tuple[bool, list[Payload]]:
     """Return whether the body of `:predict` has columns, and one payload per inference.
 
     Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
     """
-    rows, columns = kserve_v1.parse_rows_or_columns(body, limits)
+    rows, columns = kserve_v1.parse_rows_or_columns(body)
     if rows is None:
         return True, [kserve_v1.payload_from_columns(columns)]
     if signature.has_batch_dimension:
@@ -286,5 +284,5 @@ def decode_predict_body(
     image_limits: ImageLimits,
 ) -> tuple[bool, list[InferInputs]]:
     check_json_memory(body, limits)
-    is_columns, payloads = parse(body, signature, limits)
+    is_columns, payloads = parse(body, signature)
     return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]

@@ -12,6 +12,7 @@ from gateway.messages import quote_text
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 
+MAX_JSON_DEPTH = 64
 # The average memory of a Python list or dict, and of a number with its entries in two lists and an array.
 CONTAINER_BYTES = 160
 VALUE_BYTES = 40
@@ -49,7 +50,7 @@ def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
             f"unknown key {quote_text(min(unknown))} in the JSON body; "
             'valid keys are "inputs", "outputs", "parameters" and "id"'
         )
-    inputs = decode_b64_objects(document["inputs"], limits.max_json_depth)
+    inputs = decode_b64_objects(document["inputs"])
     if not isinstance(inputs, dict):
         inputs = {"": inputs}
     return Payload(
@@ -83,7 +84,7 @@ def validate_request_id(value: Any) -> str:
     return value
 
 
-def decode_b64_objects(value: Any, max_depth: int) -> Any:
+def decode_b64_objects(value: Any, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Replace each `{"b64": …}` by its bytes. Raises `MalformedRequest` below `max_depth` levels."""
     if not isinstance(value, (list, dict)):
         return value

@@ -13,12 +13,12 @@ from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
 from gateway.tensors.json_body import decode_b64_objects, parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult, dump_json, output_to_json
-from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.payload import Part, Payload
 
 KNOWN_PREDICT_KEYS = {"instances", "inputs", "signature_name", "parameters", "id"}
 
 
-def parse_rows_or_columns(body: bytes, limits: PayloadLimits) -> tuple[list[Any] | None, Any]:
+def parse_rows_or_columns(body: bytes) -> tuple[list[Any] | None, Any]:
     """Return the instances and None, or None and the columns. Raises `MalformedRequest`."""
     document = parse_json_body(body)
     if not isinstance(document, dict) or ("instances" in document) == ("inputs" in document):
@@ -29,8 +29,8 @@ def parse_rows_or_columns(body: bytes, limits: PayloadLimits) -> tuple[list[Any]
             f"{join_names(sorted(KNOWN_PREDICT_KEYS))}"
         )
     if "inputs" in document:
-        return None, decode_b64_objects(document["inputs"], limits.max_json_depth)
-    instances = decode_b64_objects(document["instances"], limits.max_json_depth)
+        return None, decode_b64_objects(document["inputs"])
+    instances = decode_b64_objects(document["instances"])
     if not isinstance(instances, list) or not instances:
         raise MalformedRequest('"instances" must be a non-empty list')
     return instances, None

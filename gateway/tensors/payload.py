@@ -16,7 +16,6 @@ class PayloadLimits:
     """The limits of a request body."""
 
     max_bytes: int = 64 << 20
-    max_json_depth: int = 64
     max_parts: int = 128
     max_json_memory_bytes: int = 1 << 30
 

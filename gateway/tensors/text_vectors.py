@@ -195,7 +195,7 @@ def find_text_inputs(signature: Signature, count: int, use: str) -> list[TensorS
         raise InputMismatch(
             f"model {quote_text(signature.model)} does not support {use}: it must have "
             f"{count} required input{'s' * (count > 1)}, of the datatype BYTES; its required inputs "
-            f"are {join_names(describe_datatype(tensor) for tensor in required)}"
+            f"are {join_names(f'{quote_text(each.name)} ({each.datatype.name})' for each in required)}"
         )
     return texts
 
@@ -219,10 +219,6 @@ def find_float_output(signature: Signature, hint: str) -> TensorSpec:
 
 def has_hint(signature: Signature, hint: str, tensor: TensorSpec) -> bool:
     return f"gateway.{hint}.{tensor.name}" in signature.parameters
-
-
-def describe_datatype(tensor: TensorSpec) -> str:
-    return f"{quote_text(tensor.name)} ({tensor.datatype.name})"
 
 
 def check_dimensions(signature: Signature, dimensions: int | None) -> None:
