@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -18,6 +21,9 @@ CONFIG_FIELD: Final = "config"
 LABELS_FIELD: Final = "labels"
 FORM_FIELDS: Final = (MODEL_FIELD, CONFIG_FIELD, LABELS_FIELD)
 MAX_FORM_PARTS: Final = 128
+SHA256_BYTES: Final = 32
+# An item of a structured dictionary (RFC 8941) with a byte sequence as its value.
+SHA256_ITEM: Final = re.compile(r"(?:^|,)[ \t]*sha-256=:([A-Za-z0-9+/=]*):")
 
 
 class ReceivedFile(NamedTuple):
@@ -116,3 +122,15 @@ def clean_file_name(name: str) -> str:
     if name and not is_safe_segment(name):
         raise MalformedRequest(f"{quote_text(name)} is not a valid file name")
     return name
+
+
+def parse_sha256_digest(header: str) -> bytes:
+    """Return the SHA-256 digest of a `Repr-Digest` (RFC 9530). Raises `MalformedRequest` without one."""
+    found = SHA256_ITEM.findall(header)
+    try:
+        digest = base64.b64decode(found[-1], validate=True) if found else b""
+    except binascii.Error:
+        digest = b""
+    if len(digest) != SHA256_BYTES:
+        raise MalformedRequest("Repr-Digest must contain sha-256=:BASE64: with 32 bytes in base64")
+    return digest

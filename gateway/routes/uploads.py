@@ -28,7 +28,6 @@ from gateway.inference.body import RequestBody
 from gateway.inflate import coalesce_chunks
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.metrics import CLIENT_CLOSED_REQUEST
-from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.entry_names import (
     check_storable_name,
     is_storable_name,
@@ -40,6 +39,7 @@ from gateway.model_files.received_body import (
     FormBody,
     ReceivedBody,
     ReceivedFile,
+    parse_sha256_digest,
 )
 from gateway.model_files.staging import Staging
 from gateway.model_files.store import ModelStore

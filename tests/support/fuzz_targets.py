@@ -17,9 +17,9 @@ from gateway.exposition.parser import decode_page, parse_families, split_page_li
 from gateway.grpc_server.infer_request import MAX_DECODED_BYTES, read_infer_request
 from gateway.grpc_server.reflection import MAX_REFLECTION_BYTES, ReflectionService
 from gateway.model_files.archives import PIECE_BYTES, ArchiveLimits, read_archive
-from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.model_config import check_data_config, parse_model_config
 from gateway.model_files.onnx_file import is_onnx_file
+from gateway.model_files.received_body import parse_sha256_digest
 from gateway.sse import EventStreamScrubber
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata

@@ -22,7 +22,6 @@ from tritonclient.grpc.model_config_pb2 import TYPE_FP32
 
 from gateway.errors import Conflict, GatewayError, InvalidModelFile, MalformedRequest, TooLarge
 from gateway.model_files.archives import ArchiveLimits, read_archive
-from gateway.model_files.digests import parse_sha256_digest
 from gateway.model_files.entry_names import NEXT_VERSION, arrange_entries, check_storable_name
 from gateway.model_files.folder_change import FolderChange, recover_folder
 from gateway.model_files.folder_store import FolderStore
@@ -30,7 +29,7 @@ from gateway.model_files.kinds import identify_content, identify_file
 from gateway.model_files.model_config import check_data_config, parse_model_config
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
 from gateway.model_files.onnx_file import generate_label_config, is_onnx_file
-from gateway.model_files.received_body import FormBody, ReceivedFile
+from gateway.model_files.received_body import FormBody, ReceivedFile, parse_sha256_digest
 from gateway.model_files.staging import Staging
 from tests.support import network
 
