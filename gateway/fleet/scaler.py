@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
 from gateway.fleet.on_demand_models import ModelUsage
-from gateway.fleet.scaler_messages import SERVICE, decode_message, encode_message
 from gateway.messages import CommandError
 from gateway.tasks import cancel_tasks
 
@@ -35,6 +35,38 @@ SERVER_OPTIONS: Final = (
 TARGET_KEY, DEFAULT_TARGET = "targetValue", 8.0
 LINGER_KEY, DEFAULT_LINGER_S = "lingerSeconds", 30.0
 MAX_METADATA_VALUE: Final = 1e6
+SERVICE: Final = "externalscaler.ExternalScaler"
+# Of KEDA 2. A map<string, string> such as scalerMetadata is encoded as its entries.
+DESCRIPTOR: Final = """
+name: "externalscaler.proto" package: "externalscaler" syntax: "proto3"
+message_type { name: "MetadataEntry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_STRING } }
+message_type { name: "ScaledObjectRef"
+  field { name: "name" number: 1 type: TYPE_STRING }
+  field { name: "namespace" number: 2 type: TYPE_STRING }
+  field { name: "scalerMetadata" number: 3 label: LABEL_REPEATED type_name: "MetadataEntry" } }
+message_type { name: "IsActiveResponse"
+  field { name: "result" number: 1 type: TYPE_BOOL } }
+message_type { name: "MetricSpec"
+  field { name: "metricName" number: 1 type: TYPE_STRING }
+  field { name: "targetSize" number: 2 type: TYPE_INT64 }
+  field { name: "targetSizeFloat" number: 3 type: TYPE_DOUBLE } }
+message_type { name: "GetMetricSpecResponse"
+  field { name: "metricSpecs" number: 1 label: LABEL_REPEATED type_name: "MetricSpec" } }
+message_type { name: "GetMetricsRequest"
+  field { name: "scaledObjectRef" number: 1 type_name: "ScaledObjectRef" }
+  field { name: "metricName" number: 2 type: TYPE_STRING } }
+message_type { name: "MetricValue"
+  field { name: "metricName" number: 1 type: TYPE_STRING }
+  field { name: "metricValue" number: 2 type: TYPE_INT64 }
+  field { name: "metricValueFloat" number: 3 type: TYPE_DOUBLE } }
+message_type { name: "GetMetricsResponse"
+  field { name: "metricValues" number: 1 label: LABEL_REPEATED type_name: "MetricValue" } }
+"""
+POOL: Final = descriptor_pool.DescriptorPool()
+POOL.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
+CLASSES: Final = message_factory.GetMessageClassesForFiles(("externalscaler.proto",), POOL)
 
 
 @dataclass(eq=False)
@@ -148,3 +180,13 @@ async def read_metadata(raw: bytes, context: Any, key: str, default: float) -> f
     except ValueError:
         return default
     return value if 0 < value < MAX_METADATA_VALUE else default
+
+
+def encode_message(name: str, /, **fields: Any) -> bytes:
+    raw: bytes = CLASSES[f"externalscaler.{name}"](**fields).SerializeToString()
+    return raw
+
+
+def decode_message(name: str, raw: bytes) -> Any:
+    """Raises `DecodeError` of protobuf for invalid bytes."""
+    return CLASSES[f"externalscaler.{name}"].FromString(raw)
