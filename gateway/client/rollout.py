@@ -13,7 +13,13 @@ from typing import Any, Final
 import typer
 from rich.console import Console
 
-from gateway.client.api import ApiClient, check_status, decode_json_response, label_api_path
+from gateway.client.api import (
+    ApiClient,
+    check_status,
+    decode_json_object,
+    decode_json_response,
+    label_api_path,
+)
 from gateway.client.errors import AccessDenied, ClientError, UsageError
 from gateway.client.top import ModelTraffic, list_duration_samples, read_families
 from gateway.exposition.families import Families
@@ -192,7 +198,7 @@ class Rollout:
     def _check_label(self) -> None:
         """Raise `ClientError` if the label does not mean the old version."""
         response = self._api.request("GET", self._path)
-        if response.status_code == 404 and response.json().get("code") == "LABEL_NOT_FOUND":
+        if decode_json_object(response.content).get("code") == "LABEL_NOT_FOUND":
             return
         label: Mapping[str, Any] = decode_json_response(response)
         shares = label.get("versions") or {label["version"]: 1}

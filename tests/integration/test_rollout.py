@@ -9,21 +9,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import inf
 from pathlib import Path
 
 import httpx
 import pytest
 
-from gateway.client.errors import UsageError
+from gateway.client.api import ApiClient
+from gateway.client.errors import ClientError, UsageError
 from gateway.client.rollout import (
+    Rollout,
     RolloutLimits,
+    RolloutPlan,
     VersionTraffic,
     compute_p99_s,
     find_violation,
     parse_limits,
     parse_steps,
 )
+from gateway.client.target import Target
 from gateway.client.top import ModelTraffic
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, METRICS, bearer, entry, written
@@ -200,6 +205,26 @@ def test_a_label_of_other_versions_is_left_alone(client: httpx.Client) -> None:
     assert status == 1
     assert "label default means version 3; set it to version 1 first" in error
     assert default_label(client) == {"version": "3"}
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """A server that has no labels, and answers with a page."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_is_not_a_gateway_is_reported() -> None:
+    plan = RolloutPlan(NAME, "default", "1", "2", [100], 1.0, RolloutLimits())
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        target = Target(f"http://127.0.0.1:{server.server_port}")
+        with ApiClient(target) as api, pytest.raises(ClientError, match="HTTP status 404"):
+            Rollout(api, plan).run()
+        server.shutdown()
 
 
 # The limits.
