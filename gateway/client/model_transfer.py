@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final
+from urllib.parse import quote
 
 from gateway.client.api import ApiClient, model_api_path
 from gateway.client.errors import ClientError, UsageError
@@ -118,7 +119,7 @@ def download_file(api: ApiClient, name: str, entry: dict[str, Any], folder: Path
     place.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with place.open("wb") as file:
-        for piece in api.stream(f"{model_api_path(name)}/files/{path}"):
+        for piece in api.stream(f"{model_api_path(name)}/files/{quote(str(path))}"):
             file.write(piece)
             digest.update(piece)
             yield len(piece)

@@ -491,8 +491,11 @@ def test_the_commands_push_pull_and_remove(place: FolderPlace, tmp_path: Path) -
     assert ran.returncode == 1
     assert "that of model 'pushed'" in ran.stderr
     (pulled / "config.pbtxt").unlink()
+    (pulled / "2" / "100% of #1?.txt").write_text("a")
     assert run_command(place, "push", pulled, "--name", "again", "--no-load").returncode == 0
     assert place.versions("again") == ["1"]
+    assert run_command(place, "pull", "again", "--output", tmp_path / "back").returncode == 0
+    assert (tmp_path / "back" / "again" / "1" / "100% of #1?.txt").read_text() == "a"
     assert (
         run_command(place, "rm", "pushed/1", "again").stdout == "removed pushed/1\nremoved again\n"
     )
