@@ -233,8 +233,6 @@ class UploadBuilder:
             if not is_companion:
                 with model.content.map() as data:
                     suffix = identify_file(data, name, self._backend)
-                if suffix in ARCHIVE_SUFFIXES:
-                    raise InvalidModelFile("an archive must be the only model file of an upload")
                 if self._kind is not None:
                     raise InvalidModelFile("the form contains two model files")
                 self._kind = FILE_KINDS[suffix]

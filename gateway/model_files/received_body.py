@@ -56,8 +56,6 @@ class FormBody:
 
     def __init__(self, staging: Staging, content_type: str) -> None:
         boundary = parse_content_type(content_type)[1].get("boundary", "")
-        if not boundary:
-            raise MalformedRequest("the Content-Type of the multipart body has no boundary")
         self._staging = staging
         self._parser = MultipartParser(boundary, MAX_FORM_PARTS)
         self._hash = hashlib.sha256()
@@ -85,8 +83,7 @@ class FormBody:
             self._part = None
 
     def finish(self) -> list[ReceivedFile]:
-        if not self._parser.is_complete:
-            raise MalformedRequest("the multipart body ends before its closing boundary")
+        self._parser.finish()
         return self._files
 
     @property

@@ -19,8 +19,6 @@ class MultipartForm:
 
     def __init__(self, content_type: str, limits: PayloadLimits) -> None:
         boundary = parse_content_type(content_type)[1].get("boundary", "")
-        if not boundary:
-            raise MalformedRequest("the Content-Type of the multipart body has no boundary")
         self._parser = MultipartParser(boundary, limits.max_parts)
         self._parts: list[RawPart] = []
 
@@ -47,8 +45,7 @@ class MultipartForm:
 
     def build_payload(self) -> Payload:
         """Decode the parts of a complete form. Raises `MalformedRequest` or `UnsupportedBody`."""
-        if not self._parser.is_complete:
-            raise MalformedRequest("the multipart body ends before its closing boundary")
+        self._parser.finish()
         parts: dict[str, list[Part]] = {}
         parameters: dict[str, Any] = {}
         while self._parts:  # each part is released after it is copied

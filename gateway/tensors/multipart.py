@@ -44,6 +44,8 @@ class MultipartParser:
     """A parser that is fed chunks of any size. `is_complete` is set after the closing delimiter."""
 
     def __init__(self, boundary: str, max_parts: int) -> None:
+        if not boundary:
+            raise MalformedRequest("the Content-Type of the multipart body has no boundary")
         if len(boundary) > MAX_BOUNDARY_CHARS:
             raise MalformedRequest(
                 f"the multipart boundary is too long; the limit is {MAX_BOUNDARY_CHARS} characters"
@@ -76,6 +78,11 @@ class MultipartParser:
             self._begin_part(delimiter.is_last)
             if headers is not None:
                 yield RawPart(headers, content)
+
+    def finish(self) -> None:
+        """Raises `MalformedRequest` if the body is not complete."""
+        if not self.is_complete:
+            raise MalformedRequest("the multipart body ends before its closing boundary")
 
     @property
     def part_headers(self) -> Mapping[str, str] | None:
