@@ -71,7 +71,7 @@ class ModelPublisher:
                 await self._repository.read_indexes()
                 if not await self.files.run(self.files.has_model, model):
                     with suppress(UnknownModel):
-                        await self._repository.unload(model, False)
+                        await self._repository.unload(model, {})
                     await self._repository.forget(model)
                 elif self._repository.is_wanted(model):
                     await self._repository.load(model, {})
@@ -114,7 +114,7 @@ class ModelPublisher:
             if not await files.run(files.has_model, model):
                 raise UnknownModel(model)
             with suppress(UnknownModel):  # the Tritons do not know it
-                await self._repository.unload(model, False, is_visible)
+                await self._repository.unload(model, {}, is_visible)
             await files.run(files.remove_model, model)
             await self._repository.forget(model)
             with suppress(GatewayError):

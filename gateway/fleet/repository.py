@@ -18,7 +18,7 @@ from gateway.admission import AdmissionQueue
 from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
-from gateway.fleet.load_parameters import STAGED
+from gateway.fleet.load_parameters import STAGED, UNLOAD_DEPENDENTS
 from gateway.fleet.loader import ModelLoader
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
@@ -122,12 +122,14 @@ class Repository:
         return await self.operations.run(report, self._load(report, parameters))
 
     async def unload(
-        self, model: str, unload_dependents: bool, is_visible: VisibilityCheck = is_always_visible
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        is_visible: VisibilityCheck = is_always_visible,
     ) -> OperationReport:
         """Unload the model from every replica. Errors do not name models that are not visible."""
         report = OperationReport(model, False, 0)
-        work = self._unload(report, unload_dependents, is_visible)
-        return await self.operations.run(report, work)
+        return await self.operations.run(report, self._unload(report, parameters, is_visible))
 
     async def forget(self, model: str) -> None:
         """Delete the desired state of a model whose files were removed."""
@@ -149,8 +151,7 @@ class Repository:
     ) -> str:
         """Start a load or an unload in the background; return its id for `operations.read`."""
         report = OperationReport(model, is_load, 0)
-        dependents = bool(parameters.get("unload_dependents"))
-        unload = partial(self._unload, report, dependents, is_visible)
+        unload = partial(self._unload, report, parameters, is_visible)
         work = partial(self._load, report, parameters) if is_load else unload
         return await self.operations.start(report, work)
 
@@ -204,9 +205,9 @@ class Repository:
         return await run_staged_load(self._pool, self.state, report, run)
 
     async def _unload(
-        self, report: OperationReport, unload_dependents: bool, is_visible: VisibilityCheck
+        self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
     ) -> OperationReport:
-        model = report.model
+        model, with_dependents = report.model, bool(parameters.get(UNLOAD_DEPENDENTS))
         async with self._reconciler.lock_model(model):
             if model in self.state.declared_models:
                 raise Conflict(
@@ -214,7 +215,7 @@ class Repository:
                 )
             if model not in model_names((await self.read_indexes()).values()):
                 return await self._unload_absent(report)
-            if not unload_dependents and (
+            if not with_dependents and (
                 dependents := await find_dependents(self._pool, self._signatures, model)
             ):
                 raise ModelNeeded(model, dependents, is_visible)
@@ -223,8 +224,8 @@ class Repository:
             is_on_demand = self.on_demand_models.matches(model)
             desired = None if is_on_demand else DesiredModel(False, {})
             revision = await self._set_desired_model(model, desired)
-            parameters = {"unload_dependents": True} if unload_dependents else {}
-            await self._run_on_replicas(report, ModelAction(model, False, parameters), {})
+            accepted = {UNLOAD_DEPENDENTS: True} if with_dependents else {}
+            await self._run_on_replicas(report, ModelAction(model, False, accepted), {})
             return await self._conclude(report, before, revision)
 
     async def _unload_absent(self, report: OperationReport) -> OperationReport:

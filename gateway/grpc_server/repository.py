@@ -9,7 +9,6 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import UnknownModel, UnknownModelToLoad
 from gateway.fleet.index import READY, merge_indexes
-from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS
 from gateway.grpc_server.call import IncomingCall
 from gateway.grpc_server.models import EMPTY_MESSAGE, decode, read_small_request
 from gateway.keys import Right
@@ -42,9 +41,7 @@ async def serve_load(call: IncomingCall) -> bytes:
 async def serve_unload(call: IncomingCall) -> bytes:
     request, *_ = await read_small_request(call, service_pb2.RepositoryModelUnloadRequest)
     model, parameters = prepare_change(call, request, UnknownModel, can_upload=False)
-    dependents = bool(parameters.get(UNLOAD_DEPENDENTS))
-    can_see = call.info.caller.can_see
-    await call.services.repository.unload(model, dependents, can_see)
+    await call.services.repository.unload(model, parameters, call.info.caller.can_see)
     return EMPTY_MESSAGE
 
 

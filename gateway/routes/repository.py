@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.errors import MalformedRequest, NotFound
 from gateway.fleet.index import READY, build_index_entry, merge_indexes
-from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
 from gateway.openapi.repository import (
@@ -134,8 +133,7 @@ async def change_model(request: Request, services: Services, model: str, *, load
     if load:
         report = await services.repository.load(model, parameters)
     else:
-        dependents = bool(parameters.get(UNLOAD_DEPENDENTS))
-        report = await services.repository.unload(model, dependents, caller.can_see)
+        report = await services.repository.unload(model, parameters, caller.can_see)
     return Response(orjson.dumps(report.to_dict()), media_type=JSON)
 
 

@@ -276,7 +276,7 @@ async def unregister_model(
     if model_version:
         check_only_version(services.pool.list_usable_indexes(), model, model_version)
     services.record_model(request.scope["request_info"], model)
-    await services.repository.unload(model, False, get_caller(request).can_see)
+    await services.repository.unload(model, {}, get_caller(request).can_see)
     return build_status(f'Model "{model}" unregistered')
 
 

@@ -475,7 +475,7 @@ async def test_a_replica_that_restarts_gets_its_models_again_and_loses_what_was_
         managing(pool) as repository,
     ):
         await repository.load("a", {})
-        await repository.unload("b", unload_dependents=False)
+        await repository.unload("b", {})
         await fakes[1].stop()
         await skip_until(lambda: states(pool)[HealthState.DOWN] == 1)
         fakes[1].models = {"a": False, "b": True}
@@ -673,7 +673,7 @@ async def test_gateways_that_share_no_state_refuse_changes() -> None:
         managing(second, state="none:") as other,
     ):
         for repository in (one, other):
-            for change in (repository.load("m", {}), repository.unload("m", False)):
+            for change in (repository.load("m", {}), repository.unload("m", {})):
                 with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
                     await change
                 assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
@@ -693,12 +693,12 @@ async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: P
         for fake in fakes:
             del fake.models["m"]
         await wait_until_async(lambda: "m" in repository.loader.load_errors)
-        report = (await repository.unload("m", False)).to_dict()
+        report = (await repository.unload("m", {})).to_dict()
         assert report["state"] == "UNAVAILABLE"
         assert len(report["replicas"]) == 2
         assert repository.state.desired_models == {}
         with pytest.raises(UnknownModel):
-            await repository.unload("m", False)
+            await repository.unload("m", {})
 
 
 @with_skips
@@ -1231,7 +1231,7 @@ async def test_many_loads_and_unloads_of_a_model_follow_one_another() -> None:
     ):
         calls: list[Awaitable[Any]] = []
         for _ in range(10):
-            calls.append(repository.unload("a", unload_dependents=False))
+            calls.append(repository.unload("a", {}))
             calls.append(repository.load("a", {}))
         reports = await asyncio.gather(*calls)
         assert {report.to_dict()["state"] for report in reports} == {"READY", "UNAVAILABLE"}
