@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import uvloop
@@ -31,7 +32,7 @@ from gateway.client.records import (
     RecordWriter,
     resume_output,
 )
-from gateway.client.requests import BatchRequester
+from gateway.client.requests import infer_group
 from gateway.client.target import Target
 from gateway.messages import print_message
 
@@ -168,7 +169,7 @@ class InferRun:
             is_decoupled=self.is_decoupled,
         )
         executor: OrderedExecutor[list[Input], list[Record]] = OrderedExecutor(
-            BatchRequester(client), self._write_groups, options.flags.concurrency
+            partial(infer_group, client), self._write_groups, options.flags.concurrency
         )
         self._install_signal_handlers(executor)
         try:

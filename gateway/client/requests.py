@@ -41,45 +41,43 @@ def encode_batch_value(body: InputBody) -> Any:
     return {"b64": base64.b64encode(body.data).decode()}
 
 
-class BatchRequester:
-    """Sends a group of inputs in one request, or in one for each."""
+async def infer_group(client: InferClient, group: Sequence[Input]) -> list[Record]:
+    """Send the inputs in one request, or one for each; return a record for each input, in order.
 
-    def __init__(self, client: InferClient) -> None:
-        self._client = client
-
-    async def __call__(self, group: Sequence[Input]) -> list[Record]:
-        """Return a record for each input, in order. Raises `GatewayUnreachable`."""
-        records: dict[int, Record] = {}
-        bodies: dict[int, InputBody] = {}
-        for number, input_ in enumerate(group):
-            try:
-                bodies[number] = await input_.read_async()
-            except OSError as exc:
-                message = f"the file cannot be read: {exc.strerror}"
-                records[number] = Record(input_.name, error=message, code="UNREADABLE")
-        batchable = [number for number, body in bodies.items() if is_batchable(body)]
-        if len(batchable) > 1:
-            names = [group[number].name for number in batchable]
-            batch = combine_bodies([bodies[number] for number in batchable])
-            batch_records = await self._infer(names, batch)
-            records |= zip(batchable, batch_records, strict=False)
-        for number, body in bodies.items():
-            if number not in records:
-                (records[number],) = await self._infer([group[number].name], body)
-        return [records[number] for number in range(len(group))]
-
-    async def _infer(self, names: Sequence[str], body: InputBody) -> list[Record]:
-        """Return no records if each input must be sent alone, to find the one that failed."""
+    Raises `GatewayUnreachable`.
+    """
+    records: dict[int, Record] = {}
+    bodies: dict[int, InputBody] = {}
+    for number, input_ in enumerate(group):
         try:
-            reply = await self._client.infer(body.content_type, body.data)
-            if len(names) > 1 and reply.status in BATCH_SPLIT_STATUSES:
-                return []
-            if failure := extract_failure(reply):
-                return [Record(name, None, *failure) for name in names]
-            outputs = split_outputs(reply, len(names))
-        except NoResponse as exc:
-            return [Record(name, error=str(exc), code="NO_ANSWER") for name in names]
-        return [Record(name, part) for name, part in zip(names, outputs, strict=True)]
+            bodies[number] = await input_.read_async()
+        except OSError as exc:
+            message = f"the file cannot be read: {exc.strerror}"
+            records[number] = Record(input_.name, error=message, code="UNREADABLE")
+    batchable = [number for number, body in bodies.items() if is_batchable(body)]
+    if len(batchable) > 1:
+        names = [group[number].name for number in batchable]
+        batch = combine_bodies([bodies[number] for number in batchable])
+        batch_records = await infer_inputs(client, names, batch)
+        records |= zip(batchable, batch_records, strict=False)
+    for number, body in bodies.items():
+        if number not in records:
+            (records[number],) = await infer_inputs(client, [group[number].name], body)
+    return [records[number] for number in range(len(group))]
+
+
+async def infer_inputs(client: InferClient, names: Sequence[str], body: InputBody) -> list[Record]:
+    """Return no records if each input must be sent alone, to find the one that failed."""
+    try:
+        reply = await client.infer(body.content_type, body.data)
+        if len(names) > 1 and reply.status in BATCH_SPLIT_STATUSES:
+            return []
+        if failure := extract_failure(reply):
+            return [Record(name, None, *failure) for name in names]
+        outputs = split_outputs(reply, len(names))
+    except NoResponse as exc:
+        return [Record(name, error=str(exc), code="NO_ANSWER") for name in names]
+    return [Record(name, part) for name, part in zip(names, outputs, strict=True)]
 
 
 def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
