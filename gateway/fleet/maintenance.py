@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import anyio
@@ -67,7 +67,6 @@ class Maintenance:
     pool: ReplicaPool
     dispatcher: Dispatcher
     state: SharedState
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def cordon(self, name: str) -> DrainProgress:
         """Send no new requests to the replica. Raises `UnknownReplica`, or `Conflict` if it is the last."""
@@ -124,15 +123,14 @@ class Maintenance:
     @asynccontextmanager
     async def _lock_cordons(self) -> AsyncIterator[None]:
         """Wait until no other call, of any gateway, sets a cordon; and know those that others have set."""
-        async with self._lock:
-            while True:
-                async with self.state.lease(LEASE_NAME) as is_granted:
-                    if is_granted:
-                        await self.state.refresh()
-                        self.pool.set_cordoned(self.state.cordoned)
-                        yield
-                        return
-                await asyncio.sleep(LEASE_POLL_S)
+        while True:
+            async with self.state.lease(LEASE_NAME) as is_granted:
+                if is_granted:
+                    await self.state.refresh()
+                    self.pool.set_cordoned(self.state.cordoned)
+                    yield
+                    return
+            await asyncio.sleep(LEASE_POLL_S)
 
     async def _set_cordon(self, name: str, *, is_cordoned: bool) -> None:
         await self.state.set_cordon(name, is_cordoned=is_cordoned)

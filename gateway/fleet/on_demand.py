@@ -56,7 +56,6 @@ class OnDemandLoader:
     _admission: AdmissionQueue
     settings: Settings
     inference_times: InferenceTimes = field(default_factory=InferenceTimes)
-    _locks: dict[str, asyncio.Lock] = field(default_factory=dict)  # of the replicas
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -142,10 +141,7 @@ class OnDemandLoader:
     @asynccontextmanager
     async def lock_replica(self, replica: Replica) -> AsyncIterator[bool]:
         """Serialize the decisions on a replica; yield False while another gateway makes one."""
-        async with (
-            self._locks.setdefault(replica.name, asyncio.Lock()),
-            self.state.lease(f"replica:{replica.name}") as is_granted,
-        ):
+        async with self.state.lease(f"replica:{replica.name}") as is_granted:
             if is_granted:
                 await self.state.refresh_loads()
                 await self.exchange_usage()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
@@ -58,6 +59,7 @@ class SharedState:
         self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
         self._retry_at = 0.0
         self._report: dict[str, Any] = {}  # of this gateway to the others
+        self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def declared_models(self) -> Mapping[str, DeclaredModel]:
@@ -134,17 +136,18 @@ class SharedState:
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[bool]:
-        """Yield whether no other gateway has the lease, and keep it inside the block."""
-        if not await self.renew_lease(name):
-            yield False
-            return
-        renewal = asyncio.create_task(self._renew_lease_periodically(name))
-        try:
-            yield True
-        finally:
-            await cancel_tasks([renewal])
-            with suppress(StateUnavailable):
-                await self._try_store(lambda: self.store.release_lease(name))
+        """Yield whether no other gateway has the lease, and keep it in the block, for one task at a time."""
+        async with self._lease_locks.setdefault(name, asyncio.Lock()):
+            if not await self.renew_lease(name):
+                yield False
+                return
+            renewal = asyncio.create_task(self._renew_lease_periodically(name))
+            try:
+                yield True
+            finally:
+                await cancel_tasks([renewal])
+                with suppress(StateUnavailable):
+                    await self._try_store(lambda: self.store.release_lease(name))
 
     async def renew_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether no other gateway has it.
