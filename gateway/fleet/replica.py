@@ -86,9 +86,7 @@ class Replica:
         self.up_since = 0.0  # when a probe found it up after it was down, by the event loop's clock
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
-        self.index_duration_s = (
-            0.0  # of the last read; for a bucket, Triton lists all of it each time
-        )
+        self.index_duration_s = 0.0  # of the last read; of a bucket, Triton lists all each time
         self.index_due_at = 0.0  # when to read it next if that is slow, by the event loop's clock
         self.is_index_valid = True  # the last one that was read
         self.index_lock = asyncio.Lock()  # a read that began later must not end earlier

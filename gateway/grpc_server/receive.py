@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.errors import RequestTooSlow
@@ -127,6 +128,7 @@ class MessageReader:
             self._task.cancel()
 
 
+@dataclass(eq=False, repr=False)
 class StreamReader:
     """Receives the messages of one stream.
 
@@ -134,17 +136,10 @@ class StreamReader:
     progress, it reads ahead only if a slot is free, because it could not be ended then.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        slots: ReceiveSlots,
-        tasks: Collection[asyncio.Task[None]],
-        end: Callable[[BaseException], None],
-    ) -> None:
-        self._context = context
-        self._slots = slots
-        self._tasks = tasks  # the requests in progress
-        self.end = end
+    _context: Any
+    _slots: ReceiveSlots
+    _tasks: Collection[asyncio.Task[None]]  # the requests in progress
+    end: Callable[[BaseException], None]
 
     @property
     def is_idle(self) -> bool:

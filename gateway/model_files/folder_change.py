@@ -28,9 +28,8 @@ class FolderChange:
     def __init__(self, folder: Path, name_temporary: Callable[[Path], Path]) -> None:
         self.folder = folder
         self._name_temporary = name_temporary
-        self._steps: list[
-            tuple[str, str]
-        ] = []  # as in the journal: a path, and what was moved aside
+        # As in the journal: a path, and what was moved aside.
+        self._steps: list[tuple[str, str]] = []
         self._journal: Path | None = None
 
     def put(self, source: Path, path: str) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -85,6 +86,7 @@ class StagedWriter:
         self._file.close()
 
 
+@dataclass(eq=False, repr=False)
 class Staging:
     """The temporary files of one upload. `discard` removes those that were not installed.
 
@@ -92,16 +94,11 @@ class Staging:
     holds a number of bytes while they are written.
     """
 
-    def __init__(
-        self,
-        name_temporary: Callable[[], Path],
-        reserve: Callable[[int], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._name_temporary = name_temporary
-        self.reserve = reserve
-        self._lock = threading.Lock()
-        self._writers: list[StagedWriter] = []
-        self._is_open = True
+    _name_temporary: Callable[[], Path]
+    reserve: Callable[[int], AbstractContextManager[object]] = nullcontext
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _writers: list[StagedWriter] = field(default_factory=list)
+    _is_open: bool = True
 
     def check_open(self) -> None:
         if not self._is_open:

@@ -99,9 +99,7 @@ def load_upright_image(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
     is_sideways = header.orientation >= FIRST_SIDEWAYS_ORIENTATION
     size = (spec.height, spec.width) if is_sideways else (spec.width, spec.height)
     if min(size) > 0 and image.mode in ("L", "RGB"):
-        image.draft(
-            image.mode, size
-        )  # decodes a JPEG at a reduced scale if the model's size is small
+        image.draft(image.mode, size)  # decodes a JPEG at a reduced scale for a small size
     image.load()
     transpose = ORIENTATION_TRANSPOSES.get(header.orientation)
     return image if transpose is None else image.transpose(transpose)
