@@ -94,34 +94,25 @@ class OperationRunner:
         if error is None:
             await self._record_result(operation_id, report, "succeeded")
         elif isinstance(error, GatewayError):
-            await self._record_result(operation_id, report, "failed", error)
+            failure = {"error": error.detail, "code": error.code}
+            await self._record_result(operation_id, report, "failed", **failure)
         else:
             raise error
 
     async def _record_result(
-        self,
-        operation_id: str,
-        report: OperationReport,
-        status: str,
-        error: GatewayError | None = None,
+        self, operation_id: str, report: OperationReport, status: str, **failure: str
     ) -> None:
         """Record the result as soon as the state is available, unless that takes too long."""
         give_up_at = monotonic() + OPERATION_TTL_S
         while monotonic() < give_up_at:
             with suppress(StateUnavailable):  # the store logs it
-                await self._record(operation_id, report, status, error)
+                await self._record(operation_id, report, status, **failure)
                 break
             await asyncio.sleep(RECORD_RETRY_S)
 
     async def _record(
-        self,
-        operation_id: str,
-        report: OperationReport,
-        status: str,
-        error: GatewayError | None = None,
+        self, operation_id: str, report: OperationReport, status: str, **failure: str
     ) -> None:
         document = {"id": operation_id, "action": report.action, **report.to_dict()}
-        document |= {"operation": status, "updated_at": int(time())}
-        if error is not None:
-            document |= {"error": error.detail, "code": error.code}
+        document |= {"operation": status, "updated_at": int(time()), **failure}
         await self._store.record_operation(operation_id, document)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,7 @@ class OperationReport:
         if self.is_refused:
             error = self.control_mode_error or self._combine_errors(list(errors.values()))
         else:
-            error = PartialFailure(self.model, self.is_load, len(self.outcomes), errors)
+            error = PartialFailure(self)
         error.report = self.to_dict()
         return error
 
@@ -83,12 +83,10 @@ class OperationReport:
 class PartialFailure(BadUpstream):
     code = "PARTLY_DONE"
 
-    def __init__(
-        self, model: str, is_load: bool, replica_count: int, errors: Mapping[str, GatewayError]
-    ) -> None:
-        state = "loaded" if is_load else "unloaded"
+    def __init__(self, report: OperationReport) -> None:
+        errors, count = report.errors, len(report.outcomes)
         address, error = next(iter(errors.items()))
         super().__init__(
-            f"model {quote_text(model)} is {state} on {replica_count - len(errors)} of {replica_count} "
+            f"model {quote_text(report.model)} is {report.action}ed on {count - len(errors)} of {count} "
             f"replicas; the gateway keeps retrying; error on {address}: {error.detail}"
         )

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import grpc
 
 from gateway.error_responses import to_gateway_error
+from gateway.errors import GatewayError
 from gateway.protobuf_wire import encode_field, encode_number
 from gateway.triton.grpc.byte_channel import Metadata
 
@@ -51,30 +52,26 @@ def describe_failure(exc: Exception, request_id: str) -> CallStatus:
     """Return the status of any exception."""
     error = to_gateway_error(exc, request_id)
     code, detail = GRPC_CODES[error.status], str(error.detail)[:MAX_DETAIL_CHARS]
-    retry_after = (error.headers or {}).get("Retry-After", "")
-    trailers = build_trailers(code, error.code, detail, retry_after, request_id)
-    return CallStatus(error.status, code, detail, trailers)
+    return CallStatus(error.status, code, detail, build_trailers(error, detail, request_id))
 
 
-def build_trailers(
-    code: grpc.StatusCode, error_code: str, detail: str, retry_after: str, request_id: str
-) -> Metadata:
+def build_trailers(error: GatewayError, detail: str, request_id: str) -> Metadata:
     """Return the trailing metadata of an error: its code, and google.rpc.Status with its details.
 
     `grpc-retry-pushback-ms` delays the retries of clients that have a retry policy (gRFC A6).
     """
-    reason = encode_field(1, error_code.encode()) + encode_field(2, ERROR_DOMAIN)
+    reason = encode_field(1, error.code.encode()) + encode_field(2, ERROR_DOMAIN)
     details = [encode_any(b"google.rpc.ErrorInfo", reason)]
     trailers: list[tuple[str, str | bytes]] = [
         ("x-request-id", request_id),
-        ("gateway-error-code", error_code),
+        ("gateway-error-code", error.code),
     ]
-    if retry_after:
+    if retry_after := (error.headers or {}).get("Retry-After"):
         seconds = int(retry_after)
         trailers.append(("grpc-retry-pushback-ms", str(seconds * 1000)))
         delay = encode_field(1, encode_number(1, seconds))  # Duration.seconds
         details.append(encode_any(b"google.rpc.RetryInfo", delay))
-    number: int = code.value[0]
+    number: int = GRPC_CODES[error.status].value[0]
     status = encode_number(1, number) + encode_field(2, detail.encode())
     status += b"".join(encode_field(3, each) for each in details)
     trailers.append(("grpc-status-details-bin", status))
