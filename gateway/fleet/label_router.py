@@ -66,26 +66,21 @@ class SequenceVersions:
         return version
 
 
+@dataclass(eq=False, repr=False)
 class ActiveLabel:
     """A label in use: the rotation of its versions, and those that can be served now."""
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        sequences: SequenceVersions,
-        model: str,
-        name: str,
-        value: VersionLabel,
-    ) -> None:
-        self.model = model
-        self.name = name
-        self.value = value
-        self._pool = pool
-        self._sequences = sequences
-        self._is_split = value.is_split
-        self._rotation = self._ready_rotation = WeightedRotation(value.shares)
-        self._shadow_counter = PercentCounter(value.shadow.percent if value.shadow else 100)
-        self._ready = value.shares
+    _pool: ReplicaPool
+    _sequences: SequenceVersions
+    model: str
+    name: str
+    value: VersionLabel
+
+    def __post_init__(self) -> None:
+        shadow, self._ready = self.value.shadow, self.value.shares
+        self._is_split = self.value.is_split
+        self._rotation = self._ready_rotation = WeightedRotation(self._ready)
+        self._shadow_counter = PercentCounter(shadow.percent if shadow else 100)
         self._seen_change = -1
 
     def choose_version(self, scope: Scope) -> str:
