@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
-from gateway.fleet.replica import ReplicaAddress
-from gateway.http_client.client import HttpClient, UpstreamResponse
+from gateway.fleet.replica import ReplicaAddress, create_http_client
+from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
 from gateway.settings import Settings
 
@@ -25,16 +25,7 @@ class OpenAIServers:
     def __init__(
         self, addresses: Sequence[ReplicaAddress], settings: Settings, tls: ssl.SSLContext | None
     ) -> None:
-        self._clients = [
-            HttpClient(
-                address.host,
-                address.port,
-                tls=tls if address.tls else None,
-                connect_timeout_s=settings.connect_timeout_s,
-                max_answer_bytes=settings.max_answer_bytes,
-            )
-            for address in addresses
-        ]
+        self._clients = [create_http_client(address, settings, tls) for address in addresses]
         self._labelled_models: set[str] = set()
 
     def get_model_label(self, model: str) -> str:

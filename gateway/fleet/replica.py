@@ -73,6 +73,19 @@ def parse_replica_url(url: str) -> ReplicaAddress:
     return ReplicaAddress(parts.hostname, port, ports["grpc"], ports["metrics"], tls)
 
 
+def create_http_client(
+    address: ReplicaAddress, settings: Settings, tls: ssl.SSLContext | None
+) -> HttpClient:
+    return HttpClient(
+        address.host,
+        address.port,
+        tls=tls if address.tls else None,
+        server_name=address.server_name,
+        connect_timeout_s=settings.connect_timeout_s,
+        max_answer_bytes=settings.max_answer_bytes,
+    )
+
+
 class Replica:
     """One Triton, its connections, and its state according to probes and requests."""
 
@@ -95,14 +108,7 @@ class Replica:
         self.page_cache = PageCache()  # of its metrics page
         self.draining_models: set[str] = set()  # they get no new requests before they are unloaded
         self.probe_requested = asyncio.Event()  # probe now, not at the next interval
-        self.http = HttpClient(
-            address.host,
-            address.port,
-            tls=tls if address.tls else None,
-            server_name=address.server_name,
-            connect_timeout_s=settings.connect_timeout_s,
-            max_answer_bytes=settings.max_answer_bytes,
-        )
+        self.http = create_http_client(address, settings, tls)
         # Triton's metrics port speaks plain HTTP, even if a proxy terminates TLS before the other ports.
         self.metrics = HttpClient(
             address.host, address.metrics_port, connect_timeout_s=settings.connect_timeout_s
