@@ -22,7 +22,7 @@ import pytest
 from gateway.model_files.store import hash_pieces
 from tests.support.errors import assert_error
 from tests.support.fleet import Load
-from tests.support.s3_server import CREDENTIALS, S3Server, s3_server
+from tests.support.s3_server import CREDENTIALS, S3Server
 from tests.support.servers import gateway
 from tests.support.uploads import (
     FIRST,
@@ -73,7 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketPlace]:
         environment = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in {**CREDENTIALS, "TMPDIR": str(scratch)}.items():
             environment.setenv(name, value)
-        server = stack.enter_context(s3_server())
+        server = stack.enter_context(S3Server())
         repository = server.repository(PREFIX)
         settings = {
             "repository": repository,
@@ -248,7 +248,7 @@ def test_a_bucket_that_cannot_be_used_is_named(place: BucketPlace) -> None:
 
 
 def test_a_bucket_that_goes_away_during_an_upload_is_a_sentence(place: BucketPlace) -> None:
-    with s3_server() as server:
+    with S3Server() as server:
         repository = server.repository("gone")
         with place.another_gateway(state="memory:", repository=repository) as (client, _):
             assert client.put("/v1/models/gone?load=false", content=FIRST).status_code == 201
@@ -256,7 +256,7 @@ def test_a_bucket_that_goes_away_during_an_upload_is_a_sentence(place: BucketPla
                 path = "/v1/models/gone?load=false"
                 put = pool.submit(client.put, path, content=padded(128 * MIB))
                 wait_until(server.unfinished_uploads)
-                server.end()
+                server.stop()
                 refused = put.result()
             assert_error(refused, 503, "REPOSITORY_UNAVAILABLE", "S3 cannot be reached")
             assert place.hidden() == []
@@ -314,7 +314,7 @@ def test_a_triton_with_many_models_in_a_bucket_is_up(monkeypatch: pytest.MonkeyP
     """Its index takes seconds: Triton makes two requests for each model."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    with s3_server() as server:
+    with S3Server() as server:
         httpx.put(f"{server.url}/{PREFIX}/model0/1/model.onnx", content=FIRST)
         for number in range(150):
             config = b'backend: "onnxruntime"'

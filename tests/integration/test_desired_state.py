@@ -13,7 +13,7 @@ import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.fleet import BODY, ECHO, write_echo
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import gateway, triton_on_free_ports
 from tests.support.wait import wait_until
 
@@ -35,7 +35,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
         yield running
 
 

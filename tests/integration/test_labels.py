@@ -23,7 +23,7 @@ from tests.support.errors import assert_error
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, write_repository
-from tests.support.redis_server import redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import Triton, gateway, gateway_before
 from tests.support.versioned import (
     LABELS,
@@ -458,7 +458,7 @@ def read_count(document: dict[str, Any]) -> int:
 
 
 def test_two_gateways_with_one_redis_share_labels(triton: Triton, tmp_path: Path) -> None:
-    with redis_server(tmp_path) as redis, ExitStack() as stack:
+    with RedisServer(tmp_path) as redis, ExitStack() as stack:
         settings = {**QUICK, "state": redis.url()}
         one, two = (
             stack.enter_context(gateway_before(triton.options.url, **settings)) for _ in range(2)

@@ -16,7 +16,7 @@ import pytest
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.interface.names import read_log_fields
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
-from tests.support.redis_server import redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
@@ -441,7 +441,7 @@ def test_a_redis_that_is_away_is_seen_until_it_is_back(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     with (
-        redis_server(tmp_path) as server,
+        RedisServer(tmp_path) as server,
         gateway(demo_triton.options.url, state=server.url()) as (client, command),
     ):
         wait_until(lambda: total(client, "gateway_state_up") == 1)

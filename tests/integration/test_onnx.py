@@ -27,8 +27,9 @@ from tritonclient.utils import np_to_triton_dtype
 
 from gateway.embedded.options import LOAD_ALL
 from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
+from tests.support.guards import child_of
 from tests.support.network import Tensor, build_network
-from tests.support.servers import BriefTriton, gateway_before, server_of, triton_with
+from tests.support.servers import BriefTriton, gateway_before, triton_with
 from tests.support.wait import wait_until
 
 Array = NDArray[Any]
@@ -534,7 +535,7 @@ def test_labels_name_the_best_scores(gateway: httpx.Client) -> None:
 
 def count_threads(triton: EmbeddedTriton, instance: str) -> int:
     """The threads of an instance's stub process."""
-    children = psutil.Process(server_of(triton.reaper_pid)).children()
+    children = psutil.Process(child_of(triton.reaper_pid)).children()
     (stub,) = [child for child in children if instance in child.cmdline()]
     return stub.num_threads()
 

@@ -25,7 +25,7 @@ from gateway.tasks import TaskSet
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written
-from tests.support.redis_server import redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import gateway, gateway_before
 from tests.support.wait import wait_until, wait_until_async
 
@@ -78,7 +78,7 @@ def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
     file.write_text(json.dumps(EXPORTED))
     first, second = f"file://{tmp_path}/one.json", f"file://{tmp_path}/two.json"
     assert state("import", str(file), "--state", first).returncode == 0
-    with redis_server(tmp_path) as redis:
+    with RedisServer(tmp_path) as redis:
         shared = redis.url()
         for source, target in ((first, shared), (shared, second)):
             exported = state("export", "--state", source)

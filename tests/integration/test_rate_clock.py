@@ -13,7 +13,7 @@ import redis as client_of
 from gateway.metrics import Metrics
 from gateway.rate_limit import RateLimiter, RateLimitExceeded
 from gateway.state.store import open_state_store
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 
 HOUR_MS = 3_600_000
 PER_SECOND = 5
@@ -21,7 +21,7 @@ PER_SECOND = 5
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
         yield running
 
 

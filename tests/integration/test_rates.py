@@ -26,7 +26,7 @@ from gateway.rate_limit import (
     create_rate_window,
 )
 from tests.support.keys import INFER, METRICS, TEXTS, bearer, entry, written
-from tests.support.redis_server import redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, gateway
 
 FREE, BURST = "tgw_free-secret", "tgw_burst-secret"
@@ -246,7 +246,7 @@ class Gateways:
 def test_two_gateways_with_one_redis_count_together_and_alone_while_it_is_away(
     demo_triton: EmbeddedTriton, keys: Path, tmp_path: Path
 ) -> None:
-    with redis_server(tmp_path) as redis:
+    with RedisServer(tmp_path) as redis:
         settings = {"keys_file": str(keys), "state": redis.url(), "log_level": "info"}
         url, unused = demo_triton.options.url, iter(FLEET)
         with gateway(url, **settings) as one, gateway(url, **settings) as other:

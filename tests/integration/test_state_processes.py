@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
 from tests.support.state_contract import LOADED, is_leader, opened
 from tests.support.wait import TIMEOUT_S, wait_until_async
@@ -23,7 +23,7 @@ from tests.support.wait import TIMEOUT_S, wait_until_async
 
 @pytest.fixture(scope="module", name="server")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 

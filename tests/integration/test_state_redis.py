@@ -24,7 +24,7 @@ from gateway.fleet.shared_state import SharedState
 from gateway.state.desired import DesiredModel, StateStore
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import free_ports, gateway
 from tests.support.state_contract import (
     ID,
@@ -42,7 +42,7 @@ from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
 
 @pytest.fixture(scope="module", name="server")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
@@ -100,7 +100,7 @@ def test_redis_may_be_away_at_the_start_and_later(
                 server.kill()
 
     caplog.set_level(logging.INFO)
-    with redis_server(tmp_path) as server:
+    with RedisServer(tmp_path) as server:
         server.kill()
         run(scenario())
     told = [
@@ -134,7 +134,7 @@ def test_a_redis_that_hangs_is_not_waited_for(
         )
         return [*await asyncio.gather(*questions, is_leader(kept), return_exceptions=True)]
 
-    with redis_server(tmp_path) as server:
+    with RedisServer(tmp_path) as server:
         run(scenario())
 
 
@@ -154,7 +154,7 @@ def test_a_load_that_ends_while_redis_is_away_is_not_under_way_for_ever(tmp_path
                 await state.refresh()
                 assert state.loads == await other.read_loads() == {"a:8000": {"core": "7"}}
 
-    with redis_server(tmp_path) as server:
+    with RedisServer(tmp_path) as server:
         asyncio.run(scenario())
 
 
@@ -176,7 +176,7 @@ def test_a_gateway_ends_in_time_when_redis_hangs(tmp_path: Path) -> None:
             calls: int = client.info("commandstats")["cmdstat_eval"]["calls"]
         return calls
 
-    with redis_server(tmp_path) as server:
+    with RedisServer(tmp_path) as server:
         asyncio.run(scenario())
 
 
@@ -259,7 +259,7 @@ def test_a_password_is_never_told(
             assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
     caplog.set_level(logging.DEBUG)
-    with redis_server(tmp_path, *options) as server:
+    with RedisServer(tmp_path, *options) as server:
         for user in ("", "me"):
             asyncio.run(scenario(server.url().replace("//", f"//{user}:hunter2%23@")))
     assert f"127.0.0.1:{server.port}/0 cannot be read: {reason}" in caplog.text
@@ -272,7 +272,7 @@ def test_a_password_may_hold_anything(tmp_path: Path) -> None:
             await kept.set_desired_model("core", LOADED)
             assert "core" in await kept.read_desired_models()
 
-    with redis_server(tmp_path, "--requirepass", "#/?@:%ü") as server:
+    with RedisServer(tmp_path, "--requirepass", "#/?@:%ü") as server:
         asyncio.run(scenario(server.url().replace("//", f"//:{quote('#/?@:%ü', safe='')}@")))
 
 
@@ -299,7 +299,7 @@ def test_tls_is_used_and_checked(tmp_path: Path) -> None:
         *("--tls-key-file", str(tmp_path / "ours.key")),
         *("--tls-ca-cert-file", str(tmp_path / "ours.pem")),
     )
-    with redis_server(tmp_path, *options) as server:
+    with RedisServer(tmp_path, *options) as server:
         asyncio.run(scenario(tmp_path / "ours.pem", ""))
         asyncio.run(scenario(tmp_path / "theirs.pem", "Redis is unreachable"))
 
@@ -312,7 +312,7 @@ def test_a_copy_of_redis_is_read_and_told_when_it_cannot_be_written_to(tmp_path:
                 await kept.set_desired_model("core", LOADED)
             assert await is_leader(kept)
 
-    with redis_server(tmp_path) as server:
+    with RedisServer(tmp_path) as server:
         with server.client() as client:
             client.replicaof("127.0.0.1", str(free_ports(1)[0]))
         asyncio.run(scenario())

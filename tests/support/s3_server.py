@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 import httpx
 
-from gateway.embedded import reaper
+from tests.support.guards import GuardedServer
 from tests.support.line_tracing import untraced_environment
 from tests.support.servers import free_ports
-from tests.support.wait import wait_until
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "x",
@@ -24,31 +19,18 @@ CREDENTIALS = {
 BUCKET = "models"
 
 
-class S3Server:
-    """An S3 server with one bucket, in memory, under a guard, so that it never outlives the tests."""
+class S3Server(GuardedServer):
+    """An S3 server with one bucket, in memory."""
 
     def __init__(self) -> None:
-        (self.port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{self.port}/{BUCKET}"
-        command = [
-            *(sys.executable, "-I", "-S", reaper.__file__, "1", f"none{os.getpid()}"),
-            *(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)),
-        ]
-        self._guard = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=untraced_environment(),
-            start_new_session=True,
-        )
-        wait_until(self._creates_bucket)
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        super().__init__(port, command, untraced_environment())
+        self.url = f"http://127.0.0.1:{port}/{BUCKET}"
 
-    def _creates_bucket(self) -> bool:
-        assert self._guard.poll() is None, "the S3 server ended"
-        with suppress(httpx.TransportError):
-            return httpx.put(self.url).is_success
-        return False
+    def start(self) -> None:
+        super().start()
+        httpx.put(self.url).raise_for_status()
 
     def repository(self, prefix: str) -> str:
         """The URL of a prefix, as Triton spells it."""
@@ -63,17 +45,3 @@ class S3Server:
     def unfinished_uploads(self) -> int:
         """The multipart uploads that were neither completed nor aborted."""
         return httpx.get(f"{self.url}?uploads").text.count("<UploadId>")
-
-    def end(self) -> None:
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        self._guard.wait()
-
-
-@contextmanager
-def s3_server() -> Iterator[S3Server]:
-    server = S3Server()
-    try:
-        yield server
-    finally:
-        server.end()

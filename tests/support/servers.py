@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
-from gateway.embedded import reaper
 from gateway.embedded.options import LOAD_ALL, TritonOptions
 from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
 from gateway.messages import print_message
 from tests.support.gateway_forks import ForkedProcess, fork_gateway
+from tests.support.guards import child_of, start_guarded
 from tests.support.wait import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:
@@ -136,15 +136,9 @@ class BriefTriton(EmbeddedTriton):
         kill_server_of(self.reaper_pid)
 
 
-def server_of(guard_pid: int) -> int:
-    """The process id of the tritonserver, the guard's only child."""
-    children = Path(f"/proc/{guard_pid}/task/{guard_pid}/children")
-    return int(children.read_text().split()[0])
-
-
 def kill_server_of(guard_pid: int) -> None:
     with suppress(OSError, IndexError):  # it has ended already
-        os.kill(server_of(guard_pid), signal.SIGKILL)
+        os.kill(child_of(guard_pid), signal.SIGKILL)
 
 
 GATEWAY = (sys.executable, "-m", "gateway")
@@ -167,7 +161,6 @@ class Command:
         on_terminal: bool = False,
     ) -> None:
         command = [*program, *arguments]
-        guards = [sys.executable, "-I", "-S", reaper.__file__, "10", f"none{os.getpid()}"]
         self._guarded = guarded
         reading, writing = pty.openpty() if on_terminal else os.pipe()
         self._output = os.fdopen(reading, "rb")  # the thread that reads it closes it
@@ -186,9 +179,13 @@ class Command:
             with Path(os.devnull).open("rb") as empty:
                 files = (empty.fileno(), writing, writing)
                 self.process = fork_gateway(arguments, environment, folder, files)
+        elif guarded:
+            self.process = start_guarded(
+                command, grace_s=10, output=writing, environment=environment, folder=folder
+            )
         else:
             self.process = subprocess.Popen(
-                [*guards, *command] if guarded else command,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=writing,
                 stderr=subprocess.STDOUT,
@@ -220,10 +217,10 @@ class Command:
         """The command's own process id; the guard above it is `process`."""
         if not self._guarded:
             return self.process.pid
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        while not (found := children.read_text().split()):
+        while True:
+            with suppress(IndexError):  # the guard has not started it yet
+                return child_of(self.process.pid)
             time.sleep(0.01)
-        return int(found[0])
 
     @property
     def output(self) -> str:
@@ -316,24 +313,18 @@ class Triton:
     def pid(self) -> int:
         """Of the server itself."""
         assert self._guard is not None
-        return server_of(self._guard.pid)
+        return child_of(self._guard.pid)
 
     def start(self) -> None:
         """Returns at once; `wait` for it."""
         prefix = f"triton_gateway_test_{os.getpid()}_{time.monotonic_ns():x}_"
-        guards = [sys.executable, "-I", "-S", reaper.__file__, "10", prefix]
         command = self.options.build_command(self._files, prefix)
         # Whoever keeps a connection open to it makes its end take this long: longer than `ended` waits.
         patient = [
             "--exit-timeout-secs=600" if "--exit-timeout" in word else word for word in command
         ]
-        self._guard = subprocess.Popen(
-            [*guards, *patient],
-            env=self._files.environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+        self._guard = start_guarded(
+            patient, grace_s=10, prefix=prefix, environment=self._files.environment()
         )
 
     def wait(self) -> None:

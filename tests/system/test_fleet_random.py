@@ -25,7 +25,7 @@ import pytest
 
 from tests.support.fleet import QUICK, V2_BODY, write_echo
 from tests.support.measurements import assert_number
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, Triton, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -176,7 +176,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
         write_echo(repository, model)
     (folder / "redis").mkdir()
     with ExitStack() as stack:
-        redis = stack.enter_context(redis_server(folder / "redis", "--appendonly", "yes"))
+        redis = stack.enter_context(RedisServer(folder / "redis", "--appendonly", "yes"))
         tritons = [stack.enter_context(Triton(repository, UNTOUCHED)) for _ in range(3)]
         for triton in tritons:
             triton.wait()

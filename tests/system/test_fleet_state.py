@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.fleet import BODY, QUICK, Quick, repository
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT, Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -94,7 +94,7 @@ def test_what_was_loaded_survives_the_gateway_and_triton(tmp_path: Path) -> None
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     folder = tmp_path / "redis"
     folder.mkdir()
-    with redis_server(folder, "--appendonly", "yes") as server:
+    with RedisServer(folder, "--appendonly", "yes") as server:
         yield server
 
 

@@ -27,7 +27,7 @@ from tests.support.on_demand import (
     tritons_with,
     used_continuously,
 )
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, Triton, free_ports
 from tests.support.wait import wait_until
 
@@ -43,7 +43,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Triton]]:
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
@@ -128,7 +128,7 @@ def test_a_gateway_unloads_no_model_that_another_uses_unseen(
     three: list[Triton], tmp_path: Path, has_redis: bool
 ) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(redis_server(tmp_path)) if has_redis else None
+        server = stack.enter_context(RedisServer(tmp_path)) if has_redis else None
         state = "none:" if server is None else server.url()
         first, second = stack.enter_context(two_gateways(three[:1], state, idle_unload_s="1"))
         if server is not None:
@@ -145,7 +145,7 @@ def test_a_gateway_unloads_no_model_that_another_uses_unseen(
 
 def test_a_redis_that_hangs_delays_no_load_for_long(three: list[Triton], tmp_path: Path) -> None:
     with (
-        redis_server(tmp_path) as server,
+        RedisServer(tmp_path) as server,
         on_demand_fleet(three[:1], state=server.url(), log_level="warning") as fleet,
     ):
         assert fleet.infer("model00").status_code == 200
