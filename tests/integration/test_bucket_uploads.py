@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketPlace]:
             "repository": repository,
             "model_uploads": "artifacts",
             "state": f"file://{folder}/state.json",
-            "poll_interval_s": "0.5",  # For each index, a Triton asks the S3 server many things.
+            "poll_interval_s": "2",  # For each index, a Triton asks the S3 server many things.
             "connect_timeout_s": "10",
         }
         tritons = [triton_of(repository) for _ in range(2)]
@@ -104,11 +104,13 @@ def test_one_curl_serves_a_model_and_the_next_its_next_version(
         with ExitStack() as stack:
             load = None
             if number > 1:
-                load = stack.enter_context(Load(str(place.client.base_url), model="mine"))
-                load.wait_for_more()
+                load = stack.enter_context(
+                    Load(str(place.client.base_url), clients=4, model="mine")
+                )
+                load.wait_for_more(100)
             ran = subprocess.run(["curl", "-sS", "-T", file, url], capture_output=True, text=True)
             if load is not None:
-                load.wait_for_more()
+                load.wait_for_more(100)
         assert load is None or set(load.statuses) == {200}
         assert f'"version":"{number}"' in ran.stdout, ran.stdout
         assert place.infer("mine") == [1 + number, 2 + number]
@@ -162,6 +164,7 @@ def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: BucketPlac
     assert unknown.json()["code"] == "LOAD_FAILED"
     assert place.object_keys() == before
     assert place.hidden() == []
+    assert place.client.delete("/v1/models/steady").status_code == 200
 
 
 def test_the_files_of_a_replaced_version_are_those_of_the_upload(place: BucketPlace) -> None:
@@ -307,6 +310,7 @@ def test_what_a_killed_gateway_published_is_reverted_by_the_next(place: BucketPl
         assert place.read("cut/config.pbtxt") == b'backend: "onnxruntime"\n'
         wait_until(lambda: place.infer("cut", client) == [2, 3])
         wait_until(lambda: place.hidden() == [])
+        assert client.delete("/v1/models/cut").status_code == 200
 
 
 @pytest.mark.long

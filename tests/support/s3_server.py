@@ -17,6 +17,22 @@ CREDENTIALS = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 BUCKET = "models"
+# moto finds out the service of each request, and closes its connection: most of the CPU time of a small one.
+PROGRAM = """
+import sys
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+class Handler(MotoRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_request(self, *args):
+        pass
+
+app = create_backend_app("s3")
+server = make_server("127.0.0.1", int(sys.argv[1]), app, threaded=True, request_handler=Handler)
+server.serve_forever()
+"""
 
 
 class S3Server(GuardedServer):
@@ -24,8 +40,7 @@ class S3Server(GuardedServer):
 
     def __init__(self) -> None:
         (port,) = free_ports(1)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        super().__init__(port, command, untraced_environment())
+        super().__init__(port, [sys.executable, "-c", PROGRAM, str(port)], untraced_environment())
         self.url = f"http://127.0.0.1:{port}/{BUCKET}"
 
     def start(self) -> None:
