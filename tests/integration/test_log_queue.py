@@ -6,51 +6,40 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 import pytest
 
-from tests.support.servers import ROOT, free_ports
+from tests.support.servers import Command, free_ports
 from tests.support.wait import wait_until
 
-# A path of this length makes a line of the log that long: some hundred fill pipe and queue.
-LONG = "/nothing/" + "x" * 30_000
-REQUESTS = 300
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A path of this length makes a line of the log that long: some dozens fill pipe and queue.
+LONG = "/nothing/" + "x" * 60_000
+REQUESTS = 150
 
 
-class Unread:
-    """`triton-gateway serve`, whose standard error is a pipe that is read when the test says so."""
+class Unread(Command):
+    """`triton-gateway serve`, whose output is a pipe that is read when the test says so."""
 
-    def __init__(self, *arguments: str, **settings: str) -> None:
+    def __init__(self, *arguments: str, log_format: str = "console") -> None:
         (port,) = free_ports(1)
-        environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
-        command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), *arguments]
-        self.process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "GATEWAY_STATE": "memory:",
-                "GATEWAY_DRAIN_S": "0",
-                "GATEWAY_TRITON_URLS": "http://127.0.0.1:1",
-                "GATEWAY_MAX_URL_BYTES": str(2 * len(LONG)),
-                **environment,
-            },
-        )
+        environment = {
+            "GATEWAY_TRITON_URLS": "http://127.0.0.1:1",
+            "GATEWAY_MAX_URL_BYTES": str(2 * len(LONG)),
+            "GATEWAY_LOG_FORMAT": log_format,
+        }
+        command = ("serve", "--port", str(port), *arguments)
+        super().__init__(*command, environment=environment, unread=True)
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=30)
-        self.lines: list[str] = []
-        self.reader: threading.Thread | None = None
 
     def answers(self) -> bool:
         with suppress(httpx.HTTPError):
@@ -83,44 +72,18 @@ class Unread:
             found = [json.loads(line)["message"] for line in found]
         return [int(re.findall(r"(\d+) log lines were dropped here", line)[0]) for line in found]
 
-    def read(self) -> None:
-        """From now on."""
-        assert self.process.stderr is not None
-        pipe = self.process.stderr
+    def __enter__(self) -> Self:
+        wait_until(self.answers)
+        return self
 
-        def keep_reading() -> None:
-            for raw in pipe:
-                self.lines.append(raw.decode().rstrip("\n"))
-
-        self.reader = threading.Thread(target=keep_reading, daemon=True)
-        self.reader.start()
-
-    def close(self) -> None:
-        if self.reader is not None:
-            self.reader.join(10)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-
-
-@contextmanager
-def unread(*arguments: str, **settings: str) -> Iterator[Unread]:
-    server = Unread(*arguments, **settings)
-    try:
-        wait_until(server.answers)
-        yield server
-    finally:
-        server.client.close()
-        with suppress(psutil.NoSuchProcess):  # worker processes outlive one that is killed
-            for child in psutil.Process(server.process.pid).children(recursive=True):
-                child.kill()
-        server.process.kill()
-        server.process.wait(10)
-        server.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.client.close()
+        super().__exit__(kind)
 
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
 def test_every_request_is_answered_and_what_is_missing_of_the_log_is_said(log_format: str) -> None:
-    with unread(log_format=log_format) as server:
+    with Unread(log_format=log_format) as server:
         assert server.ask(REQUESTS) == {404}  # it stopped for good when the pipe was full
         wait_until(server.dropped)
         server.read()
@@ -133,39 +96,39 @@ def test_every_request_is_answered_and_what_is_missing_of_the_log_is_said(log_fo
 
 
 def test_it_ends_in_time_though_nobody_reads() -> None:
-    with unread() as server:
+    with Unread() as server:
         server.ask(REQUESTS)
-        os.kill(server.process.pid, signal.SIGTERM)
+        os.kill(server.pid, signal.SIGTERM)
         began = time.monotonic()
         assert server.process.wait(60) == 0
         print(f"ended {time.monotonic() - began:.1f} s after SIGTERM")
 
 
 def test_the_workers_of_a_full_pipe_serve_and_end() -> None:
-    with unread("--workers", "2") as server:
+    with Unread("--workers", "2") as server:
         for _ in range(8):  # connections, each to one of the two workers
             assert server.ask(REQUESTS // 2) == {404}
         wait_until(server.dropped)
-        os.kill(server.process.pid, signal.SIGTERM)
+        os.kill(server.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0
 
 
 def test_what_was_said_last_is_written_before_the_end() -> None:
-    with unread() as server:
+    with Unread() as server:
         server.read()
         for number in range(50):
             assert server.client.get(f"/last/{number}").status_code == 404
-        os.kill(server.process.pid, signal.SIGTERM)
+        os.kill(server.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0
         wait_until(lambda: sum("GET /last/" in line for line in server.lines) == 50)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_workers_said_last_is_written_before_their_end(number: signal.Signals) -> None:
-    with unread("--workers", "2") as server:
+    with Unread("--workers", "2") as server:
         server.read()
         for at in range(50):
             assert httpx.get(f"{server.url}/last/{at}", timeout=30).status_code == 404
-        os.kill(server.process.pid, number)
+        os.kill(server.pid, number)
         server.process.wait(60)
         wait_until(lambda: sum("GET /last/" in line for line in server.lines) == 50)

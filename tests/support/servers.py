@@ -148,7 +148,8 @@ class Command:
     """A `triton-gateway` command as a process, under a guard, so that it never outlives the tests.
 
     It is forked from a process that has imported the gateway, unless it has another `program` or no guard, or
-    is `on_terminal`: it then writes to a terminal instead of a pipe.
+    is `on_terminal`: it then writes to a terminal instead of a pipe. Nobody reads the pipe of an `unread` one
+    until the test calls `read`.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Command:
         program: Sequence[str] = GATEWAY,
         folder: Path = ROOT,
         on_terminal: bool = False,
+        unread: bool = False,
     ) -> None:
         command = [*program, *arguments]
         self._guarded = guarded
@@ -198,6 +200,11 @@ class Command:
         self._deaf = False
         self._said = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
+        if not unread:
+            self.read()
+
+    def read(self) -> None:
+        """Read its output, from now on."""
         self._reader.start()
 
     def _read(self) -> None:
@@ -247,6 +254,8 @@ class Command:
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the command's own end; its exit status."""
         status = self.process.wait(timeout_s)
+        if self._reader.ident is None:
+            self.read()
         self._reader.join(TIMEOUT_S)
         return status
 
