@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +11,10 @@ import httpx
 import pytest
 
 from tests.support.fleet import BODY, QUICK, Quick, repository
+from tests.support.gateway_forks import run_gateway
 from tests.support.redis_server import RedisServer
-from tests.support.servers import ROOT, Triton, gateway
-from tests.support.wait import TIMEOUT_S, wait_until
+from tests.support.servers import Triton, gateway
+from tests.support.wait import wait_until
 
 
 def test_declared_models_are_loaded_awaited_and_protected(tmp_path: Path) -> None:
@@ -46,11 +45,8 @@ def test_declared_models_are_loaded_awaited_and_protected(tmp_path: Path) -> Non
 def test_a_models_file_that_cannot_be_read_ends_the_start_with_a_sentence(tmp_path: Path) -> None:
     declared = tmp_path / "models.yaml"
     declared.write_text("models: {}")
-    command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
     environment = {"GATEWAY_MODELS_FILE": str(declared), "GATEWAY_STATE": "memory:", "PATH": ""}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_gateway("serve", "--port", 0, environment=environment)
     assert ended.returncode != 0
     assert "'models' must be a list" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -78,10 +74,8 @@ def test_what_was_loaded_survives_the_gateway_and_triton(tmp_path: Path) -> None
             command.wait_for("restored desired state: load 'other'; unload 'echo'")
             listed = {model["name"]: model for model in client.get("/v1/models").json()["models"]}
             assert (listed["other"]["wished"], listed["other"]["ready"]) == ("loaded", False)
-            table = subprocess.run(
-                [sys.executable, "-m", "gateway", "models", "--url", str(client.base_url)],
-                capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
-            )  # fmt: skip
+            table = run_gateway("models", "--url", str(client.base_url))
+            assert table.returncode == 0, table
             assert re.search("^other +no .*to be loaded by the API", table.stdout, re.MULTILINE)
             unloaded = client.post("/v2/repository/models/other/unload")
             assert (unloaded.status_code, unloaded.json()["state"]) == (200, "UNAVAILABLE")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ import pytest
 from tests.support.fleet import BODY, QUICK, load_behind, post_to, unload_behind, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
-from tests.support.servers import ROOT, Triton, gateway
+from tests.support.servers import Triton, gateway
 from tests.support.versioned import LABELS, NAME, V1_BODY, count_versions, write_versions
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -295,8 +294,7 @@ def test_the_commands_cordon_list_and_uncordon(pair: Pair) -> None:
     listed = run_command(pair).stdout
     assert f"{first}  UP, CORDONED" in " ".join(listed.splitlines())
     assert run_command(pair, "uncordon", first).stdout.startswith(f"{first} is in service: ")
-    command = [sys.executable, "-m", "gateway", "replicas", "--url", "http://a", "drain", first]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    ended = run_gateway("replicas", "--url", "http://a", "drain", first)
     assert ended.returncode == 2
     assert "write --url after drain" in ended.stderr
 
