@@ -17,6 +17,8 @@ from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, tr
 # reads what it needs.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = ssl.get_default_verify_paths().openssl_capath
+# The threads of NumPy's linear algebra, which nothing here uses, spin after every start of a model.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 # A slow machine is no fault of what is tested. The same examples every time: a change is not refused
 # for what it did not touch. `--hypothesis-profile=random` looks for new ones.

@@ -11,14 +11,15 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from numpy.typing import NDArray
-from PIL import Image
 
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 
 def identity(inputs: Sequence[Array]) -> Sequence[Array]:
@@ -60,6 +61,8 @@ def not_utf8(inputs: Sequence[Array]) -> Sequence[Array]:
 
 def picture(inputs: Sequence[Array]) -> Sequence[Array]:
     """A PNG, grey, as wide as the number says."""
+    from PIL import Image  # noqa: PLC0415 - the process of every other model would import it as well
+
     pictures = []
     for width in inputs[0].ravel():
         file = io.BytesIO()
