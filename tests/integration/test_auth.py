@@ -210,25 +210,25 @@ def test_what_is_open_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method} {row.path}")
-@pytest.mark.parametrize("key", ["", "tgw_nobody", INFER, METRICS, ADMIN])
-def test_each_role_may_do_what_it_is_for(client: httpx.Client, row: Row, key: str) -> None:
+def test_each_role_may_do_what_it_is_for(client: httpx.Client, row: Row) -> None:
     # The ensemble needs text_core: nothing is unloaded here.
     model = "text_core" if row.path.endswith("load") else "text_ensemble"
-    answer = client.request(
-        row.method,
-        filled(row.path, model),
-        content=row.body or None,
-        headers={"Content-Type": row.content_type, **bearer(key)},
-    )
-    if key in MAY[row.whose] or row.whose == FREE:
-        assert answer.status_code == row.status, answer.text
-    elif key not in SECRETS:
-        assert_refused(answer, 401, "UNAUTHENTICATED")
-        assert answer.headers["www-authenticate"] == "Bearer"
-    elif row.path in WITHOUT_ROLE:
-        assert answer.status_code == WITHOUT_ROLE[row.path]
-    else:
-        assert_refused(answer, 403, "FORBIDDEN")
+    for key in ("", "tgw_nobody", INFER, METRICS, ADMIN):
+        answer = client.request(
+            row.method,
+            filled(row.path, model),
+            content=row.body or None,
+            headers={"Content-Type": row.content_type, **bearer(key)},
+        )
+        if key in MAY[row.whose] or row.whose == FREE:
+            assert answer.status_code == row.status, (key, answer.text)
+        elif key not in SECRETS:
+            assert_refused(answer, 401, "UNAUTHENTICATED")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        elif row.path in WITHOUT_ROLE:
+            assert answer.status_code == WITHOUT_ROLE[row.path], key
+        else:
+            assert_refused(answer, 403, "FORBIDDEN")
 
 
 def assert_refused(answer: httpx.Response, status: int, code: str) -> None:
@@ -1020,7 +1020,7 @@ NAMES = st.from_regex(r"\A[a-z][a-z0-9.@:/+-]{0,8}\Z")
 GLOBS = st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3)
 
 
-@settings(PROPERTY, max_examples=20)
+@settings(PROPERTY, max_examples=10)
 @given(
     st.lists(
         st.tuples(NAMES, st.lists(st.sampled_from(Role), min_size=1, max_size=3), GLOBS),
