@@ -39,7 +39,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """
     if isinstance(item, pytest.Function):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        group = f"zoo, {params['zoo']}" if "zoo" in params else item.path.stem
+        default = "as written" if "zoo_as_written" in item.fixturenames else ""
+        names = params.get("zoo", default)
+        group = f"zoo, {names}" if names else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
 
 

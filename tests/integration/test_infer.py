@@ -23,7 +23,7 @@ from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo
 
 NPY = {"Content-Type": "application/x-npy", "Accept": "application/x-npy"}
-PROPERTY = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+PROPERTY = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def npy(array: np.ndarray) -> bytes:
