@@ -31,7 +31,6 @@ from tests.support.grpc_gateway import (
     grpc_gateway,
     make_input,
     memory_mib,
-    metric,
 )
 from tests.support.http2 import (
     CANCEL,
@@ -44,6 +43,7 @@ from tests.support.http2 import (
     encode_frame,
     encode_message,
 )
+from tests.support.metrics import metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
 from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -111,11 +111,11 @@ def ticking_request(count: int, **fields: Any) -> bytes:
 
 def test_a_client_that_does_not_read_its_stream_is_disconnected(served: GrpcGateway) -> None:
     name = 'gateway_requests_refused_total{reason="answer_not_taken"}'
-    before, memory = metric(served, name), memory_mib(served)
+    before, memory = metric(served.http, name), memory_mib(served)
     long_responses = ticking_request(3000, id="a" * 50_000)  # each repeats the id
     with grpc.insecure_channel(served.address) as channel:
         responses = channel.stream_stream(STREAM)(iter([long_responses]))
-        wait_until(lambda: metric(served, name) == before + 1)
+        wait_until(lambda: metric(served.http, name) == before + 1)
         assert memory_mib(served) < memory + 64
         code, message = failure(list, responses)
     assert (code, message) == ("DEADLINE_EXCEEDED", "the responses were not read in time")
@@ -126,11 +126,11 @@ def test_a_flood_of_streams_leaves_other_clients_alone(served: GrpcGateway) -> N
     memory = memory_mib(served)
     with Http2Connection(served.address) as flood:
         flood.send(*(flood.call(WATCH) for _ in range(2000)))
-        wait_until(lambda: metric(served, IN_PROGRESS) >= 200)
+        wait_until(lambda: metric(served.http, IN_PROGRESS) >= 200)
         assert serves(served)
-        assert metric(served, IN_PROGRESS) <= 200
+        assert metric(served.http, IN_PROGRESS) <= 200
         assert memory_mib(served) < memory + 64
-    wait_until(lambda: metric(served, IN_PROGRESS) == 0)
+    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
 
 
 def test_long_names_of_models_are_unknown_and_not_kept(served: GrpcGateway) -> None:
@@ -185,7 +185,7 @@ def test_messages_that_never_end_hold_bounded_memory(served: GrpcGateway) -> Non
     finally:
         for client in connections:
             client.__exit__()
-    assert metric(served, SHED) >= 4
+    assert metric(served.http, SHED) >= 4
 
 
 @contextmanager
@@ -227,13 +227,13 @@ class OpenStream:
 
 def test_streams_whose_messages_never_end_hold_bounded_memory(served: GrpcGateway) -> None:
     """Four may wait for a message; an idle one is ended for another stream."""
-    before = metric(served, SHED)
+    before = metric(served.http, SHED)
     with OpenStream(served) as idle:
         assert next(idle.responses)
         assert idle.ask_again()
         with silent_streams(served, 7):
-            wait_until(lambda: metric(served, SHED) == before + 4)
-            wait_until(lambda: metric(served, IN_PROGRESS) == 4)
+            wait_until(lambda: metric(served.http, SHED) == before + 4)
+            wait_until(lambda: metric(served.http, IN_PROGRESS) == 4)
             assert serves(served)
             wait_until(lambda: waits_for_a_request(served))
             assert failure(next, idle.responses) == (
@@ -251,9 +251,9 @@ def test_streams_whose_requests_run_are_not_ended_for_others(served: GrpcGateway
     with ExitStack() as stack:
         streams = [stack.enter_context(OpenStream(served, wait_request(0.7))) for _ in range(5)]
         wait_until(lambda: sum(outstanding(served).values()) == 5)
-        before = metric(served, SHED)
+        before = metric(served.http, SHED)
         with silent_streams(served, 4):
-            wait_until(lambda: metric(served, SHED) >= before + 4)
+            wait_until(lambda: metric(served.http, SHED) >= before + 4)
             assert all(next(stream.responses) for stream in streams)
 
 
@@ -271,7 +271,7 @@ def test_streams_hold_a_bounded_number_of_requests(triton: Triton) -> None:
             client.send_data(stream, messages)
 
         def is_steady() -> bool:
-            readings.append(metric(gateway, IN_PROGRESS))
+            readings.append(metric(gateway.http, IN_PROGRESS))
             return readings[-1] >= 512 and readings[-1] == readings[-2]
 
         wait_until(is_steady)
@@ -374,7 +374,7 @@ def test_rapid_resets_leave_other_clients_alone(served: GrpcGateway) -> None:
             if number % 1000 == 0:
                 assert serves(served)
     assert serves(served)
-    wait_until(lambda: metric(served, IN_PROGRESS) == 0)
+    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
     assert memory_mib(served) < memory + 64
 
 

@@ -18,9 +18,9 @@ from tests.support.grpc_gateway import (
     failure,
     grpc_gateway,
     memory_mib,
-    metric,
 )
 from tests.support.http2 import Http2Connection, encode_message
+from tests.support.metrics import metric
 from tests.support.servers import free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -89,11 +89,11 @@ def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
     with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
         for client in (first, second):
             client.send(*(client.call(WATCH) for _ in range(MAX_WATCHES // 2)))
-        wait_until(lambda: metric(served, IN_PROGRESS) == MAX_WATCHES)
+        wait_until(lambda: metric(served.http, IN_PROGRESS) == MAX_WATCHES)
         second.send(second.call(WATCH))
         assert second.wait_for_status() == RESOURCE_EXHAUSTED
         assert call_bytes(served.address, CHECK, b"")
-    wait_until(lambda: metric(served, IN_PROGRESS) == 0)
+    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
 
 
 def test_idle_streams_hold_no_message() -> None:
@@ -137,13 +137,13 @@ def test_one_client_cannot_hold_calls_without_limit() -> None:
     with grpc_gateway(f"http://127.0.0.1:{port}", **limits) as served:
         with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
             first.send(*(first.call(WATCH) for _ in range(CALLS_PER_CLIENT)))
-            wait_until(lambda: metric(served, IN_PROGRESS) == CALLS_PER_CLIENT)
+            wait_until(lambda: metric(served.http, IN_PROGRESS) == CALLS_PER_CLIENT)
             second.send(*(second.call(WATCH) for _ in range(CALLS_PER_CLIENT)))
             statuses = {second.wait_for_status() for _ in range(CALLS_PER_CLIENT)}
             assert statuses == {RESOURCE_EXHAUSTED}
-            assert metric(served, IN_PROGRESS) == CALLS_PER_CLIENT
+            wait_until(lambda: metric(served.http, IN_PROGRESS) == CALLS_PER_CLIENT)
             with Http2Connection(served.address, source="127.0.0.2") as other:
                 other.send(other.call(CHECK))
                 assert other.wait_for_status() == 0
-        wait_until(lambda: metric(served, IN_PROGRESS) == 0)
+        wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
         assert call_bytes(served.address, CHECK, b"")

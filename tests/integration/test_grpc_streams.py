@@ -24,8 +24,8 @@ from tests.support.grpc_gateway import (
     fp32,
     grpc_gateway,
     make_input,
-    metric,
 )
+from tests.support.metrics import metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, SHARED, write_repository
 from tests.support.servers import triton_with
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -155,7 +155,7 @@ def test_a_response_that_waits_for_another_holds_no_slot_of_its_model(
         wait_until(is_served)
         stream.send("cancellable", fp32(20, shape=(1, 1), name="SECONDS"))
         stream.send("plain_FP32", fp32(1, shape=(1, 1)))
-        wait_until(lambda: metric(gateway, 'gateway_requests_in_flight{route="grpc"}') == 3)
+        wait_until(lambda: metric(gateway.http, 'gateway_requests_in_flight{route="grpc"}') == 3)
         wait_until(is_served)
         assert stream.outcomes.empty()
 

@@ -38,12 +38,6 @@ def memory_mib(gateway: GrpcGateway) -> float:
     return float(psutil.Process(gateway.command.pid).memory_info().rss) / (1 << 20)
 
 
-def metric(gateway: GrpcGateway, name: str) -> float:
-    """The sum of the series whose names and labels begin like this."""
-    lines = gateway.http.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
 def make_input(name: str, values: np.ndarray, datatype: str) -> triton_grpc.InferInput:
     tensor = triton_grpc.InferInput(name, list(values.shape), datatype)
     return tensor.set_data_from_numpy(values)

@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from tests.support.fleet import BODY, QUICK, Fleet, url_of, write_echo
+from tests.support.metrics import metric
 from tests.support.servers import Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -84,23 +85,12 @@ def clear(triton: Triton) -> None:
     wait_until(lambda: not list_held(triton))
 
 
-class HasClient(Protocol):
-    @property
-    def client(self) -> httpx.Client: ...
-
-
-def metric(fleet: HasClient, name: str) -> float:
-    """The value of a sample of the gateway, by its name and labels."""
-    lines = fleet.client.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
-
-
 def loads(fleet: Fleet) -> int:
-    return int(metric(fleet, 'gateway_on_demand_loads_total{outcome="done"}'))
+    return int(metric(fleet.client, 'gateway_on_demand_loads_total{outcome="done"}'))
 
 
 def evictions(fleet: Fleet, reason: str = "room") -> int:
-    return int(metric(fleet, f'gateway_on_demand_evictions_total{{reason="{reason}"}}'))
+    return int(metric(fleet.client, f'gateway_on_demand_evictions_total{{reason="{reason}"}}'))
 
 
 @dataclass

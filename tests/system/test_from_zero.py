@@ -22,7 +22,7 @@ from tests.support.from_zero import (
     sleeping_fleet,
     waiting_gateway,
 )
-from tests.support.on_demand import metric
+from tests.support.metrics import metric
 from tests.support.wait import wait_until, wait_until_async
 
 COUNT = 100
@@ -32,7 +32,7 @@ MAX_BYTES_PER_REQUEST = 40 * 1024
 
 
 def count_held(fleet: Sleeping) -> int:
-    return int(metric(fleet, "gateway_requests_held"))
+    return int(metric(fleet.client, "gateway_requests_held"))
 
 
 def has_held(fleet: Sleeping, count: int) -> bool:

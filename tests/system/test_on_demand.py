@@ -19,6 +19,7 @@ from tests.support.errors import assert_error
 from tests.support.fleet import BODY, V2_BODY, load_behind, write_echo
 from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.measurements import assert_number, compares_numbers
+from tests.support.metrics import metric
 from tests.support.on_demand import (
     TRACE_SECONDS,
     IndexWatch,
@@ -27,7 +28,6 @@ from tests.support.on_demand import (
     evictions,
     list_held,
     loads,
-    metric,
     model_names,
     on_demand_fleet,
     on_demand_gateway,
@@ -112,7 +112,7 @@ def test_a_hundred_first_requests_share_one_load(three: list[Triton]) -> None:
         assert sum("model00" in list_held(triton) for triton in three) == 1
         listed = {model["name"]: model for model in fleet.client.get("/v1/models").json()["models"]}
         assert (listed["model00"]["state"], listed["model00"]["on_demand"]) == ("READY", True)
-        assert metric(fleet, "gateway_on_demand_wait_seconds_count") >= 1
+        assert metric(fleet.client, "gateway_on_demand_wait_seconds_count") >= 1
 
 
 @pytest.mark.parametrize("seconds", TRACE_SECONDS)
@@ -148,7 +148,7 @@ def test_a_model_whose_load_fails_costs_one_attempt(three: list[Triton]) -> None
             assert "weights.bin are broken" in error["error"]
             assert "/opt/secret" not in error["error"]
             assert fleet.infer("model11").json()["error"] == error["error"]
-            assert metric(fleet, 'gateway_on_demand_loads_total{outcome="failed"}') == 1
+            assert metric(fleet.client, 'gateway_on_demand_loads_total{outcome="failed"}') == 1
             for triton in three:
                 (triton.repository / "model11" / "trouble").unlink()
             wait_until(lambda: fleet.infer("model11").status_code == 200)
@@ -294,12 +294,12 @@ def test_demand_is_reported_during_a_slow_unload(three: list[Triton]) -> None:
             wait_until(lambda: read_index(triton)["model00"] == "UNLOADING")
             waiting = pool.submit(fleet.client.post, "/v2/models/model01/infer", json=body)
             # Sooner than the gateway stops to wait for the unload.
-            wait_until(lambda: metric(fleet, "gateway_demand") == 1, timeout_s=8)
+            wait_until(lambda: metric(fleet.client, "gateway_demand") == 1, timeout_s=8)
             assert read_index(triton)["model00"] == "UNLOADING"
             for folder in folders:
                 (folder / "hold").unlink()
             assert waiting.result().status_code == 200
-            wait_until(lambda: metric(fleet, "gateway_demand") == 0)
+            wait_until(lambda: metric(fleet.client, "gateway_demand") == 0)
     finally:
         for folder in folders:
             (folder / "hold").unlink(missing_ok=True)
@@ -324,7 +324,7 @@ def test_an_overloaded_model_does_not_starve_requests_that_waited_for_a_load(
                 for _ in range(60)
             ]
             wait_until(lambda: 200 in statuses)
-            wait_until(lambda: metric(fleet, "gateway_requests_held") == 60)
+            wait_until(lambda: metric(fleet.client, "gateway_requests_held") == 60)
             hold.unlink()
             assert Counter(answer.result().status_code for answer in answers) == {200: 60}
     finally:
@@ -431,7 +431,7 @@ def test_a_gateway_killed_in_the_middle_of_a_load_leaves_it_to_the_next_one(
                 waiting.result()
         with on_demand_gateway(three) as fleet, ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(fleet.infer, "model10")
-            wait_until(lambda: metric(fleet, "gateway_requests_held") == 1)
+            wait_until(lambda: metric(fleet.client, "gateway_requests_held") == 1)
             for hold in holds:
                 hold.unlink()
             assert waiting.result().status_code == 200

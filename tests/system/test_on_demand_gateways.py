@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.fleet import BODY, Fleet, url_of
+from tests.support.metrics import metric
 from tests.support.on_demand import (
     TRACE_SECONDS,
     IndexWatch,
@@ -20,7 +21,6 @@ from tests.support.on_demand import (
     count_lru_loads,
     list_held,
     loads,
-    metric,
     model_names,
     on_demand_fleet,
     on_demand_gateway,
@@ -151,11 +151,11 @@ def test_a_redis_that_hangs_delays_no_load_for_long(three: list[Triton], tmp_pat
         assert fleet.infer("model00").status_code == 200
         server.signal(signal.SIGSTOP)
         try:
-            wait_until(lambda: metric(fleet, "gateway_state_up") == 0)
+            wait_until(lambda: metric(fleet.client, "gateway_state_up") == 0)
             for model in MODELS[1:3]:
                 answer = fleet.infer(model, headers={"X-Request-Timeout": "10"})
                 assert answer.status_code == 200, answer.text
         finally:
             server.signal(signal.SIGCONT)
-        wait_until(lambda: metric(fleet, "gateway_state_up") == 1)
+        wait_until(lambda: metric(fleet.client, "gateway_state_up") == 1)
         assert fleet.infer("model03").status_code == 200

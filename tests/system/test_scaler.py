@@ -20,7 +20,7 @@ from gateway.fleet.scaler import SERVICE, decode_message, encode_message
 from tests.support.from_zero import send_request, sleeping_fleet
 from tests.support.grpc_gateway import failure
 from tests.support.http2 import DATA, Http2Connection
-from tests.support.on_demand import metric
+from tests.support.metrics import metric
 from tests.support.servers import Command, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -171,10 +171,10 @@ def test_the_metric_of_the_scaler_is_on_the_metrics_page(tmp_path: Path) -> None
     ):
         url = str(fleet.client.base_url).rstrip("/")
         answers = [pool.submit(send_request, url, number) for number in range(3)]
-        wait_until(lambda: metric(fleet, "gateway_demand") == 3)
+        wait_until(lambda: metric(fleet.client, "gateway_demand") == 3)
         fleet.triton.start()
         assert {answer.result().status_code for answer in answers} == {200}
-        wait_until(lambda: metric(fleet, "gateway_demand") == 0)
+        wait_until(lambda: metric(fleet.client, "gateway_demand") == 0)
 
 
 def test_bad_clients_of_the_scaler_are_refused(tmp_path: Path) -> None:
