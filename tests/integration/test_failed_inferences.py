@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.errors import assert_error
+from tests.support.model_folders import write_model_folder
 from tests.support.servers import Triton, gateway_before
 from tests.support.wait import wait_until
 
@@ -66,9 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folders = [tmp_path_factory.mktemp("repository") for _ in range(2)]
     for folder in folders:
         for name, (config, code) in MODELS.items():
-            (folder / name / "1").mkdir(parents=True)
-            (folder / name / "config.pbtxt").write_text(config)
-            (folder / name / "1" / "model.py").write_text(code)
+            write_model_folder(folder / name, config, {"1/model.py": code})
     return folders
 
 

@@ -28,6 +28,7 @@ from tritonclient.utils import np_to_triton_dtype
 from gateway.embedded.options import LOAD_ALL
 from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
 from tests.support.guards import child_of
+from tests.support.model_folders import write_model_folder
 from tests.support.network import Tensor, build_network
 from tests.support.servers import BriefTriton, gateway_before, triton_with
 from tests.support.wait import wait_until
@@ -73,15 +74,6 @@ class Network:
         outputs = session.get_outputs()
         names = [output.name for output in outputs if output.type.startswith("tensor")]
         return dict(zip(names, session.run(names, dict(self.inputs)), strict=True))
-
-
-def write_model(folder: Path, files: Mapping[str, bytes], config: str) -> None:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    if config:
-        (folder / "config.pbtxt").write_text(config)
 
 
 def network(name: str, graph: bytes, inputs: Mapping[str, Array], **more: Any) -> Network:
@@ -422,7 +414,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnx")
     models: list[Network | Wrong] = [*NETWORKS, *WRONG]
     for model in models:
-        write_model(folder / model.name, model.files, model.config)
+        write_model_folder(folder / model.name, model.config, model.files)
     return folder
 
 

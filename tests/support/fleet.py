@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import httpx
 
+from tests.support.model_folders import write_model_folder
 from tests.support.servers import Command, Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -92,10 +93,8 @@ QUICK: Quick = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "log_level"
 
 
 def write_echo(repository: Path, name: str, dims: int = 2, instances: int = 1) -> None:
-    folder = repository / name
-    (folder / "1").mkdir(parents=True, exist_ok=True)
-    (folder / "config.pbtxt").write_text(CONFIG.format(dims=dims, instances=instances))
-    (folder / "1" / "model.py").write_text(ECHO)
+    config = CONFIG.format(dims=dims, instances=instances)
+    write_model_folder(repository / name, config, {"1/model.py": ECHO})
 
 
 def repository(folder: Path) -> Path:

@@ -11,6 +11,7 @@ import psutil
 
 from gateway.embedded.options import REPLICA_PORT_STEP
 from gateway.embedded.reaper import SHARED_MEMORY_FOLDER
+from tests.support.model_folders import write_model_folder
 from tests.support.servers import COMPLETE_CONFIGS, Command, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -43,10 +44,8 @@ def holding(place: Path) -> str:
 
 
 def write_model(repository: Path, initialize: str = "pass") -> None:
-    folder = repository / "echo" / "1"
-    folder.mkdir(parents=True, exist_ok=True)
-    (repository / "echo" / "config.pbtxt").write_text(CONFIG)
-    (folder / "model.py").write_text(MODEL.format(initialize=initialize))
+    files = {"1/model.py": MODEL.format(initialize=initialize)}
+    write_model_folder(repository / "echo", CONFIG, files)
 
 
 class Up(Command):

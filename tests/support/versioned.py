@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from tests.support.fleet import post_to
+from tests.support.model_folders import write_model_folder
 from tests.support.servers import Triton
 
 NAME = "split"
@@ -60,10 +61,8 @@ LABELS = f"/v1/models/{NAME}/labels"
 
 
 def write_version(repository: Path, version: int, name: str = NAME, datatype: str = "FP32") -> None:
-    folder = repository / name
-    (folder / str(version)).mkdir(parents=True, exist_ok=True)
-    (folder / "config.pbtxt").write_text(CONFIG.replace("FP32", datatype))
-    (folder / str(version) / "model.py").write_text(SOURCE)
+    config = CONFIG.replace("FP32", datatype)
+    write_model_folder(repository / name, config, {f"{version}/model.py": SOURCE})
 
 
 def write_versions(repository: Path, versions: Iterable[int] = (1, 2, 3)) -> Path:
