@@ -31,8 +31,8 @@ from tests.support.uploads import (
     UNKNOWN_OPERATOR,
     Place,
     adding,
+    listed_states,
     padded,
-    replica_states,
     triton_of,
 )
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -114,7 +114,7 @@ def test_one_curl_serves_a_model_and_the_next_its_next_version(
         assert load is None or set(load.statuses) == {200}
         assert f'"version":"{number}"' in ran.stdout, ran.stdout
         assert place.infer("mine") == [1 + number, 2 + number]
-    assert replica_states(place.client, "mine") == ["READY", "READY"]
+    assert listed_states(place.client, "mine") == ["READY", "READY"]
     assert place.object_keys() == [
         MARKER,
         "mine/1/model.onnx",
@@ -347,5 +347,5 @@ def test_a_model_is_served_again_after_a_restart_of_everything(place: BucketPlac
         triton.start()
         triton.wait()
     with place.another_gateway() as (client, _):
-        wait_until(lambda: replica_states(client, "lasting") == ["READY", "READY"])
+        wait_until(lambda: listed_states(client, "lasting") == ["READY", "READY"])
         assert place.infer("lasting", client) == [3, 4]

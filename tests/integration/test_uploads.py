@@ -39,8 +39,8 @@ from tests.support.uploads import (
     UNKNOWN_OPERATOR,
     Place,
     adding,
+    listed_states,
     padded,
-    replica_states,
     triton_of,
 )
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -114,7 +114,7 @@ def test_one_curl_serves_a_model_and_the_next_its_next_version(
         assert place.infer("mine") == [1 + number, 2 + number]
         audited = place.command.wait_for(f"version={number} sha256={digest}")
         assert "PUT /v1/models/mine: succeeded" in audited
-    assert replica_states(place.client, "mine") == ["READY", "READY"]
+    assert listed_states(place.client, "mine") == ["READY", "READY"]
     files = place.client.get("/v1/models/mine/files").json()["files"]
     assert [file["path"] for file in files] == ["1/model.onnx", "2/model.onnx", "config.pbtxt"]
     of_version = place.client.get("/v1/models/mine/versions/2/files").json()["files"]
@@ -584,7 +584,7 @@ def test_a_version_whose_load_was_interrupted_by_a_kill_is_removed_at_the_next_s
         assert place.versions("cut") == ["1"]
         assert not (place.repository / "uncut").exists()
         wait_until(lambda: place.infer("cut", client) == [2, 3])
-        wait_until(lambda: replica_states(client, "cut") == ["READY", "READY"])
+        wait_until(lambda: listed_states(client, "cut") == ["READY", "READY"])
         assert hidden(place.repository) == []
 
 
@@ -642,5 +642,5 @@ def test_a_model_is_served_again_after_a_restart_of_everything(place: FolderPlac
     for triton in place.tritons:
         triton.wait()
     with place.another_gateway() as (client, _):
-        wait_until(lambda: replica_states(client, "lasting") == ["READY", "READY"])
+        wait_until(lambda: listed_states(client, "lasting") == ["READY", "READY"])
         assert place.infer("lasting", client) == [3, 4]

@@ -43,7 +43,8 @@ def padded(size: int) -> Iterator[bytes]:
         yield b"x" * min(MIB, size - start)
 
 
-def replica_states(client: httpx.Client, model: str) -> list[str]:
+def listed_states(client: httpx.Client, model: str) -> list[str]:
+    """Of a model on each replica, by the list of models."""
     models = client.get("/v1/models").json()["models"]
     (found,) = (each for each in models if each["name"] == model)
     return list(found["replicas"].values())
