@@ -88,7 +88,7 @@ def check_probe(body: bytes) -> None:
     """Raise the error of a probe that `/v2` would refuse: whoever uploads a config must not crash Triton."""
     if len(body) > MAX_PROBE_BYTES:
         raise TooLarge(f"{PROBE_PARAMETER} can have at most {MAX_PROBE_BYTES} bytes")
-    guard = JsonGuard(len(body), None, has_tensors=True)
+    guard = JsonGuard(len(body))
     for start in range(0, len(body), GUARD_CHUNK_BYTES):
         guard.feed(body[start : start + GUARD_CHUNK_BYTES])
     guard.finish()

@@ -28,6 +28,7 @@ from gateway.triton.json_guard import (
     GUARD_CHUNK_BYTES,
     SEQUENCE_ID_KEY,
     JsonGuard,
+    JsonRules,
     check_complete_json,
 )
 
@@ -50,7 +51,7 @@ def count_buffered_bytes(headers: RequestHeaders, action: Forwarding) -> int:
     length = headers.content_length
     if length is not None and length <= MAX_SMALL_BODY_BYTES:
         return length
-    if not action.has_tensors or headers.step is not None:
+    if not action.json_rules.has_tensors or headers.step is not None:
         return 0
     json_bytes = length if headers.json_bytes is None else headers.json_bytes
     if json_bytes is None:
@@ -184,7 +185,7 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
 
 async def guard_body(
     body: PassthroughBody,
-    action: Forwarding,
+    rules: JsonRules,
     length: int,
     json_bytes: int | None,
     load_signature: Callable[[], Awaitable[Signature]],
@@ -197,19 +198,10 @@ async def guard_body(
     `length` is that of the body, or its upper limit. Raises `InputMismatch` or `MalformedRequest`, for a
     stream while it is read.
     """
-    has_tensors, limits = action.has_tensors, action.key_limits
     if isinstance(body, bytes) and len(body) <= GUARD_CHUNK_BYTES:
-        has_classification = check_complete_json(
-            body, json_bytes, has_tensors=has_tensors, key_limits=limits
-        )
+        has_classification = check_complete_json(body, json_bytes, rules)
     else:
-        guard = JsonGuard(
-            length,
-            json_bytes,
-            has_tensors=has_tensors,
-            key_limits=limits,
-            refuses_sequence=refuses_sequence,
-        )
+        guard = JsonGuard(length, json_bytes, rules, refuses_sequence=refuses_sequence)
         if not isinstance(body, bytes):
             return guard_chunks(body, guard, load_signature, turn)
         await guard_chunk(body, guard, turn)

@@ -194,7 +194,7 @@ async def prepare_body(
     if json_bytes is not None and json_bytes > length:
         raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
     refuses_sequence = False
-    if not action.has_tensors:
+    if not action.json_rules.has_tensors:
         json_bytes = None  # Triton parses the whole body as JSON
     elif step is None:
         step = find_sequence_step(first, json_bytes)
@@ -204,7 +204,7 @@ async def prepare_body(
         signature = partial(services.signatures.get_signature, route.model, route.version)
         body = await guard_body(
             body,
-            action,
+            action.json_rules,
             length,
             json_bytes,
             signature,

@@ -186,7 +186,7 @@ async def read_outputs(route: MatchedRoute, reply: CompleteResponse, *, max_byte
         chunks = inflate_chunks(iterate_once(reply.body), ZLIB_WBITS[encoding])
         pieces = [piece async for piece in limit_length(chunks, max_bytes)]
         reply = reply._replace(body=b"".join(pieces))
-    if isinstance(route.action, Forwarding) and route.action.has_tensors:
+    if isinstance(route.action, Forwarding) and route.action.json_rules.has_tensors:
         return (await decode_http_response(reply)).outputs
     if len(reply.body) <= MAX_INLINE_BYTES:
         return parse_generate_outputs(reply.body)

@@ -15,7 +15,7 @@ from gateway.errors import (
     UnknownModelToTrace,
 )
 from gateway.keys import Right
-from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, KeyLimits
+from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, JsonRules
 
 SHARED_MEMORY_PATTERN: Final = "/v2/(?:system|cuda)sharedmemory"
 REGION_PATTERN: Final = "(?:/region/(?P<region>[^/]+))?"
@@ -31,8 +31,7 @@ class Forwarding:
 
     is_health_check: bool = False
     is_inference: bool = False  # requires a slot
-    has_tensors: bool = False  # the body describes tensors
-    key_limits: KeyLimits = GENERATE_KEY_LIMITS  # limits of the JSON's keys
+    json_rules: JsonRules = GENERATE_RULES  # of the body
     can_activate: bool = False  # waits for a model that is loaded on demand
 
 
@@ -72,9 +71,7 @@ READ_OR_WRITE: Final = "GET HEAD POST"
 FORWARD: Final = Forwarding()
 HEALTH: Final = Forwarding(is_health_check=True)
 METADATA: Final = Forwarding(can_activate=True)
-INFER: Final = Forwarding(
-    is_inference=True, has_tensors=True, key_limits=INFER_KEY_LIMITS, can_activate=True
-)
+INFER: Final = Forwarding(is_inference=True, json_rules=INFER_RULES, can_activate=True)
 GENERATE: Final = Forwarding(is_inference=True, can_activate=True)
 NO_SHARED_MEMORY: Final = Refusal(
     "shared memory cannot be used through the gateway; send the tensors in the body"

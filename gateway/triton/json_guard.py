@@ -25,17 +25,18 @@ import numpy as np
 from gateway.errors import InputMismatch, MalformedRequest
 
 
-class KeyLimits(NamedTuple):
+class JsonRules(NamedTuple):
     """The maximum number of keys in a request's JSON, and of consecutive keys in one object."""
 
-    total: int
-    consecutive: int
+    total_keys: int
+    consecutive_keys: int
+    has_tensors: bool = True  # it has shapes, and can have a classification and a sequence
 
 
 # tritonserver 2.51 needs 3 ns for each pair of keys of one object, and more for long ones: 2 ms for 1,000
 # short keys, 150 ms for 10,000. `generate` reads "parameters" again each time that the key occurs.
-INFER_KEY_LIMITS: Final = KeyLimits(10_000, 1000)
-GENERATE_KEY_LIMITS: Final = KeyLimits(256, 256)
+INFER_RULES: Final = JsonRules(10_000, 1000)
+GENERATE_RULES: Final = JsonRules(256, 256, has_tensors=False)
 MAX_KEY_BYTES: Final = 256
 MAX_JSON_DEPTH: Final = 1024
 MAX_SHAPE_BYTES: Final = 4096  # from the opening bracket of the list to its end
@@ -81,17 +82,15 @@ class JsonGuard:
         self,
         max_elements: int,
         json_bytes: int | None = None,
+        rules: JsonRules = INFER_RULES,
         *,
-        has_tensors: bool = True,
-        key_limits: KeyLimits = INFER_KEY_LIMITS,
         refuses_sequence: bool = False,
     ) -> None:
         self.has_classification = False
         self.json_bytes = json_bytes
         self._max_elements = max_elements
         self._remaining_json_bytes = json_bytes
-        self._has_tensors = has_tensors
-        self._key_limits = key_limits
+        self._rules = rules
         self._refuses_sequence = refuses_sequence
         self._body_bytes = 0
         # The state of the structure checks.
@@ -120,7 +119,7 @@ class JsonGuard:
             text = self._remove_escapes(text)
         if text:
             self._check_structure(text)
-            if self._has_tensors:
+            if self._rules.has_tensors:
                 self._check_guarded_keys(self._pending + text)
 
     @property
@@ -172,15 +171,15 @@ class JsonGuard:
         self._depth += 2 * opened - (len(marks) - key_count)
 
     def _count_keys(self, marks: bytes, key_count: int) -> None:
-        limits = self._key_limits
+        rules = self._rules
         self._key_count += key_count
-        if self._key_count > limits.total:
-            raise MalformedRequest(f"the JSON has more than {limits.total} keys")
-        if self._key_count > limits.consecutive:
+        if self._key_count > rules.total_keys:
+            raise MalformedRequest(f"the JSON has more than {rules.total_keys} keys")
+        if self._key_count > rules.consecutive_keys:
             rows = marks.translate(BRACE_TABLE, b"[]").split(b"{")
-            if max(len(rows[0]) + self._consecutive_keys, *map(len, rows)) > limits.consecutive:
+            if max(len(rows[0]) + self._consecutive_keys, *map(len, rows)) > rules.consecutive_keys:
                 raise MalformedRequest(
-                    f"an object of the JSON has more than {limits.consecutive} keys"
+                    f"an object of the JSON has more than {rules.consecutive_keys} keys"
                 )
         brace = max(marks.rfind(b"{"), marks.rfind(b"}"))
         self._consecutive_keys = (
@@ -232,26 +231,24 @@ class JsonGuard:
         self._pending = find_partial_key(text)
 
 
-def check_complete_json(
-    body: bytes, json_bytes: int | None, *, has_tensors: bool, key_limits: KeyLimits
-) -> bool:
+def check_complete_json(body: bytes, json_bytes: int | None, rules: JsonRules) -> bool:
     """Check a whole body of at most `GUARD_CHUNK_BYTES` like a `JsonGuard`, at less cost.
 
     Return whether the request uses classification. Raises `InputMismatch` or `MalformedRequest`.
     """
     if json_bytes is None:
-        return check_json(body, len(body), has_tensors, key_limits)
+        return check_json(body, len(body), rules)
     # The JSON before binary data is the same for all tensors of the same shapes.
     check = check_json_cached if json_bytes <= MAX_CACHED_JSON_BYTES else check_json
-    return check(body[:json_bytes], len(body), has_tensors, key_limits)
+    return check(body[:json_bytes], len(body), rules)
 
 
-def check_json(text: bytes, max_elements: int, has_tensors: bool, key_limits: KeyLimits) -> bool:
-    if not is_within_limits(text, key_limits):
-        guard = JsonGuard(max_elements, has_tensors=has_tensors, key_limits=key_limits)
+def check_json(text: bytes, max_elements: int, rules: JsonRules) -> bool:
+    if not is_within_limits(text, rules):
+        guard = JsonGuard(max_elements, rules=rules)
         guard.feed(text)
         return guard.has_classification
-    if not has_tensors:
+    if not rules.has_tensors:
         return False
     for _, dims in find_shapes(text):
         if dims is not None:
@@ -297,12 +294,12 @@ def count_elements(dims: bytes, max_elements: int) -> int:
     return 0 if is_empty else elements
 
 
-def is_within_limits(text: bytes, key_limits: KeyLimits) -> bool:
+def is_within_limits(text: bytes, rules: JsonRules) -> bool:
     """Return whether JSON of so few brackets, colons and bytes cannot exceed a limit, whatever it means."""
     return (
         b"\\" not in text
         and text.count(b"[") + text.count(b"{") <= MAX_JSON_DEPTH
-        and text.count(b":") <= key_limits.consecutive
+        and text.count(b":") <= rules.consecutive_keys
         and (len(text) <= MAX_KEY_BYTES or LONG_KEY.search(text) is None)
     )
 

@@ -49,7 +49,7 @@ import orjson
 import psutil
 import pytest
 
-from gateway.triton.json_guard import GENERATE_KEY_LIMITS, INFER_KEY_LIMITS, MAX_KEY_BYTES
+from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, MAX_KEY_BYTES
 from tests.support.errors import assert_error
 from tests.support.fake_triton import SAID, Fake, Got, Wire, ask, fake_triton, port_of
 from tests.support.model_zoo.zoo import Model, Names, T, identity, write_repository
@@ -269,8 +269,8 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
     [
         (
             GENERATE,
-            object_with(GENERATE_KEY_LIMITS.total),
-            object_with(GENERATE_KEY_LIMITS.total + 1),
+            object_with(GENERATE_RULES.total_keys),
+            object_with(GENERATE_RULES.total_keys + 1),
         ),
         (f"{GENERATE}_stream", object_with(9, MAX_KEY_BYTES), object_with(9, MAX_KEY_BYTES + 1)),
         (GENERATE, {"a": "x" * 10_000}, {"a": object_with(100_000)}),
@@ -278,7 +278,7 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
         (
             INFER,
             {"inputs": [object_with(100)] * 90},
-            {"inputs": [object_with(100)] * (INFER_KEY_LIMITS.total // 100 + 1)},
+            {"inputs": [object_with(100)] * (INFER_RULES.total_keys // 100 + 1)},
         ),
         ("/v2/models/echo/trace/setting", {"a": "b"}, object_with(100_000)),
     ],
@@ -304,7 +304,7 @@ def test_the_keys_that_pass_cost_triton_little(client: httpx.Client, triton: Tri
     """The longest of the names, the most often, in the order that costs it most: a second would be a
     hundred times as much as was measured."""
     tritons = psutil.Process(triton.pid)
-    half = GENERATE_KEY_LIMITS.total // 2
+    half = GENERATE_RULES.total_keys // 2
     names = ",".join(f'"{key:0{MAX_KEY_BYTES}}":1' for key in range(half - 2))
     again = '"parameters":{},' * half
     body = f'{{"parameters":{{{names}}},{again}"X":[1.5]}}'

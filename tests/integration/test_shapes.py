@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, InputMismatch, MalformedRequest
-from gateway.triton.json_guard import INFER_KEY_LIMITS, MAX_JSON_DEPTH, MAX_KEY_BYTES, JsonGuard
+from gateway.triton.json_guard import INFER_RULES, MAX_JSON_DEPTH, MAX_KEY_BYTES, JsonGuard
 from tests.support.model_zoo.zoo import Zoo
 
 # However slow the machine is.
@@ -104,8 +104,8 @@ def test_a_shape_without_an_end_is_refused_and_not_kept() -> None:
 
 def test_more_keys_than_any_request_has_are_refused() -> None:
     for count, found in (
-        (INFER_KEY_LIMITS.total - 20, "passed"),
-        (INFER_KEY_LIMITS.total + 1, "MalformedRequest"),
+        (INFER_RULES.total_keys - 20, "passed"),
+        (INFER_RULES.total_keys + 1, "MalformedRequest"),
     ):
         objects = [
             {f"k{n}": 1 for n in range(start, min(start + 900, count))}
@@ -304,7 +304,7 @@ def test_json_of_any_depth_reaches_nobody(client: httpx.Client, path: str, way: 
 def test_the_depth_that_is_found_is_a_parsers(inner: object, cuts: list[int], more: int) -> None:
     text = json.dumps(inner, ensure_ascii=False).encode("utf-8", "surrogatepass")
     body = b'{"a":' * (more % 2) + b"[" * more + text + b"]" * more + b"}" * (more % 2)
-    nesting = JsonGuard(len(body), has_tensors=False)
+    nesting = JsonGuard(len(body), rules=INFER_RULES._replace(has_tensors=False))
     ends = sorted(min(cut, len(body)) for cut in cuts)
     too_deep = False
     try:

@@ -15,26 +15,26 @@ from hypothesis import strategies as st
 from gateway.errors import GatewayError, InputMismatch, MalformedRequest
 from gateway.triton.json_guard import (
     ESCAPED_LETTER,
-    GENERATE_KEY_LIMITS,
+    GENERATE_RULES,
     GUARD_CHUNK_BYTES,
-    INFER_KEY_LIMITS,
+    INFER_RULES,
     MAX_EMPTY_SHAPE_PRODUCT,
     MAX_JSON_DEPTH,
     MAX_KEY_BYTES,
     MAX_SHAPE_BYTES,
     JsonGuard,
-    KeyLimits,
+    JsonRules,
     check_complete_json,
 )
 from tests.support.linearity import assert_linear, cpu_s
 
-FEW = KeyLimits(total=8, consecutive=4)
+FEW = JsonRules(total_keys=8, consecutive_keys=4)
 ROOM = 1000
 
 
-def verdict(pieces: Iterable[bytes], keys: KeyLimits = FEW, room: int = ROOM) -> str:
+def verdict(pieces: Iterable[bytes], keys: JsonRules = FEW, room: int = ROOM) -> str:
     """«refused», or «passed» and whether classes are asked for."""
-    screening = JsonGuard(room, key_limits=keys)
+    screening = JsonGuard(room, rules=keys)
     try:
         for piece in pieces:
             screening.feed(piece)
@@ -45,7 +45,7 @@ def verdict(pieces: Iterable[bytes], keys: KeyLimits = FEW, room: int = ROOM) ->
 
 def verdict_of_complete(body: bytes, json_bytes: int | None = None) -> str:
     try:
-        classes = check_complete_json(body, json_bytes, has_tensors=True, key_limits=FEW)
+        classes = check_complete_json(body, json_bytes, FEW)
     except (InputMismatch, MalformedRequest):
         return "refused"
     return "classes" if classes else "passed"
@@ -56,7 +56,7 @@ def cut(body: bytes, cuts: Iterable[int]) -> list[bytes]:
     return [body[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def expected(body: bytes, keys: KeyLimits = FEW, room: int = ROOM) -> str:
+def expected(body: bytes, keys: JsonRules = FEW, room: int = ROOM) -> str:
     """The verdict of a reading byte by byte, which has all of the body at once."""
     text = blanked(body)
     if ESCAPED_LETTER.search(text) or is_too_structured(text, keys) or has_bad_shape(text, room):
@@ -79,7 +79,7 @@ def blanked(body: bytes) -> bytes:
     return bytes(text)
 
 
-def is_too_structured(text: bytes, keys: KeyLimits) -> bool:
+def is_too_structured(text: bytes, keys: JsonRules) -> bool:
     """Too deep, too many keys in all or in a row, or too long a key."""
     depth = deepest = count = row = longest_row = 0
     key = string = 0  # bytes of the last string while only whitespace follows; of the open string
@@ -101,7 +101,9 @@ def is_too_structured(text: bytes, keys: KeyLimits) -> bool:
                 return True
             if byte not in b" \t\r\n":
                 key = 0
-    return deepest > MAX_JSON_DEPTH or count > keys.total or longest_row > keys.consecutive
+    return (
+        deepest > MAX_JSON_DEPTH or count > keys.total_keys or longest_row > keys.consecutive_keys
+    )
 
 
 def has_bad_shape(text: bytes, room: int) -> bool:
@@ -168,17 +170,17 @@ def test_keys_and_depth_of_json_are_those_of_a_parser(
 ) -> None:
     body = json.dumps(document, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     if (
-        verdict([body], INFER_KEY_LIMITS, room=1 << 62) == "refused"
+        verdict([body], INFER_RULES, room=1 << 62) == "refused"
     ):  # such as a list of texts as a shape
         assert b'"shape"' in body or b"\\u00" in body
         return
     count, depth = keys_of(document), depth_of(document)
-    assert verdict(cut(body, cuts), KeyLimits(count, count), 1 << 62) != "refused"
+    assert verdict(cut(body, cuts), JsonRules(count, count), 1 << 62) != "refused"
     if count:
-        assert verdict(cut(body, cuts), KeyLimits(count - 1, count), 1 << 62) == "refused"
+        assert verdict(cut(body, cuts), JsonRules(count - 1, count), 1 << 62) == "refused"
     deep = b"[" * (MAX_JSON_DEPTH - depth) + body
-    assert verdict(cut(deep, cuts), INFER_KEY_LIMITS, 1 << 62) != "refused"
-    assert verdict(cut(b"[" + deep, cuts), INFER_KEY_LIMITS, 1 << 62) == "refused"
+    assert verdict(cut(deep, cuts), INFER_RULES, 1 << 62) != "refused"
+    assert verdict(cut(b"[" + deep, cuts), INFER_RULES, 1 << 62) == "refused"
 
 
 def children(document: object) -> list[object]:
@@ -210,14 +212,14 @@ def body_with(count: int, in_a_row: int) -> bytes:
     return json.dumps(objects).encode()
 
 
-@pytest.mark.parametrize("limits", [INFER_KEY_LIMITS, GENERATE_KEY_LIMITS])
+@pytest.mark.parametrize("limits", [INFER_RULES, GENERATE_RULES])
 @pytest.mark.parametrize("size", [7, 1000, 1 << 20])
-def test_the_most_keys(limits: KeyLimits, size: int) -> None:
-    rows = min(limits.consecutive, limits.total)
+def test_the_most_keys(limits: JsonRules, size: int) -> None:
+    rows = min(limits.consecutive_keys, limits.total_keys)
     for count, in_a_row, right in (
-        (limits.total, rows, "passed"),
-        (limits.total + 1, rows, "refused"),
-        (limits.consecutive + 1, limits.consecutive + 1, "refused"),
+        (limits.total_keys, rows, "passed"),
+        (limits.total_keys + 1, rows, "refused"),
+        (limits.consecutive_keys + 1, limits.consecutive_keys + 1, "refused"),
     ):
         body = body_with(count, in_a_row)
         assert verdict(cut(body, range(0, len(body), size)), limits) == right
@@ -285,7 +287,7 @@ def prepare_check(start: bytes, unit: bytes, size: int) -> Callable[[], None]:
 
     def check() -> None:
         with suppress(GatewayError):
-            check_complete_json(body, None, has_tensors=True, key_limits=INFER_KEY_LIMITS)
+            check_complete_json(body, None, INFER_RULES)
 
     return check
 
@@ -294,7 +296,7 @@ def seconds(body: bytes, piece_bytes: int, enough_s: float = 0.0) -> float:
     """The least CPU time of several rounds, as long as it is not refused."""
 
     def screen() -> None:
-        guard = JsonGuard(1 << 62, key_limits=KeyLimits(1 << 60, 1 << 60))
+        guard = JsonGuard(1 << 62, rules=JsonRules(1 << 60, 1 << 60))
         with suppress(GatewayError):
             for start in range(0, len(body), piece_bytes):
                 guard.feed(body[start : start + piece_bytes])
