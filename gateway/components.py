@@ -157,19 +157,10 @@ def open_openai_servers(
     return servers
 
 
-class FleetServices(NamedTuple):
-    """The components that know the replicas and their models."""
-
-    pool: ReplicaPool
-    dispatcher: Dispatcher
-    signatures: SignatureCache
-    inference: InferenceService
-    repository: Repository
-
-
 async def open_fleet(
     settings: Settings, components: AppComponents, metrics: Metrics, stack: AsyncExitStack
-) -> FleetServices:
+) -> tuple[ReplicaPool, Dispatcher, SignatureCache, InferenceService, Repository]:
+    """Open the components that know the replicas and their models."""
     pool = ReplicaPool(components.sources, settings, components.tls, metrics)
     await stack.enter_async_context(pool)
     dispatcher = Dispatcher(pool)
@@ -182,7 +173,7 @@ async def open_fleet(
     # By their label in `gateway_file_valid`.
     files = {"keys": components.keys_file, "models": components.models_file.file}
     metrics.collector_registry.register(StateCollector(components.store, files))
-    return FleetServices(pool, dispatcher, signatures, inference, repository)
+    return pool, dispatcher, signatures, inference, repository
 
 
 async def open_activator(
@@ -213,8 +204,9 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics()
-        fleet = await open_fleet(settings, components, metrics, stack)
-        pool, dispatcher, *_, repository = fleet
+        pool, dispatcher, signatures, inference, repository = await open_fleet(
+            settings, components, metrics, stack
+        )
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
         admission = AdmissionQueue(
@@ -245,7 +237,11 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         tune_interpreter()
         yield Services(
             settings,
-            *fleet,
+            pool,
+            dispatcher,
+            signatures,
+            inference,
+            repository,
             decoders,
             admission,
             memory,
