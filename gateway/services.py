@@ -36,7 +36,6 @@ from gateway.rate_limit import RateLimiter
 from gateway.request_info import RequestInfo
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
-from gateway.tensors.images import ImageLimits
 from gateway.tensors.payload import PayloadLimits
 from gateway.tracing import Tracer
 
@@ -127,11 +126,8 @@ class Services:
         return PayloadLimits(
             max_bytes=self.settings.max_body_bytes,
             max_json_memory_bytes=self.decode_executor.max_process_bytes,
+            max_image_pixels=self.settings.max_image_pixels,
         )
-
-    @cached_property
-    def image_limits(self) -> ImageLimits:
-        return ImageLimits(self.settings.max_image_pixels)
 
     @cached_property
     def default_timeout_s(self) -> float:

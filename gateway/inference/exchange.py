@@ -121,7 +121,7 @@ class InferExchange:
         await self._acquire_slot()
         if isinstance(body, Payload):
             return body, await self._convert_payload(body)
-        arguments = (*body.args, self.signature, limits, self.services.image_limits)
+        arguments = (*body.args, self.signature, limits)
         work = decoders.run_in_process(0, self.remaining_s, body.func, *arguments)
         return await self._limit_time(work)
 
@@ -135,7 +135,7 @@ class InferExchange:
         body = await (reading if is_received else self._limit_time(reading))
         await self._acquire_slot()
         if len(body) > JSON_CODEC.max_thread_bytes:
-            arguments = (parse, body, self.signature, limits, self.services.image_limits)
+            arguments = (parse, body, self.signature, limits)
             work = decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
             return await self._limit_time(work)
         read = partial(parse, body, self.signature)
@@ -169,7 +169,8 @@ class InferExchange:
 
     async def _convert_payload(self, payload: Payload) -> InferInputs:
         decoders = self.services.decode_executor
-        inspect = partial(inspect_payload, payload, self.signature, self.services.image_limits)
+        limits = self.services.payload_limits
+        inspect = partial(inspect_payload, payload, self.signature, limits)
         is_large = estimate_payload_bytes(payload, self.signature) > LARGE_ARRAY_BYTES
         inspected = (
             await self._limit_time(decoders.run_in_thread(0, inspect)) if is_large else inspect()

@@ -14,9 +14,9 @@ from PIL import Image
 from gateway.errors import BadImage, TooLarge
 from gateway.messages import quote_text
 from gateway.tensors.image_header import ImageHeader, read_image_header, strip_metadata
+from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 
-MAX_SIDE = 16_384
 SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 # From this EXIF orientation on, width and height are swapped.
 FIRST_SIDEWAYS_ORIENTATION: Final = 5
@@ -40,14 +40,6 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 @dataclass(frozen=True)
-class ImageLimits:
-    """The limits of an image. `max_pixels` also bounds the decoded images of a request in total."""
-
-    max_pixels: int = 25_000_000
-    max_side: int = MAX_SIDE
-
-
-@dataclass(frozen=True)
 class EncodedImage:
     """An image within the limits that is not decoded yet."""
 
@@ -55,15 +47,15 @@ class EncodedImage:
     header: ImageHeader
 
 
-def inspect_image(data: bytes, limits: ImageLimits, input_name: str) -> EncodedImage:
+def inspect_image(data: bytes, limits: PayloadLimits, input_name: str) -> EncodedImage:
     """Read the header and check the limits. Raises `BadImage` or `TooLarge`."""
     header = read_image_header(data, input_name)
     width, height = header.width, header.height
     size = f"the image for input {quote_text(input_name)} has {width} × {height} pixels"
-    if header.pixels > limits.max_pixels:
-        raise TooLarge(f"{size}; the limit is {limits.max_pixels} pixels")
-    if max(width, height) > limits.max_side:
-        raise TooLarge(f"{size}; the limit is {limits.max_side} pixels per side")
+    if header.pixels > limits.max_image_pixels:
+        raise TooLarge(f"{size}; the limit is {limits.max_image_pixels} pixels")
+    if max(width, height) > limits.max_image_side:
+        raise TooLarge(f"{size}; the limit is {limits.max_image_side} pixels per side")
     return EncodedImage(data, header)
 
 

@@ -19,7 +19,7 @@ from gateway.tensors.convert import fit_part_to_shape, list_encoded_images, stac
 from gateway.tensors.data_uri import decode_base64_text, is_data_uri
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.form import MultipartForm
-from gateway.tensors.images import EncodedImage, ImageLimits, inspect_image
+from gateway.tensors.images import EncodedImage, inspect_image
 from gateway.tensors.json_body import check_json_memory
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.mismatch import build_input_mismatch, describe_inputs
@@ -101,7 +101,7 @@ def read_payload(body: bytes, content_type: str, limits: PayloadLimits) -> Paylo
 
 
 def inspect_payload(
-    payload: Payload, signature: Signature, limits: ImageLimits
+    payload: Payload, signature: Signature, limits: PayloadLimits
 ) -> InspectedPayload:
     """Assign the parts to inputs and check the headers of files, without decoding any data.
 
@@ -127,7 +127,7 @@ def count_decoded_pixels(
     encoded_images: Sequence[EncodedImage],
     input_name: str,
     spec: ImageSpec,
-    limits: ImageLimits,
+    limits: PayloadLimits,
 ) -> int:
     """Return the pixels of all decoded images, which are in memory at the same time. Raises `TooLarge`."""
     if len(encoded_images) > MAX_IMAGES:
@@ -139,15 +139,15 @@ def count_decoded_pixels(
         pixels = len(encoded_images) * spec.height * spec.width
     else:
         pixels = sum(image.header.pixels for image in encoded_images)
-    if pixels > limits.max_pixels and len(encoded_images) > 1:
+    if pixels > limits.max_image_pixels and len(encoded_images) > 1:
         raise TooLarge(
             f"the {len(encoded_images)} images for input {quote_text(input_name)} decode to {pixels} pixels; "
-            f"the limit is {limits.max_pixels} pixels; send fewer images per request"
+            f"the limit is {limits.max_image_pixels} pixels; send fewer images per request"
         )
     return pixels
 
 
-def to_inputs(payload: Payload, signature: Signature, limits: ImageLimits) -> InferInputs:
+def to_inputs(payload: Payload, signature: Signature, limits: PayloadLimits) -> InferInputs:
     """Return the model's input tensors. Raises as `inspect_payload` and `convert_payload`."""
     return convert_payload(inspect_payload(payload, signature, limits), signature)
 
@@ -179,7 +179,7 @@ def convert_payload(inspected: InspectedPayload, signature: Signature) -> InferI
     )
 
 
-def parse_encoded_part(part: Part, tensor: TensorSpec, limits: ImageLimits) -> Part:
+def parse_encoded_part(part: Part, tensor: TensorSpec, limits: PayloadLimits) -> Part:
     value = part.value
     if tensor.datatype.kind is DatatypeKind.BYTES or isinstance(value, np.ndarray):
         return part
@@ -229,11 +229,7 @@ def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]
 
 
 def decode_body(
-    body: bytes,
-    content_type: str,
-    signature: Signature,
-    limits: PayloadLimits,
-    image_limits: ImageLimits,
+    body: bytes, content_type: str, signature: Signature, limits: PayloadLimits
 ) -> tuple[Payload, InferInputs]:
     """Return the payload without its parts, and the input tensors.
 
@@ -241,20 +237,20 @@ def decode_body(
     """
     if parse_content_type(content_type)[0] == JSON:
         check_json_memory(body, limits)
-    return decode_payload(read_payload(body, content_type, limits), signature, image_limits)
+    return decode_payload(read_payload(body, content_type, limits), signature, limits)
 
 
 def decode_form(
-    form: MultipartForm, signature: Signature, limits: PayloadLimits, image_limits: ImageLimits
+    form: MultipartForm, signature: Signature, limits: PayloadLimits
 ) -> tuple[Payload, InferInputs]:
     form.check_json_memory(limits)
-    return decode_payload(form.build_payload(), signature, image_limits)
+    return decode_payload(form.build_payload(), signature, limits)
 
 
 def decode_payload(
-    payload: Payload, signature: Signature, image_limits: ImageLimits
+    payload: Payload, signature: Signature, limits: PayloadLimits
 ) -> tuple[Payload, InferInputs]:
-    inputs = to_inputs(payload, signature, image_limits)
+    inputs = to_inputs(payload, signature, limits)
     return payload._replace(parts={}), inputs
 
 
@@ -277,12 +273,8 @@ def parse_predict_body(body: bytes, signature: Signature) -> tuple[bool, list[Pa
 
 
 def decode_predict_body(
-    parse: PredictParser,
-    body: bytes,
-    signature: Signature,
-    limits: PayloadLimits,
-    image_limits: ImageLimits,
+    parse: PredictParser, body: bytes, signature: Signature, limits: PayloadLimits
 ) -> tuple[bool, list[InferInputs]]:
     check_json_memory(body, limits)
     is_columns, payloads = parse(body, signature)
-    return is_columns, [to_inputs(payload, signature, image_limits) for payload in payloads]
+    return is_columns, [to_inputs(payload, signature, limits) for payload in payloads]

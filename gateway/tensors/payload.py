@@ -13,11 +13,13 @@ from typing import Any, Final, NamedTuple
 
 @dataclass(frozen=True)
 class PayloadLimits:
-    """The limits of a request body."""
+    """The limits of a request body, and of the images in it."""
 
     max_bytes: int = 64 << 20
     max_parts: int = 128
     max_json_memory_bytes: int = 1 << 30
+    max_image_pixels: int = 25_000_000  # of one image, and of all decoded ones together
+    max_image_side: int = 16_384
 
 
 NO_PARAMETERS: Final[Mapping[str, Any]] = {}

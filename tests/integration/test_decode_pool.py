@@ -16,7 +16,8 @@ import pytest
 from gateway.decoding.pool import MAX_CALLS, DecodePool
 from gateway.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, TooLarge
-from gateway.tensors.images import ImageLimits, inspect_image
+from gateway.tensors.images import inspect_image
+from gateway.tensors.payload import PayloadLimits
 from tests.support.wait import wait_until_async
 
 MIB = 1 << 20
@@ -107,7 +108,7 @@ def test_no_more_processes_run_than_allowed() -> None:
 def test_an_error_of_the_gateway_is_raised_as_it_is() -> None:
     async def scenario(pool: DecodePool) -> None:
         with pytest.raises(BadImage) as refused:
-            await pool.run(inspect_image, (b"no image", ImageLimits(), "X"), LONG_S)
+            await pool.run(inspect_image, (b"no image", PayloadLimits(), "X"), LONG_S)
         assert refused.value.status_code == 422
         assert "'X'" in refused.value.detail
         assert len(children()) == 1  # it goes on

@@ -23,7 +23,6 @@ from gateway.model_files.received_body import parse_sha256_digest
 from gateway.sse import EventStreamScrubber
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
-from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import (
     PredictParser,
     decode_body,
@@ -42,7 +41,7 @@ from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
 
 # What is decoded here is small: large images are decoded in a process that the deadline kills.
-IMAGE_LIMITS = ImageLimits(max_pixels=100_000)
+LIMITS = PayloadLimits(max_image_pixels=100_000)
 REFUSALS = (GatewayError,)
 CHARSETS = ("utf-8", "utf-16", "gb18030", "iso2022_jp", "shift_jis")
 EVENTS = b'data: {"error":"a word"}\n\ndata: {"text":"b"}\n\nevent: end\ndata: {}\n\n'
@@ -63,12 +62,11 @@ MODELS = {
 
 
 def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
-    return lambda data: decode_body(data, content_type, MODELS[kind], PayloadLimits(), IMAGE_LIMITS)
+    return lambda data: decode_body(data, content_type, MODELS[kind], LIMITS)
 
 
 def predict_as(kind: str, parse: PredictParser = parse_predict_body) -> Callable[[bytes], object]:
-    limits = PayloadLimits()
-    return lambda data: decode_predict_body(parse, data, MODELS[kind], limits, IMAGE_LIMITS)
+    return lambda data: decode_predict_body(parse, data, MODELS[kind], LIMITS)
 
 
 def read_header(data: bytes) -> object:

@@ -16,7 +16,6 @@ from gateway.tensors.estimates import (
     LARGE_ARRAY_BYTES,
     estimate_value_bytes,
 )
-from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import build_signature
@@ -28,7 +27,7 @@ TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
 def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> InferInputs:
     tensor = {"name": "X", "datatype": datatype, "shape": shape}
     model = build_signature({"name": "m", "inputs": [tensor]}, {})
-    return to_inputs(Payload({"X": [Part(value, JSON)]}), model, ImageLimits(**limits))
+    return to_inputs(Payload({"X": [Part(value, JSON)]}), model, PayloadLimits(**limits))
 
 
 def nested(depth: int) -> Any:
@@ -47,14 +46,14 @@ def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
         shaped = {**tensor, "shape": [-1] * (1 + bool(batch))}
         model = build_signature({"name": "m", "inputs": [shaped]}, {"max_batch_size": batch})
         with pytest.raises((InputMismatch, MalformedRequest), match="32 dimensions"):
-            to_inputs(repeated, model, ImageLimits())
+            to_inputs(repeated, model, PayloadLimits())
 
 
 def test_a_requests_images_become_no_more_pixels_than_one_may_have() -> None:
     for shape, most in (([-1, 8, 8, 3], 10 * 64), ([-1, -1, -1, 3], 10 * 256)):
-        assert len(convert([png()] * 10, "FP32", shape, max_pixels=most).arrays["X"]) == 10
+        assert len(convert([png()] * 10, "FP32", shape, max_image_pixels=most).arrays["X"]) == 10
         with pytest.raises(TooLarge, match="the 11 images for input 'X' decode to"):
-            convert([png()] * 11, "FP32", shape, max_pixels=most)
+            convert([png()] * 11, "FP32", shape, max_image_pixels=most)
 
 
 LARGE = LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1
@@ -81,7 +80,7 @@ def test_what_images_become_is_known_before_they_are_decoded() -> None:
         tensor = {"name": "X", "datatype": datatype, "shape": shape}
         model = build_signature({"name": "m", "inputs": [tensor]}, {})
         screened = inspect_payload(
-            Payload({"X": [Part([png(), png()], JSON)]}), model, ImageLimits()
+            Payload({"X": [Part([png(), png()], JSON)]}), model, PayloadLimits()
         )
         assert screened.decoding_cost == 2 * 256
         assert (

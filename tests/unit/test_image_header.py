@@ -16,7 +16,8 @@ from PIL import Image
 from gateway.errors import BadImage, GatewayError, TooLarge
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.image_header.exif import read_orientation
-from gateway.tensors.images import ImageLimits, decode_image, inspect_image
+from gateway.tensors.images import decode_image, inspect_image
+from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 from tests.support.hostile_files import (
     after_size,
@@ -88,7 +89,7 @@ SPEC = ImageSpec(ChannelLayout.CHANNELS_LAST, "RGB", -1, -1)
 
 
 def read_pixels(data: bytes, spec: ImageSpec = SPEC) -> np.ndarray:
-    return decode_image(inspect_image(data, ImageLimits(), "X"), spec, "X")
+    return decode_image(inspect_image(data, PayloadLimits(), "X"), spec, "X")
 
 
 # Sound files.
@@ -282,7 +283,7 @@ def test_padding_between_segments_is_allowed_as_the_standard_does() -> None:
 
 
 def test_the_limits_of_pixels_hold_before_anything_is_decoded() -> None:
-    limits = ImageLimits(max_pixels=100, max_side=50)
+    limits = PayloadLimits(max_image_pixels=100, max_image_side=50)
     for data in (jpeg(11, 11), png(11, 11), encoded(Image.new("RGB", (11, 11)), "WEBP")):
         with pytest.raises(TooLarge, match="11 × 11 pixels; the limit is 100"):
             inspect_image(data, limits, "X")
@@ -311,7 +312,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 @settings(max_examples=300, deadline=None)
 @given(mutated_files())
 def test_a_mutated_file_is_decoded_or_refused_with_a_sentence(data: bytes) -> None:
-    limits = ImageLimits(max_pixels=100_000)
+    limits = PayloadLimits(max_image_pixels=100_000)
     for mode, height in (("RGB", -1), ("L", 5), ("RGBA", -1)):
         with suppress(GatewayError):
             image = inspect_image(data, limits, "X")

@@ -12,7 +12,6 @@ from gateway.errors import GatewayError
 from gateway.grpc_server.infer_request import read_infer_request
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
-from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser
@@ -94,7 +93,7 @@ def convert_to(datatype: str) -> Callable[[list[Any]], object]:
     """The conversion of a value for an input of any length."""
     metadata = {"name": "X", "datatype": datatype, "shape": [-1]}
     model = build_signature({"name": "m", "inputs": [metadata]}, {})
-    return lambda value: to_inputs(Payload({"X": [Part(value)]}), model, ImageLimits())
+    return lambda value: to_inputs(Payload({"X": [Part(value)]}), model, PayloadLimits())
 
 
 FORM_START = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, MalformedRequest
 from gateway.media_types import NPY
-from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.npy import read_npy
 from gateway.tensors.payload import PayloadLimits
@@ -133,7 +132,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 @given(mutated_files(), st.sampled_from(MODELS))
 def test_a_mutated_file_is_converted_or_refused_with_a_sentence(data: bytes, model: object) -> None:
     with suppress(GatewayError):
-        to_inputs(read_payload(data, NPY, PayloadLimits()), model, ImageLimits())  # type: ignore[arg-type]
+        to_inputs(read_payload(data, NPY, PayloadLimits()), model, PayloadLimits())  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None)

@@ -19,7 +19,6 @@ from gateway.openapi.model_document import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, Datatype, DatatypeKind
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
-from gateway.tensors.images import ImageLimits
 from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
 from gateway.tensors.kserve_v1 import encode_predictions, payload_from_rows
 from gateway.tensors.outputs import (
@@ -124,7 +123,9 @@ def test_of_inputs_that_are_all_optional_the_example_gives_one() -> None:
     only = model({"B": ("BYTES", [1])}, answers, 8, optional=True)
     shown = build_example_body(only)
     inputs = to_inputs(
-        read_payload(shown.text.encode(), shown.content_type, PayloadLimits()), only, ImageLimits()
+        read_payload(shown.text.encode(), shown.content_type, PayloadLimits()),
+        only,
+        PayloadLimits(),
     )
     assert inputs.arrays["B"].tolist() == [[b"some text"]]
     without = format_curl_example(model({}, answers, 8), "http://here")
@@ -222,7 +223,7 @@ def converted(
     payload: Payload, shape: list[int], batch: int, datatype: str = "INT32"
 ) -> InferInputs:
     tensor = {"X": (datatype, shape)}
-    return to_inputs(payload, model(tensor, tensor, batch), ImageLimits())
+    return to_inputs(payload, model(tensor, tensor, batch), PayloadLimits())
 
 
 def fields(*values: Any) -> Payload:
@@ -299,7 +300,7 @@ def test_a_model_that_does_not_answer_each_instance_is_at_fault(
 def test_pieces_of_a_batch_of_instances_are_counted_together() -> None:
     tensor = {"X": ("INT32", [-1])}
     pair = model(tensor, tensor, 2)
-    pieces = list(to_inputs(payload_from_rows([5, 6, 7]), pair, ImageLimits()).split(2))
+    pieces = list(to_inputs(payload_from_rows([5, 6, 7]), pair, PayloadLimits()).split(2))
     results = [
         InferResult(pair, piece.arrays, piece.is_batched, instance_count=piece.instance_count)
         for piece in pieces
@@ -331,10 +332,10 @@ def test_for_numbers_a_numpy_file_is_one_whatever_its_type() -> None:
     for shape in ([3, 2], [1, 3, 2]):  # of which the second is an image's
         tensor = {"X": ("FP32", shape)}
         for payload in (read_payload(whole, OCTET_STREAM, PayloadLimits()), form("X", whole)):
-            inputs = to_inputs(payload, model(tensor, tensor, 8), ImageLimits())
+            inputs = to_inputs(payload, model(tensor, tensor, 8), PayloadLimits())
             assert inputs.arrays["X"].ravel().tolist() == [0, 1, 2, 3, 4, 5]
             assert not inspect_payload(
-                payload, model(tensor, tensor, 8), ImageLimits()
+                payload, model(tensor, tensor, 8), PayloadLimits()
             ).decoding_cost
     with pytest.raises(MalformedRequest, match="npy header"):
         converted(form("X", whole[:-1]), [3, 2], 8)
@@ -411,7 +412,7 @@ def test_an_image_keeps_its_values_in_any_datatype_or_is_refused(datatype: Datat
     signature = model({"X": (datatype.name, [16, 16])}, {})
     payload = Payload({"": [Part(encoded(levels), "image/png")]})
     try:
-        array = to_inputs(payload, signature, ImageLimits()).arrays["X"]
+        array = to_inputs(payload, signature, PayloadLimits()).arrays["X"]
     except InputMismatch:
         assert np.array(255).astype(datatype.numpy_dtype) != 255
     else:
