@@ -23,6 +23,7 @@ STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0
 ACCESS_LOGGER: Final = "gateway.access"
 READING_METHODS: Final = ("GET", "HEAD", "OPTIONS")
+LogFields = Mapping[str, Any]
 
 OWN_RECORD_FIELDS = {"message", "asctime", "request_id", "color_message"}
 STANDARD_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys() | OWN_RECORD_FIELDS
@@ -41,9 +42,7 @@ def add_request_id(record: logging.LogRecord) -> bool:
 class LineFormatter(logging.Formatter):
     """A formatter whose lines can also be written without a record."""
 
-    def format_line(
-        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
-    ) -> str:
+    def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         raise NotImplementedError
 
     def format_record(self, record: logging.LogRecord, **fields: Any) -> str:
@@ -63,9 +62,7 @@ class JsonFormatter(LineFormatter):
             fields["exception"] = self.formatException(record.exc_info)
         return self.format_record(record, **fields)
 
-    def format_line(
-        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
-    ) -> str:
+    def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         time = f"{format_utc_second(int(time_s))}.{int(time_s % 1 * 1000):03d}+00:00"
         line = {"time": time, "level": level, "message": message, **fields}
         return escape_unprintable_json(orjson.dumps(line, default=str).decode())
@@ -76,9 +73,7 @@ class ConsoleFormatter(LineFormatter):
         line = self.format_record(record)
         return f"{line}\n{self.format_traceback(record)}" if record.exc_info else line
 
-    def format_line(
-        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
-    ) -> str:
+    def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         pairs = [
             f"{key}={escape_unprintable(str(value))}"
             for key, value in fields.items()
@@ -99,9 +94,7 @@ class TerminalFormatter(ConsoleFormatter):
     Successful reads of information are omitted, so that the page, which refreshes itself, writes nothing.
     """
 
-    def format_line(
-        self, time_s: float, level: str, message: str, fields: Mapping[str, Any]
-    ) -> str:
+    def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         is_detailed = logging.getLogger().isEnabledFor(logging.DEBUG)
         if is_detailed or fields.get("logger") != ACCESS_LOGGER:
             return super().format_line(time_s, level, message, fields)
@@ -142,8 +135,9 @@ class QueuedLogHandler(logging.Handler):
         except Exception:  # noqa: BLE001 - like every logging handler: logging must not raise
             self.handleError(record)
 
-    def write_line(self, level: str, message: str, fields: Mapping[str, Any]) -> None:
-        if line := self.line_formatter.format_line(time(), level, message, fields):
+    def write_line(self, message: str, fields: LogFields) -> None:
+        """Write a line of level INFO."""
+        if line := self.line_formatter.format_line(time(), "info", message, fields):
             self.writer.enqueue(f"{line}\n")
 
     def flush(self) -> None:
@@ -185,9 +179,7 @@ def choose_formatter(settings: Settings) -> LineFormatter:
     return TerminalFormatter() if os.isatty(STDERR) else ConsoleFormatter()
 
 
-def log_fields(
-    logger: logging.Logger, message: str, request_id: str, fields: Mapping[str, Any]
-) -> None:
+def log_fields(logger: logging.Logger, message: str, request_id: str, fields: LogFields) -> None:
     """Log a message of level INFO with these fields, as `logger.info` does with `extra`.
 
     If this module's handler is the only one, it writes the line without a record: a record with so many
@@ -196,7 +188,7 @@ def log_fields(
     handlers = logging.getLogger().handlers
     if len(handlers) == 1 and isinstance(handlers[0], QueuedLogHandler) and not logger.handlers:
         line = {"request_id": request_id, "logger": logger.name, **fields}
-        handlers[0].write_line("info", message, line)
+        handlers[0].write_line(message, line)
     else:
         logger.info("%s", message, extra=fields)
 
