@@ -134,12 +134,6 @@ def limit_unsent_bytes(descriptor: int) -> None:
             duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
-def create_protocol_limits(settings: Settings) -> ProtocolLimits:
-    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
-    limits["max_connections"] = fit_max_connections(settings.max_connections)
-    return ProtocolLimits(**limits)
-
-
 def fit_max_connections(max_connections: int) -> int:
     """Return `max_connections`, or fewer if there are not two file descriptors for each.
 
@@ -168,8 +162,9 @@ def create_uvicorn_config(
         certificate = ServerCertificate(
             settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
         )
-    limits = create_protocol_limits(settings)
-    protocol = partial(HttpProtocol, limits=limits, clients=ClientRegistry())
+    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
+    limits["max_connections"] = fit_max_connections(settings.max_connections)
+    protocol = partial(HttpProtocol, limits=ProtocolLimits(**limits), clients=ClientRegistry())
     return uvicorn.Config(
         app,
         factory=isinstance(app, str),
