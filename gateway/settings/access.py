@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from pydantic import field_validator
+from pydantic import BaseModel, field_validator
 
-from gateway.settings.values import CommaSeparated, SettingsGroup
+from gateway.settings.values import CommaSeparated
 
 ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
@@ -23,7 +23,7 @@ class ModelUploads(str, Enum):
     code = "code"
 
 
-class AccessSettings(SettingsGroup):
+class AccessSettings(BaseModel):
     keys_file: Path | None = None
     """YAML file of the API keys; triton-gateway key create writes it. Without it, inference is open to
     everyone, and administration to the gateway's own user on the same machine."""

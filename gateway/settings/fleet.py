@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from gateway.settings.bucket_url import BucketLocation, parse_bucket_url
 from gateway.settings.values import (
     CommaSeparated,
     NonNegativeSeconds,
     PositiveSeconds,
-    SettingsGroup,
 )
 
 # The key becomes part of a gRPC metadata name, which must be in lower case.
@@ -22,7 +21,7 @@ RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
 REPOSITORY_URL_EXCLUSIONS: Final = frozenset("%?#")
 
 
-class FleetSettings(SettingsGroup):
+class FleetSettings(BaseModel):
     triton_urls: CommaSeparated = ("http://127.0.0.1:8000",)
     """Comma-separated URLs of the Triton replicas. gRPC and metrics are expected on ports 8001 and 8002 of
     the same host unless the URL sets others: http://127.0.0.1:9000?grpc=9001&metrics=9002.

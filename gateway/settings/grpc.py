@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from gateway.settings.values import SettingsGroup
+from pydantic import BaseModel, Field
 
 
-class GrpcSettings(SettingsGroup):
+class GrpcSettings(BaseModel):
     grpc_port: int = Field(0, ge=0, le=65535)
     """Port on which the gateway serves Triton's gRPC API; 0 means no gRPC. up serves it on port 8001 if its
     Triton uses another one."""

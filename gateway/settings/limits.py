@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from gateway.settings.values import PositiveSeconds, SettingsGroup
+from gateway.settings.values import PositiveSeconds
 
 
-class LimitSettings(SettingsGroup):
+class LimitSettings(BaseModel):
     # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
     max_body_bytes: int = Field(64 << 20, gt=0, le=1 << 30)
     """Maximum size of a request body, as received and decompressed; 1 GiB at most."""

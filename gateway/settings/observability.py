@@ -5,9 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from urllib.parse import urlsplit
 
-from pydantic import field_validator
-
-from gateway.settings.values import SettingsGroup
+from pydantic import BaseModel, field_validator
 
 
 class LogFormat(str, Enum):
@@ -22,7 +20,7 @@ class LogLevel(str, Enum):
     error = "error"
 
 
-class ObservabilitySettings(SettingsGroup):
+class ObservabilitySettings(BaseModel):
     log_level: LogLevel = LogLevel.info
     """debug, info, warning or error."""
     log_format: LogFormat = LogFormat.console

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from gateway.settings.values import CommaSeparated, NonNegativeSeconds, SettingsGroup
+from gateway.settings.values import CommaSeparated, NonNegativeSeconds
 
 
-class OnDemandSettings(SettingsGroup):
+class OnDemandSettings(BaseModel):
     on_demand_models: CommaSeparated = ()
     """Comma-separated glob patterns, such as ocr-*, of models that are loaded when they are first requested;
     * stands for every model of the repository that is not in the models file. A model of the models file is

@@ -9,14 +9,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from gateway.settings.values import (
     MAX_SETTING_S,
     NonNegativeSeconds,
     PositiveSeconds,
-    SettingsGroup,
     split_list,
 )
 
@@ -27,7 +26,7 @@ class Dialect(str, Enum):
     torchserve = "torchserve"
 
 
-class ServerSettings(SettingsGroup):
+class ServerSettings(BaseModel):
     keep_alive_s: int = Field(75, gt=0, le=int(MAX_SETTING_S))
     """Time after which an idle client connection is closed."""
     max_header_bytes: int = Field(64 << 10, ge=1 << 10)

@@ -1,10 +1,10 @@
-"""Types of settings, and the base class of their groups."""
+"""Types of settings."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 MAX_SETTING_S: Final = 86400.0
@@ -21,10 +21,3 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SETTING_S)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=MAX_SETTING_S)]
 # pydantic-settings itself would read a tuple as JSON.
 CommaSeparated = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
-
-
-class SettingsGroup(BaseModel):
-    """A group of settings. The string below a field is its description in the documentation.
-
-    pydantic does not read these strings: to parse the source would take 20 ms of every start.
-    """
