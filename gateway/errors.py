@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import orjson
 from starlette.exceptions import HTTPException
 
+from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
 from gateway.names import normalize_version
 
@@ -105,10 +106,8 @@ class NotAcceptable(GatewayError):
 class UnrepresentableResponse(NotAcceptable):
     """The content type is supported, but cannot represent this response."""
 
-    def __init__(self, description: str, offered: Iterable[str]) -> None:
-        GatewayError.__init__(
-            self, f"the response is {description}; it is available as {join_names(offered)}"
-        )
+    def __init__(self, description: str) -> None:
+        GatewayError.__init__(self, f"the response is {description}; it is available as {JSON}")
 
 
 class RequestTooSlow(GatewayError):

@@ -225,9 +225,7 @@ def to_npy_array(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "O":
         return array
     if any(value[-1:] == b"\0" for value in array.flat):
-        raise UnrepresentableResponse(
-            "bytes that end in NUL, which a NumPy file cannot store", [JSON]
-        )
+        raise UnrepresentableResponse("bytes that end in NUL, which a NumPy file cannot store")
     width = max((len(value) for value in array.flat), default=0)
     return array.astype(f"S{max(width, 1)}")
 
@@ -236,9 +234,7 @@ def encode_raw_result(result: InferResult, content_type: str) -> EncodedBody:
     name = get_single_output_name(result)
     array = result.get_array(name)
     if array.size != 1:
-        raise UnrepresentableResponse(
-            f"{array.size} values, but a raw body holds exactly one", [JSON]
-        )
+        raise UnrepresentableResponse(f"{array.size} values, but a raw body holds exactly one")
     value = array.item()
     if not isinstance(value, bytes):
         raise BadUpstream(f"the replica returned numbers for the string output {quote_text(name)}")
