@@ -11,8 +11,8 @@ from gateway.draining import Drain
 from gateway.errors import NotFound, Overloaded
 from gateway.grpc_server.call import IncomingCall, ShuttingDown
 from gateway.grpc_server.models import EMPTY_MESSAGE
+from gateway.grpc_server.wire import LENGTH_DELIMITED, iterate_fields
 from gateway.keys import Right
-from gateway.protobuf_wire import LENGTH_DELIMITED, iterate_fields
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"

@@ -12,9 +12,9 @@ from gateway.fleet.resolver import NO_MODEL, ModelTarget
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.grpc_server.call import IncomingCall, check_size
 from gateway.grpc_server.infer_request import set_version
+from gateway.grpc_server.wire import invalid_message
 from gateway.keys import Right
 from gateway.passthrough.rules import NO_SHARED_MEMORY
-from gateway.protobuf_wire import invalid_message
 from gateway.triton.error_mapping import RequestTarget
 
 EMPTY_MESSAGE: Final = b""

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.grpc_server.call import IncomingCall, NoRequest
 from gateway.grpc_server.health import HEALTH_SERVICE
-from gateway.protobuf_wire import LENGTH_DELIMITED, encode_field, encode_number, iterate_fields
+from gateway.grpc_server.wire import LENGTH_DELIMITED, encode_field, encode_number, iterate_fields
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 REFLECTION_VERSIONS: Final = ("grpc.reflection.v1", "grpc.reflection.v1alpha")

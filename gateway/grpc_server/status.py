@@ -8,7 +8,7 @@ import grpc
 
 from gateway.error_responses import to_gateway_error
 from gateway.errors import GatewayError
-from gateway.protobuf_wire import encode_field, encode_number
+from gateway.grpc_server.wire import encode_field, encode_number
 from gateway.triton.grpc.byte_channel import Metadata
 
 MAX_DETAIL_CHARS: Final = 1024  # trailers may have 8 KiB, and contain the text twice

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from gateway.errors import InvalidModelFile
 from gateway.messages import join_names, quote_text
 from gateway.model_files.onnx_file import is_onnx_file
-from gateway.protobuf_wire import RawMessage
 
 HEAD_BYTES: Final = 64 << 10
 XML_HEAD_BYTES: Final = 4 << 10
@@ -60,9 +59,10 @@ def find_suffix(file_name: str) -> str:
     return SUFFIX_ALIASES.get(suffix, suffix)
 
 
-def identify_content(data: RawMessage) -> str:
+def identify_content(file: BinaryIO, size: int) -> str:
     """Return the suffix of the kind that the content has; empty if it is unknown."""
-    head = data[:HEAD_BYTES]
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
     recognize: Mapping[str, Callable[[], bool]] = {
         ".tar.gz": lambda: head.startswith(GZIP_MAGIC),
         ".tar": lambda: head[TAR_MAGIC_OFFSET:].startswith(TAR_MAGIC),
@@ -71,7 +71,7 @@ def identify_content(data: RawMessage) -> str:
         ".zip": lambda: head.startswith(ZIP_MAGICS),
         ".plan": lambda: head.startswith(PLAN_MAGICS),
         ".xml": lambda: is_openvino_graph(head),
-        ".onnx": lambda: is_onnx_file(data),
+        ".onnx": lambda: is_onnx_file(file, size),
     }
     return next((suffix for suffix, matches in recognize.items() if matches()), "")
 
@@ -81,12 +81,12 @@ def is_openvino_graph(head: bytes) -> bool:
     return start.startswith(XML_STARTS) and b"<net " in start
 
 
-def identify_file(data: RawMessage, file_name: str, backend: str = "") -> str:
+def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") -> str:
     """Return the suffix of the file's kind, by its content, its name and the declared backend.
 
     Raises `InvalidModelFile` if they contradict each other, or if the kind is unknown.
     """
-    content, named = identify_content(data), find_suffix(file_name)
+    content, named = identify_content(file, size), find_suffix(file_name)
     if content == ".pt" and named == ".pt2":
         content = named
     if named and content and named != content:
@@ -105,7 +105,7 @@ def identify_file(data: RawMessage, file_name: str, backend: str = "") -> str:
         return suffix
     raise InvalidModelFile(
         "the file is empty; send a model file, as curl -T FILE does"
-        if not data
+        if not size
         else "the file is not a model of a known kind, or it is incomplete; send one of "
         f"{join_names(MODEL_SUFFIXES)}, or a .zip or .tar.gz file of a model folder"
     )

@@ -37,7 +37,7 @@ from gateway.model_files.model_config import (
     parse_model_config,
     read_backend,
 )
-from gateway.model_files.onnx_file import generate_label_config
+from gateway.model_files.onnx_graph import generate_label_config
 from gateway.model_files.received_body import (
     CONFIG_FIELD,
     LABELS_FIELD,
@@ -144,10 +144,10 @@ def read_staged_config(file: StagedFile) -> bytes:
 def identify_archive(models: Sequence[ReceivedFile]) -> str:
     """Return the suffix of the archive that is the only file; empty if there is no archive."""
     for model in models:
-        with model.content.map() as data:
-            suffix = identify_content(data)
+        with model.content.path.open("rb") as stream:
+            suffix = identify_content(stream, model.content.size)
             if suffix in ARCHIVE_SUFFIXES:
-                identify_file(data, model.name)
+                identify_file(stream, model.content.size, model.name)
                 if len(models) > 1:
                     raise InvalidModelFile("an archive must be the only model file of an upload")
                 return suffix
@@ -231,8 +231,8 @@ class UploadBuilder:
             name = model.name
             is_companion = len(models) > 1 and find_suffix(name) not in FILE_KINDS
             if not is_companion:
-                with model.content.map() as data:
-                    suffix = identify_file(data, name, self._backend)
+                with model.content.path.open("rb") as stream:
+                    suffix = identify_file(stream, model.content.size, name, self._backend)
                 if self._kind is not None:
                     raise InvalidModelFile("the form contains two model files")
                 self._kind = FILE_KINDS[suffix]
@@ -278,9 +278,10 @@ class UploadBuilder:
                 return None
             found = FILE_KINDS[find_suffix(candidates[0])].file_name
             version[found] = version.pop(candidates[0])
-        known = found if find_suffix(found) in FILE_KINDS else ""
-        with version[found].map() as data:
-            return FILE_KINDS.get(identify_file(data, known, self._backend))
+        file = version[found]
+        with file.path.open("rb") as stream:
+            known = found if find_suffix(found) in FILE_KINDS else ""
+            return FILE_KINDS.get(identify_file(stream, file.size, known, self._backend))
 
     def _check_data_files(self, kind: FileKind | None) -> None:
         if kind is None or not kind.is_data:
@@ -307,8 +308,8 @@ class UploadBuilder:
             content = declare_backend(backend)
             if has_labels and self._kind.file_name == ONNX_FILE_NAME:
                 file = self._upload.versions[max(self._upload.versions)][ONNX_FILE_NAME]
-                with file.map() as data:
-                    content = generate_label_config(data, DEFAULT_LABELS_FILE)
+                with file.path.open("rb") as stream:
+                    content = generate_label_config(stream, file.size, DEFAULT_LABELS_FILE)
                 self._config = self._parse_config(content)
         else:
             return

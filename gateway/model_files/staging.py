@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from io import FileIO
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -42,15 +41,6 @@ class StagedFile(NamedTuple):
     path: Path
     size: int
     sha256: str
-
-    @contextmanager
-    def map(self) -> Iterator[bytes | mmap]:
-        """Yield the content, of which only the pages that are used are read."""
-        if not self.size:  # an empty file cannot be mapped
-            yield b""
-            return
-        with self.path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-            yield content
 
 
 class UploadAborted(Exception):

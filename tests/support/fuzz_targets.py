@@ -178,7 +178,7 @@ def upload_targets() -> Iterator[Target]:
     configs = [b'name: "m" input { name: "X" dims: [ 1 ] }', b'{"name": "m", "input": []}']
     yield Target("model configs", check_config, configs, REFUSALS)
     network = [b"\x08\x0a\x3a\x02\x0a\x00\x42\x02\x10\x12"]
-    yield Target("ONNX files", is_onnx_file, network, ())
+    yield Target("ONNX files", lambda data: is_onnx_file(BytesIO(data), len(data)), network, ())
     yield Target("digests", latin_1(parse_sha256_digest), [b"sha-256=:AAAA:"], REFUSALS)
 
 

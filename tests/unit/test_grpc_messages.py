@@ -23,7 +23,7 @@ from gateway.grpc_server.infer_request import (
     set_version,
 )
 from gateway.grpc_server.status import GRPC_CODES, describe_failure
-from gateway.protobuf_wire import encode_field, encode_varint, iterate_fields, remove_fields
+from gateway.grpc_server.wire import encode_field, encode_varint, iterate_fields, remove_fields
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION, parse_server_version
 

@@ -28,7 +28,8 @@ from gateway.model_files.folder_store import FolderStore
 from gateway.model_files.kinds import identify_content, identify_file
 from gateway.model_files.model_config import check_data_config, parse_model_config
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
-from gateway.model_files.onnx_file import generate_label_config, is_onnx_file
+from gateway.model_files.onnx_file import is_onnx_file
+from gateway.model_files.onnx_graph import generate_label_config
 from gateway.model_files.received_body import FormBody, ReceivedFile, parse_sha256_digest
 from gateway.model_files.staging import Staging
 from tests.support import network
@@ -114,12 +115,12 @@ CONTENTS = {
 @pytest.mark.parametrize("name", CONTENTS)
 def test_a_kind_is_recognized_by_its_content(name: str) -> None:
     content, suffix = CONTENTS[name]
-    assert identify_content(content) == suffix
+    assert identify_content(io.BytesIO(content), len(content)) == suffix
 
 
 @given(st.binary(max_size=64))
 def test_random_bytes_are_not_a_network(content: bytes) -> None:
-    assert not is_onnx_file(content)
+    assert not is_onnx_file(io.BytesIO(content), len(content))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_name_that_contradicts_the_content_is_refused(
     content: bytes, name: str, words: str
 ) -> None:
     with pytest.raises(InvalidModelFile, match=words):
-        identify_file(content, name)
+        identify_file(io.BytesIO(content), len(content), name)
 
 
 # Folders.
@@ -465,7 +466,7 @@ def test_no_bytes_in_a_graph_raise_anything_else(noise: bytes, place: int, cut: 
     content = ONNX[:place] + noise + (b"" if cut else ONNX[place:])
     refusal = None
     try:
-        generate_label_config(content, "labels.txt")
+        generate_label_config(io.BytesIO(content), len(content), "labels.txt")
     except GatewayError as exc:
         refusal = exc
     assert refusal is None or refusal.status == 422

@@ -1,14 +1,12 @@
 """Fields of protobuf messages, found without decoding the rest. No I/O.
 
-Nearly all of a large request are the bytes of tensors, which Triton reads from the same message, and nearly
-all of a model file are its weights. The fields of a request that the gateway needs are decoded by protobuf
-itself, so that it and Triton read the same.
+The bytes of tensors make up nearly all of a large request, and Triton reads them from the same message. The
+fields that the gateway needs are decoded by protobuf itself, so that it and Triton read the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from mmap import mmap
 from typing import Final, NamedTuple
 
 from gateway.errors import MalformedRequest
@@ -18,8 +16,6 @@ FIXED_SIZES: Final = {FIXED64: 8, FIXED32: 4}
 MAX_VARINT_BYTES: Final = 10
 MAX_FIELDS: Final = 4096  # of a message that is not decoded completely
 MAX_FIELD_NUMBER: Final = (1 << 29) - 1
-
-RawMessage = bytes | mmap
 
 
 class FieldSpan(NamedTuple):
@@ -32,7 +28,7 @@ class FieldSpan(NamedTuple):
     end: int
 
 
-def decode_varint(data: RawMessage, position: int) -> tuple[int, int]:
+def decode_varint(data: bytes, position: int) -> tuple[int, int]:
     """Return the number and the position after it. Raises `MalformedRequest`."""
     value = shift = 0
     for offset in range(MAX_VARINT_BYTES):
@@ -69,7 +65,7 @@ def encode_field(number: int, value: bytes) -> bytes:
     )
 
 
-def iterate_fields(data: RawMessage, start: int, end: int) -> Iterator[FieldSpan]:
+def iterate_fields(data: bytes, start: int, end: int) -> Iterator[FieldSpan]:
     """Yield the fields of the message between two positions. Raises `MalformedRequest`."""
     position = start
     while position < end:
