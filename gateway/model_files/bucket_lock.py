@@ -51,11 +51,8 @@ class BucketLock:
 
     def try_acquire(self) -> bool:
         """Create the lock, or take over an abandoned one, with its record."""
-        try:
+        with suppress(ObjectChanged):
             self._write()
-        except ObjectChanged:
-            pass
-        else:
             return True
         try:
             content, e_tag = self._bucket.read(self._key)

@@ -38,6 +38,7 @@ from gateway.messages import join_names
 from gateway.openapi.metrics import METRICS_RESPONSES
 from gateway.routes.dependencies import ServicesForMetrics
 from gateway.services import Services
+from gateway.tensors.media_type import parse_header_parameters
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])
@@ -253,12 +254,11 @@ def parse_quality_value(header: str, names: Sequence[str], version: str = "") ->
     """Return the weight of the first of these names in the header, else 0 (RFC 9110, section 12.4.2)."""
     weights: dict[str, float] = {}
     for entry in header.lower().split(","):
-        name, *fields = (part.strip() for part in entry.split(";"))
-        parameters = dict(part.partition("=")[::2] for part in fields)
+        name, parameters = parse_header_parameters(entry)
         try:
             weight = float(parameters.get("q", "1"))
         except ValueError:
             continue
-        if 0 <= weight <= 1 and parameters.get("version", version).strip('"') == version:
+        if 0 <= weight <= 1 and parameters.get("version", version) == version:
             weights[name] = max(weights.get(name, 0.0), weight)
     return next((weights[name] for name in names if name in weights), 0.0)
