@@ -105,6 +105,7 @@ async def prepare_http_infer(request: InferRequest, trace_headers: Headers) -> H
 class GrpcCall:
     """A call over gRPC. Cancelling the task cancels it in Triton."""
 
+    __slots__ = ()
     is_idempotent: ClassVar[bool] = False
     is_resendable: ClassVar[bool] = True
     needs_grpc: ClassVar[bool] = False  # without it, HTTP is used
@@ -166,7 +167,7 @@ class GrpcStreamCall(GrpcInferCall):
                 raise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GrpcBytesCall(GrpcCall):
     """A call of the gRPC front end, which goes to a replica as the client's bytes."""
 
@@ -192,7 +193,7 @@ class GrpcBytesCall(GrpcCall):
             raise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GrpcBytesStreamCall(GrpcCall):
     """A streaming inference with any number of responses; an attempt ends with the first."""
 
