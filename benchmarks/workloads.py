@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.requests import (
-    Request,
-    encode_form,
-    encode_jpeg,
-    encode_npy,
-    encode_v2_infer,
-)
+from benchmarks.requests import Request, encode_form, encode_jpeg, encode_npy, encode_v2_infer
 
 BATCH = 8
 EVENTS = 100

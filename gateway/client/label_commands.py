@@ -8,13 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway.client.errors import UsageError
-from gateway.client.flags import (
-    MODELS_PANEL,
-    JsonOption,
-    ModelArgument,
-    add_flags,
-    format_examples,
-)
+from gateway.client.flags import MODELS_PANEL, JsonOption, ModelArgument, add_flags, format_examples
 from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 

@@ -20,11 +20,7 @@ from zlib import crc32
 
 from gateway.errors import Conflict, NotFound, RepositoryFull, RepositoryUnavailable
 from gateway.messages import quote_text
-from gateway.model_files.entry_names import (
-    CONFIG_FILE,
-    TEMPORARY_PREFIX,
-    is_version_name,
-)
+from gateway.model_files.entry_names import CONFIG_FILE, TEMPORARY_PREFIX, is_version_name
 from gateway.model_files.folder_change import (
     FolderChange,
     is_temporary,

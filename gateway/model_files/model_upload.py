@@ -38,12 +38,7 @@ from gateway.model_files.model_config import (
     read_backend,
 )
 from gateway.model_files.onnx_graph import generate_label_config
-from gateway.model_files.received_body import (
-    CONFIG_FIELD,
-    LABELS_FIELD,
-    MODEL_FIELD,
-    ReceivedFile,
-)
+from gateway.model_files.received_body import CONFIG_FIELD, LABELS_FIELD, MODEL_FIELD, ReceivedFile
 from gateway.model_files.staging import StagedFile, Staging
 
 # Files that are or may contain code, by suffix and by their first bytes.

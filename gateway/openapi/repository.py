@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from gateway.fleet.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
-from gateway.openapi.responses import (
-    ERROR_PROPERTIES,
-    build_response,
-    build_responses,
-)
+from gateway.openapi.responses import ERROR_PROPERTIES, build_response, build_responses
 from gateway.openapi.schemas import (
     build_header_parameter,
     build_json_body,

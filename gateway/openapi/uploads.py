@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.media_types import MULTIPART, OCTET_STREAM
-from gateway.openapi.responses import (
-    OpenApiResponses,
-    build_error_responses,
-    build_response,
-)
+from gateway.openapi.responses import OpenApiResponses, build_error_responses, build_response
 from gateway.openapi.schemas import (
     BINARY_CONTENT,
     COUNT_SCHEMA,

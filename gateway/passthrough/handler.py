@@ -31,11 +31,7 @@ from gateway.passthrough.body import (
     guard_body,
     inflate_body,
 )
-from gateway.passthrough.headers import (
-    RequestHeaders,
-    header_length_error,
-    prepare_request_headers,
-)
+from gateway.passthrough.headers import RequestHeaders, header_length_error, prepare_request_headers
 from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
 from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route

@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
-from gateway.errors import (
-    Forbidden,
-    MethodNotAllowed,
-    NotFound,
-    UnknownModel,
-    UnknownModelToTrace,
-)
+from gateway.errors import Forbidden, MethodNotAllowed, NotFound, UnknownModel, UnknownModelToTrace
 from gateway.keys import Right
 from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, JsonRules
 

@@ -15,12 +15,7 @@ from gateway.inference.dry_run import build_dry_run_description
 from gateway.inference.exchange import InferExchange, open_exchange
 from gateway.inference.streams import InferStreamResponse, choose_stream_type
 from gateway.media_types import JSON
-from gateway.openapi.infer import (
-    INFER_OPENAPI,
-    INFER_RESPONSES,
-    PREDICT_OPENAPI,
-    PREDICT_RESPONSES,
-)
+from gateway.openapi.infer import INFER_OPENAPI, INFER_RESPONSES, PREDICT_OPENAPI, PREDICT_RESPONSES
 from gateway.routes.dependencies import ServicesForInference
 from gateway.tensors import kserve_v1
 from gateway.tensors.inputs import InferInputs

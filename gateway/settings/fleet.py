@@ -9,11 +9,7 @@ from typing import Any, Final
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from gateway.settings.bucket_url import BucketLocation, parse_bucket_url
-from gateway.settings.values import (
-    CommaSeparated,
-    NonNegativeSeconds,
-    PositiveSeconds,
-)
+from gateway.settings.values import CommaSeparated, NonNegativeSeconds, PositiveSeconds
 
 # The key becomes part of a gRPC metadata name, which must be in lower case.
 RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")

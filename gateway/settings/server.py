@@ -12,12 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
-from gateway.settings.values import (
-    MAX_SETTING_S,
-    NonNegativeSeconds,
-    PositiveSeconds,
-    split_list,
-)
+from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds, split_list
 
 
 class Dialect(str, Enum):

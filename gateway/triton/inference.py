@@ -14,10 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import orjson
 from tritonclient.http import InferInput
-from tritonclient.utils import (
-    TRITON_RESERVED_REQUEST_PARAMS,
-    TRITON_RESERVED_REQUEST_PARAMS_PREFIX,
-)
+from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
 from gateway.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.errors import BadUpstream, InputMismatch, MalformedRequest

@@ -26,14 +26,7 @@ from tests.support.images import encoded
 from tests.support.load import Pool, infer_v1, infer_v2, post
 from tests.support.measurements import assert_number, memory_bytes
 from tests.support.model_zoo.zoo import Names, image, write_repository
-from tests.support.servers import (
-    Command,
-    Triton,
-    free_ports,
-    gateway,
-    gateway_before,
-    workers,
-)
+from tests.support.servers import Command, Triton, free_ports, gateway, gateway_before, workers
 from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
 
 MIB = 1 << 20

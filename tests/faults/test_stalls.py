@@ -33,12 +33,7 @@ from tests.support.load import (
     p99_ms,
     statuses_of,
 )
-from tests.support.measurements import (
-    assert_number,
-    compares_numbers,
-    forget_peaks,
-    peak_bytes,
-)
+from tests.support.measurements import assert_number, compares_numbers, forget_peaks, peak_bytes
 from tests.support.model_zoo.zoo import Names, identity, image, write_repository
 from tests.support.servers import gateway, triton_on_free_ports
 from tests.support.wait import TIMEOUT_S, wait_until

@@ -13,15 +13,7 @@ import httpx
 import pytest
 
 from tests.support.errors import assert_error
-from tests.support.fleet import (
-    ECHO,
-    Fleet,
-    Load,
-    fleet_of,
-    load_behind,
-    unload_behind,
-    write_echo,
-)
+from tests.support.fleet import ECHO, Fleet, Load, fleet_of, load_behind, unload_behind, write_echo
 from tests.support.measurements import assert_number
 from tests.support.wait import wait_until
 

@@ -15,16 +15,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from tests.support.errors import assert_error
-from tests.support.fleet import (
-    BODY,
-    ECHO,
-    QUICK,
-    V2_BODY,
-    Fleet,
-    Load,
-    fleet_of,
-    repository,
-)
+from tests.support.fleet import BODY, ECHO, QUICK, V2_BODY, Fleet, Load, fleet_of, repository
 from tests.support.grpc_gateway import failure, fp32, grpc_gateway
 from tests.support.keys import INFER, bearer, entry, written
 from tests.support.servers import Triton, free_ports, gateway

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.inference_times import (
-    LastInference,
-    parse_last_inference,
-    update_last_inference,
-)
+from gateway.fleet.inference_times import LastInference, parse_last_inference, update_last_inference
 from gateway.fleet.on_demand_plan import (
     CopyLimits,
     Eviction,

@@ -17,12 +17,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import DeadlinePassed, MalformedRequest
 from gateway.triton.error_mapping import map_load_error
-from gateway.triton.grpc.byte_channel import (
-    GRPC_SERVICE,
-    ByteClient,
-    GrpcTlsFiles,
-    Metadata,
-)
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE, ByteClient, GrpcTlsFiles, Metadata
 from gateway.triton.grpc.errors import (
     HTTP_STATUS_BY_GRPC_CODE,
     NO_RESPONSE,
