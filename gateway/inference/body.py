@@ -10,8 +10,8 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
+from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
-from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
 from gateway.request_info import RequestInfo

@@ -15,9 +15,9 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
-from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.passthrough.headers import RequestHeaders
 from gateway.passthrough.rules import Forwarding
 from gateway.request_info import RequestInfo

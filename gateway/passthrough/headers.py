@@ -6,9 +6,9 @@ import re
 from typing import Final, NamedTuple
 
 from gateway.auth import KEY_HEADERS
+from gateway.body_chunks import ZLIB_WBITS
 from gateway.errors import MalformedRequest, UnsupportedEncoding
 from gateway.http_client.connection import Headers
-from gateway.inflate import ZLIB_WBITS
 from gateway.messages import quote_text
 from gateway.tensors.sequence import SequenceStep, parse_sequence_headers
 

@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 from starlette.types import Message, Send
 
+from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BadUpstream, ModelNotReady, UnknownModel
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.output_comparison import Arrays
@@ -19,7 +20,6 @@ from gateway.fleet.shadows import DROPPED, MAX_INLINE_BYTES, ShadowCopy, ShadowR
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse, UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.inflate import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.passthrough.body import BODY_FRAMING_HEADERS, iterate_once
 from gateway.passthrough.rules import Forwarding, MatchedRoute, change_version_cached
 from gateway.tensors.sequence import SequenceStep

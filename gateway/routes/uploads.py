@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
+from gateway.body_chunks import coalesce_chunks
 from gateway.errors import (
     DigestMismatch,
     Forbidden,
@@ -25,7 +26,6 @@ from gateway.errors import (
 )
 from gateway.fleet.publisher import ModelPublisher
 from gateway.inference.body import RequestBody
-from gateway.inflate import coalesce_chunks
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.model_files.entry_names import (

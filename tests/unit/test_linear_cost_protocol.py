@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from gateway import auth, keys, messages, names, tracing
+from gateway.body_chunks import ZLIB_WBITS, coalesce_chunks, inflate_chunks
 from gateway.embedded.log_filter import LogFilter
 from gateway.errors import GatewayError
 from gateway.exposition.encoder import PageFormat, encode_page, escape_help
@@ -21,7 +22,6 @@ from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
 from gateway.fleet.load_parameters import FILE_PARAMETER
 from gateway.http_client.client import CompleteResponse
-from gateway.inflate import ZLIB_WBITS, coalesce_chunks, inflate_chunks
 from gateway.messages import escape_unprintable
 from gateway.passthrough import body as request_body
 from gateway.passthrough import headers as request_headers

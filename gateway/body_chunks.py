@@ -1,4 +1,4 @@
-"""Decompression of bodies, in steps that block the event loop only briefly, and other work on chunks."""
+"""The chunks of bodies: their length is limited, they are decompressed, and joined to larger ones."""
 
 from __future__ import annotations
 
