@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
+from gateway.errors import DeadlinePassed
 from gateway.fleet.replica import ReplicaAddress, create_http_client
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
@@ -45,9 +47,14 @@ class OpenAIServers:
 
         Raises `RequestNotSent` if none does, `BadUpstream` or `DeadlinePassed`.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s  # of all attempts together
         for client in sorted(self._clients, key=attrgetter("outstanding")):
+            remaining_s = deadline - loop.time()
             try:
-                return await client.send(b"POST", path, headers, body, timeout_s=timeout_s)
+                return await client.send(b"POST", path, headers, body, timeout_s=remaining_s)
             except RequestNotSent:
                 log.warning("OpenAI server %s cannot be reached", client.authority)
+            except DeadlinePassed:
+                raise DeadlinePassed(round(timeout_s, 3)) from None
         raise RequestNotSent("no OpenAI server can be reached")

@@ -14,7 +14,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
@@ -25,8 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
+from gateway.fleet.openai_servers import OpenAIServers
+from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient, UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection
+from gateway.settings import Settings
 from tests.support.servers import free_ports
 from tests.support.wait import retry_when_late, wait_until_async
 
@@ -1378,6 +1381,24 @@ def test_a_connection_that_is_never_made_is_given_up_at_the_limit_that_comes_fir
         await wait_until_async(no_task_is_left)
 
     with blackhole() as port:
+        run(scene())
+
+
+def test_unreachable_openai_servers_share_one_deadline(run: Run) -> None:
+    async def scene() -> None:
+        options = Settings(connect_timeout_s=0.2)
+        addresses = [parse_replica_url(f"http://127.0.0.1:{port}") for port in ports]
+        # With a deadline for each, no server would be reached within 0.6 s, which is another error.
+        with (
+            closing(OpenAIServers(addresses, options, None)) as servers,
+            takes_at_least(0.3),
+            pytest.raises(DeadlinePassed, match=r"within 0\.3 s"),
+        ):
+            await servers.send(b"/v1/completions", [], b"", 0.3)
+        await wait_until_async(no_task_is_left)
+
+    with blackhole() as first, blackhole() as second, blackhole() as third:
+        ports = first, second, third
         run(scene())
 
 
