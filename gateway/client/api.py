@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import quote
 
 import httpx
@@ -13,6 +13,7 @@ import orjson
 
 from gateway.client.errors import AccessDenied, ClientError, GatewayUnreachable, translate_hints
 from gateway.client.target import Target
+from gateway.messages import quote_text
 
 API_CONNECT_TIMEOUT_S = 5.0
 ERRNO_PREFIX: Final = re.compile(r"^\[Errno -?\d+\] ")
@@ -37,16 +38,15 @@ class ApiClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> ResponseDocument:
         return self.call("GET", path)
 
-    def call(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+    def call(self, method: str, path: str, body: Any = None, **options: Any) -> ResponseDocument:
         """Return the JSON of a successful response. Raises `ClientError`."""
         return decode_json_response(self.request(method, path, body, **options))
 
-    def get_model(self, name: str, version: str = "") -> dict[str, Any]:
-        model: dict[str, Any] = self.get(model_api_path(name, version))
-        return model
+    def get_model(self, name: str, version: str = "") -> ResponseDocument:
+        return self.get(model_api_path(name, version))
 
     def request(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """Return the response of any status. `options` are those of httpx, such as `files`.
@@ -108,13 +108,29 @@ def make_response_error(response: httpx.Response) -> ClientError:
     return kind(translate_hints(message))
 
 
-def decode_json_response(response: httpx.Response) -> Any:
+class ResponseDocument(dict[str, Any]):
+    """The JSON object of a response. A missing field means that the server is not a gateway."""
+
+    def __init__(self, url: httpx.URL, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self._url = url
+
+    def __missing__(self, field: str) -> NoReturn:
+        raise not_gateway_error(self._url, f"its response has no field {quote_text(field)}")
+
+
+def decode_json_response(response: httpx.Response) -> ResponseDocument:
     try:
-        return check_status(response).json()
+        document = check_status(response).json()
     except ValueError:
-        raise GatewayUnreachable(
-            f"the server at {response.url} is not a gateway: its response is not JSON"
-        ) from None
+        document = None
+    if not isinstance(document, dict):
+        raise not_gateway_error(response.url, "its response is not a JSON object")
+    return ResponseDocument(response.url, document)
+
+
+def not_gateway_error(url: httpx.URL, reason: str) -> GatewayUnreachable:
+    return GatewayUnreachable(f"the server at {url} is not a gateway: {reason}")
 
 
 def decode_json_object(body: bytes) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +416,33 @@ def test_nobody_listens(gateway: Gateway) -> None:
     sentence = gateway.fails(3, "infer", TEXTS, "--text", "a", "--url", nobody)
     assert sentence.startswith(f"cannot reach the gateway at {nobody}: ")
     assert "is not a valid gateway URL" in gateway.fails(2, "models", "--url", "ftp://there")
+
+
+class OpenAIServer(BaseHTTPRequestHandler):
+    """A server that lists models in another format."""
+
+    def do_GET(self) -> None:
+        body = b'{"object": "list", "data": []}' if self.path == "/v1/models" else b"[]"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_is_not_a_gateway(gateway: Gateway) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OpenAIServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for what, reason in (
+            ("models", "its response has no field 'models'"),
+            ("replicas", "its response is not a JSON object"),
+        ):
+            sentence = gateway.fails(3, what, "--url", url)
+            assert sentence == f"the server at {url}/v1/{what} is not a gateway: {reason}"
+        server.shutdown()
 
 
 def test_models_and_replicas_as_tables_and_as_json(
