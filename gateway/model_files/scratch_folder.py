@@ -31,12 +31,15 @@ class ScratchFolder:
     def name_file(self) -> Path:
         """Return a new path in the folder. Raises `OSError`."""
         with self._creating:
-            if self._folder is None:
+            while self._folder is None:
                 folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
                 flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
                 self._lock = os.open(folder / LOCK_FILE, flags, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-                self._folder = folder
+                if (folder / LOCK_FILE).exists():
+                    self._folder = folder
+                else:  # another process that starts found it before it was locked
+                    os.close(self._lock)
         return self._folder / str(next(self._numbers))
 
     def close(self) -> None:

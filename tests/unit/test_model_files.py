@@ -8,6 +8,8 @@ import hashlib
 import io
 import os
 import tarfile
+import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upl
 from gateway.model_files.onnx_file import is_onnx_file
 from gateway.model_files.onnx_graph import generate_label_config
 from gateway.model_files.received_body import FormBody, ReceivedFile, parse_sha256_digest
+from gateway.model_files.scratch_folder import ScratchFolder, remove_abandoned_folders
 from gateway.model_files.staging import Staging
 from tests.support import network
 
@@ -665,3 +668,25 @@ def test_a_model_whose_folder_is_a_link_is_not_changed(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="symbolic link"):
         asyncio.run(lock())
     store.close()
+
+
+def test_a_folder_of_a_living_process_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = threading.Event()
+
+    def remove() -> None:
+        while not ended.is_set():
+            remove_abandoned_folders()
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for _ in range(1000):
+            scratch = ScratchFolder()
+            scratch.name_file().touch()
+            scratch.close()
+    finally:
+        ended.set()
+        remover.join()
