@@ -153,13 +153,15 @@ class GrpcUnaryCall(GrpcInferCall):
 class GrpcStreamCall(GrpcInferCall):
     """An inference with any number of responses; an attempt ends with the first."""
 
+    needs_grpc: ClassVar[bool] = True
+
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
     ) -> tuple[ByteStream, InferResponse | None]:
         client_metadata = build_grpc_metadata(self.request.trace_headers)
         with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             message = await self.request.encode(encode_grpc_request)
-            stream = await ByteStream.open(replica.byte_channel, self.target, message, metadata)
+            stream = await open_stream(replica, self.target, message, metadata)
             try:
                 return stream, await read_infer_response(stream, timeout_s)
             except BaseException:
@@ -207,11 +209,7 @@ class GrpcBytesStreamCall(GrpcCall):
     ) -> tuple[ByteStream, bytes | None]:
         with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
             target = self.target._replace(timeout_s=timeout_s)
-            try:
-                stream = await ByteStream.open(replica.byte_channel, target, self.message, metadata)
-            except GrpcUnreachable:
-                mark_unavailable(replica)
-                raise
+            stream = await open_stream(replica, target, self.message, metadata)
             try:
                 return stream, await stream.read_response(timeout_s)
             except BaseException:
@@ -219,10 +217,22 @@ class GrpcBytesStreamCall(GrpcCall):
                 raise
 
 
+async def open_stream(
+    replica: Replica, target: RequestTarget, message: bytes, metadata: Metadata
+) -> ByteStream:
+    try:
+        return await ByteStream.open(replica.byte_channel, target, message, metadata)
+    except GrpcUnreachable:
+        mark_unavailable(replica)
+        raise
+
+
 def mark_unavailable(replica: Replica) -> None:
     """Prefer other replicas for a while; the replica's HTTP may work."""
     if replica.byte_channel.mark_unavailable():
-        log.warning("the gRPC port of %s is unreachable; gRPC clients need it", replica.address)
+        log.warning(
+            "the gRPC port of %s is unreachable; streams and gRPC clients need it", replica.address
+        )
 
 
 async def read_infer_response(stream: ByteStream, timeout_s: float) -> InferResponse | None:

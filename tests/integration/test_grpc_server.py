@@ -26,7 +26,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION
 from tests.support.certificates import write_pair
-from tests.support.fleet import fleet_of, url_of, write_echo
+from tests.support.fleet import BODY, fleet_of, url_of, write_echo
 from tests.support.grpc_gateway import INFER, STREAM, call_bytes, failure, fp32, grpc_gateway
 from tests.support.http2 import SETTINGS, Http2Connection
 from tests.support.keys import ADMIN, entry, written
@@ -238,6 +238,22 @@ def test_a_replica_without_grpc_is_avoided(tmp_path: Path) -> None:
             shares = {at: count - before[at] for at, count in fleet.served().items()}
             assert shares == {without.address: 0, complete.address: 100}
             assert ready_replicas(client) == 2
+
+
+def test_streams_avoid_a_replica_without_grpc_after_the_first(tmp_path: Path) -> None:
+    (closed,) = free_ports(1)
+    with fleet_of(tmp_path, 2) as fleet:
+        without, complete = fleet.tritons
+        url = f"http://{without.address}?grpc={closed}"
+        with gateway_before(url, url_of(complete)) as client:
+            wait_until(lambda: ready_replicas(client) == 2)
+            for _ in range(20):
+                headers = {"Accept": "text/event-stream"}
+                response = client.post("/v1/models/echo/infer", json=BODY, headers=headers)
+                assert response.status_code == 200, response.text
+            page = client.get("/metrics").text
+            refused = f'attempts_total{{replica="{without.address}",outcome="refused"}} 1.0'
+            assert refused in page or 'outcome="refused"' not in page
 
 
 def ready_replicas(client: httpx.Client) -> int:
