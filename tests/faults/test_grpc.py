@@ -136,11 +136,11 @@ def test_a_flood_of_streams_leaves_other_clients_alone(served: GrpcGateway) -> N
 def test_long_names_of_models_are_unknown_and_not_kept(served: GrpcGateway) -> None:
     """The tables of the gateway have names as keys, and outlive the request."""
     memory, values = memory_mib(served), np.zeros((1, 4), np.float32)
-    for number in range(200):
+    for number in range(400):  # 80 MB of names
         message = infer_request(f"{number}{'x' * 200_000}", values)
         code, _ = failure(call_bytes, served.address, INFER, message)
         assert code == "NOT_FOUND"
-    assert memory_mib(served) < memory + 20
+    assert memory_mib(served) < memory + 45  # the heaps may keep 30 for the next requests
     assert serves(served)
 
 
