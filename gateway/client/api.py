@@ -103,7 +103,10 @@ def make_response_error(response: httpx.Response) -> ClientError:
     """Return the error of a response that is not successful, with the gateway's message."""
     message = decode_json_object(response.content).get("error")
     if not isinstance(message, str):
-        message = f"the gateway returned HTTP status {response.status_code}"
+        message = (
+            f"the server at {response.url} returned HTTP status {response.status_code} without an"
+            " error message; check that --url is the gateway's"
+        )
     kind = AccessDenied if response.status_code in (401, 403) else ClientError
     return kind(translate_hints(message))
 
@@ -116,7 +119,7 @@ class ResponseDocument(dict[str, Any]):
         self._url = url
 
     def __missing__(self, field: str) -> NoReturn:
-        raise not_gateway_error(self._url, f"its response has no field {quote_text(field)}")
+        raise make_wrong_server_error(self._url, f"its response has no field {quote_text(field)}")
 
 
 def decode_json_response(response: httpx.Response) -> ResponseDocument:
@@ -125,11 +128,11 @@ def decode_json_response(response: httpx.Response) -> ResponseDocument:
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise not_gateway_error(response.url, "its response is not a JSON object")
+        raise make_wrong_server_error(response.url, "its response is not a JSON object")
     return ResponseDocument(response.url, document)
 
 
-def not_gateway_error(url: httpx.URL, reason: str) -> GatewayUnreachable:
+def make_wrong_server_error(url: httpx.URL, reason: str) -> GatewayUnreachable:
     return GatewayUnreachable(f"the server at {url} is not a gateway: {reason}")
 
 

@@ -57,10 +57,11 @@ def parse_replica_url(url: str) -> ReplicaAddress:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = HTTP_PORT if parts.port is None else parts.port
     except ValueError as exc:
-        raise BadAddress(f"{url!r} is not a valid Triton address: {exc}") from None
+        raise BadAddress(f"{url!r} is not a valid address: {exc}") from None
     if not port or parts.scheme not in TLS_BY_SCHEME or not parts.hostname or parts.path.strip("/"):
         raise BadAddress(
-            f"{url!r} is not a valid Triton address; write http://HOST:8000 or dns+http://NAME:8000"
+            f"{url!r} is not a valid address; write http://HOST:8000, or for Tritons also"
+            " dns+http://NAME:8000"
         )
     ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):

@@ -349,4 +349,4 @@ def test_a_wrong_setting_is_named() -> None:
 def test_a_wrong_address_is_named() -> None:
     with Command("serve", environment={"GATEWAY_TRITON_URLS": "ftp://x"}) as serve:
         assert serve.end() == 1
-    assert "'ftp://x' is not a valid Triton address" in serve.lines[-1]
+    assert "'ftp://x' is not a valid address" in serve.lines[-1]
