@@ -112,6 +112,8 @@ def attacking(port: int, wire: bytes, connections: int) -> Iterator[Counter[str]
     process = SPAWN.Process(target=attack, args=(pipe, stop, port, wire, connections))
     process.start()
     try:
+        assert results.poll(5 * TIMEOUT_S)
+        results.recv()  # its imports cost more than the attack
         yield statuses
         stop.set()
         assert results.poll(5 * TIMEOUT_S)
@@ -123,6 +125,7 @@ def attacking(port: int, wire: bytes, connections: int) -> Iterator[Counter[str]
 
 def attack(pipe: Pipe, stop: Event, port: int, wire: bytes, connections: int) -> None:
     os.nice(NICENESS)
+    pipe.send("ready")
     statuses: Counter[str] = Counter()
 
     async def send() -> None:
@@ -160,7 +163,10 @@ def measure(target: Target) -> Latencies:
     for samples in seen:
         assert set(statuses_of(samples)) == {200}
         assert len(samples) > count // 2
-    return Latencies(*map(p99_ms, seen))
+    # The processes that send them do not start at once, and starting one takes CPU time from the others.
+    began_at = max(samples[0].at for samples in seen)
+    measured = ([each for each in samples if each.at >= began_at] for samples in seen)
+    return Latencies(*map(p99_ms, measured))
 
 
 @pytest.mark.long
