@@ -38,7 +38,8 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import triton_on_free_ports
 from tests.support.tools import of_models
 
-PREPARED, PLAIN = "nginx, prepared tensor", "plain FastAPI"
+PREPARED, PREPARED_V2 = "nginx, prepared tensor", "gateway /v2, prepared tensor"
+PLAIN = "plain FastAPI"
 SMALL_PATH = "/v2/models/small/infer"
 
 
@@ -62,6 +63,7 @@ def friendly(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: in
         path = f"/v1/models/{work.model}/infer"
         targets = [
             Target(PREPARED, nginx_url + work.prepared_path, nginx, work.prepared_request),
+            Target(PREPARED_V2, gateway_url + work.prepared_path, gateway, work.prepared_request),
             Target("gateway /v1", gateway_url + path, gateway, work.request),
             Target(PLAIN, plain_url + work.plain_path, plain, work.plain_request),
         ]
@@ -153,13 +155,19 @@ def large(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
 
 
 def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
-    """Measure a second worker. It helps only with enough cores for it, wrk and Triton."""
-    one = stack.enter_context(servers.gateway(triton.options.url))
-    two = stack.enter_context(servers.gateway(triton.options.url, workers=2))
+    """Measure a second worker, also of nginx. It helps only with enough cores for it, wrk and Triton."""
     request = encode_v2_infer(np.ones((1, 256), np.float32), "FP32")
+    address = f"127.0.0.1:{triton.options.http_port}"
+    running = {
+        "one worker": servers.gateway(triton.options.url),
+        "two workers": servers.gateway(triton.options.url, workers=2),
+        "nginx, one worker": servers.nginx(address),
+        "nginx, two workers": servers.nginx(address, workers=2),
+    }
     targets = [
         Target(name, f"{url}{SMALL_PATH}", process, request)
-        for name, (url, process) in {"one worker": one, "two workers": two}.items()
+        for name, server in running.items()
+        for url, process in [stack.enter_context(server)]
     ]
     yield from format_table(
         "1 KB, 32 connections, workers", run_rounds(targets, 32, seconds, count), "one worker"

@@ -22,7 +22,7 @@ from gateway.errors import Forbidden, Unauthenticated
 from gateway.keys import Caller, KeysFile, Right, Role
 from gateway.messages import quote_text
 from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
-from gateway.request_info import ManagementCall, read_headers
+from gateway.request_info import ManagementCall, read_head
 
 KEYS_FILE_POLL_S: Final = 0.5
 AUTHORIZATION: Final = b"authorization"
@@ -80,7 +80,7 @@ class Authenticator:
         if file is None:
             return self._anonymous
         try:
-            if (caller := file.find_caller(read_headers(scope, hash_key))) is None:
+            if (caller := file.find_caller(read_head(scope, hash_key))) is None:
                 raise Unauthenticated("unknown key")
         except Unauthenticated:
             path: str = scope["path"]
@@ -133,9 +133,9 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     return key
 
 
-def hash_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def hash_key(scope: Scope) -> bytes:
     """Return the SHA-256 of a request's key. Raises `Unauthenticated`."""
-    return hashlib.sha256(extract_key(headers)).digest()
+    return hashlib.sha256(extract_key(scope["headers"])).digest()
 
 
 def read_password(credentials: bytes) -> bytes:

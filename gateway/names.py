@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote
 
@@ -17,12 +18,16 @@ MAX_MODEL_NAME_CHARS: Final = 256  # no file system has longer names
 
 
 def is_model_name(name: str) -> bool:
-    """Return whether a name stays a single path segment however often it is percent-decoded.
+    """Return whether a model can have this name.
 
     A name in a gRPC message can have any length, and names are keys of tables that outlive their request.
     """
-    if len(name) > MAX_MODEL_NAME_CHARS:
-        return False
+    return len(name) <= MAX_MODEL_NAME_CHARS and is_path_segment(name)
+
+
+@lru_cache(1024)
+def is_path_segment(name: str) -> bool:
+    """Return whether a name stays a single path segment however often it is percent-decoded."""
     for _ in range(MAX_DECODINGS + 1):
         if name in DOT_SEGMENTS or FORBIDDEN_CHARACTERS.search(name):
             return False

@@ -60,16 +60,16 @@ class RequestInfo:
     caller: Caller = field(init=False, repr=False)  # set by the authentication
 
 
-def read_headers(scope: Scope, read: Callable[[list[tuple[bytes, bytes]]], T]) -> T:
-    """Return what the function reads in the headers; it reads a repeated header once.
+def read_head(scope: Scope, read: Callable[[Scope], T]) -> T:
+    """Return what the function reads in the request line and the headers; it reads a repeated head once.
 
-    The requests with that header share the result, which must not be changed.
+    The requests with that head share the result, which must not be changed.
     """
     facts: dict[Any, T] | None = scope.get(HEADER_FACTS)
     if facts is None:
-        return read(scope["headers"])
+        return read(scope)
     if read not in facts:
-        facts[read] = read(scope["headers"])
+        facts[read] = read(scope)
     return facts[read]
 
 

@@ -51,6 +51,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     chunks, more = [], True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return
         chunks.append(message["body"])
         more = message["more_body"]
     lines = [scope["method"].encode(), b" ", scope["raw_path"], b" HTTP/1.1\r\n"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
@@ -14,7 +14,7 @@ from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
 from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
-from gateway.request_info import RequestInfo
+from gateway.request_info import RequestInfo, read_head
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import InferInputs, decode_body, decode_form, read_payload
@@ -37,6 +37,24 @@ class DeferredPayload(partial[Payload]):
     """The decoding of a body that takes too long for the event loop, but not for a thread."""
 
 
+class BodyHeaders(NamedTuple):
+    """The headers of a request that describe its body, and all headers by name."""
+
+    fields: Mapping[bytes, bytes]  # the first of each name
+    content_type: str
+    content_length: int | None
+
+
+def read_body_headers(scope: Scope) -> BodyHeaders:
+    fields = dict(reversed(scope["headers"]))
+    declared = fields.get(b"content-length", b"")
+    return BodyHeaders(
+        fields,
+        fields.get(b"content-type", b"").decode("latin-1"),
+        int(declared) if declared.isdigit() else None,
+    )
+
+
 class RequestBody:
     """The body of a request and the headers that describe it, by their names in lower case."""
 
@@ -53,10 +71,7 @@ class RequestBody:
     )
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # each name's first
-        self.content_type = self.headers.get(b"content-type", b"").decode("latin-1")
-        declared = self.headers.get(b"content-length", b"")
-        self.content_length = int(declared) if declared.isdigit() else None
+        self.headers, self.content_type, self.content_length = read_head(scope, read_body_headers)
         self._info: RequestInfo = scope["request_info"]
         self._receive = receive
         self._is_started = False

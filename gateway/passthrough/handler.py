@@ -35,7 +35,7 @@ from gateway.passthrough.headers import RequestHeaders, header_length_error, pre
 from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
 from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
-from gateway.request_info import RequestInfo, read_headers
+from gateway.request_info import RequestInfo, read_head
 from gateway.services import Services
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
@@ -49,7 +49,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
     route: MatchedRoute | None = None
     info: RequestInfo = scope["request_info"]
     try:
-        route = find_route(scope["raw_path"].decode("latin-1"), scope["method"])
+        route = read_head(scope, find_route)
         action = route.action
         info.route = route.template
         route, labelled = resolve_route(services, scope, route)
@@ -120,7 +120,7 @@ async def forward_request(
     """Return Triton's successful response. For an inference, the caller must release the slot."""
     rule, model = route.rule, route.model
     info: RequestInfo = scope["request_info"]
-    headers = read_headers(scope, prepare_request_headers)
+    headers = read_head(scope, prepare_request_headers)
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s

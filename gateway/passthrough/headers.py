@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
+from starlette.types import Scope
+
 from gateway.auth import KEY_HEADERS
 from gateway.body_chunks import ZLIB_WBITS
 from gateway.errors import MalformedRequest, UnsupportedEncoding
@@ -64,12 +66,12 @@ class RequestHeaders(NamedTuple):
     step: SequenceStep | None = None
 
 
-def prepare_request_headers(headers: Headers) -> RequestHeaders:
+def prepare_request_headers(scope: Scope) -> RequestHeaders:
     """Raises `MalformedRequest` or `UnsupportedEncoding`."""
     forwarded: Headers = []
     special: Headers = NO_HEADERS
     length: int | None = None
-    for header in headers:
+    for header in scope["headers"]:
         name = header[0]
         if name == b"content-length":
             length = int(header[1])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from starlette.types import Scope
+
 from gateway.errors import Forbidden, MethodNotAllowed, NotFound, UnknownModel, UnknownModelToTrace
 from gateway.keys import Right
 from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, JsonRules
@@ -135,10 +137,11 @@ def is_passthrough(raw_path: bytes) -> bool:
     return not raw_path.startswith(b"/v2/repository") and raw_path not in FLEET_PATHS
 
 
-def find_route(path: str, method: str) -> MatchedRoute:
-    return (match_route_cached if len(path) <= MAX_CACHED_PATH_LENGTH else match_route)(
-        path, method
-    )
+def find_route(scope: Scope) -> MatchedRoute:
+    """Raises as `match_route`."""
+    path = scope["raw_path"].decode("latin-1")
+    match = match_route_cached if len(path) <= MAX_CACHED_PATH_LENGTH else match_route
+    return match(path, scope["method"])
 
 
 def match_route(path: str, method: str) -> MatchedRoute:

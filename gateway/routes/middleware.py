@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import perf_counter
+from typing import NamedTuple
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
@@ -21,7 +22,7 @@ from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
 from gateway.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
-from gateway.request_info import RequestInfo, current_request_info, read_headers
+from gateway.request_info import RequestInfo, current_request_info, read_head
 from gateway.routes.infer import InferenceRoute, find_inference_route
 from gateway.services import Services
 from gateway.tracing import Trace, create_request_id, find_request_id, is_probe
@@ -31,6 +32,23 @@ log = logging.getLogger(ACCESS_LOGGER)
 # Browsers must not run a model's output as a page of the gateway's origin.
 MODEL_PATH_PREFIXES = ("/v1/", "/predictions/")
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
+
+
+class RequestHead(NamedTuple):
+    """Facts in the request line and the headers, which repeated requests share."""
+
+    request_id: str  # "" for a new one
+    route_group: str
+    inference_route: InferenceRoute | None
+
+
+def parse_head(scope: Scope) -> RequestHead:
+    is_v2 = is_passthrough(scope["raw_path"])
+    return RequestHead(
+        find_request_id(scope["headers"]),
+        V2_ROUTE if is_v2 else V1_ROUTE,
+        None if is_v2 else choose_inference_route(scope),
+    )
 
 
 class GatewayMiddleware:
@@ -46,13 +64,13 @@ class GatewayMiddleware:
             await self._framework(scope, receive, send)
             return
         started = perf_counter()
-        info = RequestInfo(read_headers(scope, find_request_id) or create_request_id())
+        request_id, route_group, inference_route = read_head(scope, parse_head)
+        info = RequestInfo(request_id or create_request_id())
         current_request_info.set(info)
         scope["request_id"] = info.request_id
         scope["request_info"] = info
         if services.tracer is not None and not is_probe(scope["path"]):
             info.trace = services.tracer.start_trace(scope["method"], scope["headers"])
-        route_group = V2_ROUTE if is_passthrough(scope["raw_path"]) else V1_ROUTE
         in_flight = services.metrics.in_flight
         in_flight[route_group] += 1
         status = CLIENT_CLOSED_REQUEST
@@ -63,8 +81,8 @@ class GatewayMiddleware:
                 await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
-            elif (route := choose_inference_route(scope)) is not None:
-                status = await serve_inference(services, route, scope, receive, send)
+            elif inference_route is not None:
+                status = await serve_inference(services, inference_route, scope, receive, send)
             else:
                 status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:

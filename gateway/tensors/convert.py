@@ -106,6 +106,8 @@ def convert_nested_lists(value: Any, tensor: TensorSpec) -> np.ndarray:
 
 def flatten_lists(value: Any, tensor: TensorSpec) -> tuple[list[Any], tuple[int, ...]]:
     """Return the leaves of nested lists and the shape, without a Python call per number."""
+    if type(value) not in (list, dict):
+        return [value], ()
     level, shape = [value], []
     while level and set(map(type, level)) == {list}:
         lengths = set(map(len, level))
@@ -261,6 +263,8 @@ def fit_part_to_shape(
     is_json_list = isinstance(part.value, list)
     if not supports_batching:
         return fit_unbatched_array(array, tensor), False
+    if array.ndim == 0 and tensor.can_be_single:
+        return array.reshape((1,) * (len(shape) + 1)), False
     if shape == (1,) and array.ndim == 1 and (is_json_list or len(array) != 1):
         array = array.reshape(-1, 1)  # a list of single values is a batch
     if array.ndim == len(shape) + 1 and is_compatible_shape(array.shape[1:], shape):
@@ -269,8 +273,6 @@ def fit_part_to_shape(
         return array, True
     if is_compatible_shape(array.shape, shape):
         return array[np.newaxis], False
-    if array.ndim == 0 and tensor.can_be_single:
-        return array.reshape((1,) * (len(shape) + 1)), False
     raise build_input_mismatch(tensor, describe_array(array.shape))
 
 

@@ -22,10 +22,13 @@ IMAGE_HEADER_COST_BYTES: Final = LARGE_ARRAY_BYTES // 4
 
 def estimate_payload_bytes(payload: Payload, signature: Signature) -> int:
     """Return the approximate size, or any number above `LARGE_ARRAY_BYTES` for a large payload."""
-    values = (part.value for parts in payload.parts.values() for part in parts)
-    if signature.accepts_only_bytes:  # a file is an element as it is
-        values = (value for value in values if not isinstance(value, bytes))
-    return sum(map(estimate_value_bytes, values))
+    size = 0
+    for parts in payload.parts.values():
+        for part in parts:
+            # A file is an element of BYTES as it is.
+            if not (signature.accepts_only_bytes and isinstance(part.value, bytes)):
+                size += estimate_value_bytes(part.value)
+    return size
 
 
 def estimate_value_bytes(value: Any) -> int:

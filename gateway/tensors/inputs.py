@@ -112,13 +112,13 @@ def inspect_payload(
     for name, assigned_parts in assign_parts(payload, signature).items():
         tensor = signature.inputs[name]
         parts[name] = [parse_encoded_part(part, tensor, limits) for part in assigned_parts]
+        if (spec := tensor.image_spec) is None:
+            continue
         pictures = [image for part in parts[name] for image in list_encoded_images(part.value)]
-        if pictures and tensor.image_spec is not None:
+        if pictures:
             cost += sum(image.header.decoding_cost for image in pictures)
-            pixels = count_decoded_pixels(pictures, tensor.name, tensor.image_spec, limits)
-            size_bytes += (
-                pixels * len(tensor.image_spec.mode) * tensor.datatype.numpy_dtype.itemsize
-            )
+            pixels = count_decoded_pixels(pictures, tensor.name, spec, limits)
+            size_bytes += pixels * len(spec.mode) * tensor.datatype.numpy_dtype.itemsize
     rows = max(map(len, payload.parts.values()), default=0) if payload.is_stacked else 0
     return InspectedPayload(parts, payload.is_stacked, rows, cost, size_bytes)
 
@@ -209,7 +209,7 @@ def is_encoded_image(value: Any) -> bool:
 def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
     parts = {name: values for name, values in payload.parts.items() if values}
     required = signature.required_inputs or list(signature.inputs.values())
-    if len(parts) == 1 and len(required) == 1 and not parts.keys() & signature.inputs.keys():
+    if len(parts) == 1 and len(required) == 1 and signature.inputs.keys().isdisjoint(parts):
         return {required[0].name: next(iter(parts.values()))}
     unknown = [name for name in parts if name not in signature.inputs]
     if unknown:

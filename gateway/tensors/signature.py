@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,11 +54,11 @@ class TensorSpec:
     has_labels: bool = False
     example: str = ""  # a text, JSON, or a file as a data: URI
 
-    @property
+    @cached_property
     def is_numeric(self) -> bool:
         return self.datatype.kind in (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
 
-    @property
+    @cached_property
     def can_be_single(self) -> bool:
         """Return whether the shape allows a tensor of one value."""
         return all(size in (1, -1) for size in self.shape)
@@ -72,7 +73,7 @@ class TensorSpec:
     def has_class_labels(self) -> bool:
         return self.has_labels and self.can_classify
 
-    @property
+    @cached_property
     def image_spec(self) -> ImageSpec | None:
         """The layout and size of an image for this input, or None if the shape is not an image shape.
 
@@ -118,7 +119,7 @@ class Signature:
     # The number of classes to return by output, for requests that do not ask for another number.
     default_class_counts: Mapping[str, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def supports_batching(self) -> bool:
         # Triton adds a first dimension, which `shape` omits, to all tensors of such a model.
         return self.max_batch_size > 0
@@ -129,16 +130,16 @@ class Signature:
         tensors = [*self.inputs.values(), *self.outputs.values()]
         return self.supports_batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
 
-    @property
+    @cached_property
     def is_cancellable(self) -> bool:
         # The inference is cancelled in Triton when the client disconnects.
         return self.parameters.get("gateway.cancellable", "").strip().lower() == "true"
 
-    @property
+    @cached_property
     def required_inputs(self) -> list[TensorSpec]:
         return [tensor for tensor in self.inputs.values() if not tensor.is_optional]
 
-    @property
+    @cached_property
     def accepts_only_bytes(self) -> bool:
         return all(tensor.datatype.kind is DatatypeKind.BYTES for tensor in self.inputs.values())
 

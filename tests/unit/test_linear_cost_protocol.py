@@ -75,7 +75,9 @@ def rewritten(text: str) -> None:
 
 
 def header(name: bytes) -> Callable[[bytes], object]:
-    return lambda value: request_headers.prepare_request_headers([(b"host", b"a"), (name, value)])
+    return lambda value: request_headers.prepare_request_headers(
+        {"headers": [(b"host", b"a"), (name, value)]}
+    )
 
 
 def events(data: bytes) -> None:
