@@ -164,8 +164,8 @@ def test_a_process_that_dies_costs_only_its_call() -> None:
         pid = await pool.run(os.getpid, (), LONG_S)
         process = psutil.Process(pid)
         process.kill()  # while it has nothing to do
-        # Its command line disappears before its socket is closed.
-        await wait_until_async(lambda: not process.is_running() or process.status() == "zombie")
+        # A zombie may have threads that still hold its socket.
+        await wait_until_async(lambda: not process.is_running())
         assert await pool.run(os.getpid, (), LONG_S) != pid
 
     run(scenario, size=1)
