@@ -155,28 +155,22 @@ def to_inputs(payload: Payload, signature: Signature, limits: PayloadLimits) -> 
 def convert_payload(inspected: InspectedPayload, signature: Signature) -> InferInputs:
     """Return the model's input tensors. Raises `InputMismatch` or `BadImage`."""
     arrays: dict[str, np.ndarray] = {}
-    batched: dict[str, bool] = {}
+    supports_batching, is_any_batched = signature.supports_batching, False
     for name, parts in inspected.parts.items():
-        tensor = signature.inputs[name]
+        tensor, is_batched = signature.inputs[name], True
         if inspected.is_stacked or len(parts) > 1:
-            arrays[name], batched[name] = (
-                stack_parts(parts, tensor, signature.supports_batching),
-                True,
-            )
+            arrays[name] = stack_parts(parts, tensor, supports_batching)
         else:
-            arrays[name], batched[name] = fit_part_to_shape(
-                parts[0], tensor, signature.supports_batching
-            )
+            arrays[name], is_batched = fit_part_to_shape(parts[0], tensor, supports_batching)
+        is_any_batched = is_any_batched or is_batched
     rows = inspected.instance_count
-    if not signature.supports_batching:
+    if not supports_batching:
         return InferInputs(arrays, instance_count=rows)
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if len(set(sizes.values())) > 1:
-        counts = join_names(f"{quote_text(name)} has {size}" for name, size in sizes.items())
-        raise InputMismatch(f"the inputs have different batch sizes: {counts}")
-    return InferInputs(
-        arrays, next(iter(sizes.values()), 0), any(batched.values()), instance_count=rows
-    )
+    sizes = set(map(len, arrays.values()))
+    if len(sizes) > 1:
+        counts = (f"{quote_text(name)} has {len(array)}" for name, array in arrays.items())
+        raise InputMismatch(f"the inputs have different batch sizes: {join_names(counts)}")
+    return InferInputs(arrays, max(sizes, default=0), is_any_batched, instance_count=rows)
 
 
 def parse_encoded_part(part: Part, tensor: TensorSpec, limits: PayloadLimits) -> Part:
