@@ -9,8 +9,7 @@ RELEASE := .venv-release
 RESNET50 := .venv-resnet50
 # Number of parallel test processes: tests wait more than they compute. JOBS=0 uses one process, for a debugger.
 JOBS ?= 4
-# COVERAGE=1 measures line coverage, including the processes that the tests start.
-PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
@@ -34,8 +33,8 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 # The processes that the tests start would otherwise compile the gateway again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-unit rerun-failed coverage coverage-report faults soak fuzz containers page check fmt
-.PHONY: compile-tests clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
+.PHONY: help run test test-long test-all test-unit durations rerun-failed soak containers page check fmt
+.PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,52 +42,42 @@ help: ## List the commands
 run: $(VENV)/.gateway models ## Start an embedded Triton with two demonstration models, and the gateway; ARGS="--port 9000"
 	@exec $(BIN)/triton-gateway up $(ARGS)
 
-test: $(VENV)/.dev models examples ## Run every test but the longest; ARGS="-k name" selects
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not containers" $(ARGS)
+test: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the tests of every capability and kind of fault (5 minutes)
+	@$(PYTEST) -m "not long and not soak and not containers" $(ARGS)
 
-# Tests that start no other process, for fast feedback.
+test-long: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the other tests: full tables, simulations, fuzzing, all documents
+	@$(PYTEST) -m "long and not soak and not containers" --hypothesis-profile=long $(ARGS)
+
+test-all: test test-long ## Run both
+
 test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long" tests/unit $(ARGS)
+	@$(PYTEST) -m "not long and not soak" $(wildcard tests/core/unit tests/*/*/unit tests/project/unit) $(ARGS)
+
+# Record the time of each group of tests; the longest start first.
+durations: $(VENV)/.dev models examples
+	@$(PYTEST) -m "not soak and not containers" --record-durations $(ARGS)
 
 # Compile the tests as pytest does, once: each process of `make test` would. `make test` reports what is wrong.
-compile-tests: $(VENV)/.dev
+.pytest_cache/compiled: $(VENV)/.dev
 	-@$(BIN)/python -m pytest -n 0 --collect-only -qq > /dev/null 2>&1
+	@mkdir -p $(@D) && touch $@
 
 # Rerun the tests that failed in the last run; one that passes now is reported as flaky.
 rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones
 	@$(BIN)/python -m tests.rerun_failed $(ARGS)
 
-coverage: ## Run the tests and report the least covered modules
-	@rm -f .coverage .coverage.*
-	@$(MAKE) test COVERAGE=1
-	@$(MAKE) coverage-report
-
-# Print the ten least covered modules and the total; fails below the minimum in pyproject.toml.
-coverage-report: $(VENV)/.dev
-	@$(BIN)/python -m coverage combine --quiet 2>/dev/null; rm -f .coverage.*  # files of processes that were killed
-	@$(BIN)/python -m coverage report --sort=cover --skip-empty --fail-under=0 | sed -n 1,12p
-	@echo "covered, in percent: $$($(BIN)/python -m coverage report --format=total --fail-under=0)"
-	@$(BIN)/python -m coverage report --format=total > /dev/null
-
-# Run sequentially, because most of these tests measure.
-faults: $(VENV)/.dev models ## Provoke every fault of docs/faults.md and print what was measured
-	@$(BIN)/python -m tests.faults $(ARGS)
-
-# Hostile requests at full speed alongside good traffic, for an hour; MINUTES=5 for less.
-soak: $(VENV)/.dev models ## Send hostile and good requests for an hour; MINUTES=5 for less
-	@MINUTES=$(or $(MINUTES),60) $(BIN)/python -m tests.soak
-
-# Mutated bytes for every parser of client or replica data, for ten minutes; MINUTES=1 for less.
-fuzz: $(VENV)/.dev ## Mutate bytes for every parser for ten minutes; MINUTES=1 for less
-	@MINUTES=$(or $(MINUTES),10) $(BIN)/python -m tests.fuzz
+# Run sequentially, because most of these tests measure: times, rates and memory are compared with their limits.
+soak: $(VENV)/.dev models ## Run for an hour: measure faults, mutate bytes, send hostile requests
+	@TRITON_GATEWAY_COMPARE_NUMBERS=1 $(BIN)/python -m pytest -n 0 -s -m "soak or fault" $(ARGS)
+	@$(BIN)/python -m tests.soak
 
 # Build and run the images without a registry or a cluster; reports missing tools.
 containers: $(VENV)/.dev ## Build and run the images without a registry
-	@$(BIN)/python -m pytest -n 0 -s -v tests/system/test_containers.py $(ARGS)
+	@$(BIN)/python -m pytest -n 0 -s -v tests/project/test_containers.py $(ARGS)
 
 # Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=docs saves the pictures of docs/page.md.
 page: $(VENV)/.dev models ## Test the page in Chromium
-	@$(BIN)/python -m pytest -n 0 tests/system/test_page.py $(ARGS)
+	@$(BIN)/python -m pytest -n 0 tests/capabilities/page/test_page.py $(ARGS)
 
 check: $(VENV)/.dev ## Check format, lint and types
 	$(BIN)/ruff format --check .

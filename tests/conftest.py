@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import ssl
-from collections.abc import Generator, Iterator
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.line_tracing import only_examples_traced
+from tests.support.durations import group_of, read_durations, record_durations
+from tests.support.gateway_forks import stop_server
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
+from tests.support.processes import end_processes, forbid_processes
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
 # For each client, httpx parses all certificates of the system, in up to 17 ms of CPU time. Of a folder it
@@ -21,47 +28,84 @@ os.environ["SSL_CERT_DIR"] = ssl.get_default_verify_paths().openssl_capath
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 # A slow machine is no fault of what is tested. The same examples every time: a change is not refused
-# for what it did not touch. `--hypothesis-profile=random` looks for new ones.
+# for what it did not touch. `--hypothesis-profile=random` draws new ones.
 settings.register_profile(
-    "random", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "random", max_examples=300, deadline=None, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("tests", settings.get_profile("random"), derandomize=True)
+settings.register_profile("long", settings.get_profile("random"), derandomize=True)
+settings.register_profile("tests", settings.get_profile("long"), max_examples=25)
 settings.load_profile("tests")
 
-LANES = ("system", "faults", "integration", "unit")  # in the order in which they start
-LONGEST_FIRST = ("zoo", "test_up", "test_auth", "test_client", "test_fleet_f", "test_page")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help="write tests/data/durations.json"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run a folder for temporary files, which every process of it inherits."""
+    if not hasattr(config, "workerinput"):
+        os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="triton-gateway-tests-")
+        tempfile.tempdir = None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run if a process is left, after the workers have ended."""
+    stop_server()
+    if not hasattr(session.config, "workerinput"):
+        left = end_processes(Path(os.environ["TMPDIR"]))
+        if left:
+            print("\nprocesses that no test ended:", *left, sep="\n")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if config.getoption("record_durations"):
+        reports = [each for found in terminalreporter.stats.values() for each in found]
+        record_durations(each for each in reports if isinstance(each, pytest.TestReport))
+
+
+# Fixtures that take long to start: all tests that use one run in the same process.
+SHARED_SERVERS = ("demo_triton", "zoo_triton")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep the tests of a file on one worker, and those that share the servers slowest to start.
+    """Keep the tests of a file in one process, and those that share the servers slowest to start.
 
     The groups are set here because xdist reads them before `pytest_collection_modifyitems` runs.
     """
     if isinstance(item, pytest.Function):
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        default = "as written" if "zoo_as_written" in item.fixturenames else ""
-        names = params.get("zoo", default)
-        group = f"zoo, {names}" if names else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        shared = next((name for name in SHARED_SERVERS if name in item.fixturenames), None)
+        file = item.path.relative_to(ROOT / "tests").with_suffix("")
+        item.add_marker(pytest.mark.xdist_group(shared or ".".join(file.parts)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest groups, so that no worker is left with one of them at the end."""
-    items.sort(key=start_order)
+    """Start with the groups that took longest when `make durations` last recorded them."""
+    durations_s = read_durations()
+    items.sort(key=lambda item: -durations_s.get(group_of(item), math.inf))
 
 
-def start_order(item: pytest.Item) -> tuple[int, int]:
-    marker = item.get_closest_marker("xdist_group")
-    group = marker.args[0] if marker else ""
-    longest = [number for number, name in enumerate(LONGEST_FIRST) if group.startswith(name)]
-    lane = next((number for number, name in enumerate(LANES) if name in item.path.parts), 0)
-    return (longest[0] if longest else len(LONGEST_FIRST), lane)
+@pytest.fixture(autouse=True)
+def no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a unit test that started a process, or whose fixtures did."""
+    with forbid_processes() if "unit" in request.path.parts else nullcontext():
+        yield
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    with only_examples_traced(pyfuncitem.obj):
-        return (yield)
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The event loop of the gateway."""
+    return "asyncio", {"use_uvloop": True}
 
 
 # Of a gateway on a machine that is busy.
@@ -72,9 +116,7 @@ PATIENT = {"connect_timeout_s": "10"}
 def demo_triton() -> Iterator[EmbeddedTriton]:
     """The real tritonserver with the models of triton_repo."""
     demonstration = ROOT / "triton_repo"
-    with triton_on_free_ports(
-        demonstration, "ensemble", "text_ensemble", auto_complete=True
-    ) as triton:
+    with triton_on_free_ports(demonstration, "ensemble", "text_ensemble") as triton:
         yield triton
 
 
@@ -100,21 +142,23 @@ def zoo_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTri
 
 @pytest.fixture(scope="session")
 def zoo_as_written(zoo_triton: EmbeddedTriton) -> Iterator[Zoo]:
-    """The models by the names that the tests use, mostly over HTTP."""
     with gateway_before(zoo_triton.options.url, **PATIENT) as client:
         yield Zoo(client, AS_WRITTEN)
 
 
 @pytest.fixture(scope="session")
 def zoo_renamed(zoo_triton: EmbeddedTriton) -> Iterator[Zoo]:
-    """The models with every name drawn, over gRPC."""
     settings = {**PATIENT, "cancellable_models": "*"}
     with gateway_before(zoo_triton.options.url, **settings) as client:
         yield Zoo(client, RENAMED)
 
 
-@pytest.fixture(scope="session", params=["as written", "renamed"])
+@pytest.fixture(scope="session")
 def zoo(request: pytest.FixtureRequest) -> Zoo:
-    """Both of them, one after the other."""
-    fixture: Zoo = request.getfixturevalue(f"zoo_{request.param}".replace(" ", "_"))
+    """The models of the test repository behind a gateway that uses HTTP, by the names in the tests.
+
+    A test marked `any_names` runs once more over gRPC and with drawn names of models and tensors.
+    """
+    name = getattr(request, "param", "as written")
+    fixture: Zoo = request.getfixturevalue(f"zoo_{name}".replace(" ", "_"))
     return fixture

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -100,8 +100,18 @@ def connect_to_server() -> socket.socket:
         ours.close()
         process.wait(GRACE_S)
 
-    atexit.register(stop)
+    _stop_server.callback(stop)
     return ours
+
+
+# Closed at the end of the tests, or of the process.
+_stop_server = ExitStack()
+atexit.register(_stop_server.close)
+
+
+def stop_server() -> None:
+    """End the server of this process, if there is one. Gateways can no longer be started then."""
+    _stop_server.close()
 
 
 def fork_gateway(

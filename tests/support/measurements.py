@@ -1,4 +1,4 @@
-"""Numbers that tests measure: always printed, and compared with their limits by `make faults` alone."""
+"""Numbers that tests measure: always printed, and compared with their limits by `make soak` alone."""
 
 from __future__ import annotations
 

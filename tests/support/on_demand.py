@@ -151,7 +151,7 @@ def used_continuously(
 
 
 # `make test` has the short one.
-TRACE_SECONDS = [5.0, pytest.param(60.0, marks=pytest.mark.long)]
+TRACE_SECONDS = [5.0, pytest.param(60.0, marks=pytest.mark.soak)]
 
 
 @dataclass

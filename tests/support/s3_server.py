@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import httpx
 
 from tests.support.guards import GuardedServer
-from tests.support.line_tracing import untraced_environment
 from tests.support.servers import free_ports
 
 CREDENTIALS = {
@@ -40,7 +40,7 @@ class S3Server(GuardedServer):
 
     def __init__(self) -> None:
         (port,) = free_ports(1)
-        super().__init__(port, [sys.executable, "-c", PROGRAM, str(port)], untraced_environment())
+        super().__init__(port, [sys.executable, "-c", PROGRAM, str(port)], dict(os.environ))
         self.url = f"http://127.0.0.1:{port}/{BUCKET}"
 
     def start(self) -> None:

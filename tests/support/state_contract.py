@@ -340,6 +340,7 @@ class SharedStateContract:
 
         asyncio.run(scenario())
 
+    @pytest.mark.long
     def test_each_process_reads_the_last_reports_of_the_others_until_they_expire(
         self, shared: Fresh
     ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 SOURCE = Path(__file__).with_name("model.py")
 NUMERIC = [
@@ -216,6 +217,11 @@ class Names:
 
 
 AS_WRITTEN, RENAMED = Names(), Names(seed=7)
+
+# For a test that shows that no code knows a name; other tests use the models as written.
+any_names = pytest.mark.parametrize(
+    "zoo", ["as written", "renamed"], indirect=True, scope="session"
+)
 
 
 def write_repository(folder: Path, names: Names, models: Iterable[Model] = MODELS) -> None:

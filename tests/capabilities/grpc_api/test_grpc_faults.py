@@ -1,0 +1,480 @@
+"""Bad clients and bad moments of the gRPC front end."""
+
+from __future__ import annotations
+
+import gzip
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as triton_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from tests.support.fleet import url_of
+from tests.support.grpc_gateway import (
+    INFER,
+    STREAM,
+    GrpcGateway,
+    call_bytes,
+    failure,
+    fp32,
+    grpc_gateway,
+    make_input,
+    memory_mib,
+)
+from tests.support.http2 import (
+    CANCEL,
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    Http2Connection,
+    encode_frame,
+    encode_message,
+)
+from tests.support.metrics import metric
+from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
+from tests.support.servers import Triton
+from tests.support.wait import TIMEOUT_S, wait_until
+
+MODELS = ("plain_FP32", "plain_BYTES", "ticking", "sleeping", "cancellable", "large_FP32")
+WATCH = "/grpc.health.v1.Health/Watch"
+SHED = 'gateway_requests_shed_total{reason="memory"}'
+IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
+LIMITS = {
+    "write_timeout_s": "1",
+    "max_body_bytes": str(8 << 20),
+    "max_bytes_in_flight": str(32 << 20),
+    "grpc_max_streams": "200",
+    "request_timeout_s": "5",
+    "connect_timeout_s": "10",
+    "body_stall_s": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpc-faults")
+    write_repository(folder, AS_WRITTEN, SHARED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def triton(folder: Path) -> Iterator[Triton]:
+    with Triton(folder, *MODELS) as triton:
+        triton.wait()
+        yield triton
+
+
+@pytest.fixture(scope="module")
+def served(triton: Triton) -> Iterator[GrpcGateway]:
+    with grpc_gateway(url_of(triton), **LIMITS) as gateway:
+        wait_until(lambda: gateway.http.get("/v2/models/plain_FP32/ready").is_success)
+        yield gateway
+
+
+def infer_request(model: str, values: np.ndarray, **fields: Any) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model, **fields)
+    request.inputs.add(name="X", datatype="FP32", shape=values.shape)
+    request.raw_input_contents.append(values.tobytes())
+    return bytes(request.SerializeToString())
+
+
+SMALL = infer_request("plain_FP32", np.zeros((1, 4), np.float32))
+
+
+def serves(gateway: GrpcGateway) -> bool:
+    return len(call_bytes(gateway.address, INFER, SMALL)) > 0
+
+
+def ticking_request(count: int, **fields: Any) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="ticking", **fields)
+    for name, datatype, value in (
+        ("COUNT", "INT32", np.array([count], np.int32)),
+        ("SECONDS", "FP32", np.array([0], np.float32)),
+    ):
+        request.inputs.add(name=name, datatype=datatype, shape=[1])
+        request.raw_input_contents.append(value.tobytes())
+    return bytes(request.SerializeToString())
+
+
+@pytest.mark.fault("a gRPC client does not read its stream")
+def test_a_client_that_does_not_read_its_stream_is_disconnected(served: GrpcGateway) -> None:
+    name = 'gateway_requests_refused_total{reason="answer_not_taken"}'
+    before, memory = metric(served.http, name), memory_mib(served)
+    long_responses = ticking_request(3000, id="a" * 50_000)  # each repeats the id
+    with grpc.insecure_channel(served.address) as channel:
+        responses = channel.stream_stream(STREAM)(iter([long_responses]))
+        wait_until(lambda: metric(served.http, name) == before + 1)
+        assert memory_mib(served) < memory + 64
+        code, message = failure(list, responses)
+    assert (code, message) == ("DEADLINE_EXCEEDED", "the responses were not read in time")
+    assert serves(served)
+
+
+@pytest.mark.fault("thousands of gRPC streams on one connection")
+def test_a_flood_of_streams_leaves_other_clients_alone(served: GrpcGateway) -> None:
+    memory = memory_mib(served)
+    with Http2Connection(served.address) as flood:
+        flood.send(*(flood.call(WATCH) for _ in range(2000)))
+        wait_until(lambda: metric(served.http, IN_PROGRESS) >= 200)
+        assert serves(served)
+        assert metric(served.http, IN_PROGRESS) <= 200
+        assert memory_mib(served) < memory + 64
+    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
+
+
+@pytest.mark.fault(
+    "thousands of unknown model names, and names that a server of completions accepts"
+)
+def test_long_names_of_models_are_unknown_and_not_kept(served: GrpcGateway) -> None:
+    """The tables of the gateway have names as keys, and outlive the request."""
+    memory, values = memory_mib(served), np.zeros((1, 4), np.float32)
+    for number in range(400):  # 80 MB of names
+        message = infer_request(f"{number}{'x' * 200_000}", values)
+        code, _ = failure(call_bytes, served.address, INFER, message)
+        assert code == "NOT_FOUND"
+    assert memory_mib(served) < memory + 45  # the heaps may keep 30 for the next requests
+    assert serves(served)
+
+
+@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
+def test_a_message_over_the_limit_is_refused(served: GrpcGateway) -> None:
+    values = np.zeros((1, 3 << 20), np.float32)
+    code, message = failure(call_bytes, served.address, INFER, infer_request("plain_FP32", values))
+    assert code == "RESOURCE_EXHAUSTED"
+    assert "larger than max" in message
+    assert serves(served)
+
+
+@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
+def test_a_compressed_message_over_the_limit_is_refused(served: GrpcGateway) -> None:
+    memory = memory_mib(served)
+    bomb = gzip.compress(bytes(512 << 20), 9)
+    with Http2Connection(served.address) as client:
+        stream = client.start_call(INFER, grpc_encoding="gzip")
+        client.send_data(stream, encode_message(bomb, is_compressed=True), is_last=True)
+        assert client.wait_for(HEADERS).stream == stream
+    assert memory_mib(served) < memory + 64
+    assert serves(served)
+
+
+@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
+def test_compressed_messages_are_served(served: GrpcGateway) -> None:
+    with triton_grpc.InferenceServerClient(served.address) as client:
+        for algorithm in ("gzip", "deflate"):
+            result = client.infer(
+                "plain_FP32", [fp32(1, 2, shape=(1, 2))], compression_algorithm=algorithm
+            )
+            assert result.as_numpy("Y").tolist() == [[1, 2]]
+
+
+@pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
+def test_messages_that_never_end_hold_bounded_memory(served: GrpcGateway) -> None:
+    """Four may be received slowly: 32 MiB of messages of at most 8 MiB."""
+    connections = [Http2Connection(served.address) for _ in range(8)]
+    try:
+        for client in connections:
+            stream = client.start_call(INFER)
+            client.send_data(stream, encode_message(bytes(40_000), length=7 << 20))
+        refused = [client for client in connections if client.wait_for(HEADERS)]
+        assert len(refused) == len(connections)
+        assert serves(served)
+    finally:
+        for client in connections:
+            client.__exit__()
+    assert metric(served.http, SHED) >= 4
+
+
+@contextmanager
+def silent_streams(gateway: GrpcGateway, count: int) -> Iterator[list[Http2Connection]]:
+    """Streams that send the beginning of a large message, and then nothing."""
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            client = stack.enter_context(Http2Connection(gateway.address))
+            stream = client.start_call(STREAM)
+            client.send_data(stream, encode_message(bytes(40_000), length=7 << 20))
+            clients.append(client)
+        yield clients
+
+
+class OpenStream:
+    """A stream that stays open after its first request."""
+
+    def __init__(self, gateway: GrpcGateway, request: bytes = SMALL) -> None:
+        self._requests: Queue[bytes | None] = Queue()
+        self._requests.put(request)
+        self._channel = grpc.insecure_channel(gateway.address)
+        self.responses = self._channel.stream_stream(STREAM)(iter(self._requests.get, None))
+
+    def __enter__(self) -> OpenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.put(None)
+        self._channel.close()
+
+    def ask_again(self) -> bool:
+        """Whether the stream waited for another request for longer than a fast one takes."""
+        sent_at = time.monotonic()
+        wait_until(lambda: not self.responses.is_active() or time.monotonic() > sent_at + 0.5)
+        self._requests.put(SMALL)
+        return self.responses.is_active() and next(self.responses) is not None
+
+
+@pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
+def test_streams_whose_messages_never_end_hold_bounded_memory(served: GrpcGateway) -> None:
+    """Four may wait for a message; an idle one is ended for another stream."""
+    before = metric(served.http, SHED)
+    with OpenStream(served) as idle:
+        assert next(idle.responses)
+        assert idle.ask_again()
+        with silent_streams(served, 7):
+            wait_until(lambda: metric(served.http, SHED) == before + 4)
+            wait_until(lambda: metric(served.http, IN_PROGRESS) == 4)
+            assert serves(served)
+            wait_until(lambda: waits_for_a_request(served))
+            assert failure(next, idle.responses) == (
+                "RESOURCE_EXHAUSTED",
+                "the stream was idle, and other calls need its share of the memory; open it again",
+            )
+
+
+def waits_for_a_request(gateway: GrpcGateway) -> bool:
+    with OpenStream(gateway) as stream:
+        return next(stream.responses) is not None and stream.ask_again()
+
+
+@pytest.mark.long
+@pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
+def test_streams_whose_requests_run_are_not_ended_for_others(served: GrpcGateway) -> None:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(OpenStream(served, wait_request(0.7))) for _ in range(5)]
+        wait_until(lambda: sum(outstanding(served).values()) == 5)
+        before = metric(served.http, SHED)
+        with silent_streams(served, 4):
+            wait_until(lambda: metric(served.http, SHED) >= before + 4)
+            assert all(next(stream.responses) for stream in streams)
+
+
+@pytest.mark.fault("gRPC streams with thousands of requests in progress, or idle after large ones")
+def test_streams_hold_a_bounded_number_of_requests(triton: Triton) -> None:
+    """32 MiB are enough for 512 requests, and for one of each stream."""
+    limits = {**LIMITS, "max_body_bytes": str(64 << 10), "request_timeout_s": "60"}
+    refused = service_pb2.ModelInferRequest(model_name="absent").SerializeToString()
+    readings = [0.0]
+    with grpc_gateway(url_of(triton), **limits) as gateway, ExitStack() as stack:
+        wait_until(lambda: serves(gateway))
+        for _ in range(20):  # their responses wait for that of the first request
+            client = stack.enter_context(Http2Connection(gateway.address))
+            stream = client.start_call(STREAM)
+            messages = encode_message(wait_request(20)) + encode_message(refused) * 63
+            client.send_data(stream, messages)
+
+        def is_steady() -> bool:
+            readings.append(metric(gateway.http, IN_PROGRESS))
+            return readings[-1] >= 512 and readings[-1] == readings[-2]
+
+        wait_until(is_steady)
+        assert readings[-1] <= 512 + 20
+
+
+def wait_request(seconds: float) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="cancellable")
+    request.inputs.add(name="SECONDS", datatype="FP32", shape=[1, 1])
+    request.raw_input_contents.append(np.array([seconds], np.float32).tobytes())
+    return bytes(request.SerializeToString())
+
+
+@pytest.mark.long
+@pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
+def test_calls_without_a_request_end(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as client:
+        client.start_call(INFER)  # neither a message nor an end
+        assert client.wait_for(HEADERS, 30).stream == 1
+        stream = client.start_call(INFER)
+        client.send(encode_frame(DATA, 1, stream, b""))  # an end without a message
+        assert client.wait_for(HEADERS).stream == stream
+    with grpc.insecure_channel(served.address) as channel:
+        assert list(channel.stream_stream(STREAM)(iter([]), timeout=TIMEOUT_S)) == []
+
+
+@pytest.mark.fault("bytes that are not the protobuf message of the method, unknown methods")
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=200) | st.binary(max_size=40).map(lambda end: SMALL + end))
+def test_arbitrary_bytes_are_answered(served: GrpcGateway, message: bytes) -> None:
+    with grpc.insecure_channel(served.address) as channel:
+        for method in (INFER, f"{INFER[:-5]}Metadata"):
+            call = channel.unary_unary(method).future(message, timeout=TIMEOUT_S)
+            assert call.code().name in ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED")
+
+
+def crashing_requests() -> dict[str, service_pb2.ModelInferRequest]:
+    """Requests that crash tritonserver 2.51 or a model's process, or that come close to it."""
+    requests = {}
+    for name, shape in (
+        ("overflow", [1 << 62, 4]),
+        ("too many elements", [1 << 31, 1 << 31]),
+        ("negative", [-1, -4]),
+        ("many dimensions", [1] * 100_000),
+        ("empty, but huge", [0, 1 << 62, 1 << 62]),
+    ):
+        request = service_pb2.ModelInferRequest(model_name="plain_FP32")
+        request.inputs.add(name="X", datatype="FP32", shape=shape)
+        request.raw_input_contents.append(b"")
+        requests[name] = request
+    request = service_pb2.ModelInferRequest(model_name="plain_BYTES")
+    tensor = request.inputs.add(name="X", datatype="BYTES", shape=[1, 1])
+    tensor.contents.bytes_contents.append(b"a")
+    request.outputs.add(name="Y").parameters["classification"].int64_param = 2
+    requests["classes of texts"] = request
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    for number in range(20_000):
+        request.parameters[f"p{number}"].int64_param = number
+    requests["many parameters"] = request
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    request.parameters["p" * 100_000].int64_param = 1
+    requests["a long parameter"] = request
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    for number in range(20_000):
+        request.inputs.add(name=f"X{number}")
+    requests["many inputs"] = request
+    return requests
+
+
+@pytest.mark.fault("gRPC requests that crash a Triton: shapes that overflow, classes of texts")
+@pytest.mark.parametrize("name", crashing_requests())
+def test_requests_that_crash_triton_do_not_reach_it(served: GrpcGateway, name: str) -> None:
+    message = crashing_requests()[name].SerializeToString()
+    code, _ = failure(call_bytes, served.address, INFER, message)
+    assert code == "INVALID_ARGUMENT"
+    with grpc.insecure_channel(served.address) as channel:
+        (response,) = channel.stream_stream(STREAM)(iter([message]), timeout=TIMEOUT_S)
+    assert service_pb2.ModelStreamInferResponse.FromString(response).error_message
+    assert serves(served)
+
+
+@pytest.mark.fault("gRPC requests that crash a Triton: shapes that overflow, classes of texts")
+@pytest.mark.parametrize("place", ["inputs", "outputs"])
+def test_shared_memory_in_a_request_is_refused(served: GrpcGateway, place: str) -> None:
+    request = service_pb2.ModelInferRequest.FromString(SMALL)
+    if place == "outputs":
+        request.outputs.add(name="Y")
+    tensor = getattr(request, place)[0]
+    tensor.parameters["shared_memory_region"].string_param = "any"
+    code, _ = failure(call_bytes, served.address, INFER, request.SerializeToString())
+    assert code == "PERMISSION_DENIED"
+
+
+@pytest.mark.fault("thousands of gRPC calls that are reset at once, pings without end")
+def test_rapid_resets_leave_other_clients_alone(served: GrpcGateway) -> None:
+    memory = memory_mib(served)
+    with Http2Connection(served.address) as client:
+        cancel = CANCEL.to_bytes(4, "big")
+        for number in range(5000):
+            message = encode_frame(DATA, 1, 2 * number + 1, encode_message(SMALL))
+            reset = encode_frame(RST_STREAM, 0, 2 * number + 1, cancel)
+            try:
+                client.send(client.header(INFER), message, reset)
+            except ConnectionError:
+                break  # the server may have had enough
+            if number % 1000 == 0:
+                assert serves(served)
+    assert serves(served)
+    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
+    assert memory_mib(served) < memory + 64
+
+
+@pytest.mark.fault("thousands of gRPC calls that are reset at once, pings without end")
+def test_a_client_that_pings_too_often_is_disconnected(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as client:
+        client.send(*(encode_frame(PING, 0, 0, bytes(8)) for _ in range(20)))
+        assert b"too_many_pings" in client.wait_for(GOAWAY).payload
+    assert serves(served)
+
+
+@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
+def test_large_metadata_is_refused(served: GrpcGateway) -> None:
+    metadata = [("x-large", "a" * 200_000)]
+    code, _ = failure(call_bytes, served.address, INFER, SMALL, metadata=metadata)
+    assert code == "RESOURCE_EXHAUSTED"
+    assert serves(served)
+
+
+@pytest.mark.fault("a Triton is killed while it serves a gRPC stream")
+def test_a_replica_that_is_killed_in_a_stream_costs_only_its_requests(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("killed", "kept")]
+    for each in folders:
+        write_repository(each, AS_WRITTEN, SHARED)
+    killed, kept = (Triton(each, "plain_FP32", "cancellable") for each in folders)
+    patient = {**LIMITS, "request_timeout_s": "60"}
+    with killed, kept, grpc_gateway(url_of(killed), url_of(kept), **patient) as gateway:
+        for triton in (killed, kept):
+            triton.wait()
+        wait_until(lambda: count_ready(gateway, "cancellable") == 2)
+        outcomes: Queue[tuple[Any, Any]] = Queue()
+        with triton_grpc.InferenceServerClient(gateway.address) as client:
+            client.start_stream(lambda result, error: outcomes.put((result, error)))
+            seconds = make_input("SECONDS", np.full((1, 1), 2, np.float32), "FP32")
+            for _ in range(4):
+                client.async_stream_infer("cancellable", [seconds])
+            # A request that has not reached the model could be sent to the other replica.
+            for each in folders:
+                wait_until((each / "cancellable" / "begun").exists)
+            killed.kill()
+            first = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
+            failed = [str(error) for _, error in first if error is not None]
+            assert 0 < len(failed) < 4
+            assert all("closed its gRPC connection" in text for text in failed)
+            for _ in range(10):
+                client.async_stream_infer("plain_FP32", [fp32(1, shape=(1, 1))])
+            assert [outcomes.get(timeout=TIMEOUT_S)[1] for _ in range(10)] == [None] * 10
+            client.stop_stream()
+
+
+def count_ready(gateway: GrpcGateway, model: str) -> int:
+    """The number of replicas that the gateway would send a request to."""
+    replicas = gateway.http.get("/v1/replicas").json()["replicas"]
+    return sum(each["models"].get(model) == "READY" for each in replicas)
+
+
+def outstanding(gateway: GrpcGateway) -> dict[str, int]:
+    replicas = gateway.http.get("/v1/replicas").json()["replicas"]
+    return {each["address"]: each["outstanding"] for each in replicas}
+
+
+@pytest.mark.long
+@pytest.mark.fault("the gateway is stopped while it serves gRPC calls and streams")
+def test_a_gateway_that_is_stopped_answers_what_it_received(triton: Triton) -> None:
+    environment = {**LIMITS, "request_timeout_s": "30", "shutdown_s": "20", "drain_s": "1"}
+    with grpc_gateway(url_of(triton), **environment) as gateway:
+        wait_until(lambda: serves(gateway))
+        outcomes: Queue[tuple[Any, Any]] = Queue()
+        with triton_grpc.InferenceServerClient(gateway.address) as client:
+            client.start_stream(lambda result, error: outcomes.put((result, error)))
+            seconds = make_input("SECONDS", np.full((1, 1), 4, np.float32), "FP32")
+            for _ in range(2):
+                client.async_stream_infer("sleeping", [seconds])
+            call = client.async_infer(
+                "cancellable", [seconds], lambda result, error: outcomes.put((result, error))
+            )
+            wait_until(lambda: sum(outstanding(gateway).values()) >= 3)
+            psutil.Process(gateway.command.pid).send_signal(signal.SIGTERM)
+            ends = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
+            assert call is not None
+        errors = [str(error) for _, error in ends if error is not None]
+        assert len(errors) == 1, errors
+        assert "the gateway is shutting down; open the stream again" in errors[0]
+        assert gateway.command.end() == 0

@@ -1,0 +1,165 @@
+"""Clients without a key, or with too many calls, at the gRPC front end. Refusing them needs no Triton."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from queue import Queue
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from tests.support import keys
+from tests.support.grpc_gateway import (
+    STREAM,
+    GrpcGateway,
+    call_bytes,
+    failure,
+    grpc_gateway,
+    memory_mib,
+)
+from tests.support.http2 import Http2Connection, encode_message
+from tests.support.metrics import metric
+from tests.support.servers import free_ports
+from tests.support.wait import TIMEOUT_S, wait_until
+
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 4, 8, 16
+MAX_WATCHES = 1024
+CALLS_PER_CLIENT = 50
+UNKNOWN_FIELD = b"\x78\1"  # number 15, a varint
+IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
+
+
+KEY = (("x-api-key", keys.INFER),)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrpcGateway]:
+    file = tmp_path_factory.mktemp("strangers") / "keys.yaml"
+    keys.written(file, keys.ENTRIES)
+    (port,) = free_ports(1)
+    limits = {
+        "keys_file": str(file),
+        "max_body_bytes": str(8 << 20),
+        "max_bytes_in_flight": str(32 << 20),
+        "max_connections_per_client": "0",
+    }
+    with grpc_gateway(f"http://127.0.0.1:{port}", **limits) as gateway:
+        gateway.http.headers["x-api-key"] = keys.METRICS
+        yield gateway
+
+
+@pytest.mark.fault(
+    "large messages of thousands of fields, or none, to the health service and reflection"
+)
+@pytest.mark.parametrize("size", [6 << 10, 4 << 20])
+def test_short_messages_of_many_fields_are_refused(served: GrpcGateway, size: int) -> None:
+    """Millions of small fields would be searched on the event loop."""
+    message = UNKNOWN_FIELD * (size // len(UNKNOWN_FIELD))
+    with grpc.insecure_channel(served.address) as channel:
+        for method, limit in ((CHECK, 1024), (WATCH, 1024), (REFLECTION, 4096)):
+            call = channel.stream_stream(method)
+            responses = call(iter([message]), timeout=TIMEOUT_S, metadata=KEY)
+            assert failure(list, responses) == (
+                "INVALID_ARGUMENT",
+                f"the message has {size} bytes; this method accepts at most {limit}",
+            )
+
+
+@pytest.mark.fault(
+    "gRPC calls without a key that send large or compressed messages, none, or thousands"
+)
+def test_the_messages_of_strangers_are_not_read(served: GrpcGateway) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    with Http2Connection(served.address) as client:
+        stream = client.start_call(CHECK, grpc_encoding="gzip")
+        client.send_data(stream, encode_message(bomb, is_compressed=True), is_last=True)
+        assert client.wait_for_status() == 0
+        client.start_call(CHECK, x_request_timeout="300")  # silent
+        assert client.wait_for_status() == 0
+        client.start_call(REFLECTION)
+        assert client.wait_for_status() == UNAUTHENTICATED
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "large messages of thousands of fields, or none, to the health service and reflection"
+)
+def test_a_silent_call_of_a_short_message_ends_soon(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as client:
+        for method in (CHECK, REFLECTION):
+            client.start_call(method, x_request_timeout="300", x_api_key=keys.INFER)
+        assert client.wait_for_status() == client.wait_for_status() == DEADLINE_EXCEEDED
+
+
+@pytest.mark.fault(
+    "gRPC calls without a key that send large or compressed messages, none, or thousands"
+)
+def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
+    with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
+        for client in (first, second):
+            client.send(*(client.call(WATCH) for _ in range(MAX_WATCHES // 2)))
+        wait_until(lambda: metric(served.http, IN_PROGRESS) == MAX_WATCHES)
+        second.send(second.call(WATCH))
+        assert second.wait_for_status() == RESOURCE_EXHAUSTED
+        assert call_bytes(served.address, CHECK, b"")
+    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
+
+
+@pytest.mark.fault("gRPC streams with thousands of requests in progress, or idle after large ones")
+def test_idle_streams_hold_no_message() -> None:
+    (port,) = free_ports(1)
+    request = service_pb2.ModelInferRequest(
+        model_name="absent", raw_input_contents=[bytes(40 << 20)]
+    )
+    message = request.SerializeToString()
+    with (
+        grpc_gateway(f"http://127.0.0.1:{port}", max_bytes_in_flight=str(1 << 30)) as served,
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        before = memory_mib(served)
+        streams = []
+        for _ in range(10):
+            requests: Queue[bytes | None] = Queue()
+            requests.put(message)
+            responses = channel.stream_stream(STREAM)(iter(requests.get, None))
+            assert service_pb2.ModelStreamInferResponse.FromString(next(responses)).error_message
+            streams.append((requests, responses))
+        # Freed memory stays with the process for a while.
+        wait_until(lambda: memory_mib(served) < before + 10 * 40 / 2)
+        for requests, _ in streams:
+            requests.put(None)
+
+
+@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
+def test_compressed_messages_can_be_refused() -> None:
+    (port,) = free_ports(1)
+    with grpc_gateway(f"http://127.0.0.1:{port}", grpc_compression="false") as served:
+        code, text = failure(
+            call_bytes, served.address, CHECK, bytes(100), compression=grpc.Compression.Gzip
+        )
+        assert (code, text) == ("UNIMPLEMENTED", "Compression algorithm 'gzip' is disabled.")
+        assert call_bytes(served.address, CHECK, b"")
+        assert "Compression algorithm" not in served.command.output
+
+
+@pytest.mark.fault("one client holds gRPC calls open, on any number of connections")
+def test_one_client_cannot_hold_calls_without_limit() -> None:
+    (port,) = free_ports(1)
+    limits = {"max_connections_per_client": str(CALLS_PER_CLIENT)}
+    with grpc_gateway(f"http://127.0.0.1:{port}", **limits) as served:
+        with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
+            first.send(*(first.call(WATCH) for _ in range(CALLS_PER_CLIENT)))
+            wait_until(lambda: metric(served.http, IN_PROGRESS) == CALLS_PER_CLIENT)
+            second.send(*(second.call(WATCH) for _ in range(CALLS_PER_CLIENT)))
+            statuses = {second.wait_for_status() for _ in range(CALLS_PER_CLIENT)}
+            assert statuses == {RESOURCE_EXHAUSTED}
+            wait_until(lambda: metric(served.http, IN_PROGRESS) == CALLS_PER_CLIENT)
+            with Http2Connection(served.address, source="127.0.0.2") as other:
+                other.send(other.call(CHECK))
+                assert other.wait_for_status() == 0
+        wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
+        assert call_bytes(served.address, CHECK, b"")

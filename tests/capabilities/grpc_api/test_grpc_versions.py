@@ -1,0 +1,71 @@
+"""Labels, splits and models on demand over gRPC, as over HTTP."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.support.on_demand import model_names, on_demand_gateway, tritons_with
+from tests.support.servers import Triton, free_ports, gateway_before
+from tests.support.versioned import LABELS, NAME, write_versions
+from tests.support.wait import wait_until
+
+
+def infer(
+    client: triton_grpc.InferenceServerClient,
+    model: str,
+    version: str = "",
+    shape: tuple[int, ...] = (1, 2),
+) -> str:
+    """Return the version that answered."""
+    value = triton_grpc.InferInput("X", shape, "FP32")
+    value.set_data_from_numpy(np.ones(shape, np.float32))
+    answer = client.infer(model, [value], model_version=version, client_timeout=60)
+    return str(answer.get_response().model_version)
+
+
+def test_labels_and_splits_mean_the_same_over_grpc(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with (
+        Triton(write_versions(tmp_path / "models"), NAME) as triton,
+        gateway_before(triton.options.url, grpc_port=str(port)) as http,
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
+        triton.wait()
+        wait_until(lambda: http.get(f"/v1/models/{NAME}").status_code == 200)
+        for label, versions in (("stable", {"2": 1}), ("default", {"1": 3, "2": 1})):
+            answer = http.put(f"{LABELS}/{label}", json={"versions": versions})
+            assert answer.status_code == 200, answer.text
+        assert {infer(client, NAME, "stable") for _ in range(5)} == {"2"}
+        versions = Counter[str]()
+        for _ in range(40):  # reads between the requests take no turn of the split
+            assert client.get_model_config(NAME) == client.get_model_config(NAME, "1")
+            versions[infer(client, NAME)] += 1
+        assert versions == {"1": 30, "2": 10}
+        statistics = client.get_inference_statistics(NAME).model_stats
+        assert {each.version for each in statistics} == {"1", "2", "3"}
+        assert infer(client, NAME, "3") == "3"
+        assert client.get_model_metadata(NAME, "stable").versions
+        assert client.is_model_ready(NAME, "stable")
+        with pytest.raises(InferenceServerException, match="label 'unknown'"):
+            infer(client, NAME, "unknown")
+
+
+@pytest.mark.long
+def test_the_first_call_loads_a_model_on_demand(tmp_path: Path) -> None:
+    (port,), models = free_ports(1), model_names(2)
+    with (
+        tritons_with(tmp_path, 1, models) as tritons,
+        on_demand_gateway(tritons, max_loaded_models="1", grpc_port=str(port)),
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
+        assert client.get_model_metadata(models[1]).name == models[1]
+        assert client.is_model_ready(models[1])
+        assert not client.is_model_ready(models[0])
+        for model in (*models, *models):
+            assert infer(client, model, shape=(2,)) == "1"

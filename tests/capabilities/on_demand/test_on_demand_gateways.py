@@ -1,0 +1,166 @@
+"""Two gateways on one Redis agree on what they load on demand, and two without one do no harm."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.fleet import BODY, Fleet, url_of
+from tests.support.metrics import metric
+from tests.support.on_demand import (
+    TRACE_SECONDS,
+    IndexWatch,
+    Trace,
+    clear,
+    count_lru_loads,
+    list_held,
+    loads,
+    model_names,
+    on_demand_fleet,
+    on_demand_gateway,
+    tritons_with,
+    used_continuously,
+)
+from tests.support.redis_server import RedisServer
+from tests.support.servers import Command, Triton, free_ports
+from tests.support.wait import wait_until
+
+MODELS = model_names(12)
+BUDGET = 2
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Triton]]:
+    with tritons_with(tmp_path_factory.mktemp("three"), 3, MODELS) as tritons:
+        yield tritons
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@contextmanager
+def two_gateways(tritons: list[Triton], state: str, **settings: str) -> Iterator[list[Fleet]]:
+    with (
+        on_demand_fleet(tritons, state=state, log_level="warning", **settings) as first,
+        on_demand_gateway(tritons, state=state, log_level="warning", **settings) as second,
+    ):
+        yield [first, second]
+
+
+def test_first_requests_at_two_gateways_share_one_load(
+    three: list[Triton], redis: RedisServer
+) -> None:
+    with two_gateways(three, redis.url()) as gateways, ThreadPoolExecutor(40) as pool:
+        for model in MODELS[:4]:
+            answers = pool.map(
+                lambda number, model=model: gateways[number % 2].infer(model), range(40)
+            )
+            assert {answer.status_code for answer in answers} == {200}
+        assert sum(map(loads, gateways)) == 4
+        assert sum(len(list_held(triton)) for triton in three) == 4
+
+
+@pytest.mark.long
+def test_first_requests_at_two_workers_share_one_load(three: list[Triton]) -> None:
+    for triton in three:
+        clear(triton)
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": ",".join(map(url_of, three)),
+        "GATEWAY_ON_DEMAND_MODELS": "*",
+        "GATEWAY_LOG_LEVEL": "warning",
+    }
+    url = f"http://127.0.0.1:{port}"
+    with (
+        Command("serve", "--port", str(port), "--workers", "2", environment=environment) as command,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        command.wait_for("serving")
+        for model in MODELS[:4]:
+            path = f"{url}/v1/models/{model}/infer"
+            answers = pool.map(
+                lambda _, path=path: httpx.post(path, json=BODY, timeout=60), range(40)
+            )
+            assert {answer.status_code for answer in answers} == {200}
+        with httpx.Client(base_url=url) as client:
+            wait_until(lambda: loads(Fleet(three, client, command)) == 4)
+        assert sum(len(list_held(triton)) for triton in three) == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", TRACE_SECONDS)
+def test_two_gateways_keep_one_budget_and_do_not_thrash(
+    three: list[Triton], redis: RedisServer, seconds: float
+) -> None:
+    trace = Trace(MODELS, seed=2)
+    with two_gateways(three, redis.url(), max_loaded_models=str(BUDGET)) as gateways:
+        with IndexWatch(three) as watch:
+            trace.run([str(each.client.base_url) for each in gateways], seconds)
+        loaded, expected = sum(map(loads, gateways)), count_lru_loads(trace.began, 3 * BUDGET)
+        print(
+            f"two gateways: {len(trace.began)} requests, {loaded} loads, {expected} of one LRU, "
+            f"at most {watch.most} in {watch.samples} samples"
+        )
+        assert not trace.failures
+        assert max(watch.most.values()) <= BUDGET
+        assert loaded <= 1.2 * expected + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", TRACE_SECONDS)
+def test_without_a_shared_state_both_gateways_serve_all_models(
+    three: list[Triton], seconds: float
+) -> None:
+    trace = Trace(MODELS, seed=3)
+    with two_gateways(three, "none:", max_loaded_models="4") as gateways:
+        trace.run([str(each.client.base_url) for each in gateways], seconds)
+        assert not trace.failures
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_redis", [False, True])
+def test_a_gateway_unloads_no_model_that_another_uses_unseen(
+    three: list[Triton], tmp_path: Path, has_redis: bool
+) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer(tmp_path)) if has_redis else None
+        state = "none:" if server is None else server.url()
+        first, second = stack.enter_context(two_gateways(three[:1], state, idle_unload_s="1"))
+        if server is not None:
+            server.stop()
+        statuses = stack.enter_context(used_continuously(first, "model00"))
+        wait_until(lambda: 200 in statuses)
+        for _ in range(2):  # others are idle in the meantime
+            assert second.infer("model01").status_code == 200
+            wait_until(lambda: list_held(three[0]) == {"model00"})
+        assert set(statuses) == {200}
+        assert loads(first) == 1
+        assert loads(second) == 2
+
+
+@pytest.mark.long
+def test_a_redis_that_hangs_delays_no_load_for_long(three: list[Triton], tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path) as server,
+        on_demand_fleet(three[:1], state=server.url(), log_level="warning") as fleet,
+    ):
+        assert fleet.infer("model00").status_code == 200
+        server.signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: metric(fleet.client, "gateway_state_up") == 0)
+            for model in MODELS[1:3]:
+                answer = fleet.infer(model, headers={"X-Request-Timeout": "10"})
+                assert answer.status_code == 200, answer.text
+        finally:
+            server.signal(signal.SIGCONT)
+        wait_until(lambda: metric(fleet.client, "gateway_state_up") == 1)
+        assert fleet.infer("model03").status_code == 200

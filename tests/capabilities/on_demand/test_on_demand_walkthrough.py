@@ -1,0 +1,31 @@
+"""docs/on-demand.md, followed to the letter with three small models."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.documents import ON_DEMAND, assert_prints, examples
+from tests.support.servers import ROOT
+from tests.support.up import Up
+
+DOCUMENT = ROOT / "docs" / ON_DEMAND
+
+
+@pytest.mark.long
+def test_the_walkthrough_prints_what_it_says(tmp_path: Path) -> None:
+    text = DOCUMENT.read_text()
+    (script,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    (flags,) = re.findall(r'make run ARGS="(.*)"', text)
+    subprocess.run(["sh", "-e", "-c", script], cwd=tmp_path, check=True, timeout=60)
+    first, folder, *others = shlex.split(flags)
+    assert first == "--model-repository"
+    with Up(tmp_path / folder, *others) as up, httpx.Client(base_url=up.url) as client:
+        up.wait_for("ready after")
+        for _, command, answer in examples([DOCUMENT]):
+            assert_prints(client, command, answer)

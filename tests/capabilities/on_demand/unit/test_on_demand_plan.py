@@ -1,0 +1,370 @@
+"""Loading on demand, as values: the replica for a load, its victims, the budget, idle models, copies."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.inference_times import LastInference, parse_last_inference, update_last_inference
+from gateway.fleet.on_demand_plan import (
+    CopyLimits,
+    Eviction,
+    LoadedModel,
+    ModelBudget,
+    ModelFacts,
+    NoPlacement,
+    Placement,
+    ReplicaLoad,
+    choose_placement,
+    compute_retry_after_s,
+    find_all_parts,
+    find_idle_models,
+    is_removable,
+    parse_model_facts,
+    plan_copies,
+    plan_excess,
+    plan_victims,
+    update_load_time,
+    update_mean_demand,
+)
+
+NAMES = [f"m{number}" for number in range(8)]
+SIZES = st.integers(0, 20)
+# An ensemble has parts of a lower number, so that no two models are parts of each other.
+MODELS = st.builds(
+    lambda picks: tuple(
+        LoadedModel(
+            NAMES[number],
+            size,
+            used,
+            eviction,
+            frozenset(NAMES[part] for part in parts if part < number and part in picks),
+        )
+        for number, (size, used, eviction, parts) in sorted(picks.items())
+    ),
+    st.dictionaries(
+        st.integers(0, 6),
+        st.tuples(
+            SIZES,
+            st.integers(0, 9).map(float),
+            st.sampled_from(Eviction),
+            st.sets(st.integers(0, 5), max_size=2),
+        ),
+        max_size=6,
+    ),
+)
+BUDGETS = st.builds(ModelBudget, st.integers(0, 5), st.integers(0, 60))
+WANTED = st.builds(
+    lambda parts, size: {**parts, "m7": size},
+    st.dictionaries(st.sampled_from(NAMES[:3]), SIZES),
+    SIZES,
+)
+
+
+def held_after(
+    replica: ReplicaLoad, wanted: dict[str, int], victims: Iterable[str]
+) -> dict[str, int]:
+    gone = set(victims)
+    held = {model.name: model.memory_mb for model in replica.models if model.name not in gone}
+    return {**wanted, **held}
+
+
+@given(MODELS, WANTED, BUDGETS)
+def test_victims_are_free_and_needed_by_nothing_that_stays(
+    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
+) -> None:
+    replica = ReplicaLoad("a", models)
+    victims = plan_victims(replica, wanted, budget)
+    if victims is None:
+        return
+    names = {victim.name for victim in victims}
+    assert len(names) == len(victims)
+    staying = [model for model in models if model.name not in names]
+    needed = {part for model in staying for part in model.parts} | wanted.keys()
+    assert not names & needed
+    assert {victim.eviction for victim in victims} <= {Eviction.FREE}
+    assert budget.allows(held_after(replica, wanted, names).values())
+    # Each of them is necessary: with any one back, the budget or an ensemble's parts would be violated.
+    for victim in victims:
+        others = names - {victim.name}
+        fits = budget.allows(held_after(replica, wanted, others).values())
+        assert not fits or victim.parts & others
+
+
+@given(MODELS, WANTED, BUDGETS)
+def test_without_a_plan_even_all_that_can_be_evicted_makes_no_room(
+    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
+) -> None:
+    replica = ReplicaLoad("a", models)
+    if plan_victims(replica, wanted, budget) is not None:
+        return
+    held = {model.name: model for model in models}
+    while True:
+        needed = {part for model in held.values() for part in model.parts} | wanted.keys()
+        free = [
+            name
+            for name, model in held.items()
+            if model.eviction is Eviction.FREE and name not in needed
+        ]
+        if not free:
+            break
+        del held[free[0]]
+    remaining = ReplicaLoad("a", tuple(held.values()))
+    assert not budget.allows(held_after(remaining, wanted, ()).values())
+
+
+@given(st.lists(MODELS, min_size=1, max_size=3), WANTED, BUDGETS)
+def test_a_load_goes_to_a_replica_with_room_or_to_the_oldest_victims(
+    fleet: list[tuple[LoadedModel, ...]], wanted: dict[str, int], budget: ModelBudget
+) -> None:
+    replicas = [ReplicaLoad(f"r{number}", models) for number, models in enumerate(fleet)]
+    plans = {each.name: plan_victims(each, wanted, budget) for each in replicas}
+    placement = choose_placement(replicas, wanted, budget)
+    if isinstance(placement, NoPlacement):
+        assert set(plans.values()) == {None}
+        patient = [plan_victims(each, wanted, budget, includes_busy=True) for each in replicas]
+        assert placement.is_final == (set(patient) == {None})
+        return
+    chosen = plans[placement.replica]
+    assert chosen is not None
+    assert placement.victims == tuple(victim.name for victim in chosen)
+    if any(plan == () for plan in plans.values()):
+        assert not placement.victims
+        return
+    newest = {
+        name: max(victim.last_used for victim in plan)
+        for name, plan in plans.items()
+        if plan is not None
+    }
+    assert newest[placement.replica] == min(newest.values())
+
+
+@given(MODELS, BUDGETS)
+def test_an_exceeded_budget_is_met_or_nothing_more_can_be_evicted(
+    models: tuple[LoadedModel, ...], budget: ModelBudget
+) -> None:
+    victims = set(plan_excess(ReplicaLoad("a", models), budget))
+    staying = [model for model in models if model.name not in victims]
+    needed = {part for model in staying for part in model.parts}
+    assert all(model.eviction is Eviction.FREE for model in models if model.name in victims)
+    assert not victims & needed
+    evictable = [
+        model for model in staying if model.eviction is Eviction.FREE and model.name not in needed
+    ]
+    assert budget.allows(model.memory_mb for model in staying) or not evictable
+
+
+@given(MODELS, st.integers(0, 9))
+def test_idle_models_are_old_and_their_ensembles_idle_as_well(
+    models: tuple[LoadedModel, ...], since: int
+) -> None:
+    idle = find_idle_models(ReplicaLoad("a", models), since)
+    by_name = {model.name: model for model in models}
+    assert all(by_name[name].last_used <= since for name in idle)
+    for model in models:
+        if model.name not in idle:
+            assert not model.parts & set(idle)
+    for number, name in enumerate(idle):  # an ensemble precedes its parts
+        assert not by_name[name].parts & set(idle[:number])
+
+
+def test_models_that_wait_does_not_free_are_told_from_those_in_use() -> None:
+    budget, wanted = ModelBudget(1), {"new": 0}
+    used = ReplicaLoad("a", (LoadedModel("old", eviction=Eviction.BUSY),))
+    pinned = ReplicaLoad("a", (LoadedModel("kept", eviction=Eviction.NEVER),))
+    assert choose_placement([used], wanted, budget) == NoPlacement(("old",), is_final=False)
+    assert choose_placement([pinned], wanted, budget) == NoPlacement(("kept",), is_final=True)
+    assert choose_placement([], wanted, budget) == NoPlacement((), is_final=True)
+
+
+def test_a_part_that_is_loaded_already_costs_nothing_again() -> None:
+    replica = ReplicaLoad("a", (LoadedModel("part", 10),))
+    wanted = {"chain": 0, "part": 10}
+    assert choose_placement([replica], wanted, ModelBudget(2, 10)) == Placement("a")
+
+
+def test_the_facts_of_a_model_are_in_its_config() -> None:
+    assert parse_model_facts({}) == parse_model_facts(None) == ModelFacts()
+    config = {
+        "parameters": {"gateway.memory_mb": {"string_value": " 512 "}},
+        "ensemble_scheduling": {"step": [{"model_name": "a"}, {"model_name": "b"}]},
+    }
+    assert parse_model_facts(config) == ModelFacts(512, frozenset("ab"))
+    for wrong in ("-1", "many", "1e9", "9" * 99, "٣"):
+        config = {"parameters": {"gateway.memory_mb": {"string_value": wrong}}}
+        assert parse_model_facts(config).memory_mb is None
+
+
+@pytest.mark.fault(
+    "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        [1],
+        {"parameters": []},
+        {"parameters": {"gateway.memory_mb": [1]}},
+        {"ensemble_scheduling": {"step": 1}},
+        {"ensemble_scheduling": {"step": [1]}},
+    ],
+)
+def test_a_config_that_is_none_says_nothing(config: object) -> None:
+    """One replica's answer must not end the loads of all models."""
+    assert parse_model_facts(config) == ModelFacts()
+
+
+def test_an_ensemble_of_ensembles_has_the_parts_of_both() -> None:
+    facts = {
+        "outer": ModelFacts(parts=frozenset(("inner", "last"))),
+        "inner": ModelFacts(parts=frozenset(("first", "outer"))),  # a circle ends, too
+    }
+    assert find_all_parts("outer", facts) == {"inner", "last", "first"}
+    assert find_all_parts("unknown", facts) == frozenset()
+
+
+def test_a_client_is_told_to_come_back_when_the_load_will_be_done() -> None:
+    assert compute_retry_after_s(None, 0) == 5
+    assert compute_retry_after_s(6.2, 2) == 5
+    assert compute_retry_after_s(6.2, 60) == 1
+    assert update_load_time(None, 4) == 4
+    assert 2 < update_load_time(4, 2) < 4
+
+
+# Copies.
+
+
+@given(st.floats(0, 1000), st.integers(1, 20), st.integers(1, 5), st.integers(0, 5))
+def test_copies_stay_within_their_limits_and_change_by_one(
+    demand: float, copies: int, minimum: int, more: int
+) -> None:
+    limits = CopyLimits(minimum, minimum + more)
+    target = plan_copies(demand, copies, limits)
+    assert abs(target - copies) <= 1
+    assert target >= min(copies, limits.minimum)
+    assert target <= max(copies, limits.maximum)
+
+
+@pytest.mark.parametrize("demand", [0, 1, 3, 9, 40])
+def test_copies_settle_under_a_steady_demand(demand: int) -> None:
+    limits, copies, mean, changes = CopyLimits(1, 4), 1, 0.0, []
+    for _ in range(200):
+        mean = update_mean_demand(mean, demand)
+        if (target := plan_copies(mean, copies, limits)) != copies:
+            changes.append(target)
+            copies = target
+    assert copies == {0: 1, 1: 1, 3: 1, 9: 3, 40: 4}[demand]
+    assert changes == sorted(changes)  # none is loaded in vain
+
+
+def test_a_copy_goes_when_its_demand_is_gone() -> None:
+    limits, copies, mean = CopyLimits(1, 4), 4, 40.0
+    for _ in range(60):
+        mean = update_mean_demand(mean, 0)
+        copies = plan_copies(mean, copies, limits)
+    assert copies == 1
+
+
+# A simulation of one trace: the loads of this policy, and of a plain LRU with all slots in one place.
+
+
+def simulate_policy(trace: Iterable[str], replicas: int, slots: int) -> int:
+    held: dict[str, dict[str, float]] = {f"r{number}": {} for number in range(replicas)}
+    budget, loads = ModelBudget(slots), 0
+    for now, model in enumerate(trace):
+        owner = next((name for name, models in held.items() if model in models), None)
+        if owner is None:
+            fleet = [
+                ReplicaLoad(
+                    name, tuple(LoadedModel(each, 1, used) for each, used in models.items())
+                )
+                for name, models in held.items()
+            ]
+            placement = choose_placement(fleet, {model: 1}, budget)
+            assert isinstance(placement, Placement)
+            owner, loads = placement.replica, loads + 1
+            for victim in placement.victims:
+                del held[owner][victim]
+        held[owner][model] = float(now)
+        assert all(len(models) <= slots for models in held.values())
+    return loads
+
+
+def simulate_lru(trace: Iterable[str], slots: int) -> int:
+    held: OrderedDict[str, None] = OrderedDict()
+    loads = 0
+    for model in trace:
+        if model not in held:
+            loads += 1
+            if len(held) == slots:
+                held.popitem(last=False)
+        held[model] = None
+        held.move_to_end(model)
+    return loads
+
+
+def zipf_trace(length: int, models: int, seed: int) -> list[str]:
+    weights = [1 / (rank + 1) for rank in range(models)]
+    names = [f"m{number}" for number in range(models)]
+    return random.Random(seed).choices(names, weights, k=length)
+
+
+@pytest.mark.parametrize(("replicas", "slots", "models"), [(3, 4, 12), (3, 2, 12), (2, 4, 40)])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fleet_loads_as_rarely_as_one_lru_cache(
+    replicas: int, slots: int, models: int, seed: int
+) -> None:
+    trace = zipf_trace(3000, models, seed)
+    loads = simulate_policy(trace, replicas, slots)
+    assert loads == simulate_lru(trace, replicas * slots)
+
+
+def test_the_simulation_evicts_in_the_order_of_use() -> None:
+    assert simulate_policy(["a", "b", "a", "c", "a", "b"], 1, 2) == 4
+    assert simulate_lru(["a", "b", "a", "c", "a", "b"], 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("document", "timestamp_ms"),
+    [
+        ({"model_stats": [{"last_inference": 5}, {"last_inference": 7}]}, 7),
+        ({"model_stats": [{"last_inference": "x"}, {}, None]}, 0),
+        ({"model_stats": {}}, 0),
+        ({"error": "unknown model"}, 0),
+        (None, 0),
+    ],
+)
+def test_the_last_inference_is_the_one_of_any_version(document: object, timestamp_ms: int) -> None:
+    assert parse_last_inference(document) == timestamp_ms
+
+
+@pytest.mark.parametrize(
+    ("known", "timestamp_ms", "at"),
+    [
+        (None, 0, -math.inf),  # never
+        (None, 990_000, 40.0),  # 10 s ago
+        (None, 5_000_000, 50.0),  # the replica's clock is ahead
+        (LastInference(990_000, 12.0), 990_000, 12.0),
+        (LastInference(990_000, 12.0), 990_001, 50.0),  # since the last look, by any clock
+        (LastInference(0, -math.inf), 1, 50.0),
+    ],
+)
+def test_the_clock_of_a_replica_is_trusted_at_the_first_look_only(
+    known: LastInference | None, timestamp_ms: int, at: float
+) -> None:
+    found = update_last_inference(known, timestamp_ms, now=50.0, wall_clock_s=1000.0)
+    assert found == LastInference(timestamp_ms, at)
+
+
+def test_a_copy_is_removable_unless_it_is_in_use_or_a_part() -> None:
+    ensemble = LoadedModel("ensemble", parts=frozenset({"part"}))
+    busy = LoadedModel("busy", eviction=Eviction.BUSY)
+    replica = ReplicaLoad("r", (ensemble, busy, LoadedModel("part"), LoadedModel("free")))
+    found = [each.name for each in replica.models if is_removable(replica, each.name)]
+    assert found == ["ensemble", "free"]
+    assert not is_removable(replica, "absent")

@@ -1,0 +1,320 @@
+"""Completions are relayed to servers of OpenAI's API; the client is OpenAI's own.
+
+The server stands for vLLM, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from gateway.inference.completions import relay_chunks
+from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
+from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
+from tests.support.servers import ROOT, free_ports, gateway_before
+from tests.support.servers import gateway as real_gateway
+from tests.support.wait import wait_until
+
+MODEL = "text_org/model-7b"  # a name as vLLM's models have
+ANY = "text_any/"  # the server accepts every name that begins like this
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+class CompletionServer:
+    """A server of OpenAI's chat API, which answers with the words that it got."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.ended_streams = 0
+        self.app = FastAPI()
+        self.app.post("/v1/chat/completions")(self.complete)
+        (self.port,) = free_ports(1)
+        config = uvicorn.Config(self.app, port=self.port, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def complete(self, request: Request) -> Response:
+        document = await request.json()
+        self.bodies.append(await request.body())
+        self.requests.append(document)
+        self.headers.append(dict(request.headers))
+        if document["model"] != MODEL and not document["model"].startswith(ANY):
+            error = {"message": "no such model", "type": "NotFoundError", "param": None}
+            return JSONResponse({"error": {**error, "code": 404}}, 404)
+        if document.get("user") == "page":
+            return Response("<script>", media_type="text/html")
+        if document.get("stream"):
+            return StreamingResponse(self.stream(document), media_type="text/event-stream")
+        message = {"role": "assistant", "content": document["messages"][0]["content"].upper()}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse(
+            {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 1,
+                "model": MODEL,
+                "choices": [choice],
+            }
+        )
+
+    async def stream(self, document: dict[str, Any]) -> AsyncIterator[str]:
+        try:
+            for number in range(document.get("max_tokens", 3)):
+                choice = {"index": 0, "delta": {"content": f"{number} "}, "finish_reason": None}
+                chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
+                yield f"data: {json.dumps({**chunk, 'choices': [choice]})}\n\n"
+                await asyncio.sleep(0.05)
+            if document.get("user") == "broken":
+                raise ConnectionError
+            yield "data: [DONE]\n\n"
+        finally:
+            self.ended_streams += 1
+
+    def __enter__(self) -> CompletionServer:
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CompletionServer]:
+    with CompletionServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    server: CompletionServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    entries = [entry(ADMIN, "admin", "infer"), entry(TEXTS, "infer", models=["text_*"])]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    (nobody, gone) = free_ports(2)  # the second server is not there
+    urls = f"http://127.0.0.1:{gone},{server.url}"
+    with gateway_before(
+        f"http://127.0.0.1:{nobody}", openai_urls=urls, keys_file=str(keys)
+    ) as client:
+        yield client
+
+
+def connect(gateway: httpx.Client, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.base_url}/v1", api_key=key, max_retries=0)
+
+
+def test_a_completion_is_relayed_without_the_key(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    completion = connect(gateway, TEXTS).chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0.5
+    )
+    assert completion.choices[0].message.content == "HELLO"
+    assert server.requests[-1] == {"model": MODEL, "messages": MESSAGES, "temperature": 0.5}
+    assert "authorization" not in server.headers[-1]
+    assert TEXTS not in str(server.headers[-1])
+
+
+def test_the_command_for_a_completion_prints_what_the_page_says(server: CompletionServer) -> None:
+    page = ROOT / "docs" / LANGUAGE_MODELS
+    ((_, command, answer),) = [each for each in examples([page]) if COMPLETIONS in each[1]]
+    (nobody,) = free_ports(1)
+    with gateway_before(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as client:
+        assert_prints(client, command.replace("llama-3.1-8b", MODEL), answer)
+
+
+def test_a_stream_arrives_piece_by_piece(gateway: httpx.Client) -> None:
+    stream = connect(gateway, TEXTS).chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, max_tokens=4
+    )
+    arrived = [(time.monotonic(), chunk.choices[0].delta.content) for chunk in stream]
+    assert [text for _, text in arrived] == ["0 ", "1 ", "2 ", "3 "]
+    assert arrived[-1][0] - arrived[0][0] > 0.1
+
+
+def test_a_client_that_leaves_ends_the_stream_at_the_server(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    before = server.ended_streams
+    stream = connect(gateway, TEXTS).chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, max_tokens=100_000
+    )
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: server.ended_streams == before + 1)
+
+
+def test_the_servers_own_errors_are_relayed(gateway: httpx.Client) -> None:
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        connect(gateway, ADMIN).chat.completions.create(model="nothing", messages=MESSAGES)
+
+
+def test_a_key_for_other_models_is_refused_before_the_server(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    count = len(server.requests)
+    with pytest.raises(openai.NotFoundError, match="unknown model"):
+        connect(gateway, TEXTS).chat.completions.create(model="secret/model", messages=MESSAGES)
+    with pytest.raises(openai.AuthenticationError):
+        connect(gateway, "tgw_wrong").chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert len(server.requests) == count
+
+
+def test_a_server_reads_no_other_model_than_the_gateway_has_checked(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    """Which one of several equal keys counts, and whether case matters, differs between servers."""
+    path, headers = "/v1/chat/completions", bearer(TEXTS)
+    document = json.dumps({"model": MODEL, "messages": MESSAGES})
+    ambiguous = f'{{"model": "secret", "mod\\u0065l": "secret", {document[1:]}'
+    assert gateway.post(path, content=ambiguous, headers=headers).status_code == 200
+    assert json.loads(server.bodies[-1]) == json.loads(document)
+    assert server.bodies[-1].count(b'model":') == 1
+    count = len(server.requests)
+    for more in ('"Model": "secret"', '"messages": ' + "[" * 1000 + "]" * 1000):
+        refused = gateway.post(path, content=f"{document[:-1]}, {more}}}", headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "MALFORMED_REQUEST"
+    assert len(server.requests) == count
+
+
+def test_a_page_of_a_server_is_downloaded(gateway: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "user": "page"}
+    answer = gateway.post("/v1/chat/completions", json=body, headers=bearer(TEXTS))
+    assert answer.headers["content-disposition"] == "attachment"
+
+
+def test_a_stream_that_its_server_breaks_off_is_broken_off(server: CompletionServer) -> None:
+    (nobody,) = free_ports(1)
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, "user": "broken"}
+    with real_gateway(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as (client, command):
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.post("/v1/chat/completions", json=body)
+        command.wait_for("the response was aborted")
+
+
+class FastStream:
+    """Stands for the response of a server whose next piece arrives in each pass of the event loop."""
+
+    is_complete = False
+
+    def __init__(self) -> None:
+        self.pieces = 0
+        self.waiter: asyncio.Future[bytes] | None = None
+
+    def set_timeout(self, _: float) -> None:
+        self.is_complete = self.pieces > 1000
+
+    async def next_chunk(self) -> bytes:
+        self.waiter = asyncio.get_running_loop().create_future()
+        return await self.waiter
+
+    def receive(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.pieces += 1
+            self.waiter.set_result(b"piece")
+
+
+def test_a_stream_of_any_speed_can_be_cancelled() -> None:
+    """A task group does not cancel a task whose next piece is there already."""
+    stream: Any = FastStream()
+
+    async def relay() -> None:
+        async for _ in relay_chunks(stream, 1.0):
+            pass
+
+    async def leave() -> int:
+        loop = asyncio.get_running_loop()
+        readable, written = socket.socketpair()
+        with readable, written:
+            written.send(b"never read")
+            async with anyio.create_task_group() as group:
+                group.start_soon(relay)
+                while stream.pieces < 10:
+                    await asyncio.sleep(0)
+                    stream.receive()
+                await asyncio.sleep(0)
+                loop.call_soon(group.cancel_scope.cancel)
+                stream.receive()
+                loop.add_reader(readable, stream.receive)
+            loop.remove_reader(readable)
+        return int(stream.pieces)
+
+    assert asyncio.run(leave()) < 20
+
+
+def test_completions_are_counted_by_model_and_unknown_names_are_not(
+    gateway: httpx.Client,
+) -> None:
+    client = connect(gateway, ADMIN)
+    client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="nothing", messages=MESSAGES)
+    page = gateway.get("/metrics", headers=bearer(ADMIN)).text
+    assert f'model="{MODEL}"' in page
+    assert 'model="nothing"' not in page
+
+
+@pytest.mark.fault(
+    "thousands of unknown model names, and names that a server of completions accepts"
+)
+def test_invented_names_that_a_server_accepts_are_few_metric_series(
+    gateway: httpx.Client, server: CompletionServer
+) -> None:
+    body = {"messages": MESSAGES}
+    for number in range(80):
+        document = {**body, "model": f"{ANY}{number}"}
+        answer = gateway.post("/v1/chat/completions", json=document, headers=bearer(TEXTS))
+        assert answer.status_code == 200
+    page = gateway.get("/metrics", headers=bearer(ADMIN)).text
+    names = set(re.findall(r'gateway_request_bytes_total.*model="([^"]*)"', page))
+    assert len(names & {f"{ANY}{number}" for number in range(80)}) <= 64
+    assert "other" in names
+    assert server.requests[-1]["model"] == f"{ANY}79"
+    count = len(server.requests)
+    long = gateway.post(
+        "/v1/chat/completions", json={**body, "model": "text_" + "a" * 252}, headers=bearer(TEXTS)
+    )
+    assert long.status_code == 400
+    assert "at most 256 characters" in long.json()["error"]["message"]
+    assert len(server.requests) == count
+
+
+def test_without_a_server_the_sentence_says_what_to_set(demo: httpx.Client) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        response = demo.post(path, json={"model": "m", "messages": MESSAGES})
+        assert response.status_code == 501
+        assert response.json()["error"]["code"] == "NO_OPENAI_SERVER"
+        assert "GATEWAY_OPENAI_URLS" in response.json()["error"]["message"]
+
+
+def test_servers_that_are_all_gone_are_503() -> None:
+    nobody, gone = free_ports(2)
+    with gateway_before(
+        f"http://127.0.0.1:{nobody}", openai_urls=f"http://127.0.0.1:{gone}"
+    ) as client:
+        response = client.post("/v1/chat/completions", json={"model": MODEL})
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "server_error"
+        assert response.headers["Retry-After"]

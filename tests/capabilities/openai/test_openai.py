@@ -1,0 +1,260 @@
+"""Embeddings and reranking: OpenAI's own client, and models of other kinds, on real tritonservers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.support.model_zoo.zoo import Zoo, any_names
+from tests.support.servers import ROOT
+
+MODEL = "text_ensemble"
+TEXTS = ["a cat sleeps", "a dog barks", "the stock market fell"]
+
+
+@pytest.fixture(scope="module")
+def client(demo: httpx.Client) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key="none", max_retries=0)
+
+
+def embed(zoo: Zoo, name: str, **document: Any) -> httpx.Response:
+    zoo.load(name)
+    return zoo.client.post("/v1/embeddings", json={"model": zoo.names.model(name), **document})
+
+
+def vectors_of(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    document = response.json()
+    assert [item["index"] for item in document["data"]] == list(range(len(document["data"])))
+    return [item["embedding"] for item in document["data"]]
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return response.status_code, error["code"], error["message"]
+
+
+def test_openais_client_gets_the_vectors_that_infer_gives(
+    client: openai.OpenAI, demo: httpx.Client
+) -> None:
+    response = client.embeddings.create(model=MODEL, input=TEXTS)  # base64, the client's default
+    as_numbers = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+    inferred = demo.post(f"/v1/models/{MODEL}/infer", json={"inputs": TEXTS}).json()
+    expected = np.array(inferred["outputs"]["EMBEDDING"], np.float32)
+    assert (response.object, response.model, len(response.data)) == ("list", MODEL, len(TEXTS))
+    assert np.array_equal(np.array([each.embedding for each in response.data], "f4"), expected)
+    assert np.array_equal(np.array([each.embedding for each in as_numbers.data], "f4"), expected)
+
+
+def test_openais_asynchronous_client_gets_a_vector_for_one_text(demo: httpx.Client) -> None:
+    async def embed_one() -> list[float]:
+        async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key="none") as client:
+            response = await client.embeddings.create(model=MODEL, input=TEXTS[0])
+            return response.data[0].embedding
+
+    assert np.linalg.norm(asyncio.run(embed_one())) == pytest.approx(1, abs=1e-3)
+
+
+def test_openais_client_lists_and_describes_models(client: openai.OpenAI) -> None:
+    assert MODEL in [model.id for model in client.models.list()]
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "triton")
+
+
+def test_openais_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.embeddings.create(model="nobody", input="a text")
+    assert unknown.value.code == "MODEL_NOT_FOUND"
+    with pytest.raises(openai.UnprocessableEntityError, match="does not support embeddings"):
+        client.embeddings.create(model="text_core", input="a text")
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+        client.embeddings.create(model=MODEL, input=[1, 2, 3])
+
+
+@any_names
+def test_a_batch_larger_than_the_models_keeps_its_order(zoo: Zoo) -> None:
+    texts = ["x" * (number % 10) for number in range(2048)]
+    found = vectors_of(embed(zoo, "vectors", input=texts))
+    assert found == [[-(len(text) + n) for n in range(1, 5)] for text in texts]
+    status, code, message = error_of(embed(zoo, "vectors", input=[*texts, "one more"]))
+    assert (status, code) == (413, "TOO_LARGE")
+    assert "at most 2048" in message
+
+
+@pytest.mark.long
+def test_the_config_chooses_among_several_outputs(zoo: Zoo) -> None:
+    assert vectors_of(embed(zoo, "vectors", input="ab")) == [[-3, -4, -5, -6]]
+    assert vectors_of(embed(zoo, "plain_vectors", input=["ab", ""])) == [[3, 4, 5, 6], [1, 2, 3, 4]]
+    status, code, message = error_of(embed(zoo, "two_vectors", input="ab"))
+    assert (status, code) == (422, "DOES_NOT_FIT_MODEL")
+    assert "2 floating-point outputs" in message
+
+
+def test_base64_is_little_endian_fp32(zoo: Zoo) -> None:
+    (text,) = vectors_of(embed(zoo, "vectors", input="ab", encoding_format="base64"))
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == [-3, -4, -5, -6]
+
+
+def test_vectors_are_shortened_where_the_config_allows_it(zoo: Zoo) -> None:
+    (vector,) = vectors_of(embed(zoo, "vectors", input="ab", dimensions=2))
+    assert vector == pytest.approx([-0.6, -0.8])
+    assert vectors_of(embed(zoo, "vectors", input="ab", dimensions=4)) == [[-3, -4, -5, -6]]
+    status, code, message = error_of(embed(zoo, "vectors", input="ab", dimensions=1))
+    assert (status, code) == (422, "DOES_NOT_FIT_MODEL")
+    assert "2 and 3" in message
+    assert error_of(embed(zoo, "plain_vectors", input="ab", dimensions=3))[0] == 422
+
+
+@pytest.mark.parametrize(
+    ("model", "document", "status", "words"),
+    [
+        ("token_vectors", {"input": "ab"}, 500, "not one vector for each text"),
+        ("vectors", {"input": "a" * 13}, 500, "NaN or infinity"),
+        ("relevance", {"input": "ab"}, 422, "does not support embeddings"),
+        ("single_INT32", {"input": "ab"}, 422, "does not support embeddings"),
+        ("vectors", {"input": []}, 400, "non-empty list"),
+        ("vectors", {"input": ["a", None]}, 400, "non-empty list"),
+        ("vectors", {"input": [[1, 2], [3]]}, 400, "tokens"),
+        ("vectors", {"input": {"text": "a"}}, 400, "non-empty list"),
+        ("vectors", {}, 400, "non-empty list"),
+        ("vectors", {"input": "a", "encoding_format": "hex"}, 400, "float and base64"),
+        ("vectors", {"input": "a", "dimensions": 0}, 400, "positive integer"),
+        ("vectors", {"input": "a", "dimensions": True}, 400, "positive integer"),
+        ("vectors", {"input": "a", "model": 7}, 400, '"model"'),
+        ("vectors", {"input": "a", "model": "../x"}, 404, "unknown model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_openais_shape(
+    zoo: Zoo, model: str, document: dict[str, Any], status: int, words: str
+) -> None:
+    found, _, message = error_of(embed(zoo, model, **document))
+    assert found == status
+    assert words in message
+
+
+def test_a_body_that_is_no_object_is_refused(zoo: Zoo) -> None:
+    for body in (b"", b"[]", b"{", b'"text"'):
+        response = zoo.client.post("/v1/embeddings", content=body)
+        assert error_of(response)[:2] == (400, "MALFORMED_REQUEST")
+
+
+def test_large_bodies_are_read_outside_the_event_loop(zoo: Zoo) -> None:
+    for size in (100_000, 2_000_000):
+        (vector,) = vectors_of(embed(zoo, "vectors", input="x" * size))
+        assert vector[0] == -(size + 1)
+
+
+def rank(zoo: Zoo, **document: Any) -> httpx.Response:
+    zoo.load("relevance")
+    return zoo.client.post(
+        "/v1/rerank", json={"model": zoo.names.model("relevance"), "query": "abc", **document}
+    )
+
+
+def test_documents_are_ranked_by_a_model_with_two_texts(zoo: Zoo) -> None:
+    documents = ["xyz", "abc", {"text": "axx"}, "abx", "", "bca"]
+    response = rank(zoo, documents=documents, top_n=4, return_documents=True)
+    assert response.status_code == 200, response.text
+    assert response.json()["results"] == [
+        {"index": 1, "relevance_score": 3.0, "document": {"text": "abc"}},
+        {"index": 5, "relevance_score": 3.0, "document": {"text": "bca"}},
+        {"index": 3, "relevance_score": 2.0, "document": {"text": "abx"}},
+        {"index": 2, "relevance_score": 1.0, "document": {"text": "axx"}},
+    ]
+    assert [each["index"] for each in rank(zoo, documents=["c", "ab"]).json()["results"]] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{}, {"documents": []}, {"documents": ["a"], "top_n": 0}, {"documents": ["a"], "query": ""}],
+)
+def test_an_invalid_ranking_request_is_refused(zoo: Zoo, document: dict[str, Any]) -> None:
+    response = rank(zoo, **document)
+    assert (response.status_code, response.json()["code"]) == (400, "MALFORMED_REQUEST")
+
+
+def test_a_query_that_would_be_multiplied_beyond_the_body_limit_is_refused(
+    zoo: Zoo,
+) -> None:
+    response = rank(zoo, query="q" * (1 << 20), documents=["d"] * 100)
+    assert (response.status_code, response.json()["code"]) == (413, "TOO_LARGE")
+    assert "shorter query or fewer documents" in response.json()["error"]
+
+
+def test_tensorflow_servings_clients_read_the_status_and_the_signature(
+    zoo: Zoo,
+) -> None:
+    zoo.load("vectors")
+    model = zoo.client.get("/v1/models/vectors").json()
+    assert model["model_version_status"] == [
+        {
+            "version": "1",
+            "state": "AVAILABLE",
+            "status": {"error_code": "OK", "error_message": ""},
+        }
+    ]
+    versioned = zoo.client.get("/v1/models/vectors/versions/1").json()
+    assert versioned["model_version_status"] == model["model_version_status"]
+    for path in ("/v1/models/vectors/metadata", "/v1/models/vectors/versions/1/metadata"):
+        document = zoo.client.get(path).json()
+        assert document["model_spec"] == {"name": "vectors", "signature_name": "", "version": "1"}
+        signature = document["metadata"]["signature_def"]["signature_def"]["serving_default"]
+        assert signature["inputs"]["TEXT"] == {
+            "name": "TEXT",
+            "dtype": "DT_STRING",
+            "tensor_shape": {
+                "dim": [{"size": "-1", "name": ""}, {"size": "1", "name": ""}],
+                "unknown_rank": False,
+            },
+        }
+        assert signature["outputs"]["VECTOR"]["dtype"] == "DT_FLOAT"
+
+
+# Clients with an environment of their own (`make clients`). Each prints the count of vectors and a length.
+
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+CLIENT_PROGRAMS = {
+    "langchain": """
+from langchain_openai import OpenAIEmbeddings
+client = OpenAIEmbeddings(model=MODEL, base_url=URL, api_key="any", check_embedding_ctx_length=False)
+vectors = client.embed_documents(TEXTS)
+""",
+    "llama-index": """
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+client = OpenAILikeEmbedding(model_name=MODEL, api_base=URL, api_key="any", embed_batch_size=2)
+vectors = client.get_text_embedding_batch(TEXTS)
+""",
+    "litellm": """
+import os
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+import litellm
+answer = litellm.embedding(model=f"openai/{MODEL}", input=TEXTS, api_base=URL, api_key="any")
+vectors = [each["embedding"] for each in answer.data]
+""",
+}
+
+
+@pytest.mark.skipif(not CLIENTS.exists(), reason="the clients are missing; run: make clients")
+@pytest.mark.parametrize("name", CLIENT_PROGRAMS)
+def test_clients_of_openais_api_work_unmodified(demo: httpx.Client, name: str) -> None:
+    values = f"MODEL, URL, TEXTS = {MODEL!r}, '{demo.base_url}/v1', {TEXTS!r}\n"
+    program = f"{values}{CLIENT_PROGRAMS[name]}print(len(vectors), len(vectors[0]))"
+    ended = subprocess.run(
+        [CLIENTS, "-c", program],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [str(len(TEXTS)), "384"]

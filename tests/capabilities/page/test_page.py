@@ -1,0 +1,1253 @@
+"""The page at /: what is served, and, in a real Chromium, what its user sees.
+
+The tests in the browser need chromium and chromium-driver; `make page` runs this file alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from gateway import __version__
+from gateway.state.desired import DesiredModel
+from gateway.state.store import open_state_store
+from tests.support import browser, versioned
+from tests.support.keys import ADMIN, INFER, entry, written
+from tests.support.model_zoo.zoo import (
+    COUNTING,
+    MODELS,
+    TICKING,
+    Model,
+    Names,
+    identity,
+    write_repository,
+)
+from tests.support.on_demand import list_held, model_names, on_demand_fleet, tritons_with
+from tests.support.servers import ROOT, Triton, free_ports, gateway_before, triton_with
+from tests.support.uploads import FIRST, SECOND, triton_of
+from tests.support.wait import wait_until
+
+needs_browser = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
+STATIC = ROOT / "gateway" / "static"
+IMAGES = ROOT / "docs" / "images"
+AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
+VENDORED = (
+    *sorted(STATIC.glob("vendor/uPlot.*min.*")),
+    *(STATIC / "docs" / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
+    AXE,
+)
+# Drawn as a person would, from the middle of the sheet.
+SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
+KEPT = ("pair", "optional", "nchw", "picture", "single_BYTES")
+# What is typed for a tensor of a shape, and what is sent or said.
+TYPED: tuple[tuple[str, list[int], str], ...] = (
+    ("9223372036854775807", [1], "9223372036854775807"),  # which JavaScript cannot count to
+    ("[9007199254740993]", [1], "[9007199254740993]"),
+    ("5", [-1], "[5]"),
+    ("1 2,3;4", [-1], "[1,2,3,4]"),
+    ("1 2 3 4 5 6", [2, 3], "[[1,2,3],[4,5,6]]"),
+    ("1 2 3 4 5 6", [-1, 3], "[[1,2,3],[4,5,6]]"),
+    ("1 2\n3 4", [-1, -1], "[[1,2],[3,4]]"),
+    ("+.5 1e3 0x10", [3], "[0.5,1e3,16]"),
+    ("true false", [2], "[true,false]"),
+    ("1 2 3", [2], "expected 2 numbers, got 3"),
+    ("1 2 3", [-1, 2], "expected a multiple of 2 numbers, got 3"),
+    ("1 two", [2], "“two” is neither JSON nor a number"),
+)
+
+
+# What is served.
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
+
+def test_the_page_and_all_that_it_names_are_served_by_the_gateway(demo: httpx.Client) -> None:
+    page = demo.get("/", headers=BROWSER)
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+    assert len(names) >= 4
+    for name in names:
+        assert demo.get(name).status_code == 200, name
+    for path in STATIC.rglob("*.js"):
+        script = demo.get(f"/static/{path.relative_to(STATIC)}")
+        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert script.content == path.read_bytes()
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.css"])
+def test_what_a_browser_has_is_not_sent_again(demo: httpx.Client, path: str) -> None:
+    first = demo.get(path, headers=BROWSER)
+    assert first.headers["cache-control"] == "no-cache"
+    again = demo.get(
+        path, headers={**BROWSER, "If-None-Match": f'"other", W/{first.headers["etag"]}'}
+    )
+    assert again.status_code == 304
+    assert not again.content
+    assert again.headers["etag"] == first.headers["etag"]
+    other = demo.get(path, headers={**BROWSER, "If-None-Match": '"other"'})
+    assert other.status_code == 200
+    head = demo.head(path, headers=BROWSER)
+    assert head.status_code == 200
+    assert head.headers["content-length"] == first.headers["content-length"]
+
+
+def test_nothing_inline_runs_and_nothing_foreign_is_loaded(demo: httpx.Client) -> None:
+    headers = demo.get("/", headers=BROWSER).headers
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "http" not in headers["content-security-policy"]
+    assert len(headers.get_list("content-security-policy")) == 1
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["none.js", "../errors.py", "%2e%2e/errors.py", "", "vendor"])
+def test_only_the_pages_own_files_are_served(demo: httpx.Client, name: str) -> None:
+    answer = demo.get(f"/static/{name}")
+    assert answer.status_code == 404
+    assert answer.json()["code"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html;q=0, */*", "text/*"])
+def test_a_program_is_told_that_the_server_is_alive(demo: httpx.Client, accept: str) -> None:
+    answer = demo.get("/", headers={"Accept": accept})
+    assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+    assert answer.headers["content-type"] == "application/json"
+    page = demo.get("/", headers=BROWSER)
+    assert answer.headers["vary"] == page.headers["vary"] == "Accept"
+    not_modified = demo.get("/", headers={"Accept": accept, "If-None-Match": page.headers["etag"]})
+    assert not_modified.json() == {"status": "alive"}
+
+
+def test_it_can_be_switched_off() -> None:
+    with gateway_before("http://127.0.0.1:1", page="false") as client:
+        for headers in ({}, BROWSER):
+            answer = client.get("/", headers=headers)
+            assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+        assert client.get("/static/main.js").status_code == 404
+        assert client.get("/livez").status_code == 200
+
+
+def test_it_is_no_part_of_the_api(demo: httpx.Client) -> None:
+    paths = demo.get("/openapi.json").json()["paths"]
+    assert not [path for path in paths if path == "/" or path.startswith("/static")]
+
+
+def test_what_others_wrote_is_as_they_published_it() -> None:
+    documented = (ROOT / "docs" / "dependencies.md").read_text()
+    assert len(VENDORED) == 5
+    for path in VENDORED:
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
+    assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
+    assert "Apache License" in (STATIC / "docs" / "swagger-ui.LICENSE.txt").read_text()
+    assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()
+
+
+def test_no_word_of_a_model_becomes_markup() -> None:
+    """Chromium would refuse these (`require-trusted-types-for`); other browsers may not."""
+    ways = re.compile(
+        r"\b(innerHTML|outerHTML|insertAdjacentHTML|srcdoc|eval|Function)\b|document\.write"
+    )
+    for path in STATIC.glob("*.js"):
+        assert not ways.search(path.read_text()), path.name
+
+
+@pytest.mark.parametrize("name", ["none.js", "../main.js", "%2e%2e/main.js", "", "vendor"])
+def test_only_the_api_descriptions_own_files_are_served(demo: httpx.Client, name: str) -> None:
+    assert demo.get(f"/docs/{name}").status_code == 404
+    assert demo.get("/docs/docs.js").headers["content-type"].startswith("text/javascript")
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
+    with browser.chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield browser.Page(driver)
+
+
+@pytest.fixture
+def page(tab: browser.Page) -> Iterator[browser.Page]:
+    """Whatever a test does: no complaint in the console, and no request to anybody else."""
+    tab.refusals = set()
+    tab.dark(False)
+    yield tab
+    tab.close()
+    assert not tab.console()
+    assert tab.origins() <= {tab.origin}
+
+
+@contextmanager
+def gateway_of(page: browser.Page, *urls: str, **settings: str) -> Iterator[httpx.Client]:
+    """A gateway that the page does not ask any more when it ends."""
+    with gateway_before(*urls, **settings) as client:
+        yield client
+        page.close()
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Models of which nobody knows the names, behind keys."""
+
+    url: str
+    names: Names
+
+    def fragment(self, model: str) -> str:
+        return f"#try/{httpx.URL(self.names.model(model)).raw_path.decode()}"
+
+    def input(self, name: str) -> str:
+        return f'fieldset[data-input="{self.names.tensor(name)}"]'
+
+    def output(self, name: str) -> str:
+        return f'[data-output="{self.names.tensor(name)}"]'
+
+
+FLAG = replace(identity("flag", "BOOL", (1,), 8), hints={"example.X": "true"})
+
+
+def kept() -> list[Model]:
+    return [TICKING, COUNTING, FLAG, *(model for model in MODELS if model.name in KEPT)]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Names]]:
+    """One for all tests in the browser: the demonstration's models, and those of strange names."""
+    folder, names = tmp_path_factory.mktemp("strangers"), Names(seed=11)
+    write_repository(folder, names, kept())
+    load = ("ensemble", "text_ensemble", "tokens", *(names.model(model.name) for model in kept()))
+    folders = (ROOT / "triton_repo", ROOT / "triton_repo_examples", folder)
+    with triton_with(folders, load) as server:
+        yield server.options.url, names
+
+
+@pytest.fixture(scope="module")
+def demo_url(triton: tuple[str, Names]) -> Iterator[str]:
+    """Of a gateway that wants no keys."""
+    with gateway_before(triton[0]) as client:
+        yield str(client.base_url)
+
+
+@pytest.fixture(scope="module")
+def strangers(
+    triton: tuple[str, Names], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Strangers]:
+    entries = [entry(INFER, "infer"), entry(ADMIN, "admin")]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    with gateway_before(triton[0], keys_file=str(keys)) as client:
+        yield Strangers(str(client.base_url), triton[1])
+
+
+def draw_a_seven(page: browser.Page, origin: str) -> None:
+    page.open(origin, "#try/ensemble")
+    page.drag("canvas", *SEVEN)
+    page.click("#infer")
+    page.see("#response-body .scores", "0.")
+
+
+@needs_browser
+def test_a_drawn_seven_is_read(page: browser.Page, demo_url: str) -> None:
+    draw_a_seven(page, demo_url)
+    assert page.all("#response-body .scores tbody th")[0].text == "7"
+    assert "ms" in page.text("#response-state")
+    assert page.text("#curl") == (
+        "curl -s --data-binary @drawing.png -H 'Content-Type: image/png' "
+        f"{page.origin}/v1/models/ensemble/infer"
+    )
+    page.click("#response-body details summary")
+    assert '"label": "7"' in page.see("#response-body details pre", "label")
+    if folder := os.environ.get("PAGE_PICTURES"):
+        page.click("#infer")  # again: the first request to a model is a slow one
+        page.until(lambda: page.all("#response-body details:not([open])"), "another answer")
+        page.driver.set_window_size(1240, 1000)
+        page.run("document.activeElement.blur()")
+        page.driver.save_screenshot(f"{folder}/page.png")
+
+
+@needs_browser
+def test_a_line_is_drawn_with_the_keys_alone(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.type("canvas", Keys.ARROW_UP * 8 + " " + Keys.ARROW_DOWN * 16 + " ")
+    page.see(".drawing", "pen up")
+    page.type("canvas", Keys.CONTROL + Keys.ENTER)
+    page.see("#response-body .scores", "0.")
+    assert page.all("#response-body .scores tbody th")[0].text == "1"
+
+
+@needs_browser
+def test_an_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    assert page.all("input[type=file][accept='image/*'][capture]")  # shown where fingers point
+    page.type("input[type=file]:not([capture])", str(IMAGES / "three.jpg"))
+    page.click("#infer")
+    page.see("#response-body .scores", "0.")
+    assert page.all("#response-body .scores tbody th")[0].text == "3"
+    assert "@three.jpg -H 'Content-Type: image/jpeg'" in page.text("#curl")
+    page.run(
+        """
+        const [text, zone] = [atob(arguments[0]), document.querySelector(".drop")];
+        const bytes = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+        const dropped = new DataTransfer();
+        dropped.items.add(new File([bytes], "it's a seven.png", {type: "image/png"}));
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """,
+        base64.b64encode((IMAGES / "seven.png").read_bytes()).decode(),
+    )
+    page.see(".drop", "it's a seven.png")
+    page.click("#infer")
+    page.until(lambda: page.text("#response-body .scores tbody th") == "7", "a seven")
+    assert r"--data-binary '@it'\''s a seven.png'" in page.text("#curl")
+
+
+@needs_browser
+def test_an_image_is_pasted(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("canvas")
+    page.clipboard(allowed=True)
+    page.copy_image((IMAGES / "seven.png").read_bytes())
+    page.type("body", Keys.CONTROL + "v")
+    page.see(".drop", "image.png")
+    page.click("#infer")
+    page.see("#response-body .scores", "0.")
+    assert page.all("#response-body .scores tbody th")[0].text == "7"
+    assert "@image.png -H 'Content-Type: image/png'" in page.text("#curl")
+
+
+@needs_browser
+def test_the_curl_line_is_copied(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    page.see("#code-note", "placeholders")
+    page.type("textarea", 'it\'s a "text"')
+    page.clipboard(allowed=False)
+    page.click("#curl-copy")
+    page.see("#curl-copied", "selected")
+    line = page.text("#curl")
+    assert page.run("return getSelection().toString()") == line
+    page.clipboard(allowed=True)
+    page.click("#curl-copy")
+    page.until(lambda: page.text("#curl-copied") == "copied", "copied")
+    assert page.copied() == line
+    answer = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
+    assert len(json.loads(answer)["outputs"]["EMBEDDING"]) == 384
+
+
+@needs_browser
+def test_two_texts_are_compared(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    first, second = (page.find(f"#try-form div > div:nth-child({n}) textarea") for n in (1, 2))
+    first.send_keys("The doctor examined the patient.")
+    page.click("#infer")
+    assert "384 numbers" in page.see("#response-body figcaption", "norm 1")
+    second.send_keys("A physician looked at the sick man.")
+    page.click("#infer")
+    like = float(page.see("#cosine", "similarity").split()[-1])
+    second.clear()
+    second.send_keys("The ship left the harbour at dawn.")
+    page.click("#infer")
+    page.until(lambda: float(page.text("#cosine").split()[-1]) < like - 0.3, "another similarity")
+
+
+@needs_browser
+def test_the_first_model_shown_is_one_that_people_have_something_for(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url)
+    page.find("canvas")
+    assert page.find("#model").get_property("value") == "ensemble"
+
+
+@needs_browser
+def test_a_wrong_key_is_asked_for_again_and_stays_in_the_tab(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.refusals = {401, 403}
+    page.open(strangers.url)
+    page.see("#key-dialog", "A key is required.")
+    page.type("#key", "wrong\n")
+    page.see("#key-reason", "Unknown key.")
+    page.type("#key", f"{INFER}\n")
+    page.find("#try-form fieldset")
+    assert page.run("return [localStorage.length, document.cookie]") == [0, ""]
+    assert INFER not in page.driver.page_source
+    # It sees the models, and neither the replicas nor the metrics.
+    page.click("nav a[href='#fleet']")
+    page.see("#fleet-notice", "administrator's key")
+    assert page.all("#models tbody tr")
+    assert not page.all("#replicas tbody tr")
+    page.click("nav a[href='#live']")
+    page.see("#live-notice", "lacks the role")
+    page.click("#key-button")
+    page.click("#key-remove")
+    page.see("#live-notice", "a key is required")
+
+
+@needs_browser
+def test_a_model_is_unloaded_and_loaded_with_the_report_of_each_replica(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.refusals = {403}
+    page.open(strangers.url, "#fleet", key=INFER)
+    model = strangers.names.model("picture")
+    buttons = f'#models tr[data-key="{model}"] button'
+    page.find("#models tbody tr")
+    page.see("#fleet-notice", "administrator's key")
+    assert not shown(page, f"{buttons}, #upload-form")  # which this key may not use
+    page.click("#fleet-notice button")
+    page.type("#key", f"{ADMIN}\n")
+    page.find(buttons)
+    page.find("#upload-form")
+    page.all(buttons)[1].click()
+    page.see("#unload-dialog", model)
+    page.click("#unload-form button.main")
+    assert "UNAVAILABLE" in page.see("#report", "is unloaded on every replica")
+    assert not page.all("#report .bad")  # it was intended
+    page.find(f"{buttons}:nth-of-type(2):disabled")
+    page.see("#replicas tbody", "UP")
+    page.see(f'#models tr[data-key="{model}"]', "not loaded")
+    assert not page.all(f'#models tr[data-key="{model}"] .bad')
+    page.all(buttons)[0].click()
+    assert "READY" in page.see("#report", "is loaded on every replica")
+    page.find(f"{buttons}:nth-of-type(2):enabled")
+
+
+@pytest.fixture(scope="module")
+def uploads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a gateway with keys and an empty repository, and of its Triton."""
+    repository = tmp_path_factory.mktemp("repository")
+    entries = [entry(INFER, "infer"), entry(ADMIN, "admin")]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    settings = {
+        "repository": f"file://{repository}",
+        "model_uploads": "artifacts",
+        "keys_file": str(keys),
+    }
+    with triton_of(repository) as triton:
+        triton.wait()
+        with gateway_before(triton.options.url, **settings) as client:
+            yield str(client.base_url)
+
+
+def shown(page: browser.Page, css: str) -> list[str]:
+    return [one.tag_name for one in page.all(css) if one.is_displayed()]
+
+
+def drop_files(page: browser.Page, zone: str, **files: bytes) -> None:
+    """Drop files on an element, as a person would."""
+    page.run(
+        """
+        const dropped = new DataTransfer();
+        for (const [name, text] of Object.entries(arguments[1])) {
+            const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+            dropped.items.add(new File([bytes], name));
+        }
+        const zone = document.querySelector(arguments[0]);
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """,
+        zone,
+        {name: base64.b64encode(content).decode() for name, content in files.items()},
+    )
+
+
+@needs_browser
+def test_a_dropped_model_is_uploaded_with_an_administrators_key(
+    page: browser.Page, uploads: str
+) -> None:
+    page.refusals = {403}
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-form")
+    drop_files(page, "#upload-form", **{"my digits.onnx": FIRST})
+    page.see("#upload-selected", f"my digits.onnx, {len(FIRST)} bytes")
+    assert page.run("return document.activeElement.id + document.activeElement.value") == (
+        "upload-namemy_digits"
+    )
+    page.type("#upload-name", Keys.ENTER)
+    page.see("#upload-result", "Version 1 of my_digits is uploaded and loaded.")
+    page.see('#models tr[data-key="my_digits"]', "READY")
+    assert not faults(page)
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    body = {"inputs": {"X": [1, 2]}}
+    answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
+    assert answer.json()["outputs"]["Y"] == [2, 3]
+
+
+@needs_browser
+def test_an_upload_that_is_refused_says_why_and_can_be_sent_again(
+    page: browser.Page, uploads: str, tmp_path: Path
+) -> None:
+    page.refusals = {422}
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-form")
+    drop_files(page, "#upload-form", a=b"1", b=b"2")
+    page.see("#upload-result", "Drop one file")
+    drop_files(page, "#upload-form", **{"words.onnx": b"no network"})
+    page.click("#upload-start")
+    page.see("#upload-result", "'words.onnx' is not a .onnx file")
+    assert page.find("#upload-result").get_attribute("role") == "status"
+    assert not faults(page)
+    (tmp_path / "words.onnx").write_bytes(SECOND)
+    page.type("#upload-file", str(tmp_path / "words.onnx"))
+    page.find("#upload-name").clear()
+    page.click("#upload-start")
+    page.see("#upload-result", "Enter a name for the model.")
+    page.type("#upload-name", "words\n")
+    page.see("#upload-result", "Version 1 of words is uploaded and loaded.")
+
+
+@needs_browser
+def test_a_large_upload_shows_its_progress_and_can_be_cancelled(
+    page: browser.Page, uploads: str
+) -> None:
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-form")
+    page.run(
+        """
+        const dropped = new DataTransfer();
+        dropped.items.add(new File(Array(256).fill(new Uint8Array(1 << 20)), "large.plan"));
+        const zone = document.querySelector("#upload-form");
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """
+    )
+    page.see("#upload-selected", "large.plan, 256.0 MiB")
+    page.run(
+        """
+        const bar = document.querySelector("#upload-progress");
+        const cancel = document.querySelector("#upload-cancel");
+        window.fractions = [];
+        const watch = new MutationObserver(() => {
+            window.fractions.push(bar.value);
+            if (bar.value > 0) cancel.click();
+        });
+        watch.observe(bar, { attributes: true });
+        document.querySelector("#upload-start").click();
+        """
+    )
+    page.see("#upload-result", "The upload was cancelled.")
+    assert any(0 < fraction < 1 for fraction in page.run("return window.fractions"))
+    assert page.run("return document.querySelector('#upload-busy').hidden")
+    assert not page.all('#models tr[data-key="large"]')
+
+
+@needs_browser
+def test_a_model_that_is_to_be_loaded_and_is_nowhere_is_shown_and_can_be_given_up(
+    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
+) -> None:
+    state = f"file://{tmp_path}/state.json"
+    asyncio.run(open_state_store(state).set_desired_model("lost", DesiredModel(True)))
+    with gateway_of(page, triton[0], state=state) as client:
+        page.open(str(client.base_url), "#fleet")
+        row = '#models tr[data-key="lost"]'
+        page.see(row, "not loaded, load pending")
+        page.click(f"{row} button:nth-of-type(2):enabled")
+        page.see("#unload-dialog", "lost")
+        page.click("#unload-form button.main")
+        page.see("#report", "is unloaded on every replica")
+        page.until(lambda: not page.all(row), "the row of a model that nobody wants to go")
+
+
+@needs_browser
+def test_a_model_never_seen_gets_a_form_by_its_signature(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, strangers.fragment("pair"), key=INFER)
+    for name, values in {"A": "1 2", "B": "[30, 40]"}.items():
+        page.type(f"{strangers.input(name)} textarea", values)
+    page.click("#infer")
+    assert page.see(strangers.output("SUM"), "31").split()[-2:] == ["31", "42"]
+    assert page.see(strangers.output("PRODUCT"), "30").split()[-2:] == ["30", "80"]
+    assert '-H "Authorization: Bearer $KEY"' in page.text("#curl")
+    assert INFER not in page.driver.page_source
+
+
+@needs_browser
+def test_optional_inputs_may_be_left_out(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("optional"), key=INFER)
+    page.click("#infer")
+    page.see(f"{strangers.input('X')} [role=alert]", "enter values")
+    page.type(f"{strangers.input('X')} textarea", "1, 2, x")
+    page.click("#infer")
+    page.see(f"{strangers.input('X')} [role=alert]", "neither JSON nor a number")
+    page.find(f"{strangers.input('X')} textarea").clear()
+    page.type(f"{strangers.input('X')} textarea", "1\n2\n3")
+    page.type(f"{strangers.input('FACTOR')} input[type=number]", "10")
+    page.click("#infer")
+    assert page.see(strangers.output("Y"), "10").split()[-3:] == ["10", "20", "30"]
+
+
+@needs_browser
+def test_a_picture_is_drawn_for_pixels_and_shown_where_one_comes_back(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, strangers.fragment("nchw"), key=INFER)
+    page.drag("canvas", (-30, -30), (30, 30))
+    page.click("#infer")
+    page.find(f"{strangers.output('Y')} canvas")
+    assert "4 × 6" in page.text(f"{strangers.output('Y')} figcaption")
+    page.open(strangers.url, strangers.fragment("picture"), key=INFER)
+    page.type("fieldset input[type=number]", "9")
+    page.click("#infer")
+    shown = page.find(f"{strangers.output('PNG')} img")
+    page.until(lambda: shown.get_property("naturalWidth") == 9, "a picture")
+
+
+@needs_browser
+def test_markup_in_an_answer_is_a_text(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("single_BYTES"), key=INFER)
+    page.type("textarea", "<img src=x onerror=alert(1)>")
+    page.find("textarea").send_keys(Keys.CONTROL, Keys.ENTER)
+    assert "<img src=x" in page.see(".text-output", "onerror")
+    assert not page.all("#response-body img")
+
+
+@needs_browser
+def test_answers_are_shown_as_they_come(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("ticking"), key=INFER)
+    page.type(f"{strangers.input('COUNT')} input[type=number]", "50000")
+    page.type(f"{strangers.input('SECONDS')} input[type=number]", "0.02")
+    page.click("#infer")
+    page.until(lambda: len(page.all("#events > li")) >= 3, "three answers")
+    page.see("#response-state", "so far")
+    assert page.text("#curl").startswith("curl -sN ")
+    page.click("#stop")
+    page.see("#response-state", "stopped")
+    page.find(f"{strangers.input('COUNT')} input[type=number]").clear()
+    page.type(f"{strangers.input('COUNT')} input[type=number]", "2")
+    page.click("#infer")
+    page.see("#response-state", "2 responses in")
+
+
+@needs_browser
+def test_requests_are_seen_live(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, "#live", key=ADMIN)
+
+    def replicas() -> bool:
+        infer_with(strangers)
+        return bool(page.all("#by-replica tbody tr"))
+
+    page.until(replicas, "the replicas")
+    page.find("#rate-chart canvas")
+    row = page.see("#by-model tbody", strangers.names.model("single_BYTES"))
+    # No digits that the buckets of the histogram do not have: 10–25, < 1.
+    assert re.search(r" (< \d+(\.\d+)?|\d+(\.\d+)?–\d+(\.\d+)?)( |$)", row)
+    page.see("#live-now", "requests/s")
+
+
+@needs_browser
+def test_the_versions_of_a_split_are_seen_with_their_shares(
+    page: browser.Page, tmp_path: Path
+) -> None:
+    with Triton(versioned.write_versions(tmp_path), versioned.NAME) as triton:
+        triton.wait()
+        with gateway_of(page, triton.options.url) as client:
+            wait_until(lambda: client.get(f"/v1/models/{versioned.NAME}").status_code == 200)
+            split = {"versions": {"1": 90, "2": 10}, "shadow": {"version": "3"}}
+            client.put(f"{versioned.LABELS}/canary", json=split).raise_for_status()
+            client.put(f"{versioned.LABELS}/stable", json={"version": "1"}).raise_for_status()
+            url = str(client.base_url)
+            page.open(url, "#fleet")
+            labels = "canary 1 (90 %), 2 (10 %), shadow 3; stable 1"
+            page.see(f'#models tr[data-key="{versioned.NAME}"]', labels)
+            page.open(url, "#live")
+
+            def is_counted() -> bool:
+                path = f"/v2/models/{versioned.NAME}/versions/canary/infer"
+                for _ in range(10):
+                    client.post(path, json=versioned.V2_BODY).raise_for_status()
+                return len(page.all("#by-version tbody tr")) == 2
+
+            page.until(is_counted, "both versions")
+            table = page.see("#by-version tbody", "canary 10 %")
+            assert re.search(r"split 1 canary 90 %, stable \d+\.\d \d+\.\d", table)
+            assert re.search(r"split 2 canary 10 % \d+\.\d \d+\.\d", table)
+
+
+@needs_browser
+def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
+    draw_a_seven(page, demo_url)
+    views = {
+        "try": "canvas",
+        "model": ".graph .slowest",
+        "fleet": "#models tbody tr",
+        "live": "#rate-chart canvas",
+    }
+    for view, there in views.items():
+        page.dark(False)
+        page.click(f"nav a[href='#{view}']")
+        page.find(there)
+        assert not faults(page), view
+        page.dark(True)
+        assert not faults(page, "color-contrast"), view
+    page.click("#key-button")
+    page.find("#key")
+    assert not faults(page)
+
+
+@needs_browser
+def test_the_sample_of_an_input_is_one_click_away(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.click(".sample-value")
+    page.click("#infer")
+    page.see("#response-body .scores", "0.")
+    assert page.all("#response-body .scores tbody th")[0].text == "7"
+    page.open(demo_url, "#try/text_ensemble")
+    page.click(".sample-value")
+    page.see("#curl", "The ship left the harbour")
+
+
+@needs_browser
+def test_a_boolean_is_a_checkbox_and_its_sample_is_json(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, strangers.fragment("flag"), key=INFER)
+    page.click(".sample-value")
+    assert page.find("fieldset input[type=checkbox]").is_selected()
+    page.click("#infer")
+    page.see(strangers.output("Y"), "true")
+
+
+@needs_browser
+def test_several_images_are_one_request_with_an_answer_beside_each(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    images = [IMAGES / "seven.png", IMAGES / "three.jpg"]
+    page.type("input[type=file]:not([capture])", "\n".join(map(str, images)))
+    assert len(page.all(".thumbnails img")) == 2
+    page.click("#infer")
+    page.see("#response-state", "2 files")
+    answers = page.all("#response-body .batch > li")
+    assert [answer.find_element("css selector", ".name").text for answer in answers] == [
+        "seven.png",
+        "three.jpg",
+    ]
+    best = [answer.find_element("css selector", ".scores tbody th").text for answer in answers]
+    assert best == ["7", "3"]
+    assert all(answer.find_elements("css selector", "img") for answer in answers)
+    assert "-F image=@seven.png -F image=@three.jpg" in page.text("#curl")
+    assert not faults(page)
+
+
+def run_programs(page: browser.Page, folder: Path, key: str = "") -> Iterator[str]:
+    """What the code of each tab prints, run beside the files that it names."""
+    languages = {"curl": ["bash"], "python": [sys.executable], "javascript": ["node"]}
+    for language, program in languages.items():
+        if shutil.which(program[0]) is None:
+            continue
+        page.click(f"#tab-{language}")
+        file = folder / {"javascript": "request.mjs"}.get(language, language)
+        file.write_text(page.text("#curl"))
+        ended = subprocess.run(
+            [*program, str(file)],
+            cwd=folder,
+            env={**os.environ, "KEY": key},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        yield ended.stdout
+
+
+def numbers_in(printed: str, name: str) -> list[float]:
+    """The numbers of an output, as JSON, Python or Node print them."""
+    _, _, rest = printed.partition(name)
+    values = re.search(r"\[[^\]]*\]", rest)
+    assert values, printed
+    return [float(number) for number in re.findall(r"-?[0-9.]+", values[0])]
+
+
+def labels_in(printed: str) -> list[str]:
+    """The labels of an answer, best first, as JSON and Python print them."""
+    return re.findall(r"""["']label["']: ?["'](\w+)["']""", printed)
+
+
+@needs_browser
+def test_the_code_for_an_image_runs(page: browser.Page, demo_url: str, tmp_path: Path) -> None:
+    shutil.copy(IMAGES / "seven.png", tmp_path)
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    page.type("input[type=file]:not([capture])", str(tmp_path / "seven.png"))
+    page.see("#curl", "seven.png")
+    for printed in run_programs(page, tmp_path):
+        assert labels_in(printed)[0] == "7"
+
+
+@needs_browser
+def test_the_code_for_several_images_runs(
+    page: browser.Page, demo_url: str, tmp_path: Path
+) -> None:
+    names = ["seven.png", "three.jpg"]
+    for name in names:
+        shutil.copy(IMAGES / name, tmp_path)
+    page.open(demo_url, "#try/ensemble")
+    page.click("input[value=file]")
+    page.type("input[type=file]:not([capture])", "\n".join(str(tmp_path / name) for name in names))
+    page.see("#curl", "three.jpg")
+    for printed in run_programs(page, tmp_path):
+        assert [labels_in(answer)[0] for answer in printed.split("doubtful")[:2]] == ["7", "3"]
+
+
+@pytest.mark.long
+@needs_browser
+def test_the_code_for_arrays_runs(page: browser.Page, strangers: Strangers, tmp_path: Path) -> None:
+    """A JSON list; a NumPy file; and a NumPy file beside a number, which is a form."""
+    np.save(tmp_path / "array.npy", np.array([1.5, -2], np.float32))
+    output = strangers.names.tensor("Y")
+    page.open(strangers.url, strangers.fragment("optional"), key=INFER)
+    page.type(f"{strangers.input('X')} textarea", "1.5, -2")
+    page.see("#curl", "[1.5,-2]")
+    for printed in run_programs(page, tmp_path, INFER):
+        assert numbers_in(printed, output) == [1.5, -2]
+    page.click(f"{strangers.input('X')} input[value=file]")
+    page.see("#curl", "array.npy")  # stands for a file until one is chosen
+    page.type(f"{strangers.input('X')} input[type=file]", str(tmp_path / "array.npy"))
+    page.see("#curl", "application/x-npy")
+    for printed in run_programs(page, tmp_path, INFER):
+        assert numbers_in(printed, output) == [1.5, -2]
+    page.click("#infer")
+    page.see(strangers.output("Y"), "1.5")
+    page.type(f"{strangers.input('FACTOR')} input[type=number]", "2")
+    page.see("#curl", "application/json")
+    for printed in run_programs(page, tmp_path, INFER):
+        assert numbers_in(printed, output) == [3, -4]
+
+
+@needs_browser
+def test_the_code_of_each_language_sends_the_same_request(
+    page: browser.Page, demo_url: str, tmp_path: Path
+) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    assert "some text" not in page.see("#curl", "The ship left")  # the sample stands in
+    page.type("textarea", 'it\'s a "text" \\ of {words} $HOME')
+    page.click("#tab-python")
+    python = page.see("#curl", "requests.post")
+    page.click("#tab-javascript")
+    javascript = page.see("#curl", "fetch(")
+    page.click("#tab-curl")
+    curl = page.see("#curl", "curl -s")
+    page.click("#infer")
+    page.see("#response-body figcaption", "384 numbers")
+    assert python != javascript != curl
+    for answer in run_programs(page, tmp_path):
+        assert "EMBEDDING" in answer
+
+
+@needs_browser
+def test_no_code_contains_the_key(page: browser.Page, strangers: Strangers) -> None:
+    page.open(strangers.url, strangers.fragment("pair"), key=INFER)
+    for language in ("curl", "python", "javascript"):
+        page.click(f"#tab-{language}")
+        assert INFER not in page.see("#curl", "KEY")
+
+
+@needs_browser
+def test_what_was_sent_in_this_session_is_shown_again(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.click(".sample-value")
+    page.click("#infer")
+    page.see("#response-body .scores", "7")
+    page.find("#model").send_keys("text_ensemble")
+    page.see("#curl", "text_ensemble")
+    page.click(".sample-value")
+    page.click("#infer")
+    page.see("#response-body figcaption", "384 numbers")
+    assert len(page.all("#history-list li")) == 2
+    page.all("#history-list button")[1].click()
+    page.see("#response-body .scores", "7")
+    page.see("#response-state", "earlier")
+
+
+@needs_browser
+def test_the_answer_is_downloaded(page: browser.Page, demo_url: str, tmp_path: Path) -> None:
+    download = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", download)
+    page.open(demo_url, "#try/ensemble")
+    page.click(".sample-value")
+    page.click("#infer")
+    page.click("#response-body details summary")
+    page.click("#response-body .download")
+    page.until((tmp_path / "response.json").exists, "the file")
+    answer = json.loads((tmp_path / "response.json").read_text())
+    assert answer["outputs"]["result"]["predictions"][0]["label"] == "7"
+
+
+@needs_browser
+def test_models_are_searched(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("canvas")
+    page.type("#model-search", "TEXT_")
+    names = [option.text for option in page.all("#model option")]
+    assert names == ["ensemble", *sorted(set(names) - {"ensemble"})]
+    assert set(names) - {"ensemble"} == {
+        "text_core",
+        "text_ensemble",
+        "text_postprocessing",
+        "text_preprocessing",
+    }
+
+
+@needs_browser
+def test_a_sequence_is_continued_and_parameters_are_sent(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.refusals = {400}
+    page.open(strangers.url, strangers.fragment("counting"), key=INFER)
+    page.type("fieldset input[type=number]", "5")
+    page.click("#request-options summary")
+    page.type("#sequence-id", "page-1")
+    page.click("#sequence-start")
+    page.click("#infer")
+    page.see(strangers.output("COUNT"), "1")
+    page.click("#sequence-start")
+    page.click("#infer")
+    page.see(strangers.output("COUNT"), "2")
+    assert "X-Sequence-ID: page-1" in page.text("#curl")
+    page.type("#parameters", "no JSON")
+    page.click("#infer")
+    page.see("#parameters-error", "JSON object")
+    page.find("#parameters").clear()
+    page.type("#parameters", '{"priority": 1}')
+    page.click("#infer")
+    page.see(strangers.output("COUNT"), "3")
+    assert '"parameters": {"priority": 1}' in page.text("#curl")
+
+
+@needs_browser
+def test_streamed_text_is_a_conversation(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/tokens")
+    page.type('fieldset[data-input="stream"] select', "true")
+    for number, question in enumerate(("the ship", "at noon"), 1):
+        page.find("fieldset textarea").clear()
+        page.type("fieldset textarea", question)
+        page.click("#infer")
+        page.until(lambda: len(page.all(".chat .asked")) == number, "the question")  # noqa: B023
+        page.see("#response-state", "responses in")
+    assert [one.text for one in page.all(".chat .asked")] == ["the ship", "at noon"]
+    answers = [one.text for one in page.all(".chat .answered")]
+    assert len(answers) == 2
+    assert all(len(answer.split()) > 3 for answer in answers)
+    assert not faults(page)
+
+
+@needs_browser
+def test_the_graph_of_an_ensemble_shows_which_step_is_slow(
+    page: browser.Page, demo_url: str
+) -> None:
+    body = (IMAGES / "seven.png").read_bytes()
+    for _ in range(3):
+        answer = httpx.post(
+            f"{demo_url}/v1/models/ensemble/infer",
+            content=body,
+            headers={"Content-Type": "image/png"},
+        )
+        answer.raise_for_status()
+    page.open(demo_url, "#model/ensemble")
+    page.see(".graph .slowest", "the slowest")
+    steps = [step.get_attribute("data-step") for step in page.all(".graph [data-step]")]
+    assert steps == ["preprocessing", "core", "postprocessing"]
+    shares = [
+        int(found[1])
+        for step in page.all(".graph [data-step]")
+        if (found := re.search(r"(\d+) % of the time", step.text))
+    ]
+    assert len(shares) == 3
+    assert 98 <= sum(shares) <= 102
+    assert re.fullmatch(r"\d+(\.\d)? (ms|µs)", page.text("[data-phase=gateway]"))
+    if folder := os.environ.get("PAGE_PICTURES"):
+        page.driver.set_window_size(1240, 700)
+        page.driver.save_screenshot(f"{folder}/page-model.png")
+    page.click(".graph a")
+    page.see("#model-view-heading", "preprocessing")
+    assert re.fullmatch(r"\d+(\.\d)? (ms|µs)", page.text("[data-phase=queue]"))
+    assert re.fullmatch(r"\d+(\.\d)? (ms|µs)", page.text("[data-phase=compute]"))
+    assert not page.all(".graph")
+    assert not faults(page)
+
+
+@needs_browser
+def test_the_times_of_a_model_need_no_more_than_a_key_for_inference(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.refusals = {403}
+    infer_with(strangers)
+    page.open(strangers.url, strangers.fragment("single_BYTES").replace("try", "model"), key=INFER)
+    page.see("#model-time", "computing")
+    page.see("[data-phase=gateway]", "requires a key with the role metrics")
+
+
+@needs_browser
+def test_steps_are_arranged_by_what_they_need(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    steps = [
+        {"model_name": "join", "input_map": {"a": "l", "b": "r"}, "output_map": {"o": "OUT"}},
+        {"model_name": "left", "input_map": {"a": "IN"}, "output_map": {"o": "l"}},
+        {"model_name": "right", "input_map": {"a": "IN"}, "output_map": {"o": "r"}},
+    ]
+    arrange = (
+        "({arrangeSteps}) => arrangeSteps(given[0]).map((level) => level.map(({model}) => model))"
+    )
+    assert page.module("statistics.js", arrange, steps) == [["left", "right"], ["join"]]
+
+
+@needs_browser
+def test_another_model_is_chosen_on_the_view_of_a_model(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#model")
+    page.see("#model-view-heading", "ensemble")  # one with a graph comes first
+    page.find("#model-choice").send_keys("text_core")
+    page.see("#model-view-heading", "text_core")
+    assert page.run("return location.hash") == "#model/text_core"
+
+
+@needs_browser
+def test_the_cards_of_a_request_and_its_response_are_in_line(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("#infer")
+    tops = [page.find(css).rect["y"] for css in ("fieldset", "#response")]
+    assert tops[0] == tops[1]
+    page.click(".sample-value")
+    # The browser's own words would contradict the name of the sample beside them.
+    chosen = "return getComputedStyle(document.querySelector('.drop input')).fontSize"
+    assert page.run(chosen) == "0px"
+    page.see(".drop", "sample.png")
+
+
+@needs_browser
+def test_the_theme_is_switched_and_kept(page: browser.Page, demo_url: str) -> None:
+    back = "return getComputedStyle(document.body).backgroundColor"
+    page.open(demo_url, "#live")
+    page.find("#theme-button")
+    light = page.run(back)
+    for theme in ("light", "dark"):
+        page.click("#theme-button")
+        assert page.find("#theme-button").get_attribute("aria-label") == f"Theme: {theme}"
+        assert (page.run(back) == light) is (theme == "light")
+    page.driver.refresh()
+    page.find("#theme-button")
+    assert page.run(back) != light
+    page.click("#theme-button")
+    assert page.run(back) == light
+    assert page.run("return localStorage.length") == 0
+
+
+@needs_browser
+def test_operators_see_more_rows_if_they_want(page: browser.Page, demo_url: str) -> None:
+    height = "return document.querySelector('#models tbody tr').getBoundingClientRect().height"
+    page.open(demo_url, "#fleet")
+    page.find("#models tbody tr")
+    normal = page.run(height)
+    page.click("#density-button")
+    assert page.run(height) < 0.85 * normal
+    assert not faults(page)
+    page.click("#density-button")
+    assert page.run(height) == normal
+
+
+@needs_browser
+def test_a_repository_without_models_says_what_to_do(page: browser.Page, tmp_path: Path) -> None:
+    with triton_of(tmp_path) as triton:
+        triton.wait()
+        settings = {"repository": f"file://{tmp_path}", "model_uploads": "artifacts"}
+        with gateway_of(page, triton.options.url, **settings) as client:
+            page.open(str(client.base_url), "#fleet")
+            page.see("#fleet-notice", "Drop a model file")
+            page.open(str(client.base_url), "#try")
+            page.see("#try-notice", "No model is ready yet")
+            page.click("#try-notice button")
+            page.find("#upload-form")
+
+
+@needs_browser
+def test_without_a_triton_the_page_says_which_replica_is_down(page: browser.Page) -> None:
+    page.refusals = {503}
+    with gateway_of(page, f"http://127.0.0.1:{free_ports(1)[0]}", log_level="error") as client:
+        for view in ("try", "model"):
+            page.open(str(client.base_url), f"#{view}")
+            page.see("main .notice:not([hidden])", "no Triton is reachable")
+            assert not shown(page, "main :is(select, table, pre, form)")  # nothing that is empty
+        page.open(str(client.base_url), "#fleet")
+        page.see("#fleet-notice", "no Triton is reachable")
+        page.see("#replicas tbody", "DOWN")
+        page.open(str(client.base_url), "#live")
+        page.see("#live-now", "No requests yet")
+        assert not shown(page, "#live-charts, #by-model")
+
+
+@pytest.mark.long
+@needs_browser
+def test_an_on_demand_model_is_listed_and_loaded_by_its_first_request(
+    page: browser.Page, tmp_path: Path
+) -> None:
+    first, second = model_names(2)
+    state = f'#models tr[data-key="{first}"]'
+    with (
+        tritons_with(tmp_path, 1, (first, second)) as tritons,
+        on_demand_fleet(tritons, max_loaded_models="1") as fleet,
+    ):
+        page.open(str(fleet.client.base_url), "#fleet")
+        page.see(state, "on demand")
+        assert not page.all("#models .bad")
+        page.open(str(fleet.client.base_url))
+        page.see("#try-notice", "Choose one: it loads on demand")
+        assert not list_held(tritons[0])  # nothing is loaded only because the page is open
+        page.see("#model", f"{second} (loads on demand)")
+        page.find("#model").send_keys(first)
+        page.type("fieldset textarea", "1 2")
+        assert fleet.infer(second).status_code == 200  # for which the first one is unloaded
+        page.run("location.hash = 'fleet'")
+        page.see(state, "on demand")
+        page.run("location.hash = 'try'")
+        page.see("#model-facts", "the next request loads it")
+        page.click("#infer")
+        page.see('#response-body [data-output="Y"]', "1 2")
+        assert "loads" not in page.text("#model-facts")
+        page.run("location.hash = 'fleet'")
+        page.see(state, "READY")
+        page.close()
+
+
+@needs_browser
+def test_the_page_names_its_version_and_its_documents(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    assert f"triton-gateway {__version__}" in page.text("footer")
+    links = {one.text: str(one.get_attribute("href")) for one in page.all("footer a")}
+    assert links["API"] == f"{page.origin}/docs"
+    assert links["Documentation"].startswith("https://")
+
+
+@needs_browser
+def test_on_a_phone_every_button_is_on_the_screen(page: browser.Page, demo_url: str) -> None:
+    with page.phone():
+        for fragment, there in {
+            "#try/ensemble": "canvas",
+            "#model/ensemble": ".graph",
+            "#fleet": "#models tbody tr button",
+            "#live": "#by-model",
+        }.items():
+            page.open(demo_url, fragment)
+            page.find(there)
+            outside = page.run(
+                "return [...document.querySelectorAll('button, a, input, select')]"
+                ".filter((each) => each.checkVisibility()).map((each) => [each.outerHTML, "
+                "each.getBoundingClientRect()]).filter(([, box]) => box.left < 0 || box.right > innerWidth)"
+            )
+            assert not outside, fragment
+
+
+@needs_browser
+def test_a_phone_scrolls_tables_and_not_the_page(page: browser.Page, demo_url: str) -> None:
+    with page.phone():
+        for fragment, there in {
+            "#try/ensemble": "canvas",
+            "#fleet": "#models tbody tr",
+            "#live": "#by-model",
+            "#model/ensemble": ".graph",
+        }.items():
+            page.open(demo_url, fragment)
+            page.find(there)
+            wide = page.run("return document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, fragment
+
+
+@needs_browser
+def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    as_json = """({asJson}) => {
+        try { return asJson(...given); } catch (error) { return error.message; }
+    }"""
+    for typed, shape, sent in TYPED:
+        assert page.module("numbers.js", as_json, typed, shape) == sent
+
+
+@needs_browser
+def test_what_the_metrics_page_says_is_read(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    text = 'a{m="x\\"} 1",n="y"} 2\nab{m="z"} 3\n# TYPE a counter\na 4.5e1 1700000000\n'
+    assert page.module(
+        "metrics.js", "({parseSamples}) => parseSamples(given[0], ['a']).get('a')", text
+    ) == [
+        {"labels": {"m": 'x"} 1', "n": "y"}, "value": 2},
+        {"labels": {}, "value": 45},
+    ]
+    buckets = "[[Infinity, 20], [0.1, 10], [0.2, 20]]"
+    ranges = f"({{quantileRange, formatRange}}) => formatRange(quantileRange(given[0], {buckets}))"
+    assert page.module("metrics.js", ranges, 0.25) == "< 100"
+    assert page.module("metrics.js", ranges, 0.75) == "100–200"
+    for q, seconds in {0.25: 0.05, 0.5: 0.1, 0.75: 0.15}.items():
+        found = page.module("metrics.js", f"({{quantile}}) => quantile({q}, {buckets})")
+        assert found == pytest.approx(seconds)
+
+
+def infer_with(strangers: Strangers) -> None:
+    path = f"{strangers.url}/v1/models/{strangers.fragment('single_BYTES').removeprefix('#try/')}/infer"
+    headers = {"X-API-Key": INFER, "Content-Type": "text/plain"}
+    httpx.post(path, content=b"a text", headers=headers, timeout=60).raise_for_status()
+
+
+def faults(page: browser.Page, *rules: str) -> list[str]:
+    """By axe-core, by all its rules or these: what is serious or critical, and where."""
+    page.run(f"if (!window.axe) {{ {AXE.read_text()} }}")
+    found = page.driver.execute_async_script(
+        """
+        const [rules, done] = arguments;
+        const options = {resultTypes: ["violations"], ...(rules.length ? {runOnly: rules} : {})};
+        axe.run(options).then(({violations}) => done(violations));
+        """,
+        rules,
+    )
+    return [
+        f"{one['id']}: {node['html']} {node['failureSummary']}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]
+
+
+# The API description.
+
+
+@needs_browser
+def test_the_api_description_needs_no_other_server(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "docs")
+    page.see("#api", "/v1/models/{model}/infer")
+    assert "/v1/embeddings" in page.text("#api")
+    back = "return getComputedStyle(document.body).backgroundColor"
+    light = page.run(back)
+    page.dark(True)
+    page.until(lambda: page.run(back) != light, "the dark theme")
+    page.click("header a")
+    page.see("#try-heading", "Try a model")
+
+
+@pytest.mark.long
+@needs_browser
+def test_a_models_description_can_be_tried_with_the_pages_key(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, "docs?model=text_ensemble", key=INFER)
+    page.see("#api", "text_ensemble")
+    page.click(".try-out__btn")
+    page.click(".execute")
+    page.see(".live-responses-table .response .response-col_status", "200")
+    page.see(".live-responses-table", "EMBEDDING")

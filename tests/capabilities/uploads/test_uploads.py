@@ -1,0 +1,661 @@
+"""Uploads of models to a folder that two real Tritons read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from onnx import TensorProto, helper
+
+from tests.support import network
+from tests.support.errors import assert_error
+from tests.support.fleet import Load, write_echo
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import ADMIN, bearer, entry, written
+from tests.support.measurements import assert_number
+from tests.support.servers import Command, gateway, gateway_before
+from tests.support.uploads import (
+    FIRST,
+    MIB,
+    SECOND,
+    UNKNOWN_OPERATOR,
+    Place,
+    adding,
+    listed_states,
+    padded,
+    triton_of,
+)
+from tests.support.wait import TIMEOUT_S, wait_until
+
+HIDDEN = ".triton-gateway-"
+
+
+def hidden(repository: Path) -> list[str]:
+    """The temporary files, without those by which processes lock."""
+    names = [str(path.relative_to(repository)) for path in repository.rglob(f"{HIDDEN}*")]
+    return [name for name in names if not name.endswith("lock")]
+
+
+@dataclass
+class FolderPlace(Place):
+    """A repository in a folder."""
+
+    repository: Path
+
+    def versions(self, model: str) -> list[str]:
+        found = (self.repository / model).iterdir()
+        return sorted(path.name for path in found if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderPlace]:
+    folder = tmp_path_factory.mktemp("uploads")
+    repository = folder / "models"
+    repository.mkdir()
+    settings = {
+        "repository": f"file://{repository}",
+        "model_uploads": "artifacts",
+        "state": f"file://{folder}/state.json",
+        "poll_interval_s": "0.1",
+        "connect_timeout_s": "10",
+    }
+    with ExitStack() as stack:
+        tritons = [stack.enter_context(triton_of(repository)) for _ in range(2)]
+        for triton in tritons:
+            triton.wait()
+        urls = [triton.options.url for triton in tritons]
+        client, command = stack.enter_context(gateway(*urls, **settings))
+        yield FolderPlace(tritons, client, command, settings, repository)
+
+
+def test_one_curl_serves_a_model_and_the_next_its_next_version(
+    place: FolderPlace, tmp_path: Path
+) -> None:
+    """Under load: no inference fails while the version changes."""
+    for number, content in enumerate((FIRST, SECOND), 1):
+        file = tmp_path / "whatever"  # no suffix says what it is
+        file.write_bytes(content)
+        with ExitStack() as stack:
+            load = None
+            if number > 1:
+                load = stack.enter_context(Load(str(place.client.base_url), model="mine"))
+                load.wait_for_more()
+            url = f"{place.client.base_url}/v1/models/mine"
+            ran = subprocess.run(["curl", "-sS", "-T", file, url], capture_output=True, text=True)
+            if load is not None:
+                load.wait_for_more()
+        assert load is None or set(load.statuses) == {200}
+        digest = hashlib.sha256(content).hexdigest()
+        expected = {
+            "model": "mine",
+            "version": str(number),
+            "sha256": digest,
+            "bytes": len(content),
+        }
+        assert httpx.Response(200, text=ran.stdout).json() == expected, ran
+        assert place.infer("mine") == [1 + number, 2 + number]
+        audited = place.command.wait_for(f"version={number} sha256={digest}")
+        assert "PUT /v1/models/mine: succeeded" in audited
+    assert listed_states(place.client, "mine") == ["READY", "READY"]
+    files = place.client.get("/v1/models/mine/files").json()["files"]
+    assert [file["path"] for file in files] == ["1/model.onnx", "2/model.onnx", "config.pbtxt"]
+    of_version = place.client.get("/v1/models/mine/versions/2/files").json()["files"]
+    assert of_version == [file for file in files if file["path"].startswith("2/")]
+    assert of_version[0] == {
+        "path": "2/model.onnx",
+        "bytes": len(SECOND),
+        "sha256": hashlib.sha256(SECOND).hexdigest(),
+    }
+    download = place.client.get("/v1/models/mine/files/1/model.onnx")
+    assert download.content == FIRST
+    assert download.headers["repr-digest"] == digest_header(FIRST)
+    assert hidden(place.repository) == []
+
+
+def digest_header(content: bytes) -> str:
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
+
+
+def test_a_version_that_cannot_be_loaded_leaves_nothing_behind(place: FolderPlace) -> None:
+    put = place.client.put("/v1/models/steady", content=FIRST)
+    assert put.status_code == 201
+    assert put.headers["location"] == "/v1/models/steady/versions/1"
+    config = b'backend: "onnxruntime" max_batch_size: 0'
+    form = {"model": ("any.onnx", UNKNOWN_OPERATOR), "config": ("config.pbtxt", config)}
+    for path in ("steady", "steady/versions/1"):
+        refused = place.client.put(f"/v1/models/{path}", files=form)
+        assert refused.status_code == 422
+        assert refused.json()["code"] == "LOAD_FAILED"
+        assert "Odd" in refused.json()["error"]
+        assert place.infer("steady") == [2, 3]
+        assert place.versions("steady") == ["1"]
+        written_config = (place.repository / "steady" / "config.pbtxt").read_bytes()
+        assert written_config == b'backend: "onnxruntime"\n'
+        assert (place.repository / "steady" / "1" / "model.onnx").read_bytes() == FIRST
+    unknown = place.client.put("/v1/models/fresh", content=UNKNOWN_OPERATOR)
+    assert unknown.json()["code"] == "LOAD_FAILED"
+    assert not (place.repository / "fresh").exists()
+    assert hidden(place.repository) == []
+
+
+@pytest.mark.long
+def test_the_labels_of_a_removed_model_are_deleted(place: FolderPlace) -> None:
+    client, labels = place.client, "/v1/models/labelled/labels"
+    for _ in range(2):
+        assert client.put("/v1/models/labelled", content=FIRST).status_code == 201
+        assert client.get(labels).json()["labels"] == []
+        assert client.put(f"{labels}/stable", json={"version": "1"}).status_code == 200
+        assert client.delete("/v1/models/labelled").status_code == 200
+
+
+@pytest.mark.long
+def test_versions_and_models_are_removed(place: FolderPlace) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("gone/7/net.onnx", FIRST)
+        zipped.writestr("gone/config.pbtxt", 'name: "gone"')
+    put = place.client.put("/v1/models/gone?load=false", content=file.getvalue())
+    assert put.status_code == 201, put.text
+    assert put.json()["version"] == "1"
+    config = (place.repository / "gone" / "config.pbtxt").read_text()
+    assert config == 'backend: "onnxruntime"\nname: "gone"'
+    only = place.client.delete("/v1/models/gone/versions/1")
+    assert_error(only, 409, "CONFLICT", "the only one of model 'gone'")
+    assert place.client.put("/v1/models/gone", content=SECOND).json()["version"] == "2"
+    assert place.infer("gone") == [3, 4]
+    assert place.client.delete("/v1/models/gone/versions/2").json() == {
+        "model": "gone",
+        "version": "2",
+    }
+    assert place.infer("gone") == [2, 3]
+    assert place.client.delete("/v1/models/gone").json() == {"model": "gone"}
+    assert not (place.repository / "gone").exists()
+    assert all(model["name"] != "gone" for model in place.client.get("/v1/models").json()["models"])
+    again = place.client.delete("/v1/models/gone")
+    assert_error(again, 404, "MODEL_NOT_FOUND", "'gone' is not found")
+    assert hidden(place.repository) == []
+
+
+@pytest.mark.long
+def test_labels_need_no_config_if_there_is_one_output(place: FolderPlace) -> None:
+    """With a batch dimension, which Triton finds itself, and without."""
+    shapes: dict[str, list[Any]] = {"labeled": [2], "labeled-batch": ["n", 2]}
+    for model, shape in shapes.items():
+        content = network.build_network(
+            [helper.make_node("Neg", ["X"], ["Y"])],
+            [("X", TensorProto.FLOAT, shape)],
+            [("Y", TensorProto.FLOAT, shape)],
+        )
+        form = {"model": ("any.onnx", content), "labels": ("names.txt", b"first\nsecond\n")}
+        put = place.client.put(f"/v1/models/{model}", files=form)
+        assert put.status_code == 201, put.text
+        values = [5, 1] if shape == [2] else [[5, 1]]
+        body = {"inputs": {"X": values}, "parameters": {"classification": 1}}
+        answer = place.client.post(f"/v1/models/{model}/infer", json=body)
+        assert answer.status_code == 200, answer.text
+        assert '"label":"second"' in answer.text
+        described = place.client.get(f"/v1/models/{model}").json()
+        assert described["max_batch_size"] == (0 if shape == [2] else 4)
+        assert place.client.delete(f"/v1/models/{model}").status_code == 200
+
+
+@pytest.mark.long
+def test_several_versions_of_an_archive_are_served_or_none(place: FolderPlace) -> None:
+    def zipped(**versions: bytes) -> bytes:
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("config.pbtxt", "version_policy { all { } }")
+            for version, content in versions.items():
+                archive.writestr(f"{version.strip('v')}/model.onnx", content)
+        return file.getvalue()
+
+    def answers() -> list[list[float]]:
+        names = [f"both/versions/{version}" for version in place.versions("both")]
+        return [place.infer(name) for name in names]
+
+    put = place.client.put("/v1/models/both", content=zipped(v2=FIRST, v5=SECOND))
+    assert put.status_code == 201, put.text
+    assert (put.json()["version"], put.json()["versions"]) == ("5", ["2", "5"])
+    assert put.headers["location"] == "/v1/models/both/versions/5"
+    assert answers() == [[2, 3], [3, 4]]
+    bad = zipped(v2=SECOND, v5=UNKNOWN_OPERATOR, v6=SECOND)
+    refused = place.client.put("/v1/models/both", content=bad)
+    assert (refused.status_code, refused.json()["code"]) == (422, "LOAD_FAILED")
+    assert "Odd" in refused.json()["error"]
+    assert answers() == [[2, 3], [3, 4]]
+    put = place.client.put("/v1/models/both", content=zipped(v5=adding(7), v6=SECOND))
+    assert put.status_code == 201, put.text
+    assert answers() == [[2, 3], [8, 9], [3, 4]]
+    numbered = place.client.put("/v1/models/both/versions/1", content=zipped(v1=FIRST, v2=FIRST))
+    assert_error(numbered, 422, "INVALID_MODEL_FILE", "keep their numbers")
+    assert hidden(place.repository) == []
+    assert place.client.delete("/v1/models/both").status_code == 200
+
+
+def test_uploads_of_one_model_take_turns(place: FolderPlace, limited: httpx.Client) -> None:
+    """Through two gateways that share the repository."""
+
+    def upload(number: int) -> httpx.Response:
+        client = (place.client, limited)[number % 2]
+        return client.put("/v1/models/turns?load=false", content=adding(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [answer.json() for answer in pool.map(upload, range(8))]
+    versions = {answer["version"]: answer["sha256"] for answer in answers}
+    assert sorted(versions) == [str(number) for number in range(1, 9)]
+    for version, digest in versions.items():
+        content = (place.repository / "turns" / version / "model.onnx").read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest
+    assert place.client.get("/v2/models/turns/ready").status_code != 200
+
+
+REFUSALS: dict[str, tuple[str, dict[str, str], bytes, int, str, str]] = {
+    "a name with a space": ("a%20b", {}, FIRST, 400, "MALFORMED_REQUEST", "the name of an"),
+    "a hidden name": (".a", {}, FIRST, 400, "MALFORMED_REQUEST", "the name of an"),
+    "a name above": ("..%2fa", {}, FIRST, 404, "NOT_FOUND", "path not found"),
+    "version 0": ("bad/versions/0", {}, FIRST, 400, "MALFORMED_REQUEST", "a number from 1"),
+    "version x": ("bad/versions/x", {}, FIRST, 404, "MODEL_NOT_FOUND", "not found"),
+    "nothing": ("bad", {}, b"", 422, "INVALID_MODEL_FILE", "the file is empty; send a model file"),
+    "a page": ("bad", {}, b"<html>", 422, "INVALID_MODEL_FILE", "not a model of a known kind"),
+    "a half": ("bad", {}, FIRST[:-1], 422, "INVALID_MODEL_FILE", "or it is incomplete"),
+    "a named half": (
+        "bad?filename=a.onnx", {}, FIRST[:-1], 422, "INVALID_MODEL_FILE", "'a.onnx' is not a .onnx file",
+    ),
+    "code": ("bad?filename=model.py", {}, b"import os", 422, "INVALID_MODEL_FILE", "data only"),
+    "another digest": (
+        "bad", {"Repr-Digest": digest_header(SECOND)}, FIRST, 400, "DIGEST_MISMATCH", "SHA-256",
+    ),
+    "half a digest": (
+        "bad", {"Repr-Digest": "sha-256=:AAAA:"}, FIRST, 400, "MALFORMED_REQUEST", "Repr-Digest",
+    ),
+    "compressed": ("bad", {"Content-Encoding": "gzip"}, FIRST, 415, "UNSUPPORTED_BODY", "unchanged"),
+    "too large": ("bad", {}, b"x" * (4 * MIB + 1), 413, "TOO_LARGE", "exceeds the limit of"),
+    "an evil form": (
+        "bad",
+        {"Content-Type": "multipart/form-data; boundary=b"},
+        b'--b\r\nContent-Disposition: form-data; name="path"\r\n\r\n..\r\n--b--\r\n',
+        400, "MALFORMED_REQUEST", "the fields of an upload are",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def limited(place: FolderPlace) -> Iterator[httpx.Client]:
+    """A gateway with small limits, of which one key has one model only."""
+    keys = [entry(ADMIN, "admin"), entry("tgw_some-secret", "admin", models=["some-*"])]
+    keys.append(entry("tgw_infer-secret", "infer"))
+    file = written(place.repository.parent / "keys.yaml", keys)
+    limits = {
+        "max_model_bytes": str(4 * MIB),
+        "max_repository_bytes": str(16 * MIB),
+        "body_stall_s": "60",  # uploads of a busy test wait for one another
+    }
+    with place.another_gateway(keys_file=str(file), state="memory:", **limits) as (client, _):
+        client.headers.update(bearer(ADMIN))
+        yield client
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_bad_upload_is_refused_and_nothing_is_written(
+    limited: httpx.Client, place: FolderPlace, case: str
+) -> None:
+    path, headers, content, status, code, words = REFUSALS[case]
+    chunked = len(content) > MIB
+    body = iter([content[:MIB], content[MIB:]]) if chunked else content
+    refused = limited.put(f"/v1/models/{path}", headers=headers, content=body)
+    assert_error(refused, status, code, words)
+    assert not (place.repository / "bad").exists()
+    assert hidden(place.repository) == []
+
+
+def test_an_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: FolderPlace) -> None:
+    filler = place.repository / "filler"
+    filler.write_bytes(b"x" * (14 * MIB))
+    try:
+        for announced in (True, False):
+            content = b"".join(padded(3 * MIB))
+            body = content if announced else iter([content])
+            refused = limited.put("/v1/models/bad", content=body)
+            assert_error(refused, 507, "REPOSITORY_FULL", "does not fit into the repository")
+    finally:
+        filler.unlink()
+    assert hidden(place.repository) == []
+
+
+@pytest.mark.fault(
+    "many uploads at a time, whose lengths are unknown; archives of thousands of files"
+)
+def test_an_archive_of_many_files_is_refused_quickly(
+    limited: httpx.Client, place: FolderPlace
+) -> None:
+    """Files are written through to the disk, in milliseconds each, only when they are installed."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as zipped_files:
+        for number in range(5000):
+            zipped_files.writestr(f"1/{number}.txt", b"x")
+    refused = limited.put("/v1/models/bad", content=archive.getvalue())
+    assert_error(refused, 422, "INVALID_MODEL_FILE", "no model file")
+    seconds = refused.elapsed.total_seconds()
+    name = "an archive of 5,000 files without a model is refused after"
+    assert_number(name, seconds, "s", at_most=10)
+    assert hidden(place.repository) == []
+
+
+@pytest.mark.fault(
+    "many uploads at a time, whose lengths are unknown; archives of thousands of files"
+)
+def test_uploads_in_progress_share_the_quota(limited: httpx.Client, place: FolderPlace) -> None:
+    """They name no length, and together would take 40 of 16 MiB."""
+    head = (
+        f"PUT /v1/models/many HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN}\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n"
+    )
+    chunk = b"%x\r\n%b\r\n" % (100_000, b"\x08\x0a" + b"x" * 99_998)
+    url = limited.base_url
+    with ExitStack() as stack:
+        connections = []
+        for _ in range(10):
+            address = (url.host, url.port or 80)
+            connection = stack.enter_context(socket.create_connection(address, TIMEOUT_S))
+            connection.sendall(head.encode() + chunk)
+            connections.append(connection)
+        wait_until(lambda: len(hidden(place.repository)) == 10)
+        for connection in connections:
+            connection.sendall(chunk * 39)
+        refusals: list[bytes] = []
+        while len(refusals) < 5:
+            (ready, _, _) = select.select(connections, [], [], TIMEOUT_S)
+            assert ready
+            for connection in ready:
+                refusals.append(connection.recv(9999))
+                connections.remove(connection)
+        statuses = [refusal.partition(b"\r\n")[0] for refusal in refusals]
+        assert statuses == [b"HTTP/1.1 507 Insufficient Storage"] * len(refusals), refusals
+        used = sum(path.stat().st_size for path in place.repository.rglob("*") if path.is_file())
+        print(f"{used / MIB:.1f} MiB of 16 are in use; {len(refusals)} of 10 uploads were refused")
+        assert used <= 16 * MIB
+    wait_until(lambda: not hidden(place.repository))
+
+
+@pytest.mark.fault(
+    "many uploads at a time, whose lengths are unknown; archives of thousands of files"
+)
+def test_sixteen_uploads_are_received_at_a_time(limited: httpx.Client, place: FolderPlace) -> None:
+    with ExitStack() as stack:
+        for _ in range(16):
+            connection = begin_upload(limited, "many", 400_000, Authorization=f"Bearer {ADMIN}")
+            stack.enter_context(connection)
+        wait_until(lambda: len(hidden(place.repository)) == 16)
+        refused = limited.put("/v1/models/many", content=FIRST)
+        assert_error(refused, 429, "OVERLOADED", "16 uploads are in progress")
+    wait_until(lambda: not hidden(place.repository))
+    stored = limited.put("/v1/models/some-other?load=false", content=FIRST)
+    assert stored.status_code == 201
+    assert limited.delete("/v1/models/some-other").status_code == 200
+
+
+def test_rights_are_those_of_the_key(limited: httpx.Client, place: FolderPlace) -> None:
+    some, infer = bearer("tgw_some-secret"), bearer("tgw_infer-secret")
+    put = limited.put("/v1/models/some-a?load=false", headers=some, content=FIRST)
+    assert put.status_code == 201, put.text
+    assert limited.put("/v1/models/shown?load=false", content=FIRST).status_code == 201
+    other = limited.put("/v1/models/other", headers=some, content=FIRST)
+    assert_error(other, 404, "MODEL_NOT_FOUND", "'other' is not found")
+    assert_error(
+        limited.get("/v1/models/shown/files", headers=some), 404, "MODEL_NOT_FOUND", "not found"
+    )
+    for method, path in (
+        ("PUT", "some-a"),
+        ("DELETE", "some-a"),
+        ("GET", "some-a/files"),
+        ("GET", "some-a/files/1/model.onnx"),
+    ):
+        denied = limited.request(method, f"/v1/models/{path}", headers=infer)
+        assert_error(denied, 403, "FORBIDDEN", "lacks the role 'admin'")
+    for path in ("some-a/files/../../keys.yaml", "some-a/files/%2e%2e%2f%2e%2e%2fkeys.yaml"):
+        outside = limited.get(f"/v1/models/{path}", headers=some)
+        assert outside.status_code == 404
+    assert limited.delete("/v1/models/some-a", headers=some).status_code == 200
+    with place.another_gateway(model_uploads="off", state="memory:") as (client, _):
+        refused = client.put("/v1/models/bad", content=FIRST)
+        assert_error(refused, 403, "FORBIDDEN", "GATEWAY_MODEL_UPLOADS")
+        assert client.get("/v1/models/shown/files").status_code == 200
+    with gateway_before(place.tritons[0].options.url) as client:
+        for method, path in (("PUT", "bad"), ("DELETE", "bad"), ("GET", "bad/files")):
+            refused = client.request(method, f"/v1/models/{path}")
+            assert_error(refused, 501, "NO_REPOSITORY", "GATEWAY_REPOSITORY")
+
+
+def test_code_is_accepted_where_it_is_allowed(place: FolderPlace, tmp_path: Path) -> None:
+    """Also with the setting's former name, which is warned of."""
+    write_echo(tmp_path, "code")
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as packed:
+        packed.add(tmp_path / "code", "code")
+    refused = place.client.put("/v1/models/code", content=file.getvalue())
+    assert refused.json()["code"] == "INVALID_MODEL_FILE"
+    settings = {"model_uploads": "off", "allow_model_upload": "true", "state": "memory:"}
+    with place.another_gateway(**settings) as (client, command):
+        command.wait_for("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated")
+        assert client.put("/v1/models/code", content=file.getvalue()).status_code == 201
+        assert place.infer("code", client) == [1, 2]
+        listed = client.get("/v1/models/code/files").json()["files"]
+        assert [each["path"] for each in listed] == ["1/model.py", "config.pbtxt"]
+        assert client.delete("/v1/models/code").status_code == 200
+
+
+@pytest.mark.parametrize("size", [192 * MIB, pytest.param(1024 * MIB, marks=pytest.mark.soak)])
+def test_a_large_upload_takes_little_memory(place: FolderPlace, size: int) -> None:
+    process = psutil.Process(place.command.pid)
+    assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
+    before = process.memory_info().rss
+    peak = before
+
+    def body() -> Iterator[bytes]:
+        nonlocal peak
+        for piece in padded(size):
+            peak = max(peak, process.memory_info().rss)
+            yield piece
+
+    put = place.client.put("/v1/models/large?load=false", content=body())
+    assert put.status_code == 201, put.text
+    assert peak - before < 16 * MIB
+    assert place.client.delete("/v1/models/large").status_code == 200
+
+
+def run_command(place: FolderPlace, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_gateway(*words, "--url", str(place.client.base_url))
+
+
+def test_the_commands_push_pull_and_remove(place: FolderPlace, tmp_path: Path) -> None:
+    file, config = tmp_path / "pushed.onnx", tmp_path / "any.json"
+    file.write_bytes(FIRST)
+    config.write_text('{"name": "pushed"}')
+    ran = run_command(place, "push", file, "--no-load")
+    digest = hashlib.sha256(FIRST).hexdigest()
+    assert ran.stdout == f"pushed version 1: {len(FIRST)} bytes, sha256 {digest}\n", ran.stderr
+    assert ran.stderr == ""
+    ran = run_command(place, "push", file, "--config", config, "--no-load", "--json")
+    assert '"version": "2"' in ran.stdout, ran.stderr
+    ran = run_command(place, "pull", "pushed", "--version", "2", "--output", tmp_path / "pulled")
+    assert len(ran.stdout.splitlines()) == 2, ran.stderr
+    pulled = tmp_path / "pulled" / "pushed"
+    assert (pulled / "2" / "model.onnx").read_bytes() == FIRST
+    assert 'name: "pushed"' in (pulled / "config.pbtxt").read_text()
+    ran = run_command(place, "push", pulled, "--name", "again", "--no-load")
+    assert ran.returncode == 1
+    assert "that of model 'pushed'" in ran.stderr
+    (pulled / "config.pbtxt").unlink()
+    (pulled / "2" / "100% of #1?.txt").write_text("a")
+    assert run_command(place, "push", pulled, "--name", "again", "--no-load").returncode == 0
+    assert place.versions("again") == ["1"]
+    assert run_command(place, "pull", "again", "--output", tmp_path / "back").returncode == 0
+    assert (tmp_path / "back" / "again" / "1" / "100% of #1?.txt").read_text() == "a"
+    assert (
+        run_command(place, "rm", "pushed/1", "again").stdout == "removed pushed/1\nremoved again\n"
+    )
+    assert place.versions("pushed") == ["2"]
+    assert not (place.repository / "again").exists()
+    missing = run_command(place, "rm", "again")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "triton-gateway models lists the models" in missing.stderr
+    absent = run_command(place, "push", tmp_path / "absent.onnx")
+    assert absent.returncode == 1
+    assert "no such file or directory" in absent.stderr.lower()
+
+
+def test_transfers_show_their_progress_in_a_terminal(place: FolderPlace, tmp_path: Path) -> None:
+    file = tmp_path / "shown.onnx"
+    file.write_bytes(FIRST)
+    for words in (("push", str(file), "--no-load"), ("pull", "shown", "--output", str(tmp_path))):
+        url = str(place.client.base_url)
+        with Command(*words, "--url", url, on_terminal=True) as command:
+            assert command.end() == 0
+        assert re.search(r"\d/\d+ bytes", command.output), command.output
+
+
+def begin_upload(
+    client: httpx.Client, model: str, size: int = 4 * MIB, **headers: str
+) -> socket.socket:
+    """Send one half of an upload."""
+    url = client.base_url
+    connection = socket.create_connection((url.host, url.port or 80))
+    head = (
+        f"PUT /v1/models/{model} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    )
+    connection.sendall(head.encode() + b"\r\n\x08\x0a" + b"x" * (size // 2))
+    return connection
+
+
+def test_an_interrupted_upload_leaves_nothing_behind(place: FolderPlace) -> None:
+    connection = begin_upload(place.client, "broken")
+    wait_until(lambda: hidden(place.repository))
+    connection.close()
+    wait_until(lambda: not hidden(place.repository))
+    assert not (place.repository / "broken").exists()
+
+
+def test_what_a_killed_gateway_leaves_is_removed_by_the_next(place: FolderPlace) -> None:
+    with place.another_gateway(state="memory:") as (client, command):
+        running = begin_upload(place.client, "running")
+        wait_until(lambda: len(hidden(place.repository)) == 1)
+        kept = hidden(place.repository)
+        connection = begin_upload(client, "killed")
+        wait_until(lambda: len(hidden(place.repository)) == 2)
+        os.kill(command.pid, signal.SIGKILL)
+        command.end()
+        connection.close()
+    assert len(hidden(place.repository)) == 2
+    with place.another_gateway(state="memory:"):
+        assert hidden(place.repository) == kept  # of a gateway that runs
+    running.close()
+    wait_until(lambda: not hidden(place.repository))
+
+
+@pytest.mark.long
+def test_a_version_whose_load_was_interrupted_by_a_kill_is_removed_at_the_next_start(
+    place: FolderPlace,
+) -> None:
+    """The Tritons load it nevertheless, and then the previous version again."""
+    with place.another_gateway() as (client, command):
+        assert client.put("/v1/models/cut", content=FIRST).status_code == 201
+        for triton in place.tritons:
+            triton.signal(signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor() as pool:
+                put = pool.submit(client.put, "/v1/models/cut", content=SECOND)
+                wait_until(lambda: place.versions("cut") == ["1", "2"])
+                fresh = pool.submit(client.put, "/v1/models/uncut", content=SECOND)
+                wait_until((place.repository / "uncut").is_dir)
+                os.kill(command.pid, signal.SIGKILL)
+                command.end()
+                assert isinstance(put.exception(), httpx.TransportError)
+                assert isinstance(fresh.exception(), httpx.TransportError)
+        finally:
+            for triton in place.tritons:
+                triton.signal(signal.SIGCONT)
+    with place.another_gateway() as (client, command):
+        command.wait_for("reverted an interrupted upload of model 'cut'")
+        assert place.versions("cut") == ["1"]
+        assert not (place.repository / "uncut").exists()
+        wait_until(lambda: place.infer("cut", client) == [2, 3])
+        wait_until(lambda: listed_states(client, "cut") == ["READY", "READY"])
+        assert hidden(place.repository) == []
+
+
+@contextmanager
+def tmpfs(folder: Path) -> Iterator[str]:
+    """A disk of one MiB, where this user may mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        yield "no space left on device"
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def file_size_limit(folder: Path) -> Iterator[str]:
+    """No limit yet: the gateway gets one when it runs, which every user can set."""
+    yield "file too large"
+
+
+@pytest.mark.parametrize("limit", [tmpfs, file_size_limit])
+def test_a_full_disk_changes_nothing(
+    place: FolderPlace, tmp_path: Path, limit: Callable[[Path], AbstractContextManager[str]]
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    with limit(small) as reason:
+        settings = {"repository": f"file://{small}", "state": "memory:"}
+        with place.another_gateway(**settings) as (client, command):
+            if limit is file_size_limit:
+                psutil.Process(command.pid).rlimit(psutil.RLIMIT_FSIZE, (MIB, MIB))
+            path = "/v1/models/mine?load=false"
+            assert client.put(path, content=FIRST).status_code == 201
+            refused = client.put(path, content=b"".join(padded(2 * MIB)))
+            assert_error(refused, 507, "REPOSITORY_FULL", reason)
+            assert hidden(small) == []
+            files = client.get("/v1/models/mine/files").json()["files"]
+            assert [file["path"] for file in files] == ["1/model.onnx", "config.pbtxt"]
+            assert client.put(path, content=SECOND).json()["version"] == "2"
+
+
+@pytest.mark.long
+def test_a_model_is_served_again_after_a_restart_of_everything(place: FolderPlace) -> None:
+    """The last test: it ends the servers that the others use."""
+    assert place.client.put("/v1/models/lasting", content=FIRST).status_code == 201
+    place.tritons[1].kill()
+    put = place.client.put("/v1/models/lasting", content=SECOND)  # loaded where there is a Triton
+    assert (put.status_code, put.json()["code"]) == (502, "PARTLY_DONE")
+    assert place.infer("lasting") == [3, 4]
+    place.tritons[1].start()
+    os.kill(place.command.pid, signal.SIGKILL)
+    place.command.end()
+    place.tritons[0].kill()
+    place.tritons[0].start()
+    for triton in place.tritons:
+        triton.wait()
+    with place.another_gateway() as (client, _):
+        wait_until(lambda: listed_states(client, "lasting") == ["READY", "READY"])
+        assert place.infer("lasting", client) == [3, 4]

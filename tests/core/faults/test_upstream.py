@@ -1,0 +1,447 @@
+"""Faults between the gateway and Triton: a real Triton behind proxies that spoil, and the real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from gateway.fleet.health import EJECT_AFTER_FAILURES
+from tests.support.fake_triton import port_of
+from tests.support.fault_proxy import NO_FAULT, End, Fault, Proxy, always
+from tests.support.fleet import Fleet, write_echo
+from tests.support.load import (
+    ECHO_V2,
+    LOG_WARNINGS,
+    Sample,
+    closed_loop,
+    p99_ms,
+    post,
+    slowest_ms,
+    statuses_of,
+)
+from tests.support.measurements import assert_number
+from tests.support.servers import Triton, gateway
+from tests.support.wait import TIMEOUT_S, wait_until
+
+PATH = "/v2/models/echo/infer"
+INFER = PATH.encode()
+PLAIN = {"Accept-Encoding": "identity"}
+CONNECT_S = 0.5  # the gateway's default
+USUAL_MS = 400  # the most that an inference takes where nothing is waited for
+CLIENTS = 4
+
+
+@dataclass
+class Behind:
+    """A Triton behind two proxies: a gateway takes them for two replicas."""
+
+    triton: Triton
+    proxies: list[Proxy]
+
+    @property
+    def urls(self) -> list[str]:
+        """Only HTTP goes through the proxies."""
+        of = self.triton.options
+        return [
+            f"http://127.0.0.1:{proxy.port}?grpc={of.grpc_port}&metrics={of.metrics_port}"
+            for proxy in self.proxies
+        ]
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    folder = tmp_path_factory.mktemp("models")
+    write_echo(folder, "echo", dims=-1)
+    with Triton(folder, "echo") as triton:
+        triton.wait()
+        port = triton.options.http_port
+        with Proxy(port) as first, Proxy(port) as second:
+            yield Behind(triton, [first, second])
+
+
+@contextmanager
+def gateway_before(behind: Behind, count: int, **settings: str) -> Iterator[Fleet]:
+    """A gateway before so many of the proxies, that has learned nothing yet."""
+    given = {"connect_timeout_s": "10", **LOG_WARNINGS, **settings}
+    with gateway(*behind.urls[:count], **given) as (client, command):
+        fleet = Fleet([behind.triton], client, command)
+        wait_until(lambda: ready(fleet) == count)
+        yield fleet
+
+
+def ready(fleet: Fleet) -> int:
+    """How many replicas /readyz calls ready."""
+    return list(fleet.client.get("/readyz").json()["replicas"].values()).count("ready")
+
+
+@pytest.fixture(scope="module")
+def one(behind: Behind) -> Iterator[Fleet]:
+    with gateway_before(behind, 1) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def two(behind: Behind) -> Iterator[Fleet]:
+    with gateway_before(behind, 2) as fleet:
+        yield fleet
+
+
+def send(fleet: Fleet, count: int) -> list[Sample]:
+    """So many inferences by a few clients."""
+    return closed_loop(port_of(fleet.client), [ECHO_V2], CLIENTS, count)
+
+
+def v2(values: list[float]) -> dict[str, Any]:
+    return {"inputs": [{"name": "X", "datatype": "FP32", "shape": [len(values)], "data": values}]}
+
+
+# Answers that are none.
+
+LENGTH = rb"\r\ncontent-length: (\d+)"  # and not the inference header's
+
+
+def edited(pattern: bytes, by: bytes | Callable[[re.Match[bytes]], bytes]) -> Fault:
+    return Fault(edit=lambda answer: re.sub(pattern, by, answer, count=1, flags=re.I))
+
+
+def of_length(change: int) -> Fault:
+    """Whose Content-Length is wrong by so many bytes; then it is closed."""
+    fault = edited(LENGTH, lambda found: b"\r\nContent-Length: %d" % (int(found[1]) + change))
+    return Fault(edit=fault.edit, idle_s=0.02)
+
+
+def cut(end: End, keep: slice = slice(-5)) -> Fault:
+    return Fault(edit=lambda answer: answer[keep], idle_s=0.02, end=end)
+
+
+def head_only(answer: bytes) -> bytes:
+    return answer[: answer.index(b"\r\n\r\n") + 4]
+
+
+BAD = "502"
+CUT = "cut off"  # what flows through has begun when it fails: nobody can take it for whole
+AS_SAID = "as long as it said"
+# What is spoilt, how, and how it ends for a client of /v2; for one of /v1 each of them is 502.
+SPOILT = {
+    "garbage": (Fault(edit=lambda _: b"\x16\x03\x01 no HTTP at all\r\n\r\n"), BAD),
+    "HTML and no head": (Fault(edit=lambda _: b"<html>\r\n\r\n</html>"), BAD),
+    "a status that is none": (edited(rb"HTTP/1.1 200", b"HTTP/1.1 999999"), BAD),
+    "a version that is none": (edited(rb"HTTP/1.1", b"HTTP/9.9"), BAD),
+    "nothing, closed": (Fault(ends_after=0), BAD),
+    "nothing, half closed": (Fault(ends_after=0, end=End.HALF), BAD),
+    "nothing, reset": (Fault(ends_after=0, end=End.RESET), BAD),
+    "a head cut, closed": (Fault(ends_after=40), BAD),
+    "a head cut, half closed": (Fault(ends_after=40, end=End.HALF), BAD),
+    "a head cut, reset": (Fault(ends_after=40, end=End.RESET), BAD),
+    "a head and no body": (Fault(edit=head_only, idle_s=0.02), BAD),
+    "a body cut, closed": (cut(End.CLOSED), CUT),
+    "a body cut, half closed": (cut(End.HALF), CUT),
+    "a body cut, reset": (cut(End.RESET), CUT),
+    "a length too large": (of_length(+5), CUT),
+    "a length too small": (of_length(-5), AS_SAID),
+    "a length that is none": (edited(LENGTH, b"\r\nContent-Length: many"), BAD),
+    "two lengths": (edited(LENGTH, rb"\g<0>\r\nContent-Length: 3"), BAD),
+    "a length and chunks": (
+        edited(LENGTH, rb"\g<0>\r\nTransfer-Encoding: chunked"), BAD,
+    ),
+}  # fmt: skip
+DOORS = {
+    "/v1": ("/v1/models/echo/infer", {"inputs": {"X": [1, 2]}}),
+    "/v2": ("/v2/models/echo/infer", v2([1, 2])),
+}
+
+
+def outcome(fleet: Fleet, door: str, length: int) -> str:
+    path, body = DOORS[door]
+    try:
+        answer = fleet.client.post(path, json=body, headers=PLAIN)
+    except httpx.RemoteProtocolError:
+        return CUT
+    if answer.status_code == 200:
+        return AS_SAID if len(answer.content) == length - 5 else answer.text
+    told = answer.json()
+    assert list(told) == ["error", "code", "request_id"]
+    assert (told["code"], told["request_id"]) == ("BAD_UPSTREAM", answer.headers["x-request-id"])
+    return str(answer.status_code)
+
+
+@pytest.mark.fault(
+    "a response is garbage, truncated, of the wrong length, or followed by another one"
+)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_spoilt_answer_is_502_or_cut_and_its_connection_is_not_used_again(
+    behind: Behind, one: Fleet, door: str
+) -> None:
+    proxy, (path, body) = behind.proxies[0], DOORS[door]
+    whole = one.client.post(path, json=body, headers=PLAIN)
+    seen: Counter[str] = Counter()
+    for name, (fault, of_v2) in SPOILT.items():
+        asked = one.served()
+        with proxy.having(always(fault, INFER)):
+            told = outcome(one, door, len(whole.content))
+        assert told == (BAD if door == "/v1" else of_v2), name
+        seen[told] += 1
+        for _ in range(3):
+            after = one.client.post(path, json=body, headers=PLAIN)
+            assert after.status_code == 200, name
+            assert after.content[-20:] == whole.content[-20:]
+        assert proxy.reused_after(fault) == 0, name
+        times = sum(one.served().values()) - sum(asked.values())
+        assert times <= 4, f"{name}: one request and three ran {times} times"
+    print(
+        f"{door}: of {len(SPOILT)} ways to spoil an answer {dict(seen)}; 0 connections used again"
+    )
+
+
+@pytest.mark.fault("a response arrives byte by byte")
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(piece_bytes=1), Fault(piece_bytes=7), Fault(piece_bytes=1000, bytes_per_s=50_000)],
+    ids=["byte by byte", "in sevens", "slowly"],
+)
+def test_an_answer_in_pieces_is_right_byte_for_byte(
+    behind: Behind, one: Fleet, fault: Fault
+) -> None:
+    values = [float(number) for number in range(1500)]
+    direct = httpx.post(
+        f"http://{behind.triton.address}{PATH}",
+        json=v2(values),
+        headers=PLAIN,
+        timeout=TIMEOUT_S,
+    )
+    with behind.proxies[0].having(always(fault, INFER)):
+        began = time.monotonic()
+        passed = one.client.post(PATH, json=v2(values), headers=PLAIN)
+        took_s = time.monotonic() - began
+        made = one.client.post("/v1/models/echo/infer", json={"inputs": {"X": values}})
+    print(f"{len(passed.content)} bytes, all of them right, in {took_s:.2f} s")
+    assert (passed.status_code, passed.content) == (200, direct.content)
+    assert made.json()["outputs"]["Y"] == values
+
+
+# Connections.
+
+
+@pytest.mark.fault("Triton closes an idle connection while it is being reused")
+def test_a_connection_that_closes_as_it_is_reused_runs_nothing_twice(
+    behind: Behind, one: Fleet
+) -> None:
+    """The first close when they were idle for 3 ms, and may be used again after 2 to 4; the others close
+    as they are used again."""
+    proxy, seen, passed = behind.proxies[0], Counter[int](), Counter[bytes]()
+    hasty = Fault(idle_s=0.003)
+    sure = [Fault(refuses_reuse=True, end=end) for end in (End.CLOSED, End.RESET)]
+
+    def script(request: bytes) -> Fault:
+        if (found := re.search(rb"race-(\d+)", request)) is None:
+            return NO_FAULT
+        passed[found[0]] += 1
+        number = int(found[1])
+        return hasty if number < 200 else sure[number // 2 % 2]
+
+    served = sum(one.served().values())
+    with proxy.having(script):
+        for number in range(300):
+            headers = {"X-Request-ID": f"race-{number}"}
+            seen[one.infer(headers=headers).status_code] += 1
+            time.sleep(0.002 + 0.002 * random.random())
+    ran = sum(one.served().values()) - served
+    reused = {fault.end.value: proxy.reused_after(fault) for fault in sure}
+    print(f"{dict(seen)}; {proxy.reused_after(hasty)} connections served twice or more, ", end="")
+    print(f"{reused} as they were used again; no request ran twice")
+    assert set(seen) == {200, 502}
+    assert seen[200] <= ran <= 300
+    assert max(passed.values()) == 1
+    assert seen[200] >= 150  # the first request of a connection is served
+    assert all(reused.values())
+
+
+@dataclass
+class Rush:
+    """Requests that each carry their number, in an answer of a length of its own."""
+
+    count: int = 1000
+    at_a_time: int = 48
+    seen: Counter[str] = field(default_factory=Counter)
+    passed: Counter[bytes] = field(default_factory=Counter)
+    chance: random.Random = field(default_factory=lambda: random.Random(17))
+
+    def script(self, request: bytes) -> Fault:
+        """Most answers come in pieces; some are cut, or followed by one that nobody asked for."""
+        if (found := re.search(rb"x-request-id: (n\d+)", request)) is None:
+            return NO_FAULT
+        self.passed[found[1]] += 1
+        fate, pieces = self.chance.random(), self.chance.choice([1, 3, 50, 65536])
+        if fate < 0.03:
+            end = self.chance.choice(list(End))
+            return Fault(ends_after=self.chance.randrange(1, 300), end=end, piece_bytes=pieces)
+        if fate < 0.06:
+            return Fault(edit=lambda answer: answer + answer.replace(b"Y", b"Z"))
+        return Fault(piece_bytes=pieces)
+
+    async def ask(self, session: aiohttp.ClientSession, number: int) -> str:
+        """Whose answer came to the request with this number."""
+        values = [float(number)] * (1 + number % 40)
+        headers = {"X-Request-ID": f"n{number}"}
+        try:
+            async with session.post(PATH, json=v2(values), headers=headers) as answer:
+                if answer.status != 200:
+                    assert (await answer.json())["request_id"] == f"n{number}"
+                    return str(answer.status)
+                document = await answer.json()
+        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError):
+            return CUT
+        (output,) = document["outputs"]
+        own = (output["name"], output["data"]) == ("Y", values)
+        return "own" if own and answer.headers["x-request-id"] == f"n{number}" else "another's"
+
+    async def run(self, base: str) -> None:
+        numbers = iter(range(self.count))
+
+        async def client(session: aiohttp.ClientSession) -> None:
+            for number in numbers:
+                self.seen[await self.ask(session, number)] += 1
+
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(base, connector=connector) as session:
+            await asyncio.gather(*(client(session) for _ in range(self.at_a_time)))
+
+
+@pytest.mark.fault(
+    "a response is garbage, truncated, of the wrong length, or followed by another one"
+)
+def test_every_answer_goes_to_its_own_request(behind: Behind, one: Fleet) -> None:
+    rush, proxy = Rush(), behind.proxies[0]
+    with proxy.having(rush.script):
+        asyncio.run(rush.run(str(one.client.base_url)))
+    opened = sum(any(fault is not NO_FAULT for fault in line.faults) for line in proxy.lines)
+    print(f"{rush.count} requests over {opened} connections: {dict(rush.seen)}, 0 mixed up")
+    assert rush.seen["another's"] == 0
+    assert set(rush.seen) <= {"own", "502", CUT}
+    assert rush.seen["own"] > 0.9 * rush.count
+    assert rush.seen["502"] + rush.seen[CUT] > 0
+    assert max(rush.passed.values()) == 1
+
+
+# Replicas.
+
+
+@pytest.mark.fault("a Triton becomes 500 ms slower than the others")
+def test_a_replica_that_is_500_ms_slower_gets_a_quarter_of_its_share(
+    behind: Behind, two: Fleet
+) -> None:
+    """Whoever chose by chance would give it half, however fast the machine is."""
+    usual = send(two, 100)
+    with behind.proxies[0].having(always(Fault(delay_s=0.5), INFER)):
+        learning = send(two, 100)
+        before = [proxy.requests[INFER] for proxy in behind.proxies]
+        samples = send(two, 400)
+        slow, other = (
+            proxy.requests[INFER] - count
+            for proxy, count in zip(behind.proxies, before, strict=True)
+        )
+    print(f"p99 {p99_ms(samples):.0f} ms, {p99_ms(usual):.0f} ms without a slow one")
+    assert set(statuses_of([*usual, *learning, *samples])) == {200}
+    assert slow + other == 400
+    assert slow < 100
+    assert_number("the slow one gets", slow / 4, "% where fair is 50 %", at_most=50 / 4)
+
+
+def attempts(fleet: Fleet, proxy: Proxy) -> float:
+    """How often the gateway has asked this replica for an inference, or tried to."""
+    page = fleet.client.get("/metrics").text
+    sample = rf'^gateway_upstream_attempts_total{{.*:{proxy.port}".*}} (\S+)$'
+    return sum(map(float, re.findall(sample, page, re.M)))
+
+
+WAYS: dict[str, tuple[Callable[[Proxy], AbstractContextManager[None]], int, float]] = {
+    "refuses": (Proxy.refusing, 0, 10),
+    "swallows": (Proxy.swallowing, 0, CONNECT_S),
+    # What was written before the reset may have run: it is not sent again, and five such end it.
+    "hangs up": (Proxy.hanging_up, EJECT_AFTER_FAILURES + CLIENTS - 1, 10),
+}
+
+
+@pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replica_that_cannot_be_reached_costs_the_connect_timeout_and_then_nothing(
+    behind: Behind, way: str
+) -> None:
+    """Without that timeout a request would wait for its deadline, and be 504."""
+    does, most_failures, connect_s = WAYS[way]
+    proxy = behind.proxies[0]
+    with gateway_before(behind, 2, connect_timeout_s=str(connect_s)) as fleet:
+        send(fleet, 50)
+        with does(proxy):
+            for _ in range(2):  # then it has seen that its idle connections there are closed
+                fleet.client.get("/livez")
+            tried = attempts(fleet, proxy)
+            first = send(fleet, 150)
+            wait_until(lambda: ready(fleet) == 1)
+            tried_first = attempts(fleet, proxy) - tried
+            later = send(fleet, 60)
+            tried_later = attempts(fleet, proxy) - tried - tried_first
+        back_s = wait_until(lambda: ready(fleet) == 2)
+    statuses = statuses_of(first)
+    print(f"it {way}: {dict(statuses)} with {tried_first:.0f} attempts, ", end="")
+    print(f"later {dict(statuses_of(later))} with {tried_later:.0f}; ", end="")
+    print(f"it is ready {back_s:.1f} s after it can be reached")
+    assert set(statuses) <= {200, 502}
+    assert statuses[502] <= most_failures
+    assert set(statuses_of(later)) == {200}
+    assert tried_later == 0
+    assert_number("the slowest", slowest_ms(first), "ms", at_most=CONNECT_S * 1000 + USUAL_MS)
+    assert_number("the slowest later", slowest_ms(later), "ms", at_most=USUAL_MS)
+
+
+@pytest.mark.fault("a Triton accepts requests and never responds")
+def test_a_replica_that_accepts_and_never_answers_costs_its_requests_their_deadline(
+    behind: Behind, two: Fleet
+) -> None:
+    """All have the same deadline; only the silent replica lets it pass."""
+    (silent, other), deadline_s = behind.proxies, 2.0
+    port, held = port_of(two.client), list[bytes]()
+
+    def hold(request: bytes) -> Fault:
+        held.extend(re.findall(rb"x-request-id: (\d+)", request))
+        return Fault(delay_s=math.inf)
+
+    def wire(number: int) -> bytes:
+        fields = f"X-Request-Timeout: {deadline_s}", f"X-Request-ID: {number}"
+        return post(PATH, json.dumps(v2([1, 2])).encode(), "application/json", *fields)
+
+    send(two, 50)
+    # The other one is busy for a moment with each, so that the silent one gets some of the first.
+    with silent.having(hold), other.having(always(Fault(delay_s=0.05), INFER)):
+        samples = list[Sample]()
+        while not held:
+            samples += closed_loop(port, [wire(number) for number in range(12)], 12, 12)
+        left_s = wait_until(lambda: ready(two) == 1)
+        passed = silent.requests[INFER]
+        later = send(two, 40)
+        assert silent.requests[INFER] == passed
+    late, well = (
+        [each.took_s for each in samples if each.status == status] for status in (504, 200)
+    )
+    print(f"{len(late)} of {len(samples)} waited {min(late):.2f} to {max(late):.2f} s; ", end="")
+    print(f"{left_s:.1f} s later 0 of {len(later)}")
+    assert len(late) == len(held) > 0
+    assert len(well) == len(samples) - len(held)
+    assert min(late) > deadline_s - 0.1
+    assert set(statuses_of(later)) == {200}
+    assert_number("the latest", max(late), "s", at_most=deadline_s + USUAL_MS / 1000)
+    assert_number("the slowest of the others", max(well) * 1000, "ms", at_most=USUAL_MS)
+    assert_number("the slowest later", slowest_ms(later), "ms", at_most=USUAL_MS)

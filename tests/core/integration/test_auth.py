@@ -1,0 +1,1066 @@
+"""Who may call what: real keys, a real gateway, the real tritonserver. Every route has its row here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tritonclient.http as triton_http
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tritonclient.http.auth import BasicAuth
+from tritonclient.utils import InferenceServerException
+
+from gateway.app import ROUTERS, create_app
+from gateway.auth import PUBLIC_PATH_PREFIXES, PUBLIC_PATHS
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.error_responses import OPENAI_PATHS
+from gateway.keys import BadKeysFile, Caller, Role, add_key, parse_keys, read_keys_file, remove_key
+from gateway.passthrough.rules import ROUTE_RULES
+from gateway.settings import Settings
+from tests.support.fake_triton import ask, fake_triton, port_of
+from tests.support.fleet import ECHO, Fleet, fleet_of
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import (
+    ADMIN,
+    BOTH,
+    ENTRIES,
+    FREE,
+    INFER,
+    INFERENCE,
+    MANAGEMENT,
+    MAY,
+    METRICS,
+    SCRAPING,
+    SECRETS,
+    TEXTS,
+    TEXTS_ADMIN,
+    bearer,
+    entry,
+    written,
+)
+from tests.support.servers import ROOT, Command, free_ports, gateway
+from tests.support.trace_collector import collecting
+from tests.support.wait import wait_until
+
+# However slow the machine is.
+PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TEXT_MODELS = {"text_core", "text_ensemble", "text_postprocessing", "text_preprocessing"}
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    demo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, Command]]:
+    """A gateway with these keys before the real tritonserver; its log has every line."""
+    path = written(tmp_path_factory.mktemp("keys") / "keys.yaml", ENTRIES)
+    settings = {"keys_file": str(path), "log_level": "debug", "log_format": "json"}
+    with gateway(demo_triton.options.url, **settings) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def client(guarded: tuple[httpx.Client, Command]) -> httpx.Client:
+    return guarded[0]
+
+
+# Every route.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A route, for whom it is, and the status for who may call it."""
+
+    method: str
+    path: str
+    whose: str
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "text/plain"
+
+
+ROWS = (
+    Row("GET", "/", FREE),
+    Row("GET", "/static/{name:path}", FREE),
+    Row("GET", "/livez", FREE),
+    Row("GET", "/readyz", FREE),
+    Row("GET", "/ping", FREE, 404),  # see test_torchserve.py
+    Row("GET", "/docs", FREE),
+    Row("GET", "/docs/{name:path}", FREE),
+    Row("GET", "/redoc", FREE, 307),
+    Row("GET", "/openapi.json", FREE),
+    Row("GET", "/metrics", SCRAPING),
+    Row("GET", "/v1/models", INFERENCE),
+    Row("GET", "/v1/models/{model}", INFERENCE),
+    Row("GET", "/v1/models/{model}/versions/{version}", INFERENCE),
+    Row("GET", "/v1/models/{model}/openapi.json", INFERENCE),
+    Row("GET", "/v1/models/{model}/versions/{version}/openapi.json", INFERENCE),
+    Row("POST", "/v1/models/{model}/infer", INFERENCE, body=b"a text"),
+    Row("POST", "/v1/models/{model}/versions/{version}/infer", INFERENCE, body=b"a text"),
+    Row("POST", "/v1/models/{model}:predict", INFERENCE, body=b'{"instances": ["a text"]}'),
+    Row(
+        "POST", "/v1/models/{model}/versions/{version}:predict", INFERENCE,
+        body=b'{"instances": ["a text"]}',
+    ),
+    Row("GET", "/v1/models/{model}/metadata", INFERENCE),
+    Row("GET", "/v1/models/{model}/versions/{version}/metadata", INFERENCE),
+    Row("POST", "/v1/embeddings", INFERENCE, body=b'{"model": "text_ensemble", "input": "a text"}'),
+    Row("POST", "/v1/rerank", INFERENCE, 422, b'{"model": "core", "query": "a", "documents": ["b"]}'),
+    Row("POST", "/v1/completions", INFERENCE, 501),
+    Row("POST", "/v1/chat/completions", INFERENCE, 501),
+    Row(
+        "POST", "/v1/models/{model}/labels/{version}:predict", INFERENCE,
+        body=b'{"instances": ["a text"]}',
+    ),
+    Row("GET", "/v1/models/{model}/labels", INFERENCE),
+    Row("GET", "/v1/models/{model}/labels/{label}", INFERENCE, 404),
+    Row("PUT", "/v1/models/{model}/labels/{label}", MANAGEMENT, 409, b'{"version": "9"}'),
+    Row("DELETE", "/v1/models/{model}/labels/{label}", MANAGEMENT, 404),
+    Row("PUT", "/v1/models/{model}", MANAGEMENT, 501),
+    Row("PUT", "/v1/models/{model}/versions/{version}", MANAGEMENT, 501),
+    Row("DELETE", "/v1/models/{model}", MANAGEMENT, 501),
+    Row("DELETE", "/v1/models/{model}/versions/{version}", MANAGEMENT, 501),
+    Row("GET", "/v1/models/{model}/files", MANAGEMENT, 501),
+    Row("GET", "/v1/models/{model}/versions/{version}/files", MANAGEMENT, 501),
+    Row("GET", "/v1/models/{model}/files/{path:path}", MANAGEMENT, 501),
+    Row("GET", "/v1/replicas", MANAGEMENT),
+    Row("POST", "/v1/replicas/{address}/cordon", MANAGEMENT, 404),
+    Row("POST", "/v1/replicas/{address}/uncordon", MANAGEMENT, 404),
+    Row("POST", "/v1/replicas/{address}/drain", MANAGEMENT, 404),
+    Row("GET", "/v1/log-level", MANAGEMENT),
+    Row("PUT", "/v1/log-level", MANAGEMENT, body=b'{"level": "debug"}'),
+    Row("GET", "/v1/operations/{operation}", MANAGEMENT, 404),
+    Row("GET", "/v2/models", INFERENCE),
+    Row("POST", "/v2/repository/index", MANAGEMENT),
+    Row("POST", "/v2/repository/models/{model}/load", MANAGEMENT),
+    Row("POST", "/v2/repository/models/{model}/unload", MANAGEMENT, 409),
+    Row("GET", "/nothing", INFERENCE, 404),
+    # What passes to Triton.
+    Row("GET", "/v2", INFERENCE),
+    Row("GET", "/v2/health/live", INFERENCE),
+    Row("GET", "/v2/health/ready", INFERENCE),
+    Row("GET", "/v2/models/stats", INFERENCE),
+    Row("GET", "/v2/models/{model}", INFERENCE),
+    Row("GET", "/v2/models/{model}/versions/{version}", INFERENCE),
+    Row("GET", "/v2/models/{model}/ready", INFERENCE),
+    Row("GET", "/v2/models/{model}/config", INFERENCE),
+    Row("GET", "/v2/models/{model}/stats", INFERENCE),
+    Row("POST", "/v2/models/{model}/infer", INFERENCE, 400, b"{"),
+    Row("POST", "/v2/models/{model}/generate", INFERENCE, 400, b"{"),
+    Row("POST", "/v2/models/{model}/generate_stream", INFERENCE, 400, b"{"),
+    Row("GET", "/v2/models/{model}/trace/setting", MANAGEMENT),
+    Row("GET", "/v2/logging", MANAGEMENT),
+    Row("GET", "/v2/trace/setting", MANAGEMENT),
+    Row("GET", "/v2/systemsharedmemory/status", INFERENCE),
+    Row("POST", "/v2/cudasharedmemory/unregister", INFERENCE),
+    Row("POST", "/v2/systemsharedmemory/region/any/register", INFERENCE, 403),
+    Row("GET", "/v2/nothing", INFERENCE, 404),
+)  # fmt: skip
+# A key of no use for inference is told that there is nothing, or that it is shut, like any other.
+WITHOUT_ROLE = {"/nothing": 404, "/v2/nothing": 404}
+
+
+def filled(path: str, model: str) -> str:
+    path = (
+        path.replace("docs/{name:path}", "docs/docs.js")
+        .replace("{name:path}", "main.js")
+        .replace("{operation}", "0" * 32)
+        .replace("{label}", "stable")
+    )
+    return path.replace("{model}", model).replace("{version}", "1")
+
+
+def routes() -> Iterator[tuple[str, str]]:
+    framework: Any = create_app(Settings(state="memory:"))
+    own = [route for route in framework._framework.routes if hasattr(route, "path")]
+    assert len(framework._framework.routes) <= len(own) + len(ROUTERS)
+    for route in [*own, *(route for router in ROUTERS for route in router.routes)]:
+        for method in route.methods - {"HEAD"}:
+            yield method, route.path
+
+
+def test_every_route_has_its_row() -> None:
+    rows = {(row.method, row.path) for row in ROWS}
+    assert not set(routes()) - rows
+
+
+def test_every_rule_of_what_is_passed_has_its_row() -> None:
+    for rule in ROUTE_RULES:
+        assert any(rule.pattern.fullmatch(filled(row.path, "m")) for row in ROWS), (
+            rule.pattern.pattern
+        )
+
+
+def test_what_is_open_is_in_the_table() -> None:
+    assert {row.path for row in ROWS if row.whose == FREE} == PUBLIC_PATHS | {
+        f"{prefix}{{name:path}}" for prefix in PUBLIC_PATH_PREFIXES
+    }
+
+
+@pytest.mark.fault(
+    "no key, a key of another role, a key that lacks a character, a key that is revoked"
+)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method} {row.path}")
+def test_each_role_may_do_what_it_is_for(client: httpx.Client, row: Row) -> None:
+    # The ensemble needs text_core: nothing is unloaded here.
+    model = "text_core" if row.path.endswith("load") else "text_ensemble"
+    for key in ("", "tgw_nobody", INFER, METRICS, ADMIN):
+        answer = client.request(
+            row.method,
+            filled(row.path, model),
+            content=row.body or None,
+            headers={"Content-Type": row.content_type, **bearer(key)},
+        )
+        if key in MAY[row.whose] or row.whose == FREE:
+            assert answer.status_code == row.status, (key, answer.text)
+        elif key not in SECRETS:
+            assert_refused(answer, 401, "UNAUTHENTICATED")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        elif row.path in WITHOUT_ROLE:
+            assert answer.status_code == WITHOUT_ROLE[row.path], key
+        else:
+            assert_refused(answer, 403, "FORBIDDEN")
+
+
+def assert_refused(answer: httpx.Response, status: int, code: str) -> None:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    if answer.url.path in OPENAI_PATHS:
+        assert (body.keys(), body["error"]["code"]) == ({"error"}, code)
+        assert answer.headers["x-request-id"]
+    else:
+        assert body.keys() == {"error", "code", "request_id"}
+        assert body["code"] == code
+        assert body["request_id"] == answer.headers["x-request-id"] != ""
+    assert not any(secret in answer.text for secret in SECRETS)
+
+
+def test_what_is_open_tells_nothing_of_the_inside(client: httpx.Client) -> None:
+    for key in ("", "tgw_nobody", INFER, METRICS):
+        assert client.get("/readyz", headers=bearer(key)).json() == {"ready": True}
+    assert client.get("/readyz", headers=bearer(ADMIN)).json()["replicas"]
+
+
+def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
+    for path in (
+        "/livez/",
+        "/livez%0a",
+        "/readyz%0a",
+        "/livez%2f..%2fmetrics",
+        "/static",
+        "/static%00",
+    ):
+        assert ask(port_of(client), "GET", path).status == 401, path
+    for path in (
+        "/static/../metrics",
+        "/static/..%2fv1%2fmodels",
+        "/static/",
+        "/docs/../v1/models",
+    ):
+        assert ask(port_of(client), "GET", path).status == 404, path
+    for path in ("/metrics%0a", "/v1/replicas%0a"):  # which the framework takes for the route
+        headers = [("X-API-Key", TEXTS if "metrics" in path else INFER)]
+        assert ask(port_of(client), "GET", path, headers).status in (403, 404), path
+
+
+def test_a_model_in_the_body_is_one_that_the_key_may_use(client: httpx.Client) -> None:
+    for path, document in (
+        ("/v1/embeddings", {"input": "a text"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        for key, model, status in (
+            (TEXTS, "text_ensemble", 200 if path == "/v1/embeddings" else 422),
+            (TEXTS, "ensemble", 404),
+            (TEXTS, "text_nothing", 404),
+            (ADMIN, "ensemble", 422),
+        ):
+            body = {"model": model, **document}
+            answer = client.post(path, json=body, headers=bearer(key))
+            assert answer.status_code == status, (path, key, model, answer.text)
+
+
+# Keys as they come.
+
+
+def test_a_key_comes_in_either_header(client: httpx.Client) -> None:
+    good: list[dict[str, str]] = [
+        {"X-API-Key": INFER},
+        {"Authorization": f"bearer {INFER}"},
+        {"Authorization": f"BEARER  {INFER}"},
+        {"Authorization": f"Bearer {INFER}", "X-API-Key": INFER},
+        {"Authorization": "Basic dXNlcjpwdw==", "X-API-Key": INFER},  # of who stands before us
+    ]
+    for headers in good:
+        assert client.get("/v1/models", headers=headers).status_code == 200, headers
+    spaced = [("X-API-Key", f"\t {INFER} \t")]
+    assert ask(port_of(client), "GET", "/v1/models", spaced).status == 200
+
+
+def basic(password: str, user: str = "anybody") -> str:
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+
+
+def test_the_password_of_basic_credentials_is_a_key(client: httpx.Client) -> None:
+    """As tritonclient's plugin sends it; the user's name plays no part."""
+    with triton_http.InferenceServerClient(f"127.0.0.1:{port_of(client)}") as triton:
+        triton.register_plugin(BasicAuth("anybody", INFER))
+        assert triton.get_model_metadata("text_core")["name"] == "text_core"
+        triton.unregister_plugin()
+        triton.register_plugin(BasicAuth(INFER, "anything"))
+        with pytest.raises(InferenceServerException, match="unknown key"):
+            triton.get_model_metadata("text_core")
+    for shown in (basic(INFER, ""), basic(INFER).replace("Basic ", "basic  ")):
+        headers = {"Authorization": shown}
+        assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
+def test_basic_credentials_of_a_browser_are_no_key(client: httpx.Client, header: str) -> None:
+    """A browser would send them for the page of another origin as well."""
+    value = "https://evil.example" if header == "Origin" else "cross-site"
+    headers = {"Authorization": basic(ADMIN), header: value}
+    refused = client.post("/v2/repository/index", headers=headers)
+    assert_refused(refused, 401, "UNAUTHENTICATED")
+    assert client.get("/v1/models", headers=bearer(INFER) | {header: value}).status_code == 200
+
+
+@pytest.mark.fault(
+    "no key, a key of another role, a key that lacks a character, a key that is revoked"
+)
+def test_what_is_no_key_of_anybodys_is_401(client: httpx.Client) -> None:
+    port = port_of(client)
+    bad: list[list[tuple[str, str]]] = [
+        [("X-API-Key", INFER[:-1])],
+        [("X-API-Key", INFER[1:])],
+        [("X-API-Key", INFER + "x")],
+        [("X-API-Key", INFER.upper())],
+        [("X-API-Key", hashlib.sha256(INFER.encode()).hexdigest())],  # what stands in the file
+        [("X-API-Key", "")],
+        [("X-API-Key", "\xff\xfe\xe9")],
+        [("X-API-Key", "x" * 4000)],
+        [("X-API-Key", f'"{INFER}"')],
+        [("X-API-Key", f"{INFER},{ADMIN}")],
+        [("Authorization", "Bearer")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", INFER)],
+        [("Authorization", f"Basic {INFER}")],
+        [("Authorization", basic(INFER + "x"))],
+        [("Authorization", basic(f"{INFER}:"))],
+        [("Authorization", basic(INFER).rstrip("=")[:-1])],
+        [("Authorization", basic(INFER)), ("Authorization", basic(ADMIN))],
+        [("Authorization", basic(INFER)), ("X-API-Key", "")],
+        [("Authorization", f"Bearer {INFER} {INFER}")],
+        [("Proxy-Authorization", f"Bearer {INFER}")],
+        [("X_API_Key", INFER)],
+        [("Authorization", f"Bearer {INFER}"), ("X-API-Key", ADMIN)],
+        [("Authorization", f"Bearer {INFER}"), ("X-API-Key", "")],
+        [("X-API-Key", INFER), ("X-API-Key", ADMIN)],
+    ]
+    for headers in bad:
+        for path in ("/v1/models", "/v2/models/core"):
+            got = ask(port, "GET", path, headers)
+            assert got.status == 401, headers
+            assert json.loads(got.body)["code"] == "UNAUTHENTICATED"
+            assert b"tgw_" not in got.body
+    assert ask(port, "GET", f"/v1/models?api_key={INFER}").status == 401
+
+
+def test_a_body_that_nobody_may_send_does_not_disturb_what_follows(client: httpx.Client) -> None:
+    for _ in range(3):
+        refused = client.post("/v2/models/core/infer", content=b"x" * 300_000)
+        assert refused.status_code == 401
+        assert client.get("/livez").status_code == 200
+
+
+# Models.
+
+
+def test_every_listing_has_only_what_the_key_sees(client: httpx.Client) -> None:
+    def get(path: str, key: str) -> Any:
+        return client.get(path, headers=bearer(key)).json()
+
+    for key in (TEXTS, TEXTS_ADMIN):
+        assert {model["name"] for model in get("/v1/models", key)["models"]} == TEXT_MODELS
+        assert set(get("/v2/models", key)["models"]) == TEXT_MODELS
+    for body in ({}, {"ready": True}):
+        for query in ("", "?detail=replicas"):
+            url = f"/v2/repository/index{query}"
+            index = client.post(url, json=body, headers=bearer(TEXTS_ADMIN)).json()
+            assert {model["name"] for model in index} == TEXT_MODELS
+    (replica,) = get("/v1/replicas", TEXTS_ADMIN)["replicas"]
+    assert set(replica["models"]) == TEXT_MODELS
+    assert len(get("/v1/models", ADMIN)["models"]) == 8
+
+
+def test_addresses_are_for_administrators(client: httpx.Client) -> None:
+    assert "127.0.0.1" not in client.get("/v1/models", headers=bearer(INFER)).text
+    assert "replicas" in client.get("/v1/models", headers=bearer(ADMIN)).json()["models"][0]
+
+
+@pytest.mark.fault("a model outside the key's patterns, however it is spelled")
+def test_a_model_that_the_key_does_not_see_is_as_unknown_as_one_that_is_not(
+    client: httpx.Client,
+) -> None:
+    rows = [row for row in ROWS if "{model}" in row.path]
+    assert len(rows) > 12
+    for row in rows:
+        sentences = []
+        for model in ("core", "none"):
+            answer = client.request(
+                row.method,
+                filled(row.path, model),
+                content=row.body or None,
+                headers=bearer(TEXTS_ADMIN),
+            )
+            assert_refused(answer, 404, "MODEL_NOT_FOUND")
+            sentences.append(answer.json()["error"].replace(model, "…"))
+        assert sentences[0] == sentences[1]
+    for path in ("/v1/models/{model}", "/v2/models/{model}"):  # also by the words for who sees all
+        hidden = client.get(path.format(model="core"), headers=bearer(TEXTS)).json()["error"]
+        unknown = client.get(path.format(model="none"), headers=bearer(INFER)).json()["error"]
+        assert unknown.replace("none", "…") == hidden.replace("core", "…")
+
+
+def test_what_concerns_every_model_is_for_who_sees_every_model(client: httpx.Client) -> None:
+    for method, path in (
+        ("GET", "/v2/models/stats"),
+        ("GET", "/v2/logging"),
+        ("POST", "/v2/trace/setting"),
+        ("GET", "/metrics"),
+    ):
+        for key in (TEXTS, TEXTS_ADMIN):
+            assert_refused(client.request(method, path, headers=bearer(key)), 403, "FORBIDDEN")
+    assert client.get("/metrics", headers=bearer(BOTH)).status_code == 200
+
+
+@pytest.mark.fault("a model outside the key's patterns, however it is spelled")
+def test_odd_names_are_no_way_around_the_patterns(client: httpx.Client) -> None:
+    port = port_of(client)
+    for path in (
+        "/v2/models/%63ore",
+        "/v2/models/a%2Fb",
+        "/v2/models/text_%2F..%2Fcore",
+        "/v2/models/text_..%2fcore/config",
+        "/v2/models/text_core%00",
+        "/v2/models/text_core%2F..%2F..%2Fcore/versions/1",
+        "/v2/models/text_core/../core",
+        "/v2/models/text_/../../models/core",
+        "/v2//models/core",
+        "/v2/models//core",
+        "/v2/models/core/",
+        "/v2/models/CORE",
+        "/v2/models/text_core;/core",
+        "/v2/models/stat%73",
+        "/v2/models/.",
+        "/v2/models/..",
+        "/v2/./models/core",
+        "/v1/models/%63ore",
+        "/v1/models/text_%2f..%2fcore",
+        "/v1/models/text_%252f..%252fcore",
+        "/v1/models/core%0a",
+        "/v1/models/..",
+        "/v2%2Fmodels%2Fcore",
+    ):
+        got = ask(port, "GET", path, [("X-API-Key", TEXTS)])
+        assert got.status == 404, (path, got)
+    for verb in ("load", "unload"):
+        for model in ("core", "%63ore", "text_%2f..%2fcore", "text_core%252f", "..", "core%0a"):
+            path = f"/v2/repository/models/{model}/{verb}"
+            for way in (path, path.replace("/v2/", "/v2%2F", 1)):
+                got = ask(port, "POST", way, [("X-API-Key", TEXTS_ADMIN)])
+                assert got.status == 404, (way, got)
+
+
+@PROPERTY
+@given(st.lists(st.text("ab*?[]!-^\\", min_size=1, max_size=9), min_size=1), st.text("ab-^!]"))
+def test_any_pattern_is_a_pattern(globs: list[str], name: str) -> None:
+    assert Caller("x", models=tuple(globs)).can_see(name) in (True, False)
+
+
+@PROPERTY
+@given(st.text(min_size=1, max_size=30))
+def test_a_key_with_patterns_sees_no_name_that_a_path_would_have_to_quote(name: str) -> None:
+    caller = Caller("x", models=("a*", "[!b]*"))
+    if caller.can_see(name):
+        assert name.isascii()
+        assert name.isprintable()
+        assert not set(name) & set('%/\\?#"<>[]{}|^` ')
+        assert name not in (".", "..")
+
+
+def test_what_was_matched_is_kept_in_bounds() -> None:
+    caller = Caller("x", models=("a*",))
+    for number in range(5000):
+        assert caller.can_see(f"a{number}")
+        assert not caller.can_see(f"b{number}")
+    assert caller.can_see("a" * 10_000)
+    assert len(caller._visibility_cache) <= 1024
+    assert max(map(len, caller._visibility_cache)) < 300
+
+
+# Management by a key with patterns.
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A Triton whose models may be changed, and whose code may be."""
+    folder = tmp_path_factory.mktemp("managed")
+    entries = [
+        *ENTRIES,
+        entry("tgw_part-secret", "admin", models=["chain", "echo"]),
+        entry("tgw_other-secret", "admin", models=["other"]),
+    ]
+    path = written(folder / "keys.yaml", entries)
+    with fleet_of(
+        folder / "models",
+        1,
+        ("echo", "other", "chain"),
+        keys_file=str(path),
+        allow_model_upload="true",
+        max_body_bytes="4000000",
+    ) as fleet:
+        yield fleet
+
+
+PART, OTHER = bearer("tgw_part-secret"), bearer("tgw_other-secret")
+
+
+def test_an_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> None:
+    both = managed.unload("chain", headers=PART, json={"parameters": {"unload_dependents": True}})
+    assert_refused(both, 403, "FORBIDDEN")
+    needed = managed.unload("other", headers=bearer(ADMIN))
+    assert needed.status_code == 409
+    assert "'chain'" in needed.json()["error"]
+    assert managed.unload("other", headers=PART).status_code == 404
+    unseen = managed.unload("other", headers=OTHER)
+    assert unseen.status_code == 409
+    assert "chain" not in unseen.text
+    begun = managed.unload("other", headers={**OTHER, "Prefer": "respond-async"})
+    assert begun.status_code == 202
+
+    def operation(headers: dict[str, str]) -> httpx.Response:
+        return managed.client.get(begun.headers["location"], headers=headers)
+
+    wait_until(lambda: operation(OTHER).json()["operation"] == "failed")
+    assert "chain" not in operation(OTHER).text
+    assert operation(bearer(ADMIN)).status_code == 200
+    assert_refused(operation(bearer(TEXTS_ADMIN)), 404, "NOT_FOUND")
+
+
+ECHO_CONFIG = {
+    "name": "echo",
+    "backend": "python",
+    "max_batch_size": 4,
+    "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [2]}],
+    "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [2]}],
+    "instance_group": [{"count": 1, "kind": "KIND_CPU"}],
+}
+
+
+def config_of(fleet: Fleet, model: str) -> Any:
+    url = f"http://{fleet.tritons[0].address}/v2/models/{model}/config"
+    return httpx.get(url, timeout=60).json()
+
+
+def test_an_administrators_upload_takes_effect_on_triton(managed: Fleet) -> None:
+    assert config_of(managed, "echo")["max_batch_size"] == 0
+    upload = {"parameters": {"config": json.dumps(ECHO_CONFIG)}}
+    loaded = managed.load("echo", json=upload, headers=bearer(ADMIN))
+    assert loaded.status_code == 200, loaded.text
+    assert config_of(managed, "echo")["max_batch_size"] == 4
+    described = managed.client.get("/v1/models/echo", headers=bearer(INFER)).json()
+    assert described["max_batch_size"] == 4
+
+
+def test_uploaded_files_run_and_may_be_larger_than_other_loads(managed: Fleet) -> None:
+    code = ECHO.replace('"Y", value', '"Y", value * 3') + "#" * 1_500_000
+    upload = {
+        "parameters": {
+            "config": json.dumps({**ECHO_CONFIG, "name": "late", "max_batch_size": 0}),
+            "file:1/model.py": base64.b64encode(code.encode()).decode(),
+        }
+    }
+    assert len(json.dumps(upload)) > 1 << 20
+    loaded = managed.load("late", json=upload, headers=bearer(ADMIN))
+    assert loaded.status_code == 200, loaded.text
+    assert managed.infer("late", headers=bearer(INFER)).json()["outputs"] == {"Y": [3, 6]}
+    nowhere = managed.load("brought", json=upload, headers=bearer(ADMIN))
+    assert_refused(nowhere, 404, "MODEL_NOT_FOUND")
+    too_large = {"parameters": {"file:1/x": "A" * 5_000_000}}
+    refused = managed.load("late", json=too_large, headers=bearer(ADMIN))
+    assert_refused(refused, 413, "TOO_LARGE")
+
+
+@pytest.mark.fault("a load that includes code, without permission")
+def test_what_is_no_file_of_the_model_is_not_brought(managed: Fleet) -> None:
+    for name in ("file:../x", "file:/etc/x", "file:1/../../x", "file:", "file:a//b", "other", ""):
+        answer = managed.load("echo", json={"parameters": {name: "AAAA"}}, headers=bearer(ADMIN))
+        assert_refused(answer, 400, "MALFORMED_REQUEST")
+
+
+@pytest.mark.fault("a load that includes code, without permission")
+def test_who_does_not_see_all_models_brings_no_code(managed: Fleet) -> None:
+    for name in ("config", "file:1/model.py"):
+        answer = managed.load("echo", json={"parameters": {name: "AAAA"}}, headers=PART)
+        assert_refused(answer, 403, "FORBIDDEN")
+    large = {"parameters": {"config": "A" * 1_500_000}}
+    assert_refused(managed.load("echo", json=large, headers=PART), 413, "TOO_LARGE")
+    large_unload = managed.unload("echo", json=large, headers=bearer(ADMIN))
+    assert_refused(large_unload, 413, "TOO_LARGE")
+    config = managed.unload("echo", json={"parameters": {"config": "{}"}}, headers=bearer(ADMIN))
+    assert_refused(config, 403, "FORBIDDEN")
+
+
+@pytest.mark.fault("a load that includes code, without permission")
+def test_without_the_setting_nobody_brings_code(client: httpx.Client, demo: httpx.Client) -> None:
+    for who, headers in ((client, bearer(ADMIN)), (demo, {})):
+        for name in ("config", "file:1/model.py"):
+            url = "/v2/repository/models/text_core/load"
+            answer = who.post(url, json={"parameters": {name: "AAAA"}}, headers=headers)
+            assert_refused(answer, 403, "FORBIDDEN")
+
+
+# The file, as it changes.
+
+
+@contextmanager
+def gateway_with(path: Path, url: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
+    with gateway(url, keys_file=str(path), **settings) as pair:
+        yield pair
+
+
+def status(client: httpx.Client, key: str) -> int:
+    return client.get("/v1/models", headers=bearer(key)).status_code
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "no key, a key of another role, a key that lacks a character, a key that is revoked"
+)
+def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    with gateway_with(path, demo_triton.options.url) as (client, command):
+        assert status(client, INFER) == 200
+        remove_key(path, "infer")
+        wait_until(lambda: status(client, INFER) == 401)
+        assert status(client, ADMIN) == 200
+        path.write_text(f"keys: [{{name: {INFER!r}, sha256: '{INFER}', *broken")
+        command.wait_for("stays in use")
+        assert status(client, ADMIN) == 200
+        path.unlink()
+        command.wait_for("No such file")
+        assert status(client, ADMIN) == 200
+        written(path, [entry(INFER, "infer")])
+        wait_until(lambda: status(client, INFER) == 200)
+        assert status(client, ADMIN) == 401
+        path.write_text("keys: []")
+        wait_until(lambda: status(client, INFER) == 401)
+        assert client.get("/livez").status_code == 200
+        assert command.output.count("stays in use") == 2
+        assert "tgw_" not in command.output
+
+
+def test_kubernetes_swaps_a_link_above_the_file(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    for name, key in (("..1", INFER), ("..2", ADMIN)):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name / "keys.yaml", [entry(key, "infer", name="same")])
+    for name in ("..1", "..2"):
+        os.utime(tmp_path / name / "keys.yaml", (1, 1))  # not even the time tells them apart
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "keys.yaml").symlink_to("..data/keys.yaml")
+    with gateway_with(tmp_path / "keys.yaml", demo_triton.options.url) as (client, _):
+        assert [status(client, key) for key in (INFER, ADMIN)] == [200, 401]
+        (tmp_path / "..new").symlink_to("..2")
+        (tmp_path / "..new").replace(tmp_path / "..data")
+        wait_until(lambda: status(client, ADMIN) == 200)
+        assert status(client, INFER) == 401
+
+
+@pytest.mark.long
+def test_every_worker_reads_the_file_again(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": demo_triton.options.url,
+        "GATEWAY_KEYS_FILE": str(path),
+    }
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as command:
+        command.wait_for("serving")
+        headers = [("X-API-Key", INFER)]
+
+        def statuses() -> set[int]:
+            """Of connections of their own; it listens before a worker is up."""
+            return {ask(port, "GET", "/v1/models", headers).status for _ in range(20)}
+
+        assert statuses() == {200}
+        remove_key(path, "infer")
+        wait_until(lambda: statuses() == {401})
+
+
+GOOD = entry(INFER, "infer")
+BAD: dict[str, str] = {
+    "empty": "",
+    "text": "keys",
+    "no list": "keys: {a: b}",
+    "another field": yaml.safe_dump({"keys": [GOOD], "more": 1}),
+    "no object": "keys: [abc]",
+    "an unknown field": yaml.safe_dump({"keys": [{**GOOD, "key": INFER}]}),
+    "no name": yaml.safe_dump({"keys": [{**GOOD, "name": ""}]}),
+    "a name of two lines": yaml.safe_dump({"keys": [{**GOOD, "name": "a\nb"}]}),
+    "a key for a name": yaml.safe_dump({"keys": [{**GOOD, "name": INFER}]}),
+    "a key for a hash": yaml.safe_dump({"keys": [{**GOOD, "sha256": INFER}]}),
+    "no roles": yaml.safe_dump({"keys": [{**GOOD, "roles": []}]}),
+    "an unknown role": yaml.safe_dump({"keys": [{**GOOD, "roles": ["root"]}]}),
+    "roles as text": yaml.safe_dump({"keys": [{**GOOD, "roles": "infer"}]}),
+    "no models": yaml.safe_dump({"keys": [{**GOOD, "models": []}]}),
+    "a model that is none": yaml.safe_dump({"keys": [{**GOOD, "models": [1]}]}),
+    "a rate of nothing": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": 0}]}),
+    "a rate without end": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": float("inf")}]}),
+    "a rate beyond floats": f"keys: [{{name: a, sha256: '{'0' * 64}', roles: [infer], "
+    f"requests_per_second: 1{'0' * 400}}}]",
+    "a rate that is true": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": True}]}),
+    "two of one name": yaml.safe_dump({"keys": [GOOD, entry(ADMIN, "admin", name="infer")]}),
+    "one key twice": yaml.safe_dump({"keys": [GOOD, entry(INFER, "admin", name="other")]}),
+    "aliases": "keys: &a [*a]",
+    "a field twice": "keys: []\nkeys: []",
+    "no YAML": "keys: [tgw_infer-secret",
+    "an object of Python": "keys: !!python/object/apply:os.system [tgw_infer-secret]",
+    "a date that is none": "keys: [2020-13-45]",
+    "very deep": "[" * 5000,
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
+def test_a_bad_file_is_refused_in_a_sentence_that_tells_none_of_it(text: str) -> None:
+    with pytest.raises(BadKeysFile) as caught:
+        parse_keys(text)
+    sentence = str(caught.value)
+    assert sentence
+    assert "\n" not in sentence
+    assert "tgw_" not in sentence
+    assert GOOD["sha256"] not in sentence
+
+
+@PROPERTY
+@given(st.text(max_size=200) | st.text("keys:[]{}\n-! *&'\"name", max_size=80))
+def test_whatever_stands_in_a_file_it_is_read_or_refused(text: str) -> None:
+    with suppress(BadKeysFile):
+        parse_keys(text)
+
+
+def test_a_broken_file_at_the_start_ends_the_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_bytes(b"keys: [\xff]")
+    with ExitStack() as stack:
+        commands = {}
+        for keys_file in (path, tmp_path / "none.yaml", tmp_path):
+            environment = {"GATEWAY_KEYS_FILE": str(keys_file)}
+            serve = Command("serve", "--port", str(*free_ports(1)), environment=environment)
+            commands[keys_file] = stack.enter_context(serve)
+        for keys_file, command in commands.items():
+            assert command.end() == 1
+            assert command.output.startswith(f"triton-gateway: the keys file {keys_file}: ")
+            assert len(command.lines) == 1
+
+
+def test_who_listens_to_the_world_without_keys_is_warned(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    with ExitStack() as stack:
+        commands = {}
+        for host, keys_file in (
+            ("0.0.0.0", ""),
+            ("0.0.0.0", str(path)),
+            ("127.0.0.1", ""),
+            ("localhost", ""),
+        ):
+            environment = {"GATEWAY_TRITON_URLS": demo_triton.options.url}
+            if keys_file:
+                environment["GATEWAY_KEYS_FILE"] = keys_file
+            arguments = ("serve", "--host", host, "--port", str(*free_ports(1)))
+            command = stack.enter_context(Command(*arguments, environment=environment))
+            commands[host, keys_file] = command
+        for command in commands.values():
+            command.wait_for("serving")
+    for (host, keys_file), command in commands.items():
+        warnings = command.output.count("GATEWAY_KEYS_FILE")
+        assert warnings == (host == "0.0.0.0" and not keys_file), (host, keys_file)
+
+
+@pytest.mark.fault(
+    "no key, a key of another role, a key that lacks a character, a key that is revoked"
+)
+def test_without_keys_administration_is_for_who_is_here_and_speaks_for_nobody_else(
+    demo: httpx.Client,
+) -> None:
+    own = str(demo.base_url).rstrip("/")
+    for headers, expected in (
+        ({}, 404),
+        ({"Origin": own}, 404),
+        ({"Origin": "http://localhost:8080"}, 403),
+        ({"Authorization": "Bearer tgw_any"}, 404),
+        ({"X-Forwarded-For": "127.0.0.1"}, 403),
+        ({"Forwarded": "for=127.0.0.1"}, 403),
+        ({"X-Real-IP": "127.0.0.1"}, 403),
+        ({"Via": "1.1 nginx"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://[::1"}, 403),
+        ({"Origin": "http://localhost.evil.example"}, 403),
+    ):
+        answer = demo.post("/v2/repository/models/none/load", headers=headers)
+        assert answer.status_code == expected, headers
+        assert demo.get("/v1/models", headers=headers).status_code == 200
+
+
+# Keys go nowhere.
+
+TRICKS: list[list[tuple[str, str]]] = [
+    [("X-API-Key", INFER)],
+    [("Authorization", f"Bearer {INFER}")],
+    [("Authorization", basic(INFER)), ("Connection", "authorization")],
+    [("X-API-Key", INFER), ("Connection", "x-api-key")],
+    [("X-API-Key", INFER), ("Connection", "keep-alive, X-API-Key")],
+    [("Authorization", f"Bearer {INFER}"), ("Connection", "authorization")],
+    [("Authorization", f"Bearer {INFER}"), ("X-API-Key", INFER), ("Connection", "content-length")],
+]
+
+
+@pytest.mark.fault("keys in requests that fail, `Connection` headers that name the key's header")
+def test_no_key_reaches_triton_or_a_log_line_or_a_metric(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    settings = {"log_level": "debug", "log_format": "json"}
+    with (
+        fake_triton() as fake,
+        gateway_with(path, f"http://127.0.0.1:{fake.port}", **settings) as (client, command),
+    ):
+        port = port_of(client)
+        for headers in TRICKS:
+            for method, target in (
+                ("GET", "/v2/models/m"),
+                ("POST", "/v2/models/m/infer"),
+                ("GET", "/v1/models/m"),
+                ("POST", "/v1/models/m/infer"),
+            ):
+                body = b'{"inputs": [1]}' if method == "POST" else b""
+                assert ask(port, method, target, headers, body).status not in (401, 403, 500)
+        ask(port, "POST", "/v2/models/m/infer", [("X-API-Key", INFER + "x")], b"{}")
+        seen = []
+        while not fake.requests.empty():
+            seen.append(b"".join(fake.requests.get()).lower())
+        assert len(seen) >= 4 * len(TRICKS)
+        for request in seen:
+            assert b"secret" not in request
+            assert basic(INFER).encode().lower() not in request
+            assert b"x-api-key" not in request
+            assert b"authorization" not in request
+        page = client.get("/metrics", headers=bearer(METRICS)).text
+        wait_until(lambda: "GET /metrics 200" in command.output)
+        assert "secret" not in page
+        assert "secret" not in command.output
+        lines = [json.loads(line) for line in command.lines if line.startswith("{")]
+        assert {"infer", "metrics", ""} <= {line["key"] for line in lines if "key" in line}
+
+
+@pytest.mark.fault("keys in requests that fail, `Connection` headers that name the key's header")
+def test_no_key_is_in_a_trace(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    with collecting() as collector:
+        with (
+            fake_triton() as fake,
+            gateway_with(path, f"http://127.0.0.1:{fake.port}", otlp_endpoint=collector.url) as (
+                client,
+                _,
+            ),
+        ):
+            for headers in TRICKS:
+                ask(port_of(client), "GET", "/v2/models/m", headers)
+            ask(port_of(client), "GET", "/v2/models/m", [("X-API-Key", "tgw_wrong-secret")])
+        wait_until(lambda: len(collector.spans) > len(TRICKS))
+        assert "secret" not in str(collector.spans)
+
+
+def test_the_log_tells_whose_key_it_was(guarded: tuple[httpx.Client, Command]) -> None:
+    client, command = guarded
+    for number, key in enumerate((INFER, TEXTS, "tgw_nobody")):
+        headers = {"X-Request-ID": f"whose-{number}", **bearer(key)}
+        client.get("/v2/models/core", headers=headers)
+
+    def keys() -> dict[str, str]:
+        lines = [json.loads(line) for line in list(command.lines) if "duration_ms" in line]
+        return {line["request_id"]: line["key"] for line in lines}
+
+    wait_until(lambda: "whose-2" in keys())
+    assert [keys()[f"whose-{number}"] for number in range(3)] == ["infer", "texts", ""]
+    assert not any(secret in command.output for secret in SECRETS)
+
+
+# The command line.
+
+
+def key_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_gateway("key", *arguments, environment={**os.environ, **environment})
+
+
+def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    rate = ("--requests-per-second", "2.5")
+    made = key_command(
+        "create", "shop", "--role", "infer", "--model", "text_*", *rate, "--file", str(path)
+    )
+    assert made.returncode == 0, made.stderr
+    key = made.stdout.strip()
+    assert key.startswith("tgw_")
+    assert len(key) == 47
+    assert key not in made.stderr
+    assert key not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not [other for other in tmp_path.iterdir() if other != path]
+    admin = key_command("create", "ops", "--role", "admin", GATEWAY_KEYS_FILE=str(path))
+    listed = key_command("list", "--file", str(path))
+    assert [line.split()[:3] for line in listed.stdout.splitlines()[1:]] == [
+        ["shop", "infer", "text_*"],
+        ["ops", "admin", "*"],
+    ]
+    assert "2.5" in listed.stdout
+    for caller in read_keys_file(path).values():
+        assert caller.digest.hex() not in listed.stdout
+    with gateway_with(path, demo_triton.options.url) as (client, _):
+        found = client.get("/v2/models", headers=bearer(key)).json()["models"]
+        assert set(found) == TEXT_MODELS
+        assert status(client, admin.stdout.strip()) == 200
+        assert key_command("revoke", "shop", "--file", str(path)).returncode == 0
+        wait_until(lambda: status(client, key) == 401)
+
+
+def test_what_the_command_line_cannot_do_it_says_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    add_key(path, "shop", [Role.infer], ["*"], None)
+    before = path.read_text()
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("keys: [tgw_infer-secret")
+    for arguments, words in (
+        (("create", "shop", "--file", str(path)), "key 'shop' already exists"),
+        (("create", "a b", "--file", str(path)), "the name of the new key"),
+        (("create", "tgw_x", "--file", str(path)), "the name of the new key"),
+        (("create", "x", "--requests-per-second", "0", "--file", str(path)), "above 0"),
+        (("create", "x", "--model", "", "--file", str(path)), "the models of"),
+        (("create", "x", "--file", str(tmp_path / "no" / "k.yaml")), "No such file"),
+        (("create", "x", "--file", str(broken)), "invalid YAML"),
+        (("create", "x", "--file", str(tmp_path)), "Is a directory"),
+        (("create", "x"), "no keys file"),
+        (("revoke", "nobody", "--file", str(path)), "key 'nobody' not found"),
+        (("revoke", "x", "--file", str(broken)), "invalid YAML"),
+        (("list", "--file", str(tmp_path / "none")), "No such file"),
+        (("list", "--file", str(broken)), "invalid YAML"),
+    ):
+        run = key_command(*arguments)
+        assert run.returncode == 1, arguments
+        assert run.stderr.startswith("triton-gateway: "), run.stderr
+        assert words in run.stderr
+        assert run.stderr.count("\n") == 1
+        assert "tgw_infer" not in run.stderr
+        assert run.stdout == ""
+    assert path.read_text() == before
+    assert broken.read_text() == "keys: [tgw_infer-secret"
+
+
+COMMENTED = """# Who may call, kept by hand.
+keys:
+    # the shop's
+    - name: shop
+      sha256: "{shop}"
+      roles: [infer]   # and no more
+      models: ["res*"]
+    - {{name: ops, sha256: "{ops}", roles: [admin]}}
+"""
+
+
+def test_what_else_stands_in_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shop", "ops")}
+    path.write_text(COMMENTED.format(**hashes))
+    add_key(path, "new", [Role.infer, Role.metrics], ["a*", "b"], 3)
+    text = path.read_text()
+    assert text.startswith(COMMENTED.format(**hashes))
+    assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "ops", "new"]
+    remove_key(path, "ops")
+    assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "new"]
+    assert "# and no more" in path.read_text()
+    remove_key(path, "new")
+    remove_key(path, "shop")
+    assert read_keys_file(path) == {}
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real = tmp_path / "real" / "keys.yaml"
+    link = tmp_path / "keys.yaml"
+    link.symlink_to(real)
+    add_key(link, "a", [Role.infer], ["*"], None)
+    add_key(link, "b", [Role.infer], ["*"], None)
+    assert link.is_symlink()
+    assert [caller.name for caller in read_keys_file(real).values()] == ["a", "b"]
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    code = (
+        "import sys; from pathlib import Path; from gateway.keys import Role, add_key\n"
+        "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'], None)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(path), str(number)], cwd=ROOT)
+        for number in range(4)
+    ]
+    assert [process.wait(60) for process in running] == [0] * 4
+    assert len(read_keys_file(path)) == 40
+
+
+NAMES = st.from_regex(r"\A[a-z][a-z0-9.@:/+-]{0,8}\Z")
+GLOBS = st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3)
+
+
+@settings(PROPERTY, max_examples=10)
+@given(
+    st.lists(
+        st.tuples(NAMES, st.lists(st.sampled_from(Role), min_size=1, max_size=3), GLOBS),
+        min_size=1,
+        max_size=5,
+        unique_by=lambda made: made[0],
+    )
+)
+def test_whatever_is_made_is_there_until_it_is_revoked(
+    tmp_path_factory: pytest.TempPathFactory, made: list[tuple[str, list[Role], list[str]]]
+) -> None:
+    path = tmp_path_factory.mktemp("made") / "keys.yaml"
+    for name, roles, globs in made:
+        key = add_key(path, name, roles, globs, None)
+        found = read_keys_file(path)[hashlib.sha256(key.encode()).digest()]
+        assert (found.name, found.roles, found.models) == (name, tuple(roles), tuple(globs))
+    assert [caller.name for caller in read_keys_file(path).values()] == [
+        name for name, _, _ in made
+    ]
+    for name, _, _ in made:
+        remove_key(path, name)
+        assert name not in [caller.name for caller in read_keys_file(path).values()]

@@ -1,0 +1,337 @@
+"""Whoever leaves, or whose time is over, stops the inference in Triton: of models that are to be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from gateway.tensors.inputs import InferInputs
+from gateway.tensors.signature import build_signature
+from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
+from gateway.triton.grpc.messages import encode_grpc_request
+from gateway.triton.grpc.unary import send_bytes
+from gateway.triton.inference import InferRequest
+from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
+from tests.support.servers import Command, Triton, free_ports, gateway
+from tests.support.wait import TIMEOUT_S, lengthening, wait_until, wait_until_async
+
+NAMED = replace(PATIENT, name="named_by_a_glob")
+SETTINGS = {
+    "cancellable_models": "none, named_*",
+    "connect_timeout_s": "10",
+    # No deadline but a request's own stops an inference here.
+    "request_timeout_s": "3600",
+    "max_request_timeout_s": "3600",
+}
+DIALECTS = {"infer": "inputs", "predict": "instances"}
+
+
+class Model:
+    """What the inferences of a model have written down themselves, since this was made."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = f"/v1/models/{name}"
+        self._begun, self._ends = folder / name / "begun", folder / name / "ends"
+        for note in (self._begun, self._ends):
+            note.unlink(missing_ok=True)
+
+    def begun(self) -> int:
+        return self._begun.stat().st_size if self._begun.exists() else 0
+
+    def ends(self) -> list[tuple[str, float, float]]:
+        """How, after how many seconds, and when."""
+        if not self._ends.exists():
+            return []
+        text = self._ends.read_text()
+        words = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [(how, float(after), float(at)) for how, after, at in words]
+
+    def wait_for_ends(self, count: int = 1) -> list[tuple[str, float, float]]:
+        wait_until(lambda: len(self.ends()) >= count)
+        return self.ends()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("patient")
+    write_repository(folder, Names(), [CANCELLABLE, PATIENT, NAMED])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def triton(folder: Path) -> Iterator[Triton]:
+    with Triton(folder, "*") as triton:
+        triton.wait()
+        yield triton
+
+
+def url_of(triton: Triton, grpc_port: int | None = None) -> str:
+    return f"http://{triton.address}?grpc={grpc_port or triton.options.grpc_port}"
+
+
+@pytest.fixture(scope="module")
+def client(triton: Triton) -> Iterator[httpx.Client]:
+    with gateway(url_of(triton), **SETTINGS) as (client, _):
+        wait_until(lambda: ready(client, CANCELLABLE.name))
+        yield client
+
+
+@pytest.fixture
+def model(folder: Path) -> Callable[[str], Model]:
+    return lambda name: Model(folder, name)
+
+
+def ready(client: httpx.Client, model: str) -> bool:
+    answer = client.post(f"/v1/models/{model}/infer", json=waiting(0))
+    return answer.status_code == 200
+
+
+def on_how_many(client: httpx.Client, model: str) -> int:
+    replicas = client.get("/v1/replicas").json()["replicas"]
+    return sum(replica["models"].get(model) == "READY" for replica in replicas)
+
+
+def outstanding(client: httpx.Client) -> float:
+    """How many requests the gateway waits for, by its metrics."""
+    page = client.get("/metrics").text
+    found = re.findall(r"^gateway_upstream_outstanding\{.*\} (\S+)$", page, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def waiting(*seconds: float, key: str = "inputs") -> dict[str, Any]:
+    return {key: list(seconds)}
+
+
+@contextmanager
+def asking(client: httpx.Client, path: str, body: object) -> Iterator[None]:
+    """A request is under way inside; whoever asked leaves at the end."""
+    address = client.base_url.host, client.base_url.port or 80
+    with socket.create_connection(address, TIMEOUT_S) as connection:
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+# Longer than any test waits: an inference that is over by then was stopped.
+LONG_S = 2 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("verb", DIALECTS)
+@pytest.mark.parametrize("name", [CANCELLABLE.name, NAMED.name], ids=["by config", "by setting"])
+def test_who_leaves_stops_the_inference(
+    client: httpx.Client, model: Callable[[str], Model], name: str, verb: str
+) -> None:
+    asked = model(name)
+    path = f"{asked.path}/infer" if verb == "infer" else f"{asked.path}:predict"
+    with asking(client, path, waiting(LONG_S, key=DIALECTS[verb])):
+        wait_until(asked.begun)
+    left = time.time()
+    ((how, _, at),) = asked.wait_for_ends()
+    print(f"stopped {at - left:.3f} s after the client left")
+    assert how == "cancelled"
+
+
+def test_a_deadline_stops_it_as_well(client: httpx.Client, model: Callable[[str], Model]) -> None:
+    asked = model(CANCELLABLE.name)
+    for deadline_s in lengthening(0.2):
+        began = time.monotonic()
+        answer = client.post(
+            f"{asked.path}/infer",
+            json=waiting(LONG_S),
+            headers={"X-Request-Timeout": str(deadline_s)},
+        )
+        print(f"late by {1000 * (time.monotonic() - began - deadline_s):.0f} ms")
+        assert (answer.status_code, answer.json()["code"]) == (504, "DEADLINE_PASSED")
+        if asked.begun():  # in time, on this machine
+            break
+    assert {how for how, _, _ in asked.wait_for_ends()} == {"cancelled"}
+
+
+def test_any_other_model_runs_to_its_end(
+    client: httpx.Client, model: Callable[[str], Model]
+) -> None:
+    asked = model(PATIENT.name)
+    with asking(client, f"{asked.path}/infer", waiting(0.5)):
+        wait_until(asked.begun)
+    ((how, after_s, _),) = asked.wait_for_ends()
+    assert how == "finished"
+    assert after_s >= 0.5
+
+
+def test_a_batch_that_is_cut_is_joined_in_order_and_stopped_in_all_its_pieces(
+    client: httpx.Client, model: Callable[[str], Model]
+) -> None:
+    asked = model(CANCELLABLE.name)
+    pieces = -(-10 // CANCELLABLE.max_batch_size)
+    seconds = [0.01 * number for number in range(10)]
+    answer = client.post(f"{asked.path}/infer", json=waiting(*seconds))
+    assert answer.json()["outputs"]["Y"] == pytest.approx(seconds)
+    assert [how for how, _, _ in asked.wait_for_ends(pieces)] == ["finished"] * pieces
+    # They run one after the other; those that have not begun never do, or end at once.
+    with asking(client, f"{asked.path}/infer", waiting(*[LONG_S] * 10)):
+        wait_until(lambda: asked.begun() > pieces)
+    asked.wait_for_ends(pieces + 1)
+    assert ready(client, CANCELLABLE.name)
+    *stopped, (last, _, _) = asked.ends()[pieces:]
+    assert {how for how, _, _ in stopped} == {"cancelled"}
+    assert last == "finished"  # that of `ready`
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        pytest.param(False, id="nobody listens"),
+        pytest.param(True, id="nobody speaks", marks=pytest.mark.soak),
+    ],
+)
+def test_without_grpc_it_goes_over_http_with_one_warning(triton: Triton, silent: bool) -> None:
+    with ExitStack() as stack:
+        (port,) = free_ports(1)
+        if silent:
+            listening = stack.enter_context(socket.socket())
+            listening.bind(("127.0.0.1", port))
+            listening.listen()
+        client, command = stack.enter_context(gateway(url_of(triton, port), **SETTINGS))
+        wait_until(lambda: ready(client, CANCELLABLE.name))
+        for _ in range(5):
+            assert ready(client, CANCELLABLE.name)
+        assert len(warnings_of(command)) == 1
+        assert client.get("/v1/replicas").json()["replicas"][0]["state"] == "UP"
+
+
+def warnings_of(command: Command) -> list[str]:
+    return [
+        line for line in command.lines if "client disconnects do not cancel inference there" in line
+    ]
+
+
+def test_no_connection_is_left_that_a_stopping_triton_would_wait_for(
+    client: httpx.Client, triton: Triton, model: Callable[[str], Model]
+) -> None:
+    asked = model(CANCELLABLE.name)
+
+    def connected() -> bool:
+        return any(
+            connection.laddr.port == triton.options.grpc_port and connection.status == "ESTABLISHED"
+            for connection in psutil.Process(triton.pid).net_connections("tcp")
+        )
+
+    with asking(client, f"{asked.path}/infer", waiting(LONG_S)):
+        wait_until(asked.begun)
+        assert connected()
+    asked.wait_for_ends()
+    wait_until(lambda: not connected())
+
+
+@pytest.mark.soak
+def test_tritonserver_outlives_hundreds_that_leave_as_their_answer_is_made(
+    client: httpx.Client, triton: Triton
+) -> None:
+    drawn, pid = random.Random(7), triton.pid
+    path = f"/v1/models/{CANCELLABLE.name}/infer"
+
+    def many() -> None:
+        for _ in range(150):
+            with suppress(OSError), asking(client, path, waiting(0.02)):
+                time.sleep(max(drawn.gauss(0.03, 0.01), 0))
+
+    leavers = [threading.Thread(target=many) for _ in range(4)]
+    for leaver in leavers:
+        leaver.start()
+    for leaver in leavers:
+        leaver.join()
+    assert triton.pid == pid
+    assert ready(client, CANCELLABLE.name)
+
+
+LEAVERS, CALLS = 16, 50_000
+MOST_WAIT_S = 0.005
+
+
+@pytest.mark.fault("callers of a cancellable model disconnect at any moment, fifty thousand times")
+@pytest.mark.soak
+def test_tritonserver_outlives_fifty_thousand_that_leave_at_any_moment(triton: Triton) -> None:
+    """Cancelled at once, half as many ended tritonserver 2.51."""
+    url, pid = f"http://{triton.address}/v2/models/{PATIENT.name}", triton.pid
+    metadata, config = (
+        httpx.get(f"{url}{path}", timeout=TIMEOUT_S).json() for path in ("", "/config")
+    )
+    described = build_signature(metadata, config)
+    seconds = {Names().tensor("SECONDS"): np.zeros((1, 1), np.float32)}
+
+    async def call(channel: GrpcByteChannel, drawn: random.Random) -> Counter[str]:
+        ends: Counter[str] = Counter()
+        for _ in range(CALLS // LEAVERS):
+            asked = RequestTarget(PATIENT.name, timeout_s=TIMEOUT_S)
+            request = InferRequest(asked, described, InferInputs(seconds), (), {}, "", 0.0, [])
+            message = encode_grpc_request(request, TIMEOUT_S)
+            sending = send_bytes(channel, asked, INFER_METHOD, message, ())
+            calling = asyncio.create_task(sending)
+            await asyncio.wait({calling}, timeout=drawn.uniform(0, MOST_WAIT_S))
+            ends["answered" if calling.done() else "left"] += 1
+            calling.cancel()
+            with suppress(asyncio.CancelledError):
+                await calling
+        return ends
+
+    async def leave_often() -> Counter[str]:
+        channel = GrpcByteChannel(f"127.0.0.1:{triton.options.grpc_port}", None)
+        calls = (call(channel, random.Random(seed)) for seed in range(LEAVERS))
+        found = sum(await asyncio.gather(*calls), Counter[str]())
+        await wait_until_async(lambda: not channel.active_calls)
+        channel.drop_idle()
+        return found
+
+    ends = asyncio.run(leave_often())
+    print(dict(ends))
+    assert min(ends["answered"], ends["left"]) > CALLS / 20
+    assert triton.pid == pid
+    assert httpx.get(f"{url}/ready", timeout=TIMEOUT_S).status_code == 200
+
+
+@pytest.mark.soak
+def test_what_may_have_run_is_not_sent_again(
+    triton: Triton, folder: Path, model: Callable[[str], Model]
+) -> None:
+    with Triton(folder, CANCELLABLE.name) as other:
+        other.wait()
+        urls = url_of(triton), url_of(other)
+        with gateway(*urls, **SETTINGS) as (client, _):
+            wait_until(lambda: on_how_many(client, CANCELLABLE.name) == 2)
+            asked, statuses = model(CANCELLABLE.name), []
+
+            def ask() -> None:
+                answer = client.post(f"{asked.path}/infer", json=waiting(2))
+                statuses.append(answer.status_code)
+
+            askers = [threading.Thread(target=ask) for _ in range(4)]
+            for asker in askers:
+                asker.start()
+            # One on each, and behind it another one.
+            wait_until(lambda: asked.begun() >= 2 and outstanding(client) == 4)
+            other.kill()
+            for asker in askers:
+                asker.join()
+            print(statuses)
+            cut_off = len([status for status in statuses if status != 200])
+            assert 0 < cut_off < 4
+            assert set(statuses) <= {200, 502}
+            assert len(asked.ends()) == 4 - cut_off

@@ -1,0 +1,744 @@
+"""The commands for who uses a gateway, as processes, before the real gateway and the real tritonserver."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import os
+import pty
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from gateway.client import errors
+from gateway.client.ordered import OrderedExecutor
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import entry, written
+from tests.support.model_zoo.zoo import SHARED, Names, quoted, write_repository
+from tests.support.servers import ROOT, free_ports, gateway_before, triton_on_free_ports
+from tests.support.wait import wait_until
+
+ADMIN, WEAK = "tgw_admin-of-these-tests", "tgw_infer-of-these-tests"
+NAMES = Names(seed=11)
+MODELS = ("single_BYTES", "nhwc", "plain_vector_FP32", "sleeping", "ticking")
+ALL = TEXTS, IMAGES, NUMBERS, PAUSES, TICKS = [NAMES.model(name) for name in MODELS]
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """What the commands are told of it, by their environment."""
+
+    url: str
+    key: str = ADMIN
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TRITON_GATEWAY_URL": self.url, "TRITON_GATEWAY_KEY": self.key}
+
+    def start(self, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command(*arguments), env=self.environment, cwd=ROOT, **options)
+
+    def run(self, *arguments: str | Path, given: str = "") -> subprocess.CompletedProcess[str]:
+        return run_gateway(*arguments, environment=self.environment, given=given)
+
+    def fails(self, status: int, *arguments: str | Path) -> str:
+        """Its sentence, which is all that it says."""
+        ended = self.run(*arguments)
+        assert (ended.returncode, ended.stdout) == (status, ""), ended
+        (sentence,) = ended.stderr.splitlines()
+        return sentence.removeprefix("triton-gateway: ")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "gateway", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
+    """One of its own: what is listed is compared, and a model is unloaded."""
+    folder = tmp_path_factory.mktemp("models")
+    write_repository(folder, NAMES, [model for model in SHARED if model.name in MODELS])
+    with triton_on_free_ports(folder) as triton:
+        yield triton
+
+
+@pytest.fixture(scope="module")
+def gateway(triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    entries = [entry(ADMIN, "admin", name="admin"), entry(WEAK, "infer", name="infer")]
+    keys = written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)
+    with gateway_before(triton.options.url, keys_file=str(keys)) as client:
+        yield Gateway(str(client.base_url).rstrip("/"))
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def names_of(text: str) -> list[str]:
+    return [record["input"] for record in records(text)]
+
+
+def value_of(record: Mapping[str, Any]) -> Any:
+    (value,) = record["outputs"].values()
+    return value
+
+
+def text_files(folder: Path, count: int) -> list[Path]:
+    """In folders of their own, so that their order is not that of their creation."""
+    paths = [folder / str(number % 3) / f"{number:04}.txt" for number in range(count)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(f"text of {path.name}")
+    return sorted(paths)
+
+
+def pause_files(folder: Path, seconds: Sequence[float]) -> list[Path]:
+    """One for each pause of a model, in the order in which they are read."""
+    paths = sorted(folder / str(number % 3) / f"{number:04}.json" for number in range(len(seconds)))
+    for path, pause_s in zip(paths, seconds, strict=True):
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(json.dumps({"inputs": pause_s}))
+    return paths
+
+
+def image_files(folder: Path, count: int, broken: int) -> list[Path]:
+    """Small, every one another; the broken ones are among them."""
+    folder.mkdir()
+    paths = [folder / f"{number:04}.png" for number in range(count)]
+    for number, path in enumerate(paths):
+        Image.fromarray(np.full((6, 4, 3), number % 251, np.uint8)).save(path)
+    for path in paths[7 :: count // broken]:
+        path.write_bytes(b"\x89PNG of which nothing else is there")
+    return paths
+
+
+@pytest.mark.long
+def test_a_folder_of_which_some_files_are_broken(gateway: Gateway, tmp_path: Path) -> None:
+    paths = image_files(tmp_path / "images", 1000, broken=10)
+    ended = gateway.run("infer", IMAGES, tmp_path / "images")
+    assert ended.returncode == 1
+    assert names_of(ended.stdout) == [str(path) for path in paths]
+    for number, record in enumerate(records(ended.stdout)):
+        if number % 100 == 7:
+            assert record["code"] == "BAD_IMAGE"
+        else:
+            assert np.unique(max(record["outputs"].values(), key=str)).tolist() == [number % 251]
+    summary, *listed = ended.stderr.splitlines()
+    assert summary.startswith("990 succeeded, 10 failed")
+    assert len(listed) == 10
+    assert listed[0].startswith(f"  {paths[7]}: ")
+
+
+def test_in_batches_only_what_is_broken_fails(gateway: Gateway, tmp_path: Path) -> None:
+    paths = image_files(tmp_path / "images", 50, broken=2)
+    paths[3].unlink()
+    paths[3].symlink_to("nowhere")
+    alone = gateway.run("infer", IMAGES, tmp_path / "images")
+    batched = gateway.run("infer", IMAGES, tmp_path / "images", "--batch", "8")
+    assert batched.returncode == 1
+    assert batched.stdout == alone.stdout
+    failed = [record["code"] for record in records(batched.stdout) if "error" in record]
+    assert failed == ["UNREADABLE", "BAD_IMAGE", "BAD_IMAGE"]
+
+
+def test_interrupted_and_resumed_is_the_whole(gateway: Gateway, tmp_path: Path) -> None:
+    """It would need a minute and a half for all of them the first time, and is interrupted after twenty."""
+    folder, quick = tmp_path / "pauses", [number * 1e-5 for number in range(200)]
+    paths = pause_files(folder, [*quick[:20], *(0.5 + pause_s for pause_s in quick[20:])])
+    output = folder / "results.jsonl"  # which is no input
+    arguments = ("infer", PAUSES, str(folder), "--output", str(output), "--concurrency")
+    first = gateway.start(*arguments, "1", stderr=subprocess.PIPE)
+
+    def some_are_written() -> bool:
+        assert first.poll() is None
+        return output.exists() and len(output.read_bytes().splitlines()) >= 20
+
+    wait_until(some_are_written)
+    first.send_signal(signal.SIGINT)
+    _, message = first.communicate(timeout=60)
+    assert first.returncode == 130
+    done = names_of(output.read_text())
+    assert done == [str(path) for path in paths[: len(done)]]
+    assert (
+        f"{200 - len(done)} inputs remain; run the same command with --resume to continue"
+        in message.decode()
+    )
+    assert "--resume continues it" in gateway.fails(2, *arguments, "16")
+
+    pause_files(folder, quick)
+    ended = gateway.run(*arguments, "16", "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert f"{len(done)} skipped" in ended.stderr
+    assert names_of(output.read_text()) == [str(path) for path in paths]
+    pauses = [value_of(record) % 0.5 for record in records(output.read_text())]
+    assert pauses == pytest.approx(quick, abs=1e-6)
+
+
+def test_resuming_asks_again_for_what_failed_and_for_what_was_cut_off(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    paths = text_files(tmp_path, 4)
+    output = tmp_path / "results.csv"
+    arguments = ("infer", TEXTS, *map(str, paths), "--output", str(output))
+    assert gateway.run(*arguments).returncode == 0
+    whole = output.read_text()
+    header, *lines = whole.splitlines(keepends=True)
+    failed = f"{paths[1]},,it was not there\n"
+    output.write_text("".join((header, lines[0], failed, lines[2], lines[3][:-4])))
+    assert gateway.run(*arguments, "--resume").returncode == 0
+    assert output.read_text() == "".join((header, lines[0], lines[2], lines[1], lines[3]))
+
+    output.write_text("of,something,else\n")
+    assert "its columns are not input, " in gateway.fails(2, *arguments, "--resume")
+
+
+def test_lines_of_standard_input_are_answered_as_they_come(gateway: Gateway) -> None:
+    running = gateway.start(
+        "infer", TEXTS, "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdin is not None
+    assert running.stdout is not None
+    for number, text in enumerate(("one", "", "drei ü"), 1):
+        running.stdin.write(f"{text}\n".encode())
+        running.stdin.flush()
+        record = json.loads(running.stdout.readline())
+        assert (record["input"], value_of(record)) == (f"-:{number}", text)
+    rest, message = running.communicate(b"the last without an end", timeout=60)
+    assert [value_of(record) for record in records(rest.decode())] == ["the last without an end"]
+    assert (running.returncode, message[:22]) == (0, b"4 succeeded, 0 failed,")
+
+
+def test_interrupted_while_it_waits_for_a_line(gateway: Gateway) -> None:
+    running = gateway.start(
+        "infer", TEXTS, "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdin is not None
+    assert running.stdout is not None
+    running.stdin.write(b"one\n")
+    running.stdin.flush()
+    assert b"one" in running.stdout.readline()
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert running.returncode == 143
+
+
+def test_pipes_are_read_where_they_are_named_and_nowhere_else(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    text_files(tmp_path, 2)
+    os.mkfifo(pipe := tmp_path / "0" / "pipe.txt")
+    listed = [f"{tmp_path}/0/0000.txt", f"{tmp_path}/1/0001.txt"]
+    for named in (tmp_path, tmp_path / "*" / "*.txt"):
+        assert names_of(gateway.run("infer", TEXTS, named).stdout) == listed
+    for flag, name in (("--concurrency=2", pipe), ("--lines", f"{pipe}:1")):
+        running = gateway.start("infer", TEXTS, listed[1], pipe, flag, stdout=subprocess.PIPE)
+        pipe.write_text("through a pipe")  # waits until it is read
+        _, record, *_ = records(running.communicate(timeout=60)[0].decode())
+        assert (running.returncode, record["input"]) == (0, str(name))
+        assert "through a pipe" in str(value_of(record))
+
+
+@pytest.mark.parametrize(("flag", "signals"), [("--batch=1", 2), ("--lines", 1)])
+def test_a_pipe_that_nobody_writes_to_does_not_keep_it_from_its_end(
+    gateway: Gateway, tmp_path: Path, flag: str, signals: int
+) -> None:
+    (path,) = text_files(tmp_path, 1)
+    os.mkfifo(pipe := tmp_path / "pipe.txt")
+    running = gateway.start(
+        "infer", TEXTS, path, pipe, flag, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline()  # the file before it is answered
+    for _ in range(signals):
+        assert running.poll() is None
+        running.send_signal(signal.SIGTERM)
+        # Two at once would be one.
+        wait_until(lambda: not is_pending(running.pid, signal.SIGTERM))
+    _, message = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert message.decode().splitlines()[-1].startswith("interrupted: ")
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether the process has not taken the signal yet."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (pending,) = re.findall(r"^ShdPnd:\s+(\w+)$", status, re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
+def test_who_reads_no_further_ends_it(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "many.txt").write_text("a line\n" * 3000)
+    running = gateway.start(
+        "infer", TEXTS, tmp_path / "many.txt", "--lines", "--format", "csv",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith(b"input,")
+    assert running.stdout.readline() == f"{tmp_path}/many.txt:1,a line,\n".encode()
+    running.stdout.close()
+    assert running.wait(60) == 141
+    assert running.stderr is not None
+    assert running.stderr.read() == b""
+    running.stderr.close()
+
+
+def test_every_kind_of_input(gateway: Gateway, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1.5, 2], np.float32))
+    (tmp_path / "b.json").write_text('{"inputs": [3, 4]}')
+    np.savez(tmp_path / "c.npz", np.array([5], np.float32))
+    ended = gateway.run(
+        "infer", NUMBERS, f"{tmp_path}/*.np?", tmp_path / "b.json", "--format", "csv"
+    )
+    assert ended.returncode == 0, ended.stdout
+    rows = list(csv.reader(io.StringIO(ended.stdout)))
+    assert [row[1:] for row in rows[1:]] == [["[1.5,2.0]", ""], ["[5.0]", ""], ["[3.0,4.0]", ""]]
+    texts = gateway.run("infer", TEXTS, "--text", "-x", "--text", 'a,\n"b"', "--batch", "2")
+    assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
+
+
+def test_a_model_that_answers_several_times(gateway: Gateway, tmp_path: Path) -> None:
+    counts = {"three.json": 3, "none.json": 0, "fails.json": -2}
+    for name, count in counts.items():
+        inputs = {NAMES.tensor("COUNT"): count, NAMES.tensor("SECONDS"): 0.0}
+        (tmp_path / name).write_text(json.dumps({"inputs": inputs}))
+    ended = gateway.run("infer", TICKS, *(tmp_path / name for name in counts))
+    three, none, fails = records(ended.stdout)
+    assert three["outputs"][NAMES.tensor("NUMBER")] == [[0], [1], [2]]
+    assert none["outputs"] == {}
+    assert set(fails) == {"input", "error", "code"}
+    assert (fails["code"], bool(fails["error"])) == ("MODEL_FAULT", True)
+    assert "2 succeeded, 1 failed" in ended.stderr
+    assert ended.returncode == 1
+    table = gateway.run("infer", TICKS, tmp_path / "three.json", "--format", "csv").stdout
+    header, row = csv.reader(table.splitlines())
+    assert dict(zip(header, row, strict=True))[NAMES.tensor("NUMBER")] == "[[0],[1],[2]]"
+    assert "any number of responses" in gateway.fails(2, "infer", TICKS, tmp_path, "--batch", "2")
+    brief = ("--seconds", "0.1", "--concurrency", "2", "--json")
+    (level,) = json.loads(gateway.run("bench", TICKS, tmp_path / "three.json", *brief).stdout)
+    assert level["failed"] == 0 < level["requests"]
+    assert fails["error"] in gateway.fails(1, "bench", TICKS, tmp_path / "fails.json", *brief)
+
+
+@pytest.mark.long
+def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
+    triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    """A stream holds the only place until each request was put off.
+
+    Takes long: the client waits longer from one try to the next.
+    """
+    pauses = tmp_path / "pauses"
+    pause_files(pauses, [0.01] * 3)
+    declared = tmp_path / "models.yaml"
+    declared.write_text("models: [nonesuch]")
+    settings = {"max_inflight": "1", "max_queue": "0", "models_file": str(declared)}
+    with gateway_before(triton.options.url, **settings) as client:
+        limited = Gateway(str(client.base_url), key="")
+        assert limited.fails(1, "ready") == "not ready: nonesuch cannot be served"
+        inputs = {NAMES.tensor("COUNT"): 10_000, NAMES.tensor("SECONDS"): 0.05}
+        with client.stream(
+            "POST", f"/v1/models/{quoted(TICKS)}/infer", json={"inputs": inputs},
+            headers={"Accept": "application/x-ndjson"},
+        ) as stream:  # fmt: skip
+            lines = stream.iter_lines()  # the stream is closed with its iterator
+            assert "outputs" in next(lines)
+            refused = limited.run("infer", PAUSES, pauses, "--retries", "0")
+            assert [record["code"] for record in records(refused.stdout)] == ["OVERLOADED"] * 3
+            running = limited.start(
+                "infer", PAUSES, pauses, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            wait_until(lambda: refusals(client) >= 6)
+        output, message = running.communicate(timeout=60)
+        assert (running.returncode, len(records(output.decode()))) == (0, 3)
+        again = re.search(r"3 succeeded, 0 failed, in (.*) s .*; (\d+) retries", message.decode())
+        assert again is not None, message
+        assert float(again[1]) >= 1  # as Retry-After says
+        assert int(again[2]) >= 3
+        running = limited.start(
+            "infer", PAUSES, "-", "--retries", "1",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(b"no number\n")
+        running.stdin.flush()
+        assert b"DOES_NOT_FIT_MODEL" in running.stdout.readline()
+    # The gateway has ended.
+    _, message = running.communicate(b"another line\n", timeout=60)
+    assert running.returncode == 3
+    sentence = f"cannot reach the gateway at {limited.url}; the remaining inputs were not sent"
+    assert sentence in message.decode()
+
+
+def refusals(client: httpx.Client) -> float:
+    """How many requests found no place."""
+    page = client.get("/metrics").text
+    (count,) = re.findall(r'^gateway_requests_shed_total\{reason="queue_full"\} (\S+)$', page, re.M)
+    return float(count)
+
+
+def test_what_cannot_be_is_said_before_anything_is_sent(gateway: Gateway, tmp_path: Path) -> None:
+    assert "no such file or folder" in gateway.fails(2, "infer", TEXTS, tmp_path / "nothing*.png")
+    assert "nothing to infer" in gateway.fails(2, "infer", TEXTS)
+    assert "has no batch dimension" in gateway.fails(
+        2, "infer", NUMBERS, "--text", "a", "--batch", "2"
+    )
+    assert "--output FILE" in gateway.fails(2, "infer", TEXTS, "--text", "a", "--resume")
+
+
+def test_a_wrong_key_and_one_that_may_not(gateway: Gateway) -> None:
+    wrong, weak = Gateway(gateway.url, "tgw_wrong"), Gateway(gateway.url, WEAK)
+    sentence = wrong.fails(4, "infer", TEXTS, "--text", "a")
+    assert "key" in sentence
+    assert "tgw_wrong" not in sentence
+    assert "use --key KEY" in Gateway(gateway.url, "").fails(4, "models")
+    assert weak.fails(4, "load", TEXTS)
+
+
+def test_nobody_listens(gateway: Gateway) -> None:
+    (port,) = free_ports(1)
+    nobody = f"http://127.0.0.1:{port}"
+    sentence = gateway.fails(3, "infer", TEXTS, "--text", "a", "--url", nobody)
+    assert sentence.startswith(f"cannot reach the gateway at {nobody}: ")
+    assert "is not a valid gateway URL" in gateway.fails(2, "models", "--url", "ftp://there")
+
+
+class OpenAIServer(BaseHTTPRequestHandler):
+    """A server that lists models in another format."""
+
+    def do_GET(self) -> None:
+        body = b'{"object": "list", "data": []}' if self.path == "/v1/models" else b"[]"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_is_not_a_gateway(gateway: Gateway) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OpenAIServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for what, reason in (
+            ("models", "its response has no field 'models'"),
+            ("replicas", "its response is not a JSON object"),
+        ):
+            sentence = gateway.fails(3, what, "--url", url)
+            assert sentence == f"the server at {url}/v1/{what} is not a gateway: {reason}"
+        server.shutdown()
+
+
+@pytest.mark.long
+def test_models_and_replicas_as_tables_and_as_json(
+    gateway: Gateway, triton: EmbeddedTriton
+) -> None:
+    assert re.search(rf"^{TEXTS} +yes +1 READY ", gateway.run("models").stdout, re.MULTILINE)
+    listed = json.loads(gateway.run("models", "--json").stdout)
+    assert {model["name"] for model in listed if model["ready"]} == set(ALL)
+    address = f"127.0.0.1:{triton.options.http_port}"
+    table = gateway.run("replicas").stdout
+    assert re.search(rf"^{address} +UP +0 .* {len(ALL)} READY$", table, re.MULTILINE), table
+    assert json.loads(gateway.run("replicas", "--json").stdout)[0]["address"] == address
+
+
+def test_loading_and_unloading_and_that_it_is_ready(
+    gateway: Gateway, triton: EmbeddedTriton
+) -> None:
+    address = f"127.0.0.1:{triton.options.http_port}"
+    unloaded = gateway.run("unload", NUMBERS)
+    assert unloaded.returncode == 0
+    assert re.search(rf"^{NUMBERS} +{address} +UNAVAILABLE", unloaded.stdout, re.MULTILINE)
+    loaded = gateway.run("load", "nonesuch", NUMBERS, "--json")
+    assert loaded.returncode == 1
+    assert "failed to load 'nonesuch'" in loaded.stderr
+    assert "triton-gateway models lists the models" in loaded.stderr
+    (report,) = json.loads(loaded.stdout)
+    assert report == {
+        "model": NUMBERS, "state": "READY", "replicas": {address: {"state": "READY"}},
+    }  # fmt: skip
+    assert json.loads(gateway.run("ready", "--json").stdout)["ready"] is True
+
+
+def test_the_curl_line_works_as_it_is_printed(gateway: Gateway) -> None:
+    line = gateway.run("curl", TEXTS).stdout
+    assert ADMIN not in line
+    answer = subprocess.run(
+        line, shell=True, env=gateway.environment, capture_output=True, timeout=60
+    )
+    assert value_of(json.loads(answer.stdout)) == "some text"
+
+
+@pytest.mark.long
+def test_a_measurement(gateway: Gateway) -> None:
+    brief = ("--seconds", "0.1", "--concurrency", "1,3")
+    ended = gateway.run("bench", TEXTS, *brief)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^3 +\d+( +\d+\.\d){5} +0$", ended.stdout, re.MULTILINE)
+    assert re.search(r"^requests per second\n1 █+.? \d+\n3 █+.? \d+$", ended.stdout, re.MULTILINE)
+    levels = json.loads(gateway.run("bench", TEXTS, "--text", "a", *brief, "--json").stdout)
+    assert [level["concurrency"] for level in levels] == [1, 3]
+    for level in levels:
+        assert level["failed"] == 0 < level["requests"]
+        assert 0 < level["p50_ms"] <= level["p99_ms"] <= level["max_ms"]
+    assert "pass a FILE" in gateway.fails(2, "bench", IMAGES, *brief)
+
+
+def seen_until(terminal: int, words: bytes) -> bytes:
+    """What is shown in a terminal, until these words are."""
+    shown = b""
+
+    def all_is_shown() -> bool:
+        nonlocal shown
+        if select.select([terminal], [], [], 0)[0]:
+            shown += os.read(terminal, 65536)
+        return words in shown
+
+    wait_until(all_is_shown)
+    return shown
+
+
+def test_the_live_view_in_a_terminal(gateway: Gateway) -> None:
+    mine, its = pty.openpty()
+    running = gateway.start("top", "--interval", "0.1", stdin=its, stdout=its, stderr=its)
+    try:
+        shown = seen_until(mine, TEXTS.encode())
+        assert b"in flight" in shown
+        assert b"UP" in shown
+        os.write(mine, b"q")
+        seen_until(mine, b"\x1b[?1049l")  # the screen is as it was before
+        assert running.wait(60) == 0
+    finally:
+        running.kill()
+        running.wait()
+        os.close(mine)
+        os.close(its)
+    assert TEXTS in gateway.run("top").stdout
+
+
+def test_how_far_it_is_is_shown_in_a_terminal_only(gateway: Gateway, tmp_path: Path) -> None:
+    pause_files(tmp_path, [0.1] * 4)
+    mine, its = pty.openpty()
+    running = gateway.start("infer", PAUSES, tmp_path, stdout=subprocess.PIPE, stderr=its)
+    try:
+        assert b"/4" in seen_until(mine, b"/s")
+        shown = seen_until(mine, b"4 succeeded, 0 failed")
+        assert b"4 succeeded, 0 failed" in shown
+        output, _ = running.communicate(timeout=60)
+        assert len(records(output.decode())) == 4
+    finally:
+        running.kill()
+        running.wait()
+        os.close(mine)
+        os.close(its)
+
+
+async def numbers(count: int) -> AsyncIterator[int]:
+    for number in range(count):
+        yield number
+
+
+def test_outcomes_keep_their_order_and_no_more_than_asked_for_are_under_way() -> None:
+    draw = random.Random(3)
+    delays_s = [draw.choice((0, 0.001, 0.01)) for _ in range(300)]
+    written: list[int] = []
+    under_way = most = 0
+
+    async def do(number: int) -> int:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(delays_s[number])
+        under_way -= 1
+        return number
+
+    async def write(outcomes: list[int]) -> None:
+        written.extend(outcomes)
+
+    asyncio.run(OrderedExecutor(do, write, 7).run(numbers(300)))
+    assert written == list(range(300))
+    assert most == 7
+
+
+def test_stopped_it_waits_for_what_is_under_way() -> None:
+    """The first job ends after the stop, which is while another is done."""
+    written: list[int] = []
+
+    async def main() -> None:
+        stopped = asyncio.Event()
+
+        async def do(number: int) -> int:
+            if number == 20:
+                work.stop()
+                stopped.set()
+            await (asyncio.sleep(0) if number else stopped.wait())
+            return number
+
+        async def write(outcomes: list[int]) -> None:
+            written.extend(outcomes)
+
+        work = OrderedExecutor(do, write, 4)
+        await work.run(numbers(1000))
+
+    asyncio.run(main())
+    assert 20 < len(written) < 25
+    assert written == list(range(len(written)))
+
+
+def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> None:
+    written: list[int] = []
+
+    async def main() -> None:
+        async def do(number: int) -> int:
+            if number in (1, 4):
+                await asyncio.Event().wait()
+            if number == 5:
+                for _ in range(2):
+                    asyncio.get_running_loop().call_soon(work.stop)
+            return number
+
+        async def write(outcomes: list[int]) -> None:
+            written.extend(outcomes)
+
+        work = OrderedExecutor(do, write, 4)
+        await work.run(numbers(6))
+
+    asyncio.run(main())
+    assert written == [0, 2, 3, 5]
+
+
+def test_the_shell_completes_every_command() -> None:
+    question = {
+        "_TRITON_GATEWAY_COMPLETE": "complete_bash",
+        "COMP_WORDS": "triton-gateway ",
+        "COMP_CWORD": "1",
+    }
+    ended = subprocess.run(
+        command(), env={**os.environ, **question}, capture_output=True, text=True, timeout=60
+    )
+    assert {"up", "serve", "key", "infer", "models", "top", "bench"} <= set(ended.stdout.split())
+
+
+def complete(words: str, **environment: str) -> list[str]:
+    question = {
+        "_TRITON_GATEWAY_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    ended = subprocess.run(
+        command(),
+        env={**os.environ, **question, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not ended.stderr
+    return ended.stdout.split()
+
+
+@pytest.mark.long
+def test_the_shell_completes_names_of_models(gateway: Gateway) -> None:
+    assert set(complete("triton-gateway describe ", **gateway.environment)) >= set(ALL)
+    assert complete(f"triton-gateway infer {TEXTS[:-1]}", **gateway.environment) == [TEXTS]
+    by_flag = complete(
+        f"triton-gateway load --url {gateway.url} --key {ADMIN} {TEXTS[:-1]}",
+        TRITON_GATEWAY_URL="http://127.0.0.1:9",
+    )
+    assert by_flag == [TEXTS]
+
+
+def test_completion_without_a_gateway_says_nothing(gateway: Gateway) -> None:
+    assert complete("triton-gateway describe ", TRITON_GATEWAY_URL="http://127.0.0.1:9") == []
+    wrong_key = {"TRITON_GATEWAY_URL": gateway.url, "TRITON_GATEWAY_KEY": "tgw_wrong"}
+    assert complete("triton-gateway describe ", **wrong_key) == []
+
+
+def test_a_model_is_described_with_a_request_that_works(gateway: Gateway) -> None:
+    ended = gateway.run("describe", NUMBERS)
+    assert ended.returncode == 0, ended.stderr
+    assert ADMIN not in ended.stdout
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert ["model", NUMBERS] in lines
+    assert ["state", "ready"] in lines
+    assert any("FP32" in line for line in lines)
+    request = subprocess.run(
+        ["bash", "-c", ended.stdout.splitlines()[-1]],
+        env={**os.environ, "TRITON_GATEWAY_KEY": ADMIN},
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(request.stdout)["model"] == NUMBERS
+    described = json.loads(gateway.run("describe", NUMBERS, "--json").stdout)
+    assert described["name"] == NUMBERS
+    assert "not found" in gateway.fails(1, "describe", "nothing").lower()
+
+
+def test_the_help_groups_the_commands_and_gives_examples() -> None:
+    def show_help(*arguments: str) -> str:
+        return run_gateway(*arguments, "--help").stdout
+
+    text = show_help()
+    titles = ["Start a gateway", "Use models", "Manage models and replicas", "Watch and diagnose"]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert re.search(r"doctor +Check this machine", text[places[-1] :])
+    for name in ("up", "serve", "infer", "bench", "describe", "push", "rm", "doctor"):
+        assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name} ", show_help(name))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--version",
+        "--help",
+        "up --help",
+        "key create shop --file keys.yaml",
+        "models --url http://127.0.0.1:9",
+    ],
+)
+def test_who_serves_nothing_does_not_import_the_server(arguments: str, tmp_path: Path) -> None:
+    server = {"fastapi", "starlette", "grpc", "tritonclient", "numpy", "uvicorn"}
+    program = (
+        "import atexit, sys\n"
+        "from gateway.__main__ import main\n"
+        f"atexit.register(lambda: print('imported', *{server} & set(sys.modules), file=sys.stderr))\n"
+        "main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == (3 if "--url" in arguments else 0), ended
+    assert arguments != "--version" or re.fullmatch(r"triton-gateway \d+\.\d+\.\d+\n", ended.stdout)
+    assert ended.stderr.splitlines()[-1] == "imported"
+
+
+def test_every_exit_status_is_documented() -> None:
+    rows = re.findall(r"^\| (\d+) \| ", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    family: list[type[errors.ClientError]] = [
+        errors.ClientError,
+        *errors.ClientError.__subclasses__(),
+    ]
+    assert {int(row) for row in rows} == {0, 130, 141, 143} | {error.status for error in family}

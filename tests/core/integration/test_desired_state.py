@@ -1,0 +1,102 @@
+"""A state that somebody else has written to: what it wishes is done, but the code in it is not run."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.fleet import BODY, ECHO, write_echo
+from tests.support.redis_server import RedisServer
+from tests.support.servers import gateway, triton_on_free_ports
+from tests.support.wait import wait_until
+
+TRIPLES = base64.b64encode(ECHO.replace('"Y", value', '"Y", value * 3').encode()).decode()
+TENSOR = {"data_type": "TYPE_FP32", "dims": [2]}
+CONFIG = orjson.dumps(
+    {
+        "name": "late",
+        "backend": "python",
+        "input": [{"name": "X", **TENSOR}],
+        "output": [{"name": "Y", **TENSOR}],
+    }
+).decode()
+WISHES: dict[str, dict[str, Any]] = {
+    "other": {"loaded": True, "parameters": {}},
+    "late": {"loaded": True, "parameters": {"config": CONFIG, "file:1/model.py": TRIPLES}},
+}
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("echo", "other", "late"):
+        write_echo(folder, name)
+    return folder
+
+
+@pytest.fixture
+def triton(repository: Path) -> Iterator[EmbeddedTriton]:
+    with triton_on_free_ports(repository, "echo") as running:
+        yield running
+
+
+def file_state(folder: Path) -> str:
+    models = {name: {**wish, "revision": 1} for name, wish in WISHES.items()}
+    path = folder / "state.json"
+    path.write_bytes(orjson.dumps({"format": 1, "revision": 1, "models": models}))
+    return f"file://{path}"
+
+
+def redis_state(redis: RedisServer) -> str:
+    url = redis.url()
+    prefix = url.partition("prefix=")[2]
+    for name, wish in WISHES.items():
+        redis.client().hset(f"{prefix}wishes", name, orjson.dumps({"revision": 1, **wish}))
+    redis.client().set(f"{prefix}change", "changed")
+    return url
+
+
+def ready(client: httpx.Client, model: str) -> bool:
+    return client.get(f"/v2/models/{model}/ready").status_code == 200
+
+
+@pytest.mark.long
+@pytest.mark.fault("somebody writes code into the state, in its file or in Redis")
+@pytest.mark.parametrize("where", ["a file", "Redis"])
+def test_code_in_the_state_is_not_run_and_the_model_is_named(
+    triton: EmbeddedTriton, redis: RedisServer, tmp_path: Path, where: str
+) -> None:
+    state = file_state(tmp_path) if where == "a file" else redis_state(redis)
+    with gateway(triton.options.url, state=state) as (client, command):
+        told = command.wait_for("desired state of model late is ignored")
+        assert "GATEWAY_MODEL_UPLOADS=code" in told
+        wait_until(lambda: ready(client, "other"))
+        assert "loading model other" in command.output
+        assert "loading model late" not in command.output
+        assert not ready(client, "late")
+        loaded = client.post("/v2/repository/models/late/load", timeout=60)
+        assert loaded.status_code == 200
+        answer = client.post("/v1/models/late/infer", json=BODY)
+        assert answer.json()["outputs"] == {"Y": [1, 2]}  # the repository's own
+    assert command.output.count("of model late is ignored") == 1
+
+
+def test_where_uploading_is_allowed_it_is(triton: EmbeddedTriton, tmp_path: Path) -> None:
+    state = file_state(tmp_path)
+    with gateway(triton.options.url, state=state, allow_model_upload="true") as (client, _):
+        wait_until(lambda: ready(client, "late"))
+        answer = client.post("/v1/models/late/infer", json=BODY)
+        assert answer.json()["outputs"] == {"Y": [3, 6]}

@@ -1,0 +1,287 @@
+"""Without keys: who administers, whom the gateway answers, and what stands between does not count as here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.fake_triton import Fake, fake_triton, port_of
+from tests.support.keys import entry, written
+from tests.support.servers import Command, free_ports, gateway
+from tests.support.wait import wait_until
+
+LOAD = "/v2/repository/models/none/load"  # 404 for who may: there is no such model
+MAY, MAY_NOT = 404, 403
+NOBODY_UID = 65534
+EVIL = "https://evil.example"
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Fake]:
+    with fake_triton() as running:
+        yield running
+
+
+@contextmanager
+def before(fake: Fake, **settings: str) -> Iterator[httpx.Client]:
+    """A gateway as it is set up on a laptop, on 127.0.0.1."""
+    settings = {"allowed_hosts": "", **settings}
+    with gateway(f"http://127.0.0.1:{fake.port}", **settings) as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(fake: Fake) -> Iterator[httpx.Client]:
+    with before(fake, allowed_hosts="*") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def closed(fake: Fake) -> Iterator[httpx.Client]:
+    with before(fake) as running:
+        yield running
+
+
+def assert_refused(answer: httpx.Response, why: str) -> None:
+    assert answer.status_code == MAY_NOT, answer.text
+    told = answer.json()
+    assert told["code"] == "FORBIDDEN"
+    assert why in told["error"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Host": "localhost"},
+        {"Host": "LocalHost:8080"},
+        {"Host": "app.localhost:8080", "Origin": "http://app.localhost:8080"},
+        {"Host": "[::1]:8080"},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Sec-Fetch-Site": "none"},
+        {"Authorization": "Bearer tgw_any"},
+    ],
+    ids=str,
+)
+def test_a_program_or_the_own_page_on_this_machine_administers(
+    client: httpx.Client, headers: dict[str, str]
+) -> None:
+    assert client.post(LOAD, headers=headers).status_code == MAY
+
+
+def test_the_own_page_names_its_origin(client: httpx.Client) -> None:
+    own = str(client.base_url).rstrip("/")
+    assert client.post(LOAD, headers={"Origin": own}).status_code == MAY
+
+
+PROXIES = [
+    "Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Server",
+    "X-Original-Forwarded-For", "X-Original-Host", "X-Real-IP", "X-Envoy-External-Address",
+    "X-Envoy-Expected-Rq-Timeout-Ms", "CF-Connecting-IP", "DO-Connecting-IP", "True-Client-IP",
+    "X-Client-IP", "X-Cluster-Client-IP", "Fastly-Client-IP", "X-Azure-ClientIP", "X-Appengine-User-IP",
+    "X-Amzn-Trace-Id", "X-Remote-Addr", "CDN-Loop",
+]  # fmt: skip
+
+
+@pytest.mark.fault(
+    "a proxy on the gateway's machine forwards administrative calls, whether it names"
+)
+@pytest.mark.parametrize("header", PROXIES)
+def test_what_a_proxy_passes_on_is_nobodys_here(client: httpx.Client, header: str) -> None:
+    assert_refused(client.post(LOAD, headers={header: "127.0.0.1"}), header.lower())
+
+
+@pytest.mark.fault(
+    "a proxy on the gateway's machine forwards administrative calls, whether it names"
+)
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        ({"Origin": EVIL}, "another origin"),
+        ({"Origin": "null"}, "another origin"),
+        ({"Origin": "http://localhost:1"}, "another origin"),
+        ({"Origin": "http://127.0.0.1"}, "another origin"),
+        ({"Sec-Fetch-Site": "cross-site"}, "another origin"),
+        ({"Sec-Fetch-Site": "same-site"}, "another origin"),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, "its host is 'evil.example'"),
+        ({"Host": "models.example.com"}, "its host is 'models.example.com'"),
+        ({"Host": "127.0.0.1.nip.io"}, "its host is '127.0.0.1.nip.io'"),
+    ],
+    ids=str,
+)
+def test_a_page_of_another_origin_and_another_name_are_not_here(
+    client: httpx.Client, headers: dict[str, str], why: str
+) -> None:
+    assert_refused(client.post(LOAD, headers=headers), why)
+
+
+def test_administration_can_be_switched_off(fake: Fake) -> None:
+    with before(fake, local_admin="false") as client:
+        assert_refused(client.post(LOAD), "GATEWAY_LOCAL_ADMIN is false")
+        assert client.get("/v1/models").status_code == 200
+
+
+# What stands between, for real.
+
+NGINX = """
+worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
+{user}
+events {{ worker_connections 64; }}
+http {{
+    access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{ proxy_pass http://127.0.0.1:{gateway}; {more} }}
+    }}
+}}
+"""
+HTTP_1_1 = 'proxy_http_version 1.1; proxy_set_header Connection "";'
+PASSED_HOST = f"{HTTP_1_1} proxy_set_header Host $http_host;"
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+@contextmanager
+def nginx(gateway_port: int, more: str, user: str = "") -> Iterator[httpx.Client]:
+    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if binary is None:
+        pytest.skip("nginx is missing: apt-get install nginx")
+    (port,) = free_ports(1)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        config = Path(folder) / "nginx.conf"
+        config.write_text(
+            NGINX.format(folder=folder, port=port, gateway=gateway_port, more=more, user=user)
+        )
+        command = [binary, "-p", folder, "-c", str(config)]
+        running = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        stack.callback(running.terminate)
+        wait_until(lambda: connects(port))
+        yield stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30))
+
+
+@pytest.mark.fault(
+    "a proxy on the gateway's machine forwards administrative calls, whether it names"
+)
+def test_a_plain_proxy_pass_opens_inference_and_not_administration(client: httpx.Client) -> None:
+    """Its own address is the client's then, the gateway's is the host, and no header tells of it."""
+    with nginx(port_of(client), "") as outside:
+        assert_refused(outside.post(LOAD), "HTTP/1.0")
+        assert outside.get("/v1/models").status_code == 200
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="to become another user takes root")
+
+
+@pytest.mark.fault(
+    "a proxy on the gateway's machine forwards administrative calls, whether it names"
+)
+@as_root
+@pytest.mark.parametrize("more", [HTTP_1_1, PASSED_HOST], ids=["its host", "the client's host"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080"])
+def test_a_proxy_of_another_user_administers_nothing_whatever_it_says(
+    client: httpx.Client, more: str, host: str
+) -> None:
+    with nginx(port_of(client), more, "user nobody nogroup;") as outside:
+        assert_refused(outside.post(LOAD, headers={"Host": host}), "a program of another user")
+        assert outside.get("/v1/models").status_code == 200
+
+
+@pytest.mark.fault(
+    "a proxy on the gateway's machine forwards administrative calls, whether it names"
+)
+@as_root
+def test_another_user_of_the_machine_administers_nothing(client: httpx.Client) -> None:
+    curl = shutil.which("curl") or "curl"
+    command = [curl, "-sS", "-X", "POST", f"{str(client.base_url).rstrip('/')}{LOAD}"]
+    codes = {}
+    for user in (0, NOBODY_UID):
+        told = subprocess.run(command, user=user, cwd="/", capture_output=True, check=True).stdout
+        codes[user] = json.loads(told)["code"]
+    assert codes == {0: "MODEL_NOT_FOUND", NOBODY_UID: "FORBIDDEN"}
+
+
+# DNS rebinding: a page of evil.example, whose name has come to stand for 127.0.0.1.
+
+ASKED = [
+    ("GET", "/"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/readyz"), ("GET", "/v2"),
+    ("POST", "/v1/models/m/infer"), ("POST", "/v2/models/m/infer"), ("GET", "/v1/replicas"), ("POST", LOAD),
+]  # fmt: skip
+REBOUND = {"Host": "evil.example:8080", "Origin": "http://evil.example:8080"}
+
+
+@pytest.mark.fault("a web page resolves its own name to 127.0.0.1 (DNS rebinding)")
+@pytest.mark.parametrize(("method", "path"), ASKED)
+def test_a_name_that_was_made_to_stand_for_this_machine_reads_and_infers_nothing(
+    closed: httpx.Client, method: str, path: str
+) -> None:
+    assert_refused(
+        closed.request(method, path, headers=REBOUND),
+        "host 'evil.example' is not allowed; if it is a name of this gateway, add it to",
+    )
+    assert closed.request(method, path).status_code != MAY_NOT
+    assert closed.request(method, path, headers={"Host": "localhost"}).status_code != MAY_NOT
+
+
+def test_hosts_can_be_allowed(fake: Fake) -> None:
+    with before(fake, allowed_hosts="models.example.com,*.test") as client:
+        for host, status in (
+            ("models.example.com", 200),
+            ("a.test:8080", 200),
+            ("localhost", 200),
+            ("evil.example", 403),
+        ):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == status, host
+
+
+@pytest.mark.fault("a web page resolves its own name to 127.0.0.1 (DNS rebinding)")
+def test_every_worker_process_refuses_another_name(fake: Fake) -> None:
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": f"http://127.0.0.1:{fake.port}",
+        "GATEWAY_ALLOWED_HOSTS": "",
+    }
+    with Command(
+        "serve", "--port", str(port), "--workers", "2", environment=environment
+    ) as command:
+        command.wait_for("serving")
+        for _ in range(8):  # each on a connection of its own
+            for host, status in (("evil.example", 403), ("localhost", 200)):
+                url = f"http://127.0.0.1:{port}/v1/models"
+                assert httpx.get(url, headers={"Host": host}, timeout=30).status_code == status
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["on every address", "with keys"])
+def test_any_host_will_do_where_others_are_let_in_or_a_key_is_asked_for(
+    fake: Fake, keys: bool, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    environment = {
+        "GATEWAY_TRITON_URLS": f"http://127.0.0.1:{fake.port}",
+        "GATEWAY_ALLOWED_HOSTS": "",
+    }
+    if keys:
+        path = written(tmp_path / "keys.yaml", [entry("tgw_a-secret", "infer")])
+        environment["GATEWAY_KEYS_FILE"] = str(path)
+    host = "127.0.0.1" if keys else "0.0.0.0"
+    with Command("serve", "--host", host, "--port", str(port), environment=environment) as command:
+        command.wait_for("serving")
+        headers = {"Host": "models.example.com", "X-API-Key": "tgw_a-secret"}
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers)
+        assert answer.status_code == 200
+        assert_refused(httpx.post(f"http://127.0.0.1:{port}{LOAD}", headers=headers), "")

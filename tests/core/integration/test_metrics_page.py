@@ -1,0 +1,581 @@
+"""`GET /metrics` before a fleet: three real tritonservers, a real Prometheus, and replicas that misbehave."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics import parser as open_metrics_parser
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.exposition.encoder import PageFormat
+from gateway.routes.metrics import parse_scrape_timeout
+from gateway.services import MAX_METRICS_PAGES
+from tests.support.fleet import BODY, Fleet, fleet_of, repository
+from tests.support.servers import Triton, free_ports, gateway
+from tests.support.tools import check_with_promtool, of_models, program
+from tests.support.wait import TIMEOUT_S, wait_until
+
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+INFERENCES = {"echo": 30, "other": 12}
+ODD = ["", "\\", '"', "a\nb", '"} 1 # {x="', "\u2028\x85", "\U0001f9ed"]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Three real Tritons after some traffic, which nobody adds to."""
+    with fleet_of(tmp_path_factory.mktemp("three"), 3) as fleet:
+        for model, count in INFERENCES.items():
+            for _ in range(count):
+                assert fleet.infer(model).status_code == 200
+        yield fleet
+
+
+class Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """The gateway may hang up, and mostly does so on purpose."""
+
+
+class Server:
+    """A tiny HTTP server with an answer per path; to the gateway it is a replica without models."""
+
+    def __init__(
+        self, page: bytes = b"", content_type: str = PageFormat.PROMETHEUS_TEXT.value
+    ) -> None:
+        self.page = page
+        self.content_type = content_type
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.answer(server.content_type, server.get())
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.answer("application/json", b"[]")
+
+            def answer(self, content_type: str, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("content-type", content_type)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = Quiet(("127.0.0.1", 0), Handler)
+        self.port = self._http.server_address[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.url = f"http://{self.address}?metrics={self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
+
+    def get(self) -> bytes:
+        return self.page
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Refuse connections from now on."""
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._http.server_close()
+            self._thread.join()
+
+
+class InClassicForm(Server):
+    """The gateway's page for a Prometheus that would else ask for OpenMetrics."""
+
+    def __init__(self, base_url: str) -> None:
+        super().__init__()
+        self._base_url = base_url
+
+    def get(self) -> bytes:
+        accept = {"accept": "text/plain"}
+        answer = httpx.get(f"{self._base_url}/metrics", headers=accept, timeout=TIMEOUT_S)
+        assert answer.headers["content-type"] == self.content_type
+        return answer.content
+
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+parse_open_metrics: Callable[[str], Iterator[Metric]] = (
+    open_metrics_parser.text_string_to_metric_families  # which has no types
+)
+
+
+def samples(page: str) -> dict[Key, float]:
+    """As Prometheus' client reads the classic form, but for the names: it renames counters."""
+    found = {}
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            (family,) = text_string_to_metric_families(f"{line}\n")
+            (sample,) = family.samples
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def by_replica(page: str, metric: str) -> dict[str, float]:
+    return {
+        dict(labels)["replica"]: value
+        for (name, labels), value in samples(page).items()
+        if name == metric
+    }
+
+
+def up(page: str) -> dict[str, float]:
+    return by_replica(page, "gateway_scrape_up")
+
+
+def durations(page: str) -> dict[str, float]:
+    return by_replica(page, "gateway_scrape_duration_seconds")
+
+
+def state_of(client: httpx.Client, address: str) -> str:
+    replicas = client.get("/v1/replicas").json()["replicas"]
+    return next(str(replica["state"]) for replica in replicas if replica["address"] == address)
+
+
+def page_of(triton: Triton) -> str:
+    url = f"http://127.0.0.1:{triton.options.metrics_port}/metrics"
+    return httpx.get(url, timeout=TIMEOUT_S).text
+
+
+def counters(page: str) -> dict[Key, float]:
+    """What does not change while nobody asks for an inference."""
+    return {key: value for key, value in samples(page).items() if key[0].startswith("nv_inference")}
+
+
+def of_all(tritons: list[Triton]) -> dict[Key, float]:
+    return {
+        (name, labels | {("replica", triton.address)}): value
+        for triton in tritons
+        for (name, labels), value in counters(page_of(triton)).items()
+    }
+
+
+# The page. Prometheus is started before, for its tests at the end.
+
+
+@pytest.mark.usefixtures("starting_prometheus")
+def test_the_page_has_every_replicas_samples(three: Fleet) -> None:
+    page = three.client.get("/metrics").text
+    assert counters(page) == of_all(three.tritons)
+    assert up(page) == {triton.address: 1 for triton in three.tritons}
+    assert durations(page).keys() == {triton.address for triton in three.tritons}
+    assert min(durations(page).values()) > 0
+
+
+def test_promtool_has_nothing_to_say_but_of_tritons_names(three: Fleet) -> None:
+    complaints = check_with_promtool(three.client.get("/metrics").text)
+    assert {complaint.split("_")[0] for complaint in complaints} == {"nv"}
+    assert complaints == check_with_promtool(page_of(three.tritons[0]))
+
+
+def test_openmetrics_is_for_who_asks_for_it(three: Fleet) -> None:
+    answer = three.client.get("/metrics", headers={"accept": OPEN_METRICS})
+    assert answer.headers["content-type"] == PageFormat.OPEN_METRICS.value
+    assert answer.headers["vary"] == "Accept, Accept-Encoding"
+    types = {family.name: family.type for family in parse_open_metrics(answer.text)}
+    assert types["nv_inference_request_success"] == "unknown"
+    assert types["nv_cpu_utilization"] == "gauge"
+    assert types["gateway_request_duration_seconds"] == "histogram"
+    assert counters(answer.text) == of_all(three.tritons)
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        ("application/openmetrics-text", PageFormat.OPEN_METRICS),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", PageFormat.OPEN_METRICS),
+        (
+            'APPLICATION/OpenMetrics-Text;Version="1.0.0";Q=0.5,text/*;q=0.5',
+            PageFormat.OPEN_METRICS,
+        ),
+        ("application/openmetrics-text;q=0.3,text/plain;q=0.2,*/*", PageFormat.OPEN_METRICS),
+        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.1", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;version=2.0.0", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=0", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=0.1,text/plain", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=nan", PageFormat.PROMETHEUS_TEXT),
+        ("application/openmetrics-text;q=1e9", PageFormat.PROMETHEUS_TEXT),
+        (
+            "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily",
+            PageFormat.PROMETHEUS_TEXT,
+        ),
+        ("text/plain", PageFormat.PROMETHEUS_TEXT),
+        ("text/html,*/*;q=0.8", PageFormat.PROMETHEUS_TEXT),
+        ("image/png", PageFormat.PROMETHEUS_TEXT),
+        ("", PageFormat.PROMETHEUS_TEXT),
+        (";;;,,=;q=,\t\xff;" + 3000 * ",;q", PageFormat.PROMETHEUS_TEXT),
+    ],
+)
+def test_whatever_else_is_accepted_gets_the_classic_form(
+    three: Fleet, accept: str, form: PageFormat
+) -> None:
+    answer = three.client.get("/metrics", headers=[(b"accept", accept.encode("latin-1"))])
+    assert (answer.status_code, answer.headers["content-type"]) == (200, form.value)
+    assert answer.text.endswith("# EOF\n") == (form is PageFormat.OPEN_METRICS)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "packed"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5", True),
+        ("*", True),
+        ("gzip;q=0,*", False),
+        ("br", False),
+    ],
+)
+def test_the_page_is_packed_for_who_asks_for_it(three: Fleet, accepted: str, packed: bool) -> None:
+    headers = {"accept-encoding": accepted}
+    with three.client.stream("GET", "/metrics", headers=headers) as answer:
+        body = b"".join(answer.iter_raw())
+    assert answer.headers.get("content-encoding") == ("gzip" if packed else None)
+    page = (gzip.decompress(body) if packed else body).decode()
+    assert counters(page) == of_all(three.tritons)
+
+
+# Replicas that misbehave.
+
+
+BRIEF = {"X-Prometheus-Scrape-Timeout-Seconds": "0.6"}
+GARBAGE = b"<html>\n<body>502 Bad Gateway</body>\n</html>\n"
+
+
+@pytest.mark.fault("a Triton's metrics page hangs or is garbage")
+def test_a_replica_that_is_dead_hangs_or_talks_nonsense_costs_only_its_own_samples(
+    three: Fleet, tmp_path: Path
+) -> None:
+    well = three.tritons[0]
+    with (
+        Triton(repository(tmp_path), "echo") as hanging,
+        Server(GARBAGE) as garbage,
+        Server(GARBAGE) as dead,
+    ):
+        hanging.wait()
+        urls = [garbage.url, dead.url, well.options.url, hanging.options.url]
+        with gateway(*urls) as (client, command):
+            hanging.signal(signal.SIGSTOP)
+            dead.stop()
+            wait_until(lambda: state_of(client, dead.address) == "DOWN")
+            expected = {well.address: 1, garbage.address: 0, hanging.address: 0, dead.address: 0}
+
+            def page(told: dict[str, str]) -> str:
+                """In which the one that is well was not too slow by chance."""
+                while True:
+                    answer = client.get("/metrics", headers=told)
+                    assert answer.status_code == 200
+                    if up(answer.text) == expected:
+                        return answer.text
+
+            usual, brief = page({}), page(BRIEF)
+            while durations(brief)[hanging.address] >= parse_scrape_timeout(
+                ""
+            ):  # the machine is slow
+                brief = page(BRIEF)
+            for text, least_s in (
+                (usual, parse_scrape_timeout("")),
+                (brief, parse_scrape_timeout("0.6")),
+            ):
+                check_with_promtool(text)
+                assert counters(text) == of_all([well])
+                assert durations(text)[dead.address] == 0
+                assert durations(text)[hanging.address] > least_s - 0.01
+            command.wait_for("invalid metrics page: line 1")
+
+
+@pytest.mark.parametrize(
+    ("told", "limit_s"),
+    [
+        ("", 1.75),
+        ("10", 1.75),
+        ("1e999", 1.75),
+        ("nan", 1.75),
+        ("-1", 1.75),
+        ("0", 1.75),
+        ("soon", 1.75),
+        ("1.5", 1.25),
+        ("0.2", 0.1),
+    ],
+)
+def test_replicas_have_less_time_than_prometheus_gives_and_never_much(
+    told: str, limit_s: float
+) -> None:
+    assert parse_scrape_timeout(told) == limit_s
+
+
+NO_PAGES = {
+    "cut off": b"nv_x 1\nnv_y",
+    "not text": b"nv_x 1\n\xff\xfe 2\n",
+    "endless": b"nv_x 1\n" * 2_500_000,
+    "zeros": b"\x00" * 100,
+    "a long line": b"nv_x{" + b"a" * 1_000_000 + b"\n",
+}
+
+
+def test_a_page_that_is_none_never_reaches_prometheus() -> None:
+    with ExitStack() as stack:
+        bad = [stack.enter_context(Server(page)) for page in NO_PAGES.values()]
+        good = stack.enter_context(Server(b"nv_good 1\n"))
+        urls = [server.url for server in (*bad, good)]
+        client, _ = stack.enter_context(gateway(*urls))
+        expected = {**{server.address: 0 for server in bad}, good.address: 1}
+        wait_until(lambda: up(client.get("/metrics").text) == expected)
+        found = client.get("/metrics").text
+        assert f'nv_good{{replica="{good.address}"}} 1' in found
+        assert "nv_x" not in found
+
+
+def test_replicas_that_mean_something_else_by_a_name_are_told_of() -> None:
+    with (
+        Server(b"# TYPE nv_x gauge\nnv_x 1\nnv_y 1\n") as one,
+        Server(b"# TYPE nv_x counter\nnv_x 1\nnv_y 1\n") as other,
+        gateway(one.url, other.url) as (client, command),
+    ):
+        page = client.get("/metrics").text
+        first, second = sorted((one.address, other.address))
+        assert f'nv_x{{replica="{first}"}}' in page
+        assert f'nv_x{{replica="{second}"}}' not in page
+        assert f'nv_y{{replica="{second}"}}' in page
+        assert up(page) == {first: 1, second: 1}
+        assert "nv_x" in command.wait_for(f"omitted metrics of replica {second}")
+
+
+# The price.
+
+SCRAPER = """
+import sys, urllib.request
+for _ in range(5):
+    urllib.request.urlopen(sys.argv[1]).read()
+"""
+
+
+def infer_while(client: httpx.Client, condition: Callable[[], bool]) -> list[float]:
+    """The milliseconds of each inference; there are some in any case."""
+    found: list[float] = []
+    while len(found) < 100 or condition():
+        began = time.perf_counter()
+        assert client.post("/v1/models/echo/infer", json=BODY).status_code == 200
+        found.append((time.perf_counter() - began) * 1000)
+    return found
+
+
+def test_inference_goes_on_while_large_pages_are_scraped_all_the_time(three: Fleet) -> None:
+    """Three replicas of 200 models each, beside the one that serves, and a scraper that never rests.
+
+    How much it is slowed down is measured by `make bench`.
+    """
+    with ExitStack() as stack:
+        large = [stack.enter_context(Server(of_models(200))) for _ in range(3)]
+        urls = [three.tritons[0].options.url, *(server.url for server in large)]
+        client, _ = stack.enter_context(gateway(*urls))
+        quiet = infer_while(client, lambda: False)
+        url = f"{str(client.base_url).rstrip('/')}/metrics"
+        with subprocess.Popen([sys.executable, "-I", "-c", SCRAPER, url]) as scraper:
+            busy = infer_while(client, lambda: scraper.poll() is None)
+        assert scraper.returncode == 0
+        medians = statistics.median(quiet), statistics.median(busy)
+        worst = [statistics.quantiles(found, n=100)[98] for found in (quiet, busy)]
+        print(
+            f"p50 {medians[0]:.2f} → {medians[1]:.2f} ms (× {medians[1] / medians[0]:.1f}), "
+            f"p99 {worst[0]:.2f} → {worst[1]:.2f} ms"
+        )
+
+
+class Counted(Server):
+    """Counts how many scrapes it answers at the same time."""
+
+    running = most = total = 0
+
+    def get(self) -> bytes:
+        with self.lock:
+            self.running += 1
+            self.total += 1
+            self.most = max(self.most, self.running)
+            self.lock.wait_for(lambda: self.most > MAX_METRICS_PAGES, timeout=0.1)
+            self.running -= 1
+        return b"nv_x 1\n"
+
+    lock = threading.Condition()
+
+
+def test_a_flood_of_scrapes_is_served_a_few_at_a_time() -> None:
+    """300 at the same time kept the event loop waiting for ten seconds."""
+    count, replica = 4 * MAX_METRICS_PAGES, Counted()
+    with (
+        replica,
+        gateway(replica.url) as (client, _),
+        ThreadPoolExecutor(count) as pool,
+    ):
+        answers = list(pool.map(lambda _: client.get("/metrics"), range(count)))
+    assert all("nv_x{" in answer.text for answer in answers)
+    assert replica.total == count
+    assert replica.most <= MAX_METRICS_PAGES
+
+
+# A real Prometheus.
+
+
+class Prometheus:
+    """A real one, which scrapes for the first time after 5 s or so."""
+
+    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        config = folder / "prometheus.yaml"
+        jobs = "".join(
+            f"  - job_name: {job}\n    static_configs: [{{targets: ['{target}']}}]\n"
+            for job, target in targets.items()
+        )
+        config.write_text(f"global: {{scrape_interval: 3s}}\nscrape_configs:\n{jobs}")
+        self._log = folder / "prometheus.log"
+        command = [program("prometheus"), f"--config.file={config}", "--log.format=json"]
+        command += [
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
+        self._output = self._log.open("wb")
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output)
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/-/ready", timeout=TIMEOUT_S).is_success
+        except httpx.TransportError:
+            return False
+
+    def targets(self) -> dict[str, dict[str, Any]]:
+        return {t["labels"]["job"]: t for t in self.ask("targets")["activeTargets"]}
+
+    def healthy(self) -> set[str]:
+        """The jobs that it has scraped, and could read."""
+        return {job for job, target in self.targets().items() if target["health"] == "up"}
+
+    def query(self, job: str, names: str) -> dict[Key, float]:
+        """The newest values of all series of a job."""
+        found = {}
+        for series in self.ask("query", query=f'{{job="{job}",__name__=~"{names}"}}')["result"]:
+            labels = series["metric"]
+            name = labels.pop("__name__")
+            kept = {(key, value) for key, value in labels.items() if key not in ("job", "instance")}
+            found[name, frozenset(kept)] = float(series["value"][1])
+        return found
+
+    def complaints(self) -> list[str]:
+        return re.findall(r'.*"level":"(?:warn|error)".*', self._log.read_text())
+
+    def __enter__(self) -> Prometheus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._output.close()
+
+
+def odd_page() -> bytes:
+    """With labels that are hard to read, and others called as the gateway's own."""
+    lines = ['# HELP odd_bytes It\'s "odd".', "# TYPE odd_bytes gauge"]
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
+    for number, text in enumerate(ODD):
+        value = "".join(escapes.get(character, character) for character in text)
+        lines.append(f'odd_bytes{{replica="{value}", x="{value}" , }} {number}')
+    return "\n".join([*lines, ""]).encode()
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[tuple[list[Server], str]]:
+    """Two replicas with such pages, and where the gateway before them is."""
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(Server(odd_page())) for _ in range(2)]
+        client, _ = stack.enter_context(gateway(*(replica.url for replica in replicas)))
+        yield replicas, f"{client.base_url.host}:{client.base_url.port}"
+
+
+@pytest.fixture(scope="module")
+def starting_prometheus(
+    three: Fleet,
+    odd: tuple[list[Server], str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Prometheus]:
+    """It scrapes the gateways in OpenMetrics, as it asks for; and in the classic form."""
+    gateways = {
+        "gateway": f"{three.client.base_url.host}:{three.client.base_url.port}",
+        "odd": odd[1],
+    }
+    folder = tmp_path_factory.mktemp("prometheus")
+    with ExitStack() as stack:
+        targets = dict(gateways)
+        for job, address in gateways.items():
+            targets[f"{job} classic"] = stack.enter_context(
+                InClassicForm(f"http://{address}")
+            ).address
+        yield stack.enter_context(Prometheus(folder, targets))
+
+
+@pytest.fixture(scope="module")
+def prometheus(starting_prometheus: Prometheus) -> Prometheus:
+    running = starting_prometheus
+    wait_until(running.answers)
+    wait_until(lambda: running.healthy() == {"gateway", "odd", "gateway classic", "odd classic"})
+    return running
+
+
+@pytest.mark.parametrize("job", ["gateway", "gateway classic"])
+def test_a_real_prometheus_reads_the_page(three: Fleet, prometheus: Prometheus, job: str) -> None:
+    wait_until(lambda: prometheus.query(job, "nv_inference.*") == of_all(three.tritons))
+    assert prometheus.complaints() == []
+    wait_until(lambda: set(prometheus.query(job, "gateway_scrape_up").values()) == {1.0})
+    infer = f'job="{job}",route="/v1/models/{{model}}/infer"'
+    counts = prometheus.ask(
+        "query", query=f"sum by (model) (gateway_request_duration_seconds_count{{{infer}}})"
+    )
+    found = {series["metric"]["model"]: float(series["value"][1]) for series in counts["result"]}
+    assert found == INFERENCES
+
+
+def test_a_real_prometheus_knows_what_the_metrics_mean(prometheus: Prometheus) -> None:
+    known = prometheus.ask("targets/metadata", match_target='{job="gateway classic"}')
+    types = {metric["metric"]: metric["type"] for metric in known}
+    assert types["nv_inference_request_success"] == "counter"
+    assert types["gateway_request_duration_seconds"] == "histogram"
+
+
+@pytest.mark.parametrize("job", ["odd", "odd classic"])
+def test_a_real_prometheus_reads_labels_with_anything_in_them(
+    odd: tuple[list[Server], str], prometheus: Prometheus, job: str
+) -> None:
+    told = [dict(labels) for _, labels in prometheus.query(job, "odd_bytes")]
+    assert len(told) == 2 * len(ODD)
+    assert {labels.get("x", "") for labels in told} == set(ODD)
+    assert {labels.get("exported_replica", "") for labels in told} == set(ODD)
+    assert {labels["replica"] for labels in told} == {replica.address for replica in odd[0]}

@@ -1,0 +1,154 @@
+"""What a model says of itself: signature, a curl to paste, the same in Python, its own API description."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.fleet.signatures import EXPIRE_AFTER_S
+from tests.support.errors import assert_error
+from tests.support.model_zoo.zoo import MODELS, Zoo, any_names, identity, write_repository
+
+# These answer an error to anything, or wait.
+CONTRARY = {"failing", "refusing", "signed"}
+WORKING = [model.name for model in MODELS if model.name not in CONTRARY]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an image in it, in which the examples are pasted."""
+    folder = tmp_path_factory.mktemp("desk")
+    Image.fromarray(np.full((6, 4, 3), 99, np.uint8)).save(folder / "image.png")
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", WORKING)
+def test_the_curl_of_a_model_works_as_pasted(zoo: Zoo, desk: Path, model: str) -> None:
+    line = zoo.client.get(zoo.path(model, "")).json()["curl"]
+    run = subprocess.run(line, shell=True, cwd=desk, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "outputs" in json.loads(run.stdout), (line, run.stdout)
+
+
+@pytest.mark.parametrize("model", ["single_BYTES", "nhwc", "pair", "large_FP32", "optional"])
+def test_the_python_of_a_model_works_as_pasted(zoo: Zoo, desk: Path, model: str) -> None:
+    program = zoo.client.get(zoo.path(model, "")).json()["python"]
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=desk, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("{")
+
+
+@any_names
+def test_a_signature_in_readable_form(zoo: Zoo) -> None:
+    description = zoo.client.get(zoo.path("optional", "")).json()
+    assert description["name"] == zoo.names.model("optional")
+    assert description["ready"] is True
+    assert description["versions"] == ["1"]
+    assert description["max_batch_size"] == 8
+    assert description["inputs"] == [
+        {"name": zoo.names.tensor("X"), "datatype": "FP32", "shape": [-1]},
+        {"name": zoo.names.tensor("FACTOR"), "datatype": "FP32", "shape": [1], "optional": True},
+        {"name": zoo.names.tensor("OFFSET"), "datatype": "FP32", "shape": [1], "optional": True},
+    ]
+    image = zoo.client.get(zoo.path("nchw", "")).json()["inputs"][0]["image"]
+    assert image == {"mode": "RGB", "layout": "NCHW", "height": 6, "width": 4}
+    assert_error(zoo.client.get("/v1/models/nobody"), 404, "MODEL_NOT_FOUND", "nobody")
+    assert zoo.client.get(zoo.path("pair", "/versions/1")).json()["ready"] is True
+
+
+def test_the_api_description_of_a_model_has_its_own_schema(zoo: Zoo) -> None:
+    document = zoo.client.get(zoo.path("pair", "/openapi.json")).json()
+    (path,) = document["paths"]
+    assert path == f"/v1/models/{zoo.names.model('pair')}/infer"
+    operation = document["paths"][path]["post"]
+    body = operation["requestBody"]["content"]["application/json"]
+    inputs = body["schema"]["properties"]["inputs"]
+    assert inputs["required"] == [zoo.names.tensor("A"), zoo.names.tensor("B")]
+    response = zoo.client.post(path, json=body["example"])
+    assert response.status_code == 200
+    assert {"200", "404", "422", "503"} <= operation["responses"].keys()
+
+
+def test_the_api_description_shows_every_body_and_error(zoo: Zoo) -> None:
+    paths = zoo.client.get("/openapi.json").json()["paths"]
+    operation = paths["/v1/models/{model}/infer"]["post"]
+    assert {
+        "image/*", "application/octet-stream", "text/plain", "multipart/form-data",
+        "application/json", "application/x-npy", "application/x-npz",
+    } == operation["requestBody"]["content"].keys()  # fmt: skip
+    assert {"400", "404", "406", "413", "415", "422", "503", "504"} <= operation["responses"].keys()
+    assert zoo.client.get("/docs").status_code == 200
+
+
+@dataclass(frozen=True)
+class Changing:
+    """A model that has answered, of which the config changes."""
+
+    zoo: Zoo
+    name: str
+    config: Path
+    load_url: str  # Triton's own, behind the gateway's back
+
+    @classmethod
+    def of(cls, zoo: Zoo, triton: EmbeddedTriton, name: str) -> Changing:
+        folder = Path(triton.options.model_repositories[0])
+        write_repository(folder, zoo.names, [identity(name, "INT32", (2,), 8)])
+        assert zoo.outputs(zoo.infer(name, [1, 2])) == {"Y": [1, 2]}
+        url = f"http://{triton.options.address}/v2/repository/models/{name}/load"
+        return cls(zoo, name, folder / name / "config.pbtxt", url)
+
+    def change(self, old: str, new: str) -> None:
+        self.config.write_text(self.config.read_text().replace(old, new))
+
+    def load_directly(self) -> None:
+        assert httpx.post(self.load_url, timeout=60).status_code == 200
+
+    def infer(self, values: list[float]) -> httpx.Response:
+        return self.zoo.infer(self.name, values)
+
+
+@pytest.mark.fault("a model is replaced by one of another shape")
+def test_a_model_replaced_by_one_of_another_shape_is_seen(
+    zoo: Zoo, zoo_triton: EmbeddedTriton
+) -> None:
+    model = Changing.of(zoo, zoo_triton, "changing")
+    outputs = zoo.outputs
+
+    # Loaded again through the gateway: seen at once.
+    model.change("[2]", "[3]")
+    model.change("INT32", "FP32")
+    load = zoo.client.post("/v2/repository/models/changing/load")
+    assert load.status_code == 200
+    assert outputs(model.infer([0.5, 2, 3])) == {"Y": [0.5, 2, 3]}
+    assert_error(model.infer([1, 2]), 422, "DOES_NOT_FIT_MODEL", "an array of shape [2]")
+
+    # Loaded again behind its back: seen at the first answer that contradicts.
+    model.change("[3]", "[4]")
+    model.load_directly()
+    assert_error(model.infer([1, 2, 3]), 422, "DOES_NOT_FIT_MODEL", "")
+    assert outputs(model.infer([1, 2, 3, 4])) == {"Y": [1, 2, 3, 4]}
+
+
+@pytest.mark.soak
+def test_what_is_known_of_a_model_that_nobody_asks_for_is_not_relied_upon(
+    zoo: Zoo, zoo_triton: EmbeddedTriton
+) -> None:
+    """Takes 11 s: as long as the gateway relies on it, and a second more."""
+    model = Changing.of(zoo, zoo_triton, "left_alone")
+    model.change("[2]", "[3]")
+    model.load_directly()
+    time.sleep(EXPIRE_AFTER_S + 1)
+    assert zoo.outputs(model.infer([1, 2, 3])) == {"Y": [1, 2, 3]}

@@ -1,0 +1,107 @@
+"""A real nginx before the server: both count the same requests, whatever a client sends."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
+from tests.support.http_server import HOST, MIB, PATIENCE_S, Stage
+from tests.support.servers import free_ports
+from tests.support.wait import wait_until
+
+# A request that does not come whole is given up soon, so that every connection comes to its end.
+NGINX = """
+worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ worker_connections 256; }}
+http {{
+    access_log {folder}/access.log combined buffer=1 flush=1s; client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;
+    scgi_temp_path {folder}/s; proxy_request_buffering off; underscores_in_headers on;
+    client_header_timeout 300ms; client_body_timeout 300ms;
+    upstream gateway {{ server 127.0.0.1:{upstream}; keepalive 4; }}
+    log_format statuses "$upstream_status";
+    access_log {folder}/statuses.log statuses;
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{ proxy_pass http://gateway; proxy_http_version 1.1;
+            proxy_set_header Connection ""; proxy_set_header Host $http_host; }}
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """An nginx before a server."""
+
+    server: Stage
+    port: int
+    log: Path
+
+    def converse(self, wire: bytes) -> bytes:
+        """What comes on a new connection until nginx closes it."""
+        received = b""
+        address = HOST, self.port
+        with suppress(ConnectionError), socket.create_connection(address, PATIENCE_S) as connection:
+            connection.sendall(wire)
+            while data := connection.recv(MIB):
+                received += data
+        return received
+
+    def passed_on(self) -> int:
+        """How many requests it passed on that the server answered with 200."""
+        return self.log.read_text().split().count("200")
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if binary is None:
+        pytest.skip("nginx is missing: apt-get install nginx")
+    (port,) = free_ports(1)
+    with Stage() as server, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = folder / "nginx.conf"
+        config.write_text(NGINX.format(folder=folder, port=port, upstream=server.port))
+        with (
+            (folder / "start.log").open("wb") as log,
+            subprocess.Popen([binary, "-p", folder, "-c", config], stderr=log) as running,
+        ):
+            try:
+                wait_until(lambda: connects(port))
+                yield Proxy(server, port, folder / "statuses.log")
+            finally:
+                running.terminate()
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection((HOST, port), PATIENCE_S):
+        return True
+    return False
+
+
+@pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
+@pytest.mark.parametrize("name", [*AMBIGUOUS, *UNAMBIGUOUS])
+def test_nginx_and_the_server_count_the_same_requests(proxy: Proxy, name: str) -> None:
+    """Whatever nginx makes of it: what it passed on and had answered is what was asked, no more."""
+    asked, before = proxy.server.asked, proxy.passed_on()
+    asked.clear()
+    last = b"GET /%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    proxy.converse({**AMBIGUOUS, **UNAMBIGUOUS}[name] + last % b"second")
+    # Whatever was left on a connection to the server would be the answer to this.
+    assert b"x-target: /third\r\n" in proxy.converse(last % b"third")
+    paths = [each.path for each in asked]
+    wait_until(lambda: proxy.passed_on() - before >= len(asked))
+    assert proxy.passed_on() - before == len(asked)
+    assert paths.count("/third") == 1
+    assert set(paths) <= {"/", "/second", "/third"}
+    assert "/smuggled" not in paths

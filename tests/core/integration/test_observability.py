@@ -1,0 +1,485 @@
+"""What an operator sees: the numbers of a request, and its line in the log."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.interface.names import read_log_fields
+from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
+from tests.support.redis_server import RedisServer
+from tests.support.servers import Command, gateway
+from tests.support.wait import TIMEOUT_S, lengthening, wait_until
+
+SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+TEXT = {"Content-Type": "text/plain"}
+
+
+@pytest.fixture(scope="module")
+def fresh(demo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Command]]:
+    """A gateway that nobody else asks, with a log for machines."""
+    with gateway(demo_triton.options.url, log_format="json") as pair:
+        yield pair
+
+
+@pytest.fixture
+def client(fresh: tuple[httpx.Client, Command]) -> httpx.Client:
+    return fresh[0]
+
+
+def samples(client: httpx.Client, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """Of one metric, by its labels."""
+    found = {}
+    for line in client.get("/metrics").text.splitlines():
+        match = SAMPLE.match(line)
+        if match and match[1] == name:
+            labels = tuple(sorted(re.findall(r'(\w+)="([^"]*)"', match[2] or "")))
+            found[labels] = float(match[3])
+    return found
+
+
+def total(client: httpx.Client, name: str, **labels: str) -> float:
+    return sum(
+        value
+        for found, value in samples(client, name).items()
+        if labels.items() <= dict(found).items()
+    )
+
+
+def logged(command: Command, request_id: str) -> list[dict[str, object]]:
+    """The lines of a request, as soon as its own is there."""
+    wait_until(
+        lambda: any(request_id in line and "duration_ms" in line for line in list(command.lines))
+    )
+    return [json.loads(line) for line in list(command.lines) if request_id in line]
+
+
+def test_a_request_is_counted_once_with_its_bytes_and_its_time(client: httpx.Client) -> None:
+    kind = {"route": "/v1/models/{model}/infer", "model": "text_ensemble"}
+    count = "gateway_request_duration_seconds_count"
+    before = total(client, count, **kind)
+    text = b"The ship left the harbour at dawn."
+    answers = [
+        client.post("/v1/models/text_ensemble/infer", content=text, headers=TEXT) for _ in range(7)
+    ]
+    assert total(client, count, **kind) == before + 7
+    assert total(client, count, **kind, status="2xx") == before + 7
+    assert total(client, "gateway_request_bytes_total", **kind) == 7 * len(text)
+    assert total(client, "gateway_answer_bytes_total", **kind) == sum(
+        len(answer.content) for answer in answers
+    )
+    duration = total(client, "gateway_request_duration_seconds_sum", **kind)
+    upstream = total(client, "gateway_request_upstream_seconds_total", **kind)
+    assert 0 < upstream < duration
+    attempts = total(client, "gateway_upstream_attempts_total", outcome="answered")
+    assert attempts >= 7
+
+
+def test_what_passes_through_is_counted_by_model_version_and_status(client: httpx.Client) -> None:
+    def counted(route: str, status: str, model: str = "", version: str = "") -> float:
+        kind = {"route": route, "model": model, "version": version, "status": status}
+        return total(client, "gateway_request_duration_seconds_count", **kind)
+
+    assert not counted("/v2", "2xx")
+    for _ in range(3):
+        assert client.get("/v2/models/core").status_code == 200
+        assert client.get("/v2/models/core/versions/01").status_code == 200
+        assert client.post("/v2/models/core/infer", content=b"{").status_code == 400
+        assert client.get("/v2/health/ready").status_code == 200
+        assert client.get("/v2/models/stats").status_code == 200
+        assert client.get("/v2").status_code == 200
+    assert counted("/v2/models/{model}", "2xx", "core") == 3
+    assert counted("/v2/models/{model}/versions/{version}", "2xx", "core", "1") == 3
+    assert counted("/v2/models/{model}/infer", "4xx", "core") == 3
+    assert counted("/v2/health/ready", "2xx") == 3
+    assert counted("/v2/models/stats", "2xx") == 3
+    assert counted("/v2", "2xx") == 3
+
+
+def test_failures_are_told_apart_by_their_status(client: httpx.Client) -> None:
+    def failed(code: str) -> float:
+        route = "/v2/models/{model}/infer"
+        kind = {"route": route, "status": "5xx", "code": code}
+        return total(client, "gateway_request_duration_seconds_count", **kind)
+
+    text = "The ship left the harbour at dawn. " * 40
+    tensor = {"name": "TEXT", "shape": [32, 1], "datatype": "BYTES", "data": [text] * 32}
+    brief = {"X-Request-Timeout": "0.001"}
+    before = failed("504")
+    answer = client.post("/v2/models/text_ensemble/infer", json={"inputs": [tensor]}, headers=brief)
+    assert answer.status_code == 504
+    assert failed("504") == before + 1
+    assert not failed("")
+    assert not total(client, "gateway_request_duration_seconds_count", status="2xx", code="504")
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "thousands of unknown model names, and names that a server of completions accepts"
+)
+def test_unknown_names_add_no_series(client: httpx.Client) -> None:
+    def series() -> int:
+        return len(re.findall(r"^gateway_", client.get("/metrics").text, re.MULTILINE))
+
+    def strange(number: int) -> None:
+        client.get(f"/v2/models/nobody{number}")
+        client.post(f"/v1/models/nobody{number}/infer", content=b"x", headers=TEXT)
+        client.get(f"/v2/models/core/versions/{number + 2}")
+        client.get(f"/nowhere/{number}")
+        client.get(f"/v2/nowhere/{number}")
+        client.get(f"/v2/systemsharedmemory/region/nobody{number}/status")
+        client.delete(f"/v2/models/nobody{number}/infer")
+
+    strange(0)
+    strange(1)
+    series()  # which is a request itself
+    before = series()
+    for number in range(2, 300):
+        strange(number)
+    assert series() == before
+
+
+def test_the_clients_connections_and_requests_are_counted(client: httpx.Client) -> None:
+    url = client.base_url
+    assert total(client, "gateway_requests_in_flight") == 1  # the page itself
+    before = total(client, "gateway_connections")
+    with socket.create_connection((url.host, url.port or 80), TIMEOUT_S):
+        wait_until(lambda: total(client, "gateway_connections") == before + 1)
+    wait_until(lambda: total(client, "gateway_connections") == before)
+
+
+def test_what_was_never_looked_at_is_counted_too(client: httpx.Client) -> None:
+    address = client.base_url.host, client.base_url.port or 80
+    for request, reason in (
+        (b"GARBAGE\r\n\r\n", "malformed_request"),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "url_too_long"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 200 + b"\r\n", "header_too_large"),
+    ):
+        before = total(client, "gateway_requests_refused_total", reason=reason)
+        with socket.create_connection(address, TIMEOUT_S) as connection:
+            connection.sendall(request)
+            while connection.recv(4096):
+                pass
+        assert total(client, "gateway_requests_refused_total", reason=reason) == before + 1
+
+
+def test_the_fleet_is_seen(client: httpx.Client, demo_triton: EmbeddedTriton) -> None:
+    address = demo_triton.options.address
+
+    def states() -> dict[str, float]:
+        found = samples(client, "gateway_replica_state")
+        return {dict(labels)["state"]: value for labels, value in found.items()}
+
+    wait_until(lambda: states() == {"up": 1, "ejected": 0, "slow": 0, "down": 0})
+    assert total(client, "gateway_replica_models", replica=address, state="READY") == 8
+    assert total(client, "gateway_model_ready_replicas", model="text_core") == 1
+    assert total(client, "gateway_upstream_outstanding", replica=address) == 0
+    assert client.post("/v2/repository/models/text_core/load").status_code == 200
+    assert total(client, "gateway_model_actions_total", by="api", outcome="done") >= 1
+
+
+def test_a_request_has_one_line_with_all_that_is_known(
+    fresh: tuple[httpx.Client, Command], demo_triton: EmbeddedTriton
+) -> None:
+    client, command = fresh
+    headers = {"X-Request-ID": "line-1", **TEXT}
+    answer = client.post("/v1/models/text_ensemble/infer", content=b"hello", headers=headers)
+    (line,) = logged(command, "line-1")
+    assert line.keys() == read_log_fields("gateway.access")
+    assert line["message"] == "POST /v1/models/text_ensemble/infer 200"
+    assert (line["model"], line["route"]) == ("text_ensemble", "/v1/models/{model}/infer")
+    assert line["replica"] == demo_triton.options.address
+    assert (line["bytes_in"], line["bytes_out"]) == (5, len(answer.content))
+    assert isinstance(line["duration_ms"], float)
+    assert isinstance(line["upstream_ms"], float)
+    assert 0 < line["upstream_ms"] < line["duration_ms"]
+
+
+def test_the_time_of_an_inference_that_is_given_up_was_tritons(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    body = {"inputs": ["The ship left the harbour at dawn. " * 40] * 32}
+    for deadline_s in lengthening(0.05):
+        name = f"given-up-{deadline_s:g}."
+        headers = {"X-Request-ID": name, "X-Request-Timeout": str(deadline_s)}
+        answer = client.post("/v1/models/text_ensemble/infer", json=body, headers=headers)
+        assert answer.status_code == 504
+        (line,) = logged(command, name)
+        if line["attempts"] == 1:  # it was at Triton by then, on this machine
+            break
+    assert 0 < float(str(line["upstream_ms"])) < float(str(line["duration_ms"]))
+    # The deadline of the request and that of its attempt are the same: either may be noticed first.
+    attempts = [
+        total(client, "gateway_upstream_attempts_total", outcome=outcome)
+        for outcome in ("given_up", "deadline")
+    ]
+    assert sum(attempts) >= 1
+
+
+def test_who_asks_for_the_head_alone_gets_it(client: httpx.Client) -> None:
+    """Of whatever answers GET (RFC 9110, section 9.1)."""
+    for path in ("/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/core", "/openapi.json"):
+        head, whole = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert client.head("/v1/models/nobody").status_code == 404
+    assert client.head("/v1/models/core/infer").status_code == 405
+
+
+def test_tritons_reason_is_in_the_log_in_full_under_the_request_id(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    headers = {"X-Request-ID": "reason-1", "Content-Type": "image/png"}
+    refused = client.post("/v1/models/ensemble/infer", content=b"no image", headers=headers)
+    reason, line = logged(command, "reason-1")
+    assert (reason["level"], line["level"]) == ("warning", "info")
+    assert "Triton returned status" in str(reason["message"])
+    assert "in ensemble 'ensemble'" in str(reason["message"])
+    assert "in ensemble" not in refused.text
+
+
+@pytest.mark.long
+def test_what_the_gateway_reads_for_itself_is_no_attempt_of_a_request(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    # After a load what was known of the model is read again.
+    assert client.post("/v2/repository/models/text_ensemble/load").status_code == 200
+    headers = {"X-Request-ID": "attempts-1.", **TEXT}
+    sent = "gateway_upstream_attempts_total"
+    before = total(client, sent)
+    client.post("/v1/models/text_ensemble/infer", content=b"hello", headers=headers)
+    assert total(client, sent) == before + 3  # metadata, config, inference
+    (line,) = logged(command, "attempts-1.")
+    assert line["attempts"] == 1
+
+
+def test_the_access_line_of_a_load_names_the_model(fresh: tuple[httpx.Client, Command]) -> None:
+    client, command = fresh
+    for model, named in (("text_core", "text_core"), ("nobody", "")):
+        headers = {"X-Request-ID": f"load-{model}"}
+        client.post(f"/v2/repository/models/{model}/load", headers=headers)
+        line = logged(command, headers["X-Request-ID"])[-1]
+        assert (line["route"], line["model"]) == ("/v2/repository/models/{model}/load", named)
+
+
+@pytest.fixture(scope="module")
+def audited(
+    demo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, Command]]:
+    """A gateway with keys that logs nothing but errors."""
+    keys = written(tmp_path_factory.mktemp("audit") / "keys.yaml", ENTRIES)
+    settings = {"keys_file": str(keys), "log_format": "json", "log_level": "error"}
+    with gateway(demo_triton.options.url, **settings) as pair:
+        yield pair
+
+
+def audit_lines(command: Command, request_id: str, count: int = 1) -> list[dict[str, Any]]:
+    """All lines of a request, which has so many."""
+    wait_until(lambda: sum(request_id in line for line in list(command.lines)) >= count)
+    lines = [json.loads(line) for line in list(command.lines) if request_id in line]
+    assert len(lines) == count
+    assert {(line["logger"], line["level"]) for line in lines} == {("gateway.audit", "info")}
+    return lines
+
+
+LOAD = "/v2/repository/models/{}/load"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "told"),
+    [
+        (LOAD.format("text_core"), {}, ADMIN, 200, ("text_core", "admin", "succeeded", [])),
+        (LOAD.format("text_core"), {}, INFER, 403, ("text_core", "infer", "denied", [])),
+        (LOAD.format("core"), {}, TEXTS_ADMIN, 404, ("core", "texts-admin", "failed", [])),
+        (LOAD.format("nobody"), {}, ADMIN, 404, ("nobody", "admin", "failed", [])),
+        (
+            LOAD.format("core"),
+            {"parameters": {"config": "{}", "file:1/model.py": "code"}},
+            ADMIN,
+            403,
+            ("core", "admin", "denied", ["config", "file:1/model.py"]),
+        ),
+        (
+            "/v2/repository/models/text_core/unload",
+            {},
+            ADMIN,
+            409,
+            ("text_core", "admin", "failed", []),
+        ),
+        ("/v2/logging", {}, ADMIN, 200, ("", "admin", "succeeded", [])),
+        ("/v2/trace/setting", {}, INFER, 403, ("", "infer", "denied", [])),
+        ("/v2/models/core/trace/setting", {}, ADMIN, 200, ("core", "admin", "succeeded", [])),
+    ],
+)
+def test_an_administrative_call_is_in_the_audit_log_at_every_level(
+    audited: tuple[httpx.Client, Command],
+    path: str,
+    body: dict[str, Any],
+    key: str,
+    status: int,
+    told: tuple[str, str, str, list[str]],
+) -> None:
+    client, command = audited
+    name = f"audit-{path}-{key}-{len(body)}."
+    headers = {"X-Request-ID": name, **bearer(key)}
+    assert client.post(path, json=body, headers=headers).status_code == status
+    (line,) = audit_lines(command, name)
+    assert line.keys() == read_log_fields("gateway.audit")
+    assert (line["model"], line["key"], line["outcome"], line["parameters"]) == told
+    assert line["status"] == status
+    assert line["client"] == "127.0.0.1"
+    assert "code" not in line["message"]
+
+
+def test_what_goes_on_after_its_answer_has_its_result_in_the_audit_log(
+    audited: tuple[httpx.Client, Command],
+) -> None:
+    client, command = audited
+    for model, outcome, code in (
+        ("text_core", "succeeded", None),
+        ("nobody", "failed", "MODEL_NOT_FOUND"),
+    ):
+        headers = {"X-Request-ID": f"later-{model}.", "Prefer": "respond-async", **bearer(ADMIN)}
+        answer = client.post(LOAD.format(model), headers=headers)
+        assert answer.status_code == 202
+        accepted, ended = sorted(
+            audit_lines(command, f"later-{model}.", 2), key=lambda line: "status" not in line
+        )
+        assert accepted["outcome"] == "accepted"
+        assert accepted["operation"] == ended["operation"] == answer.json()["id"]
+        assert (ended["model"], ended["key"], ended["outcome"]) == (model, "admin", outcome)
+        assert ended.get("code") == code
+
+
+def test_a_load_whose_client_disconnects_has_its_result_in_the_audit_log(
+    audited: tuple[httpx.Client, Command],
+) -> None:
+    client, command = audited
+    address = client.base_url.host, client.base_url.port or 80
+    for (
+        number
+    ) in itertools.count():  # until the answer was not quicker than the end of the connection
+        name = f"disconnects-{number}."
+        head = f"POST {LOAD.format('text_core')} HTTP/1.1\r\nHost: x\r\nX-Request-ID: {name}\r\n"
+        with socket.create_connection(address, TIMEOUT_S) as connection:
+            connection.sendall(f"{head}X-API-Key: {ADMIN}\r\nContent-Length: 0\r\n\r\n".encode())
+        wait_until(lambda name=name: name in command.output)  # type: ignore[misc]
+        if "client disconnected" in command.output:
+            break
+    left, ended = audit_lines(command, name, 2)
+    assert (left["status"], left["model"]) == (499, "text_core")
+    assert (ended["outcome"], ended["model"], ended["key"]) == ("succeeded", "text_core", "admin")
+
+
+def test_what_changes_nothing_is_not_in_the_audit_log(
+    audited: tuple[httpx.Client, Command],
+) -> None:
+    client, command = audited
+    headers = {"X-Request-ID": "reading-1", **bearer(ADMIN)}
+    for path in ("/v2/logging", "/v2/trace/setting", "/v1/models", "/v1/replicas"):
+        assert client.get(path, headers=headers).status_code == 200
+    assert client.post("/v2/repository/index", headers=headers).status_code == 200
+    last = {"X-Request-ID": "reading-2", **bearer(ADMIN)}
+    assert client.post("/v2/logging", json={}, headers=last).status_code == 200
+    audit_lines(command, "reading-2")
+    assert not [line for line in command.lines if "reading-1" in line]
+
+
+def test_a_file_that_is_rejected_is_seen_until_a_good_one_is_there(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    keys, models = tmp_path / "keys.yaml", tmp_path / "models.yaml"
+    good = {"keys": written(keys, ENTRIES).read_text(), "models": "models: [core]\n"}
+    models.write_text(good["models"])
+    files = {"keys": keys, "models": models}
+    settings = {"keys_file": str(keys), "models_file": str(models)}
+    with gateway(demo_triton.options.url, **settings) as (client, command):
+        client.headers.update(bearer(ADMIN))
+
+        def is_valid(name: str) -> bool:
+            return bool(total(client, "gateway_file_valid", file=name))
+
+        assert is_valid("keys")
+        assert is_valid("models")
+        for name, sentence in (
+            ("keys", f"the keys file {keys}: "),
+            ("models", f"the models file {models}: "),
+        ):
+            files[name].write_text(f"{name}: 1\n")
+            wait_until(lambda name=name: not is_valid(name))  # type: ignore[misc]
+            assert "error" in command.wait_for(sentence)
+            assert client.get("/v1/models/core").status_code == 200  # as before
+            files[name].write_text(good[name])
+            wait_until(lambda name=name: is_valid(name))  # type: ignore[misc]
+
+
+def test_a_state_file_that_is_away_is_seen_until_it_is_back(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    folder, away = tmp_path / "state", tmp_path / "away"
+    with gateway(demo_triton.options.url, state=f"file://{folder}/state.json") as (client, command):
+        assert total(client, "gateway_state_up") == 1
+        folder.rename(away)
+        wait_until(lambda: total(client, "gateway_state_up") == 0)
+        command.wait_for("cannot be read: no such file or directory")
+        refused = client.post("/v2/repository/models/text_core/load")
+        assert (refused.status_code, refused.json()["code"]) == (503, "STATE_UNAVAILABLE")
+        command.wait_for("cannot be written")
+        away.rename(folder)
+        # Nobody has to load a model for that.
+        wait_until(lambda: total(client, "gateway_state_up") == 1)
+
+
+def test_a_redis_that_is_away_is_seen_until_it_is_back(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    with (
+        RedisServer(tmp_path) as server,
+        gateway(demo_triton.options.url, state=server.url()) as (client, command),
+    ):
+        wait_until(lambda: total(client, "gateway_state_up") == 1)
+        server.kill()
+        wait_until(lambda: total(client, "gateway_state_up") == 0)
+        command.wait_for("cannot be read")
+        server.start()
+        wait_until(lambda: total(client, "gateway_state_up") == 1)
+        command.wait_for("can be read again")
+
+
+@pytest.mark.fault("CR, LF and escape sequences in paths, names and request IDs")
+def test_nothing_that_a_client_writes_ends_a_line(
+    fresh: tuple[httpx.Client, Command], demo_triton: EmbeddedTriton
+) -> None:
+    """Nor in the log that is meant for people."""
+    with gateway(demo_triton.options.url, log_format="console") as for_people:
+        for client, command in (fresh, for_people):
+            client.get("/v1/models/%0d%0aFORGED%1b%5b31m/infer", headers={"X-Request-ID": "evil-1"})
+            client.get("/v1/models", headers={"X-Request-ID": "bad id\x1b[31m"})
+            client.get("/v1/models", headers={"X-Request-ID": "good-1"})
+            command.wait_for("good-1")
+            assert not [line for line in command.lines if line.startswith("FORGED")]
+            assert "\x1b" not in command.output
+            assert len([line for line in command.lines if "evil-1" in line]) == 1
+
+
+def test_at_level_warning_there_is_no_line_per_request(demo_triton: EmbeddedTriton) -> None:
+    with gateway(demo_triton.options.url, log_level="warning") as (client, command):
+        before = len(command.lines)
+        for _ in range(5):
+            assert client.get("/v1/models").status_code == 200
+        assert client.get("/v2/models/nobody", headers={"X-Request-ID": "last-1"}).is_client_error
+        command.wait_for("last-1")
+        of_requests = [line for line in command.lines[before:] if "request_id=" in line]
+        assert len(of_requests) == 1

@@ -1,0 +1,273 @@
+"""Operations on a running gateway: log level, metrics without replicas, export and import of the state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.errors import GatewayError
+from gateway.fleet.operations import (
+    MAX_HEARTBEAT_AGE_S,
+    OperationLost,
+    OperationRunner,
+    TooManyOperations,
+)
+from gateway.fleet.report import OperationReport, Outcome
+from gateway.state.store import MemoryStateStore, open_state_store
+from gateway.tasks import TaskSet
+from gateway.triton.error_mapping import LoadFailed
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import ADMIN, ENTRIES, TEXTS_ADMIN, bearer, written
+from tests.support.redis_server import RedisServer
+from tests.support.servers import gateway, gateway_before
+from tests.support.wait import wait_until, wait_until_async
+
+EXPORTED = {
+    "format": 1,
+    "models": {
+        "core": {"loaded": False, "parameters": {}},
+        "resnet": {"loaded": True, "parameters": {"config": "{}"}},
+    },
+    "labels": {"a": {"stable": {"version": "2"}, "split": {"versions": {"1": 9, "2": 1}}}},
+    "cordons": ["10.0.0.7:8000"],
+}
+
+
+def test_the_log_level_changes_while_the_gateway_runs(demo_triton: EmbeddedTriton) -> None:
+    url = demo_triton.options.url
+    with gateway(url, state="memory:", log_level="warning") as (client, command):
+        assert client.get("/v1/log-level").json() == {"level": "warning"}
+        assert client.get("/livez", headers={"X-Request-ID": "unlogged"}).status_code == 200
+        changed = client.put("/v1/log-level", json={"level": "info"})
+        assert (changed.status_code, changed.json()) == (200, {"level": "info"})
+        command.wait_for("log level changed from warning to info")
+        client.get("/v1/models", headers={"X-Request-ID": "logged"})
+        command.wait_for("logged")
+        assert "unlogged" not in command.output
+        refused = client.put("/v1/log-level", json={"level": "loud"})
+        assert (refused.status_code, refused.json()["code"]) == (400, "MALFORMED_REQUEST")
+        assert client.get("/v1/log-level").json() == {"level": "info"}
+
+
+def test_metrics_can_leave_the_replicas_out(demo_triton: EmbeddedTriton) -> None:
+    pages = {}
+    for flag in ("true", "false"):
+        with gateway_before(
+            demo_triton.options.url, state="memory:", metrics_replicas=flag
+        ) as client:
+            pages[flag] = client.get("/metrics").text
+    assert "\nnv_inference_count{" in pages["true"]
+    assert "nv_" not in pages["false"]
+    assert "\ngateway_scrape_up{" not in pages["false"]
+    assert "\ngateway_replica_state{" in pages["false"]
+
+
+def state(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return run_gateway("state", *words, given=given)
+
+
+def test_a_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "exported.json"
+    file.write_text(json.dumps(EXPORTED))
+    first, second = f"file://{tmp_path}/one.json", f"file://{tmp_path}/two.json"
+    assert state("import", str(file), "--state", first).returncode == 0
+    with RedisServer(tmp_path) as redis:
+        shared = redis.url()
+        for source, target in ((first, shared), (shared, second)):
+            exported = state("export", "--state", source)
+            assert json.loads(exported.stdout) == EXPORTED
+            imported = state("import", "-", "--state", target, given=exported.stdout)
+            assert imported.stderr == "imported 2 models and 1 cordons\n"
+    assert json.loads(state("export", "--state", second).stdout) == EXPORTED
+    # An import replaces what was there.
+    empty = {"format": 1, "models": {}, "labels": {}, "cordons": []}
+    assert state("import", "-", "--state", second, given=json.dumps(empty)).returncode == 0
+    assert json.loads(state("export", "--state", second).stdout) == empty
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "message"),
+    [
+        ("{", ("--state", "file:///tmp/x.json"), "the file is not an exported state: invalid JSON"),
+        ("[]", ("--state", "file:///tmp/x.json"), "unexpected structure"),
+        ('{"format": 2}', ("--state", "file:///tmp/x.json"), "format 2 is not supported"),
+        (
+            '{"format": 1, "models": {"a": {}}, "cordons": []}',
+            ("--state", "file:///tmp/x.json"),
+            "unexpected structure of model 'a'",
+        ),
+        (
+            '{"format": 1, "models": {}, "labels": {"a": {"x": {"version": "b"}}}, "cordons": []}',
+            ("--state", "file:///tmp/x.json"),
+            "'b' is not a valid version",
+        ),
+        (json.dumps(EXPORTED), ("--state", "memory:"), "only a state in a file or in Redis"),
+        (json.dumps(EXPORTED), (), "only a state in a file or in Redis"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_in_a_sentence(
+    given: str, words: tuple[str, ...], message: str
+) -> None:
+    ended = state("import", "-", *words, given=given)
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_running_gateway_applies_an_imported_state(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/state.json"
+    document = {
+        "format": 1,
+        "models": {"absent": {"loaded": True, "parameters": {}}},
+        "cordons": [],
+    }
+    with gateway_before(demo_triton.options.url, state=url, log_level="error") as client:
+        assert state("import", "-", "--state", url, given=json.dumps(document)).returncode == 0
+
+        def wished() -> dict[str, str]:
+            models = client.get("/v1/models").json()["models"]
+            return {each["name"]: each["wished"] for each in models if "wished" in each}
+
+        wait_until(lambda: wished() == {"absent": "loaded"})
+
+
+@pytest.mark.fault("thousands of labels and of operations in the background, long names of load")
+def test_what_administrators_send_is_bounded(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    settings = {"state": f"file://{tmp_path}/state.json", "log_format": "json"}
+    with gateway(demo_triton.options.url, **settings) as (client, command):
+        wait_until(lambda: client.get("/v1/models/core").status_code == 200)
+        large = {"unknown": "x" * 70_000}
+        for method, path in (
+            ("POST", "/v2/repository/index"),
+            ("PUT", "/v1/models/core/labels/a"),
+            ("PUT", "/v1/log-level"),
+        ):
+            assert client.request(method, path, json=large).status_code == 413
+        # A name of 900 KB is refused, and is not in the log.
+        parameters = {"x" * 900_000: 1, **{f"p{number}": 1 for number in range(100)}}
+        refused = client.post("/v2/repository/models/core/load", json={"parameters": parameters})
+        assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
+        assert len(refused.text) < 1000
+        line = command.wait_for("/v2/repository/models/core/load: denied")
+        recorded = json.loads(line)["parameters"]
+        assert [name[:3] for name in recorded] == ["xxx", *(f"p{number}" for number in range(15))]
+        assert max(map(len, command.lines)) < 4000
+        for number in range(65):
+            label = client.put(f"/v1/models/core/labels/l{number}", json={"version": "1"})
+            assert label.status_code == (200 if number < 64 else 409)
+        assert "64 labels" in label.json()["error"]
+        assert client.put("/v1/models/core/labels/l0", json={"version": "1"}).status_code == 200
+
+
+@pytest.mark.fault("thousands of labels and of operations in the background, long names of load")
+def test_operations_in_the_background_are_bounded() -> None:
+    report = OperationReport("m", True, 0)
+
+    async def scenario(*, ends: bool) -> int:
+        """Return how many operations are started before one is refused; they end soon, or do not."""
+        tasks = TaskSet()
+        runner = OperationRunner(MemoryStateStore(), tasks)
+        is_over = asyncio.Event()
+
+        async def wait() -> OperationReport:
+            await is_over.wait()
+            return report
+
+        started = 0
+        with suppress(TooManyOperations):
+            while started < 20_000:
+                await runner.start(report, wait)
+                started += 1
+                if ends and started % 100 == 0:
+                    is_over.set()
+                    await asyncio.gather(*tasks)
+        is_over.set()
+        await asyncio.gather(*tasks)
+        return started
+
+    assert asyncio.run(scenario(ends=False)) in range(256, 513)
+    assert asyncio.run(scenario(ends=True)) == 10_000
+
+
+@pytest.mark.parametrize("error", [None, LoadFailed("m", "no memory")])
+def test_an_operation_that_ends_while_the_state_is_away_is_recorded_later(
+    tmp_path: Path, error: GatewayError | None
+) -> None:
+    async def scenario() -> None:
+        tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state/state.json")
+        report, is_over = OperationReport("m", True, 2), asyncio.Event()
+
+        async def load() -> OperationReport:
+            await is_over.wait()
+            if error is not None:
+                raise error
+            return report
+
+        operation = await OperationRunner(store, tasks).start(report, load)
+        (tmp_path / "state").rename(tmp_path / "away")
+        report.outcomes["a:8000"] = Outcome("READY")
+        await wait_until_async(lambda: not store.is_available)  # progress was not recorded
+        is_over.set()
+        await wait_until_async(lambda: len(tasks) == 1)
+        (tmp_path / "away").rename(tmp_path / "state")
+        await asyncio.gather(*tasks)
+        found = await store.read_operation(operation)
+        assert found is not None
+        assert found["operation"] == ("succeeded" if error is None else "failed")
+        assert found["replicas"] == {"a:8000": {"state": "READY"}}
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_operation_that_ended_with_its_gateway_has_failed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state.json")
+        runner, report = OperationRunner(store, tasks), OperationReport("m", True, 2)
+
+        async def wait() -> OperationReport:
+            await asyncio.Event().wait()
+            return report
+
+        operation = await runner.start(report, wait)
+        running = await runner.read(operation)
+        assert running is not None
+        assert running["operation"] == "running"
+        for task in tasks:
+            task.cancel()  # as at the end of a gateway
+        await asyncio.gather(*tasks, return_exceptions=True)
+        old = {**running, "updated_at": int(time.time() - MAX_HEARTBEAT_AGE_S) - 1}
+        await store.record_operation(operation, old)
+        lost = await runner.read(operation)
+        assert lost == {
+            **old,
+            "operation": "failed",
+            "error": OperationLost.message,
+            "code": "UNAVAILABLE",
+        }
+        assert await runner.read("0" * 32) is None
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_key_that_is_limited_to_some_models_cannot_change_all_of_them(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    keys = written(tmp_path / "keys.yaml", ENTRIES)
+    url = demo_triton.options.url
+    with gateway_before(url, state="memory:", keys_file=str(keys), log_level="error") as client:
+        for method, path in (("PUT", "/v1/log-level"), ("POST", "/v1/replicas/a:1/cordon")):
+            body = {"level": "debug"}
+            refused = client.request(method, path, json=body, headers=bearer(TEXTS_ADMIN))
+            assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
+        assert client.get("/v1/log-level", headers=bearer(ADMIN)).json() == {"level": "error"}

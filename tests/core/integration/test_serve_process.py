@@ -1,0 +1,137 @@
+"""`triton-gateway serve` as a process: what it says at its start, and what it survives."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import trustme
+
+from tests.support.certificates import trusting, write_pair
+from tests.support.fake_triton import port_of
+from tests.support.servers import Command, free_ports, gateway_before
+from tests.support.wait import TIMEOUT_S, wait_until
+
+NO_TRITON = {"GATEWAY_TRITON_URLS": "http://127.0.0.1:9"}
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def test_a_misspelt_setting_is_warned_of_in_the_log_at_the_start(tmp_path: Path) -> None:
+    environment = {
+        "GATEWAY_MAX_BODY_BYTE": "5",
+        "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml"),  # so that it ends at once
+    }
+    with Command("serve", environment=environment) as serve:
+        assert serve.end() == 1
+    assert "did you mean GATEWAY_MAX_BODY_BYTES?" in serve.output
+
+
+def test_a_pair_that_does_not_fit_keeps_the_gateway_from_starting(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    write_pair(authority, tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    write_pair(authority, other)
+    environment = {
+        "GATEWAY_TLS_CERT_FILE": str(tmp_path / "cert.pem"),
+        "GATEWAY_TLS_KEY_FILE": str(other / "key.pem"),
+    }
+    with Command("serve", "--port", str(free_ports(1)[0]), environment=environment) as serve:
+        serve.wait_for("GATEWAY_TLS_KEY_FILE cannot be")
+        assert serve.end() == 1
+    assert "Traceback" not in serve.output
+
+
+def test_an_invalid_setting_is_reported_once_and_not_by_each_worker(tmp_path: Path) -> None:
+    environment = {**NO_TRITON, "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml")}
+    arguments = ("serve", "--port", str(free_ports(1)[0]), "--workers", "2")
+    with Command(*arguments, environment=environment) as serve:
+        assert serve.end() == 1
+    assert serve.output.count("none.yaml") == 1
+    assert "Traceback" not in serve.output
+
+
+def test_workers_speak_https(tmp_path: Path, authority: trustme.CA) -> None:
+    write_pair(authority, tmp_path)
+    (port,) = free_ports(1)
+    environment = {
+        **NO_TRITON,
+        "GATEWAY_TLS_CERT_FILE": str(tmp_path / "cert.pem"),
+        "GATEWAY_TLS_KEY_FILE": str(tmp_path / "key.pem"),
+    }
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as serve:
+        serve.wait_for("serving")
+        with httpx.Client(verify=trusting(authority), timeout=TIMEOUT_S) as client:
+            assert client.get(f"https://127.0.0.1:{port}/livez").status_code == 200
+
+
+@pytest.mark.fault("no file descriptors are left")
+def test_it_sheds_and_recovers_when_there_are_no_descriptors() -> None:
+    """A real gateway that may open 256 files, and 400 who want a connection."""
+    (port,) = free_ports(1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        command = Command("serve", "--port", str(port), environment=NO_TRITON, guarded=False)
+        resource.prlimit(command.pid, resource.RLIMIT_NOFILE, (256, 256))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with command:
+        try:
+            command.wait_for("serving")
+            command.wait_for("open files allows")
+            flood(command, port)
+        finally:
+            command.process.terminate()
+
+
+def flood(command: Command, port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(400):
+            connection = stack.enter_context(socket.socket())
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(("127.0.0.1", port))
+        process = psutil.Process(command.pid)
+        before, start = sum(process.cpu_times()[:2]), time.monotonic()
+        time.sleep(1)
+        spent = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - start)
+        print(f"{spent:.3f} of a core while connections are shed")
+        assert spent < 0.5  # it does not spin
+        assert process.num_fds() < 256
+        wait_until(lambda: is_answered(port, "/livez"))
+    wait_until(lambda: is_answered(port, "/docs"))
+
+
+def is_answered(port: int, path: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT_S).status_code == 200
+    return False
+
+
+def test_who_asks_first_for_the_description_of_the_api_holds_up_nobody() -> None:
+    """It takes half a second to build, and needs no key."""
+    (nobody,) = free_ports(1)
+    with gateway_before(f"http://127.0.0.1:{nobody}") as client, ExitStack() as stack:
+        document, liveness = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port_of(client))))
+            for _ in range(2)
+        ]
+        document.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        liveness.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answered, _, _ = select.select([document, liveness], [], [], TIMEOUT_S)
+        assert answered == [liveness]
+        assert document.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        assert client.get("/openapi.json").json() == client.get("/openapi.json").json()

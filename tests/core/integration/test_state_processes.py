@@ -1,0 +1,238 @@
+"""The state in processes that are several, are killed, may not write or have no room left."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.support.redis_server import RedisServer
+from tests.support.servers import ROOT
+from tests.support.state_contract import LOADED, is_leader, opened
+from tests.support.wait import TIMEOUT_S, wait_until_async
+
+
+@pytest.fixture(scope="module", name="server")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of a state that nobody has used."""
+    if request.param == "file":
+        return f"file://{tmp_path}/state.json"
+    server: RedisServer = request.getfixturevalue("server")
+    return server.url()
+
+
+@contextmanager
+def program(body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that does this, in an async function; gone afterwards."""
+    lines = textwrap.indent(body.strip(), "    ")
+    imports = "import asyncio, os, resource, sys\nfrom gateway.state.store import *"
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            f"{imports}\nasync def main():\n{lines}\nasyncio.run(main())",
+            *arguments,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+LEADER = """
+kept = open_state_store(sys.argv[1])
+while True:
+    print(await kept.acquire_lease("leader"), flush=True)
+    await asyncio.sleep(0.1)
+"""
+
+
+def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> None:
+    """In Redis it takes the 5 s until the lease has lapsed."""
+
+    async def scenario() -> None:
+        async with opened(url, 2) as several:
+
+            async def led() -> bool:
+                led = [await is_leader(kept) for kept in several]
+                assert not all(led)
+                return any(led)
+
+            with program(LEADER, url) as leader:
+                assert said(leader) == "True"
+                assert not await led()
+                leader.kill()
+                await wait_until_async(led)
+                assert await led()
+
+    asyncio.run(scenario())
+
+
+WRITER = """
+kept = open_state_store(sys.argv[1])
+for turn in range(int(sys.argv[3])):
+    await kept.set_desired_model(f"{sys.argv[2]}-{turn}", DesiredModel(True, {"config": sys.argv[2] * turn}))
+    await kept.set_desired_model("shared", DesiredModel(turn % 2 == 0))
+await kept.close()
+"""
+
+
+def test_no_change_is_lost_when_several_processes_make_them(url: str) -> None:
+    async def scenario() -> None:
+        async with opened(url) as (kept,):
+            wishes = await kept.read_desired_models()
+            assert set(wishes) == {f"{name}-{turn}" for name in "abcd" for turn in range(20)} | {
+                "shared"
+            }
+            assert wishes["c-7"].parameters == {"config": "ccccccc"}
+            assert len({wish.revision for wish in wishes.values()}) == len(wishes)
+            assert await kept.set_desired_model("last", LOADED) == 2 * 4 * 20 + 1
+
+    with ExitStack() as writing:
+        writers = [writing.enter_context(program(WRITER, url, name, "20")) for name in "abcd"]
+        assert [writer.wait(TIMEOUT_S) for writer in writers] == [0] * 4
+    asyncio.run(scenario())
+
+
+ANYBODY = """
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    open_state_store(sys.argv[1])
+except BadState as exc:
+    print(exc)
+"""
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_folder_where_this_user_may_not_write_is_told(used_before: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if used_before:
+            (folder / "state.json.lock").touch()
+            (folder / "state.json.lock").chmod(0o666)
+        folder.chmod(0o555)
+        with program(ANYBODY, f"file://{folder}/state.json") as other:
+            assert "state.json cannot be used (permission denied); it needs a folder" in said(other)
+        folder.chmod(0o755)
+
+
+def test_a_file_that_this_user_may_not_read_is_told() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / "state.json").touch(0)
+        with program(ANYBODY, f"file://{folder}/state.json") as other:
+            assert "state.json cannot be used (permission denied)" in said(other)
+
+
+FULL = """
+kept = open_state_store(sys.argv[1])
+await kept.set_desired_model("core", DesiredModel(True))
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+for change in (
+    kept.set_desired_model("large", DesiredModel(True, {"config": "x" * 1000})),
+    kept.record_operation("0" * 32, {"large": "x" * 1000}),
+):
+    try:
+        await change
+    except Exception as exc:
+        print(exc.status, exc.code, exc.detail, flush=True)
+print(list(await kept.read_desired_models()), await kept.read_operation("0" * 32), flush=True)
+sys.stdin.readline()
+await kept.set_desired_model("small", DesiredModel(False))
+await kept.record_operation("0" * 32, {"small": 1})
+print(list(await kept.read_desired_models()), await kept.read_operation("0" * 32), flush=True)
+await kept.close()
+"""
+
+
+@pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
+def test_a_disk_that_is_full_loses_nothing_that_was_kept(tmp_path: Path) -> None:
+    with program(FULL, f"file://{tmp_path}/state.json") as writer:
+        for _ in range(2):
+            assert said(writer) == (
+                "503 STATE_UNAVAILABLE the desired state cannot be written: file too large"
+            )
+        assert said(writer) == "['core'] None"
+        names = {path.name for path in tmp_path.rglob("*")}
+        assert names == {f"state.json{end}" for end in ("", ".lock", ".operations")}
+        assert writer.stdin is not None
+        writer.stdin.close()
+        assert said(writer) == "['core', 'small'] {'small': 1}"
+        assert writer.wait(TIMEOUT_S) == 0
+
+
+ENDLESS = """
+kept = open_state_store(sys.argv[1])
+turn = 0
+while True:
+    await kept.set_desired_model("core", DesiredModel(True, {"config": "x" * 50_000, "turn": turn}))
+    turn += 1
+    print(turn, flush=True)
+"""
+
+
+@pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
+def test_a_process_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(url) as (kept,):
+            wish = (await kept.read_desired_models())["core"]
+            assert wish.parameters["turn"] >= turn
+            await kept.set_desired_model("text_core", LOADED)
+            await kept.set_desired_model("core", None)
+
+    url = f"file://{tmp_path}/state.json"
+    for pause_s in (0.0, 0.001, 0.003, 0.007):
+        with program(ENDLESS, url) as writer:
+            turn = int(said(writer)) - 1
+            time.sleep(pause_s)
+        asyncio.run(scenario())
+
+
+def test_without_the_extra_it_is_told_what_to_install(tmp_path: Path) -> None:
+    """In an environment that is this one, less redis."""
+    installed = Path(redis.__file__).parents[1]
+    for path in installed.iterdir():
+        if path.name != "redis":
+            (tmp_path / path.name).symlink_to(path)
+    code = (
+        "from gateway.state.store import *\n"
+        "open_state_store('memory:')\n"
+        "try: open_state_store('redis://host')\n"
+        "except BadState as exc: print(exc)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert ended.stdout == (
+        "GATEWAY_STATE uses Redis, which requires: pip install 'triton-gateway[redis]'\n"
+    ), ended.stderr

@@ -1,0 +1,508 @@
+"""What the API asked of models, in a real Redis: kept, shared, and left alone while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+import pytest
+import trustme
+import uvloop
+
+from gateway.errors import StateUnavailable
+from gateway.fleet.models_file import ModelsFile
+from gateway.fleet.shared_state import SharedState
+from gateway.state.desired import DesiredModel, StateStore
+from tests.support.errors import assert_error
+from tests.support.keys import INFER, bearer, entry, written
+from tests.support.redis_server import RedisServer
+from tests.support.servers import free_ports, gateway
+from tests.support.state_contract import (
+    ID,
+    LOADED,
+    UNLOADED,
+    Fresh,
+    Scenario,
+    SharedStateContract,
+    StateContract,
+    is_leader,
+    opened,
+)
+from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
+
+
+@pytest.fixture(scope="module", name="server")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fresh(server: RedisServer) -> Fresh:
+    return server.url
+
+
+@pytest.fixture(scope="module")
+def shared(server: RedisServer) -> Fresh:
+    return server.url
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    loop: Callable[[Scenario], None] = request.param
+    return loop
+
+
+class TestRedis(StateContract):
+    pass
+
+
+class TestSharedRedis(SharedStateContract):
+    pass
+
+
+@pytest.mark.fault("Redis goes away and comes back")
+def test_redis_may_be_away_at_the_start_and_later(
+    tmp_path: Path, run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(kept: StateStore) -> None:
+        for question in (kept.read_desired_models(), kept.read_operation(ID)):
+            with pytest.raises(StateUnavailable, match="read: Redis is unreachable"):
+                await question
+        for change in (kept.set_desired_model("core", LOADED), kept.record_operation(ID, {})):
+            with pytest.raises(StateUnavailable, match="written: Redis is unreachable"):
+                await change
+        assert await is_leader(kept)
+
+    async def back(kept: StateStore, loaded: bool) -> None:
+        server.start()
+        assert await kept.read_desired_models() == {}  # this Redis keeps nothing on a disk
+        await kept.set_desired_model("core", DesiredModel(loaded))
+        assert (await kept.read_desired_models())["core"].is_loaded == loaded
+        assert await is_leader(kept)
+
+    async def scenario() -> None:
+        async with opened(server.url(), 2) as several:
+            for loaded in (True, False, True):
+                for kept in several:
+                    await away(kept)
+                await back(several[0], loaded)
+                assert (await several[1].read_desired_models())["core"].is_loaded == loaded
+                assert not await is_leader(several[1])
+                server.kill()
+
+    caplog.set_level(logging.INFO)
+    with RedisServer(tmp_path) as server:
+        server.kill()
+        run(scenario())
+    told = [
+        record.getMessage() for record in caplog.records if record.name.startswith("gateway.state.")
+    ]
+    place = f"the state at redis://127.0.0.1:{server.port}/0"
+    # Each of the two stores loses it three times and tells it once each time, not each time it asks.
+    assert told.count(f"{place} cannot be read: Redis is unreachable") == 6
+    assert told.count(f"{place} can be read again") == 6
+
+
+@pytest.mark.fault("Redis goes away and comes back")
+def test_a_redis_that_hangs_is_not_waited_for(
+    tmp_path: Path, run: Callable[[Scenario], None]
+) -> None:
+    async def scenario() -> None:
+        async with opened(server.url(), 2) as (used, new):
+            await used.set_desired_model("core", LOADED)
+            server.signal(signal.SIGSTOP)
+            for answers in await asyncio.gather(ask(used), ask(new)):  # while it hangs
+                assert [type(answer) for answer in answers] == [StateUnavailable] * 3 + [bool]
+                assert "no response from Redis" in str(answers[0])
+            server.signal(signal.SIGCONT)
+            await used.set_desired_model("core", LOADED)
+            assert (await new.read_desired_models())["core"].is_loaded
+
+    async def ask(kept: StateStore) -> list[Any]:
+        questions = (
+            kept.read_desired_models(),
+            kept.set_desired_model("core", UNLOADED),
+            kept.read_operation(ID),
+        )
+        return [*await asyncio.gather(*questions, is_leader(kept), return_exceptions=True)]
+
+    with RedisServer(tmp_path) as server:
+        run(scenario())
+
+
+def test_a_load_that_ends_while_redis_is_away_is_not_under_way_for_ever(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(server.url(), 2) as (store, other):
+            state = SharedState(store, ModelsFile(None), can_upload=False)
+            started = await state.begin_load("a:8000", "core")
+            with server.client() as client:
+                client.replicaof("127.0.0.1", str(free_ports(1)[0]))  # not writable
+                await state.end_load("a:8000", "core", started, "7")
+                await state.refresh()
+                assert state.loads == {"a:8000": {"core": "7"}}
+                assert await other.read_loads() == {"a:8000": {"core": started.token}}
+                client.replicaof("NO", "ONE")
+            for _ in range(2):
+                await state.refresh()
+                assert state.loads == await other.read_loads() == {"a:8000": {"core": "7"}}
+
+    with RedisServer(tmp_path) as server:
+        asyncio.run(scenario())
+
+
+def test_a_gateway_ends_in_time_when_redis_hangs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        url = server.url()
+        async with opened(url) as (leader,):
+            assert await is_leader(leader)
+            async with opened(url) as (other,):
+                assert not await is_leader(other)
+                server.signal(signal.SIGSTOP)  # and so it is when both have closed
+        server.signal(signal.SIGCONT)
+        # Each asked whether it leads, and only the leader had anything to give back.
+        await wait_until_async(lambda: scripts() >= 3)
+        assert scripts() == 3
+
+    def scripts() -> int:
+        with server.client() as client:
+            calls: int = client.info("commandstats")["cmdstat_eval"]["calls"]
+        return calls
+
+    with RedisServer(tmp_path) as server:
+        asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def stranger(answer: bytes, *then: bytes, pause_s: float = 0) -> AsyncIterator[str]:
+    """The address of what is no Redis: it answers the first line, and goes on after each pause."""
+    tasks: set[asyncio.Task[None] | None] = set()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        try:
+            await reader.readline()
+            writer.write(answer)
+            for piece in then:
+                await asyncio.sleep(pause_s)
+                writer.write(piece)
+                await writer.drain()
+        except (OSError, asyncio.CancelledError):
+            pass  # the client has had enough, or the test is over
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for task in filter(None, tasks):
+            task.cancel()
+        await asyncio.gather(*filter(None, tasks))
+
+
+@pytest.mark.long
+def test_answers_that_all_come_late_are_not_waited_for_one_after_the_other() -> None:
+    """It takes the 3 s in which a question must be answered, and not the 160 s of all pieces."""
+
+    async def scenario() -> None:
+        late = stranger(b"", *[b"+OK\r\n"] * 200, pause_s=0.8)
+        async with late as url, opened(f"{url}/1".replace("//", "//:password@")) as (kept,):
+            with pytest.raises(StateUnavailable, match="no response from Redis"):
+                await asyncio.wait_for(kept.read_desired_models(), TIMEOUT_S)
+
+    asyncio.run(scenario())
+
+
+def test_what_answers_and_is_no_redis_is_told(run: Callable[[Scenario], None]) -> None:
+    async def scenario() -> None:
+        async with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (kept,):
+            with pytest.raises(StateUnavailable, match="the server is not Redis"):
+                await kept.read_desired_models()
+            assert await is_leader(kept)
+
+    run(scenario())
+
+
+def test_connections_that_redis_has_closed_are_made_again(server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with opened(server.url()) as (kept,):
+            await asyncio.gather(*(kept.read_desired_models() for _ in range(5)))
+            with server.client() as client:
+                assert client.client_kill_filter(_type="normal", skipme=True) >= 5
+            for _ in range(6):
+                await kept.read_desired_models()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--requirepass", "another one"], "Redis rejects this user or password"),
+        # It quotes the arguments of a command that it does not know.
+        (["--rename-command", "AUTH", ""], "Redis rejected a command"),
+    ],
+)
+def test_a_password_is_never_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: list[str], reason: str
+) -> None:
+    async def scenario(url: str) -> None:
+        async with opened(url) as (kept,):
+            with pytest.raises(StateUnavailable) as refused:
+                await kept.read_desired_models()
+            assert refused.value.detail.endswith(f"cannot be read: {reason}")
+            assert "hunter2" not in "".join(traceback.format_exception(refused.value))
+
+    caplog.set_level(logging.DEBUG)
+    with RedisServer(tmp_path, *options) as server:
+        for user in ("", "me"):
+            asyncio.run(scenario(server.url().replace("//", f"//{user}:hunter2%23@")))
+    assert f"127.0.0.1:{server.port}/0 cannot be read: {reason}" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def test_a_password_may_hold_anything(tmp_path: Path) -> None:
+    async def scenario(url: str) -> None:
+        async with opened(url) as (kept,):
+            await kept.set_desired_model("core", LOADED)
+            assert "core" in await kept.read_desired_models()
+
+    with RedisServer(tmp_path, "--requirepass", "#/?@:%ü") as server:
+        asyncio.run(scenario(server.url().replace("//", f"//:{quote('#/?@:%ü', safe='')}@")))
+
+
+def test_tls_is_used_and_checked(tmp_path: Path) -> None:
+    async def scenario(authority: Path, reason: str) -> None:
+        url = server.url(ssl_ca_certs=str(authority)).replace("redis://", "rediss://")
+        async with opened(url) as (kept,):
+            if reason:
+                with pytest.raises(StateUnavailable, match=reason):
+                    await kept.set_desired_model("core", LOADED)
+            else:
+                await kept.set_desired_model("core", LOADED)
+                assert "core" in await kept.read_desired_models()
+
+    for name in ("ours", "theirs"):
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(tmp_path / f"{name}.pem")
+        certificate = authority.issue_cert("127.0.0.1")
+        certificate.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        certificate.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.crt")
+    options = (
+        *("--port", "0", "--tls-port", "PORT", "--tls-auth-clients", "no"),
+        *("--tls-cert-file", str(tmp_path / "ours.crt")),
+        *("--tls-key-file", str(tmp_path / "ours.key")),
+        *("--tls-ca-cert-file", str(tmp_path / "ours.pem")),
+    )
+    with RedisServer(tmp_path, *options) as server:
+        asyncio.run(scenario(tmp_path / "ours.pem", ""))
+        asyncio.run(scenario(tmp_path / "theirs.pem", "Redis is unreachable"))
+
+
+def test_a_copy_of_redis_is_read_and_told_when_it_cannot_be_written_to(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(server.url()) as (kept,):
+            assert await kept.read_desired_models() == {}
+            with pytest.raises(StateUnavailable, match="this Redis is a read-only replica"):
+                await kept.set_desired_model("core", LOADED)
+            assert await is_leader(kept)
+
+    with RedisServer(tmp_path) as server:
+        with server.client() as client:
+            client.replicaof("127.0.0.1", str(free_ports(1)[0]))
+        asyncio.run(scenario())
+
+
+def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def by_hand(key: str, value: str, field: str = "") -> None:
+        with server.client() as client:
+            if field:
+                client.hset(f"{prefix}{key}", field, value)
+            else:
+                client.set(f"{prefix}{key}", value)
+            client.set(f"{prefix}change", f"by hand: {key}")
+
+    async def scenario() -> None:
+        async with opened(url) as (kept,):
+            await kept.set_desired_model("core", LOADED)
+            by_hand("wishes", "{", field="broken")
+            for _ in range(3):
+                with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
+                    await kept.read_desired_models()
+            await kept.set_desired_model("broken", None)
+            assert list(await kept.read_desired_models()) == ["core"]
+            by_hand(f"operation:{ID}", "{")
+            with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
+                await kept.read_operation(ID)
+            by_hand("wishes", "a text")
+            with pytest.raises(StateUnavailable, match=r"Redis rejected a command \(WRONGTYPE\)"):
+                await kept.read_desired_models()
+
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    asyncio.run(scenario())
+    told = [record.getMessage() for record in caplog.records if "invalid data" in record.message]
+    assert len(told) == 2
+
+
+LABEL = '{"version": "1"}'
+# Entries of hashes that no gateway writes.
+HOSTILE: list[tuple[str, str | bytes, str | bytes]] = [
+    ("labels", "5", LABEL),
+    ("labels", '["m"]', LABEL),
+    ("labels", '[["m"], "stable"]', LABEL),
+    ("labels", '["m", 5]', LABEL),
+    ("labels", '["m", "../stable"]', LABEL),
+    ("labels", '["m", "stable"]', '{"version": {"1": 1}}'),
+    ("labels", b"\xff", LABEL),
+    ("loads", "5", "1"),
+    ("loads", '{"a": 1, "b": 2}', "1"),
+    ("loads", '[["a"], "m"]', "1"),
+    ("loads", '["a", "m"]', b"\xff"),
+    ("wishes", "m", '{"loaded": 1, "parameters": {}, "revision": 1}'),
+    ("wishes", b"\xff", '{"loaded": true, "parameters": {}, "revision": 1}'),
+]
+
+
+def put_entry(
+    client: Any, prefix: str, key: str, field: str | bytes, value: str | bytes | None
+) -> None:
+    """Set the entry of a hash, or delete it if None, as somebody does who knows the keys."""
+    if value is None:
+        client.hdel(f"{prefix}{key}", field)
+    else:
+        client.hset(f"{prefix}{key}", field, value)
+    change = "change" if key == "wishes" else f"{key}-change"
+    client.set(f"{prefix}{change}", uuid4().hex)
+
+
+@pytest.mark.fault(
+    "somebody writes anything else into Redis: other types, structures, names, counters"
+)
+def test_an_entry_that_no_gateway_writes_is_invalid_data(server: RedisServer) -> None:
+    async def scenario() -> None:
+        with server.client() as client:
+            async with opened(url) as (kept,):
+                reads: dict[str, Callable[[], Awaitable[Any]]] = {
+                    "labels": kept.read_labels,
+                    "loads": kept.read_loads,
+                    "wishes": kept.read_desired_models,
+                }
+                for key, field, value in HOSTILE:
+                    put_entry(client, prefix, key, field, value)
+                    with pytest.raises(StateUnavailable, match="invalid data"):
+                        await reads[key]()
+                    put_entry(client, prefix, key, field, None)
+                    assert await reads[key]() == {}
+
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    asyncio.run(scenario())
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "somebody writes anything else into Redis: other types, structures, names, counters"
+)
+def test_a_gateway_survives_whatever_stands_in_redis(server: RedisServer, tmp_path: Path) -> None:
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    (nobody,) = free_ports(1)
+    settings = {"state": url, "on_demand_models": "*", "log_level": "warning"}
+
+    with (
+        server.client() as redis_client,
+        gateway(f"http://127.0.0.1:{nobody}", **settings) as (client, command),
+    ):
+        put = partial(put_entry, redis_client, prefix)
+        for number, (key, field, value) in enumerate((HOSTILE[0], HOSTILE[7])):
+            seen = command.output.count("cannot be read: Redis has invalid data")
+            put(key, field, value)
+            wait_until(
+                lambda seen=seen: (  # type: ignore[misc]
+                    command.output.count("cannot be read: Redis has invalid data") > seen
+                )
+            )
+            put(key, field, None)
+            put("labels", f'["m", "label{number}"]', LABEL)
+            wait_until(
+                lambda number=number: (  # type: ignore[misc]
+                    f"label{number}" in client.get("/v1/models/m/labels").text
+                )
+            )
+        redis_client.sadd(f"{prefix}cordons", b"\xff")
+        command.wait_for("cannot be read: Redis has invalid data")
+        for record in ("5", "[]", '{"model": "m", "id": []', b"\xff"):
+            redis_client.set(f"{prefix}operation:{ID}", record)
+            refused = client.get(f"/v1/operations/{ID}")
+            assert_error(refused, 503, "STATE_UNAVAILABLE", "invalid data")
+        for record in ("{}", '{"model": 5}'):
+            redis_client.set(f"{prefix}operation:{ID}", record)
+            assert_error(client.get(f"/v1/operations/{ID}"), 404, "NOT_FOUND", "operation")
+        for at in ("", "0 ", "99999999999999 ", "x"):  # in milliseconds
+            for report in ("5", "[]", '{"ages": 5}', '{"demand": {"requests": 1e999}}', "{"):
+                redis_client.hset(f"{prefix}reports", uuid4().hex, f"{at}{report}")
+        wait_until(lambda: redis_client.hlen(f"{prefix}reports") == 1)  # the gateway's own
+        assert client.get("/livez").status_code == 200
+
+
+@pytest.mark.fault(
+    "somebody writes anything else into Redis: other types, structures, names, counters"
+)
+def test_a_rate_is_counted_whatever_stands_in_redis(server: RedisServer, tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer", requests_per_second=1)])
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    (nobody,) = free_ports(1)
+    with (
+        server.client() as redis_client,
+        gateway(f"http://127.0.0.1:{nobody}", state=url, keys_file=str(keys)) as (client, _),
+    ):
+        call = partial(client.get, "/v2", headers=bearer(INFER))
+        call()
+        for value in ("abc", "-5", "1e30", "9" * 40, "", b"\xff"):
+            for key in list(redis_client.scan_iter(f"{prefix}rate*")):
+                redis_client.set(key, value, ex=1)
+            statuses = {call().status_code for _ in range(3)}
+            print(value, statuses)
+            assert not statuses & {500, 502}
+
+
+def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with opened(url) as (kept,):
+            assert await is_leader(kept)
+            await kept.set_desired_model("core", LOADED)
+            await kept.record_operation(ID, {})
+
+    async def look() -> None:
+        with server.client() as client:
+            left = {key.decode(): client.ttl(key) for key in client.scan_iter(f"{prefix}*")}
+        assert 3000 < left.pop(f"{prefix}operation:{ID}") <= 3600
+        assert left == dict.fromkeys((f"{prefix}{n}" for n in ("wishes", "revision", "change")), -1)
+
+    url = server.url()
+    prefix = url.partition("prefix=")[2]
+    asyncio.run(scenario())
+    asyncio.run(look())
+
+
+def test_gateways_with_other_prefixes_do_not_meet(server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with opened(server.url()) as (one,), opened(server.url()) as (other,):
+            await one.set_desired_model("core", LOADED)
+            assert await other.read_desired_models() == {}
+            assert await is_leader(one)
+            assert await is_leader(other)
+
+    asyncio.run(scenario())

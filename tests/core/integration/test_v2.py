@@ -1,0 +1,906 @@
+"""`/v2/**`: the real tritonserver asked directly and through the gateway gives the same answer.
+
+Where a real one cannot tell what reached it, or cannot be made to stall, a fake one stands in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gzip
+import json
+import queue
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import numpy as np
+import psutil
+import pytest
+import tritonclient.http as triton_http
+import tritonclient.http.aio as triton_aio
+from tritonclient.utils import InferenceServerException
+
+from gateway.errors import serialize_error
+from tests.support.fake_triton import SAID, Fake, Got, Headers, Wire, ask, fake_triton, port_of
+from tests.support.model_zoo.zoo import LABELS, TICKING, Model, Names, T, identity, write_repository
+from tests.support.servers import gateway_before, triton_on_free_ports
+from tests.support.wait import TIMEOUT_S, lengthening, wait_until
+
+MODELS = (
+    identity("wide", "FP32", (-1,)),
+    identity("numbers", "INT64", (-1,)),
+    identity("text", "BYTES", (-1,)),
+    Model(
+        "pair", "arithmetic",
+        (T("A", "INT32", (2,)), T("B", "INT32", (2,))),
+        (T("SUM", "INT32", (2,)), T("PRODUCT", "INT32", (2,))),
+        8,
+    ),
+    Model("classes", "identity", (T("X", "FP32", (3,)),), (T("Y", "FP32", (3,), labels=LABELS),), 8),
+    Model("failing", "failing", (T("X", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 8),
+    TICKING,
+)  # fmt: skip
+
+MIB = 1 << 20
+
+
+# What speaks HTTP here: a connection that shows every byte, and a Triton that records what it got.
+
+
+@dataclass(frozen=True)
+class Doors:
+    """The same Triton by two ports."""
+
+    triton: int
+    gateway: int
+    url: str
+
+    def both(self, *request: Any) -> tuple[Got, Got]:
+        return ask(self.triton, *request), ask(self.gateway, *request)
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+    folder = tmp_path_factory.mktemp("v2")
+    write_repository(folder, Names(), MODELS)
+    with triton_on_free_ports(folder) as triton, gateway_before(triton.options.url) as client:
+        yield Doors(triton.options.http_port, port_of(client), triton.options.url)
+
+
+@pytest.fixture(scope="module")
+def limited(doors: Doors) -> Iterator[int]:
+    """The port of a gateway before the same Triton that takes bodies of a megabyte."""
+    with gateway_before(doors.url, max_body_bytes="1000000") as client:
+        yield port_of(client)
+
+
+@pytest.fixture(scope="module")
+def shared_fake() -> Iterator[tuple[Fake, int]]:
+    """A fake Triton, and the port of a gateway before it, which waits for answers for an hour."""
+    hour = {"request_timeout_s": "3600", "max_request_timeout_s": "3600"}
+    with fake_triton() as fake, gateway_before(f"http://127.0.0.1:{fake.port}", **hour) as client:
+        yield fake, port_of(client)
+
+
+@pytest.fixture
+def faked(shared_fake: tuple[Fake, int]) -> tuple[Fake, int]:
+    shared_fake[0].clear()
+    return shared_fake
+
+
+def assert_error(got: Got, status: int, code: str) -> str:
+    """The shape of every error; its sentence."""
+    assert got.status == status, got.body
+    assert got.header("content-type") == "application/json"
+    told = json.loads(got.body)
+    assert told.keys() == {"error", "code", "request_id"}
+    assert told["code"] == code
+    assert told["request_id"] == got.header("x-request-id") != ""
+    assert got.body == serialize_error(told["error"], told["code"], told["request_id"])
+    assert_tells_nothing_of_the_inside(told["error"])
+    return str(told["error"])
+
+
+def assert_tells_nothing_of_the_inside(sentence: str) -> None:
+    assert sentence
+    assert not re.search(r"/srv|/tmp|\.py|Traceback|At:|0x|shm|\n|^\{", sentence), sentence
+
+
+# Triton's own Python client, both kinds of it.
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("is_server_live", {}),
+    ("is_server_ready", {}),
+    ("is_model_ready", {"model_name": "pair"}),
+    ("is_model_ready", {"model_name": "pair", "model_version": "1"}),
+    ("is_model_ready", {"model_name": "nobody"}),
+    ("get_server_metadata", {}),
+    ("get_server_metadata", {"query_params": {"a": "b c", "d": [1, 2]}}),
+    ("get_model_metadata", {"model_name": "pair", "headers": {"X-Any": "thing"}}),
+    ("get_model_metadata", {"model_name": "pair", "model_version": "1"}),
+    ("get_model_config", {"model_name": "classes"}),
+    ("get_model_config", {"model_name": "classes", "model_version": "1"}),
+    ("get_model_repository_index", {}),
+    ("unload_model", {"model_name": "numbers"}),
+    ("load_model", {"model_name": "numbers"}),
+    ("get_inference_statistics", {}),
+    ("get_inference_statistics", {"model_name": "pair"}),
+    ("get_inference_statistics", {"model_name": "pair", "model_version": "1"}),
+    ("update_trace_settings", {"model_name": "pair", "settings": {"trace_rate": "7"}}),
+    ("get_trace_settings", {}),
+    ("get_trace_settings", {"model_name": "pair"}),
+    ("update_log_settings", {"settings": {"log_verbose_level": 0}}),
+    ("get_log_settings", {}),
+]
+
+
+def steady(answer: Any) -> Any:
+    """Without times and counts, which an unload puts back to nothing."""
+    if isinstance(answer, dict):
+        return {name: steady(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [steady(value) for value in answer]
+    return type(answer) if isinstance(answer, int) and not isinstance(answer, bool) else answer
+
+
+def tensor(name: str, array: np.ndarray, *, binary: bool = True) -> triton_http.InferInput:
+    datatype = triton_http.np_to_triton_dtype(array.dtype)
+    made = triton_http.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array, binary_data=binary)
+    return made
+
+
+def wanted(name: str, **options: Any) -> triton_http.InferRequestedOutput:
+    return triton_http.InferRequestedOutput(name, **options)
+
+
+A, B = np.array([[1, -2], [3, 4]], np.int32), np.array([[10, 20], [30, 40]], np.int32)
+WIDE = np.linspace(-1, 1, 4096, dtype=np.float32)
+TEXT = np.array([b"", b"\xff\x00\xfe", "안녕 ☕".encode()], object)
+WORDS = np.array(["plain", "", "안녕 ☕"], object)
+SCORES = np.array([[0.1, 0.7, 0.2]], np.float32)
+X_WIDE = [tensor("X", WIDE)]
+
+INFERENCES: dict[str, dict[str, Any]] = {
+    "binary": {"model_name": "pair", "inputs": [tensor("A", A), tensor("B", B)]},
+    "JSON": {
+        "model_name": "pair",
+        "inputs": [tensor("A", A, binary=False), tensor("B", B, binary=False)],
+        "outputs": [wanted("SUM", binary_data=False), wanted("PRODUCT", binary_data=False)],
+    },
+    "mixed": {
+        "model_name": "pair",
+        "model_version": "1",
+        "inputs": [tensor("B", B, binary=False), tensor("A", A)],
+        "outputs": [wanted("PRODUCT", binary_data=False), wanted("SUM")],
+        "request_id": "my own/id",
+        "parameters": {"mine": "yes", "count": 3, "flag": True},
+        "priority": 1,
+        "timeout": 20_000_000,
+        "sequence_id": 5,
+        "sequence_start": True,
+        "query_params": {"why": "not"},
+        "headers": {"X-Any": "thing"},
+    },
+    "one of the outputs": {
+        "model_name": "pair",
+        "inputs": [tensor("A", A), tensor("B", B)],
+        "outputs": [wanted("PRODUCT")],
+    },
+    "bytes": {"model_name": "text", "inputs": [tensor("X", TEXT)]},
+    "text as JSON": {
+        "model_name": "text",
+        "inputs": [tensor("X", WORDS, binary=False)],
+        "outputs": [wanted("Y", binary_data=False)],
+    },
+    "classes": {
+        "model_name": "classes",
+        "inputs": [tensor("X", SCORES)],
+        "outputs": [wanted("Y", class_count=2)],
+    },
+    "no elements": {"model_name": "wide", "inputs": [tensor("X", WIDE[:0])]},
+    **{
+        f"{up} up, {down} down": {
+            "model_name": "wide",
+            "inputs": X_WIDE,
+            "request_compression_algorithm": up,
+            "response_compression_algorithm": down,
+        }
+        for up, down in [
+            ("gzip", None), ("deflate", None), (None, "gzip"), (None, "deflate"), ("gzip", "deflate")
+        ]
+    },
+}  # fmt: skip
+FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an unknown model": ({"model_name": "nobody", "inputs": X_WIDE}, "404", "nobody"),
+    "an unknown version": (
+        {"model_name": "wide", "model_version": "9", "inputs": X_WIDE}, "404", "version 9",
+    ),
+    "a wrong shape": (
+        {"model_name": "pair", "inputs": [tensor("A", A[:, :1]), tensor("B", B)]}, "422", "shape",
+    ),
+    "a missing input": ({"model_name": "pair", "inputs": [tensor("A", A)]}, "422", "inputs"),
+    "an unknown output": (
+        {"model_name": "wide", "inputs": X_WIDE, "outputs": [wanted("Z")]}, "422", "'Z'",
+    ),
+    "a model that raises": ({"model_name": "failing", "inputs": [tensor("X", SCORES[:, :1])]}, "500", "boom"),
+    "a model that streams": (
+        {
+            "model_name": "ticking",
+            "inputs": [tensor("COUNT", A[0, :1]), tensor("SECONDS", WIDE[-1:])],
+        },
+        "422", "stream",
+    ),
+}  # fmt: skip
+
+
+def seen(result: triton_http.InferResult) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+    document = result.get_response()
+    arrays = {output["name"]: result.as_numpy(output["name"]) for output in document["outputs"]}
+    return document, {name: (array.dtype, array.tolist()) for name, array in arrays.items()}
+
+
+def by_the_sync_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    with triton_http.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        results = {name: seen(client.infer(**infer)) for name, infer in INFERENCES.items()}
+        failures = {}
+        for name, (infer, _, _) in FAILURES.items():
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer(**infer)
+            failures[name] = caught.value
+        calls = [steady(getattr(client, name)(**arguments)) for name, arguments in CALLS]
+    return calls, results, failures
+
+
+async def by_the_aio_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        results = {name: seen(await client.infer(**infer)) for name, infer in INFERENCES.items()}
+        failures = {}
+        for name, (infer, _, _) in FAILURES.items():
+            with pytest.raises(InferenceServerException) as caught:
+                await client.infer(**infer)
+            failures[name] = caught.value
+        calls = [steady(await getattr(client, name)(**arguments)) for name, arguments in CALLS]
+    return calls, results, failures
+
+
+@pytest.mark.parametrize("kind", ["sync", "aio"])
+def test_tritons_own_client_sees_no_difference(doors: Doors, kind: str) -> None:
+    def through(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        if kind == "sync":
+            return by_the_sync_client(port)
+        return asyncio.run(by_the_aio_client(port))
+
+    direct, (calls, results, failures) = through(doors.triton), through(doors.gateway)
+    for (name, arguments), expected, got in zip(CALLS, direct[0], calls, strict=True):
+        assert got == expected, (name, arguments)
+    for name, expected in direct[1].items():
+        assert results[name] == expected, name
+    assert results["mixed"][0]["id"] == "my own/id"
+    assert results["mixed"][1]["SUM"][1] == (A + B).tolist()
+    assert results["gzip up, deflate down"][1]["Y"][1] == WIDE.tolist()
+    assert results["classes"][1]["Y"][1] == [[b"0.700000:1:dog", b"0.200000:2:a bird: any"]]
+    for name, (_, status, words) in FAILURES.items():
+        assert isinstance(direct[2][name], InferenceServerException)
+        assert failures[name].status() == status, (name, failures[name])
+        assert words in failures[name].message(), name
+        assert_tells_nothing_of_the_inside(failures[name].message())
+
+
+def test_tritons_own_client_is_told_why_shared_memory_is_refused(doors: Doors) -> None:
+    with triton_http.InferenceServerClient(f"127.0.0.1:{doors.gateway}") as client:
+        with pytest.raises(InferenceServerException, match="shared memory cannot") as caught:
+            client.register_system_shared_memory("mine", "/mine", 4)
+        assert caught.value.status() == "403"
+        with pytest.raises(InferenceServerException, match="shared memory cannot") as caught:
+            client.register_cuda_shared_memory("mine", b"handle", 0, 4)
+        assert caught.value.status() == "403"
+
+
+def test_shared_memory_is_listed_as_empty_and_unregistered_as_by_triton(doors: Doors) -> None:
+    for kind in ("system", "cuda"):
+        base = f"/v2/{kind}sharedmemory"
+        for method, path in (
+            ("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/mine/unregister"),
+        ):  # fmt: skip
+            direct, got = doors.both(method, base + path)
+            assert got.content == direct.content
+            assert got.header("content-length") == direct.header("content-length")
+        region = ask(doors.gateway, "GET", f"{base}/region/mine/status")
+        assert (region.status, region.body) == (200, b"[]")
+        for method, path in (("POST", "/status"), ("GET", "/unregister")):
+            direct, got = doors.both(method, base + path)
+            assert got.status == direct.status
+            assert_error(got, 405, "METHOD_NOT_ALLOWED")
+
+
+# Bytes.
+
+PAIR = {
+    "id": "1",
+    "inputs": [
+        {"name": "A", "shape": [1, 2], "datatype": "INT32", "data": [1, 2]},
+        {"name": "B", "shape": [1, 2], "datatype": "INT32", "data": [3, 4]},
+    ],
+}
+PAIR_JSON = json.dumps(PAIR).encode()
+SLICES = [PAIR_JSON[i : i + 7] for i in range(0, len(PAIR_JSON), 7)]
+
+
+def binary(model_input: str, array: np.ndarray) -> tuple[Headers, bytes]:
+    """A request in the binary extension, and its header."""
+    body, length = triton_http.InferenceServerClient.generate_request_body(
+        [tensor(model_input, array)]
+    )
+    return [("Inference-Header-Content-Length", str(length))], body
+
+
+BINARY, BINARY_BODY = binary("X", WIDE)
+JSON_TYPE = ("Content-Type", "application/json")
+# JSON as the body of `wide` is one tensor: its bytes are the values.
+EXCHANGES: list[tuple[str, str, Headers, bytes | list[bytes]]] = [
+    ("GET", "/v2/health/live", [], b""),
+    ("GET", "/v2/health/ready", [], b""),
+    ("GET", "/v2", [], b""),
+    ("GET", "/v2?a=%20b&a=c+d&&=%zz", [], b""),
+    ("GET", "/v2/models/pair", [("Accept-Encoding", "gzip, deflate")], b""),
+    ("GET", "/v2/models/pair/ready", [], b""),
+    ("GET", "/v2/models/pair/versions/1/ready", [], b""),
+    ("GET", "/v2/models/pair/versions/1", [], b""),
+    ("GET", "/v2/models/pair/config", [], b""),
+    ("GET", "/v2/models/pair/versions/1/config", [], b""),
+    ("GET", "/v2/models/pair/stats", [], b""),
+    ("GET", "/v2/models/stats", [], b""),
+    ("GET", "/v2/logging", [], b""),
+    ("GET", "/v2/trace/setting", [], b""),
+    ("POST", "/v2/models/pair/infer", [JSON_TYPE], PAIR_JSON),
+    ("POST", "/v2/models/pair/versions/1/infer?a=b", [JSON_TYPE], PAIR_JSON),
+    ("POST", "/v2/models/pair/infer", [("Content-Type", "text/nonsense")], PAIR_JSON),
+    ("POST", "/v2/models/pair/infer", [JSON_TYPE], [PAIR_JSON]),
+    ("POST", "/v2/models/pair/infer", [JSON_TYPE], SLICES),
+    ("POST", "/v2/models/pair/infer", [("Expect", "100-continue")], PAIR_JSON),
+    ("POST", "/v2/models/pair/infer", [("Content-Encoding", "gzip")], gzip.compress(PAIR_JSON)),
+    ("POST", "/v2/models/pair/infer", [("Accept-Encoding", "gzip")], PAIR_JSON),
+    ("POST", "/v2/models/wide/infer", BINARY, BINARY_BODY),
+    ("POST", "/v2/models/wide/infer", BINARY, [BINARY_BODY[:1000], BINARY_BODY[1000:]]),
+    ("POST", "/v2/models/wide/infer", [*BINARY, ("Content-Encoding", "gzip")], gzip.compress(BINARY_BODY)),
+    ("POST", "/v2/models/wide/infer", [*BINARY, ("Accept-Encoding", "deflate")], BINARY_BODY),
+    ("POST", "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")], WIDE.tobytes()),
+    ("POST", "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")], [WIDE.tobytes()] * 3),
+    ("POST", "/v2/models/text/generate", [], b'{"X": "one", "extra": "kept"}'),
+    ("POST", "/v2/models/numbers/generate", [JSON_TYPE], b'{"X": [7, 8], "id": "g"}'),
+    ("POST", "/v2/models/numbers/generate_stream", [JSON_TYPE], b'{"X": 9}'),
+]  # fmt: skip
+
+
+def test_an_answer_is_the_same_byte_for_byte(doors: Doors) -> None:
+    with Wire(doors.triton) as triton, Wire(doors.gateway) as gateway:
+        for exchange in EXCHANGES:
+            direct, got = triton.ask(*exchange), gateway.ask(*exchange)
+            assert direct.status == 200, (exchange[:3], direct)
+            assert got.content == direct.content, exchange[:3]
+            assert re.fullmatch("[0-9a-f]{32}", got.header("x-request-id"))
+            if direct.header("content-length"):
+                assert got.header("content-length") == direct.header("content-length"), exchange[:3]
+
+
+def test_the_answer_to_head_has_no_body_and_leaves_the_connection_usable(doors: Doors) -> None:
+    targets = [
+        "/v2", "/v2/health/live", "/v2/models/pair", "/v2/models/pair/config", "/v2/models/stats"
+    ]  # fmt: skip
+    with Wire(doors.gateway) as wire:
+        for target in targets:
+            whole = ask(doors.triton, "GET", target)
+            head = wire.ask("HEAD", target)
+            assert head.content == (200, whole.content[1], b"")
+            assert head.header("content-length") == whole.header("content-length")
+            for _ in range(20):
+                assert wire.ask("GET", target).content == whole.content
+        refused = wire.ask("HEAD", "/v2/nowhere")
+        assert (refused.status, refused.body) == (404, b"")
+        assert wire.ask("GET", "/v2").status == 200
+
+
+@pytest.mark.fault("a client does not read its response")
+def test_tensors_of_16_mib_flow_through_several_at_once(doors: Doors) -> None:
+    large = np.arange(4 * MIB, dtype=np.float32)
+    headers, body = binary("X", large)
+    pieces = [body[i : i + MIB] for i in range(0, len(body), MIB)]
+    raw = [("Inference-Header-Content-Length", "0")]
+    target = "/v2/models/wide/infer"
+    expected = ask(doors.triton, "POST", target, headers, body)
+    assert expected.body.endswith(large.tobytes())
+    before = peak_bytes(process_listening_at(doors.gateway))
+    requests = [(headers, body), (headers, pieces), (headers, body), (raw, [large.tobytes()])]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        asked = [pool.submit(ask, doors.gateway, "POST", target, *request) for request in requests]
+        assert [future.result().content == expected.content for future in asked] == [True] * 4
+    grown = peak_bytes(process_listening_at(doors.gateway)) - before
+    assert grown < 16 * MIB, f"128 MiB flowed through; held at once: {grown / MIB:.0f} MiB"
+
+
+def process_listening_at(port: int) -> psutil.Process:
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,):
+            return psutil.Process(connection.pid)
+    raise AssertionError(f"nobody listens at {port}")
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
+
+
+def test_2000_requests_at_once_get_their_own_answers(doors: Doors) -> None:
+    async def one(session: aiohttp.ClientSession, number: int) -> bool:
+        """Of different lengths, so that a shifted answer is seen as well."""
+        values = [number] * (1 + number % 50)
+        sent = {"name": "X", "shape": [len(values)], "datatype": "INT64", "data": values}
+        document = {"id": f"n{number}", "inputs": [sent]}
+        headers = {"X-Request-ID": f"n{number}"}
+        async with session.post("/v2/models/numbers/infer", json=document, headers=headers) as got:
+            answer = await got.json()
+            (output,) = answer["outputs"]
+            told = (answer["id"], got.headers["x-request-id"], output["data"])
+            return told == (f"n{number}", f"n{number}", values)
+
+    async def all_of_them() -> list[bool]:
+        connector = aiohttp.TCPConnector(limit=32)
+        base = f"http://127.0.0.1:{doors.gateway}"
+        async with aiohttp.ClientSession(base, connector=connector) as session:
+            return await asyncio.gather(*(one(session, number) for number in range(2000)))
+
+    assert asyncio.run(all_of_them()).count(False) == 0
+
+
+# Streams.
+
+
+def test_events_arrive_one_by_one_as_they_are_made(doors: Doors) -> None:
+    def events(port: int, pause_s: float) -> Iterator[tuple[float, Any]]:
+        """When each arrived, and its data."""
+        url = f"http://127.0.0.1:{port}/v2/models/ticking/generate_stream"
+        asked = {"COUNT": 4, "SECONDS": pause_s}
+        with httpx.stream("POST", url, json=asked, timeout=TIMEOUT_S) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"] == direct_type
+            for line in response.iter_lines():
+                if line:
+                    yield time.time(), json.loads(line.removeprefix("data: "))
+
+    one = b'{"COUNT": 1, "SECONDS": 0}'
+    direct, through = doors.both("POST", "/v2/models/ticking/generate_stream", [], one)
+    direct_type = direct.header("content-type")
+    assert direct_type.startswith("text/event-stream")
+    assert through.content[:2] == direct.content[:2]
+    assert [event["NUMBER"] for _, event in events(doors.triton, 0)] == [0, 1, 2, 3]
+    for pause_s in lengthening(0.05):
+        arrived = list(events(doors.gateway, pause_s))
+        assert [event["NUMBER"] for _, event in arrived] == [0, 1, 2, 3]
+        if all(at < following["MADE"] for (at, _), (_, following) in pairwise(arrived)):
+            return
+    raise AssertionError("no event arrived before the next one was made")
+
+
+@pytest.mark.fault("exceptions provoked in a model")
+def test_an_error_after_events_tells_nothing_of_the_inside(doors: Doors) -> None:
+    target, body = "/v2/models/ticking/generate_stream", b'{"COUNT": -2, "SECONDS": 0}'
+    got = ask(doors.gateway, "POST", target, [], body)
+    *good, bad = [json.loads(e.removeprefix(b"data: ")) for e in got.body.split(b"\n\n") if e]
+    assert [event["NUMBER"] for event in good] == [0, 1]
+    assert "boom" in bad["error"]
+    assert_tells_nothing_of_the_inside(bad["error"])
+
+
+def test_a_stream_whose_first_answer_is_an_error_stays_a_stream(doors: Doors) -> None:
+    """As Triton's own: an error's status, and the error as an event."""
+    direct, got = doors.both("POST", "/v2/models/failing/generate_stream", [], b'{"X": 1}')
+    assert direct.body.startswith(b'data: {"error":')
+    assert direct.body.endswith(b"\n\n")
+    assert got.header("content-type") == direct.header("content-type")
+    assert (direct.status, got.status) == (400, 500)  # a model's fault is no fault of the request
+    event = json.loads(got.body.removeprefix(b"data: "))
+    assert got.body == b"data: %b\n\n" % serialize_error(
+        event["error"], event["code"], event["request_id"]
+    )
+    assert event["code"] == "MODEL_FAULT"
+    assert event["request_id"] == got.header("x-request-id")
+    assert "boom 1.0" in event["error"]
+    assert_tells_nothing_of_the_inside(event["error"])
+    # What is refused before there is a stream is JSON in Triton, too.
+    for target, body in (
+        ("/v2/models/nobody/generate_stream", b"{}"),
+        ("/v2/models/failing/generate_stream", b'{"Z": 1}'),
+    ):
+        direct, got = doors.both("POST", target, [], body)
+        assert got.header("content-type") == direct.header("content-type") == "application/json"
+
+
+@pytest.mark.fault("a client disconnects")
+def test_who_leaves_a_stream_closes_its_request_to_triton(doors: Doors) -> None:
+    with gateway_before(doors.url) as client:
+        process = process_listening_at(port_of(client))
+
+        def to_triton() -> set[int]:
+            """By their ports; some may be there to look whether it lives."""
+            found = process.net_connections("tcp")
+            return {c.laddr.port for c in found if c.raddr and c.raddr.port == doors.triton}
+
+        count, pause_s = 200, 0.1
+        asked = {"COUNT": count, "SECONDS": pause_s}
+        began = time.monotonic()
+        path = "/v2/models/ticking/generate_stream"
+        with client.stream("POST", path, json=asked) as response:
+            lines = response.iter_lines()
+            assert "NUMBER" in next(lines)
+            connections = to_triton()
+            assert connections
+        wait_until(lambda: not connections & to_triton())
+        assert time.monotonic() - began < count * pause_s  # not because the stream was at its end
+        assert client.get("/v2/health/live").status_code == 200
+
+
+# What does not pass.
+
+SPELLINGS = [
+    "/v2/%73ystemsharedmemory/status",
+    "/v2/systemsharedmemory%2Fstatus",
+    "/v2/%63udasharedmemory%2fstatus",
+    "/%76%32/systemsharedmemory/status",
+    "/v%32/cudasharedmemory/region/mine/register",
+    "//v2/systemsharedmemory/status",
+    "/v2//cudasharedmemory/status",
+    "/v2/./systemsharedmemory/status",
+    "/v2/models/../systemsharedmemory/status",
+    "/v2/models/%2e%2e/systemsharedmemory/status",
+    "/V2/SystemSharedMemory/status",
+    "/v2/systemsharedmemory;x/status",
+    "/v2/systemsharedmemory%00/status",
+]
+PLAIN = [
+    f"/v2/{kind}sharedmemory{rest}"
+    for kind in ("system", "cuda")
+    for rest in ("", "/", "/region/mine", "/region/mine/register", "/region//status", "/register")
+] + [
+    "http://somewhere/v2/systemsharedmemory/region/mine/register",
+    "/v2/systemsharedmemory/region/mine/register?a=b",
+]
+# What the gateway answers itself.
+OWN = [
+    f"/v2/{kind}sharedmemory{rest}"
+    for kind in ("system", "cuda")
+    for rest in ("/status", "/region/mine/status", "/unregister", "/region/mine/unregister?a=b")
+] + ["http://somewhere/v2/systemsharedmemory/status", "/v2/systemsharedmemory/status?a=b"]
+
+
+@pytest.mark.fault("shared memory of the machine, however it is spelled")
+def test_shared_memory_never_reaches_triton_however_it_is_spelled(
+    faked: tuple[Fake, int],
+) -> None:
+    fake, gateway = faked
+    with Wire(gateway) as wire:
+        for target in OWN:
+            method = "POST" if "unregister" in target else "GET"
+            assert wire.ask(method, target, [], b"{}" * (method == "POST")).status == 200
+        for target in PLAIN:
+            for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
+                sentence = assert_error(wire.ask(method, target), 403, "FORBIDDEN")
+                assert "send the tensors in the body" in sentence
+            assert (wire.ask("HEAD", target).status, wire.ask("POST", target).status) == (403, 403)
+        for target in SPELLINGS:
+            for method in ("GET", "POST"):
+                got = wire.ask(method, target)
+                assert got.status in (400, 403, 404), (method, target)
+                assert json.loads(got.body).keys() == {"error", "code", "request_id"}
+        assert fake.requests.empty()
+        assert wire.ask("GET", "/v2").body == SAID
+    assert fake.requests.get(timeout=TIMEOUT_S)[0].startswith(b"GET /v2 ")
+
+
+@pytest.mark.fault("names with ../, %00, CR and LF, of 300 characters; invalid versions")
+def test_what_triton_does_not_have_is_refused_in_our_words(doors: Doors) -> None:
+    infer = "/v2/models/pair/infer"
+    body, large = b"{}", bytes(3 * MIB)
+    table: list[tuple[tuple[Any, ...], int, str, str]] = [
+        (("GET", "/v2/nowhere"), 404, "NOT_FOUND", ""),
+        (("POST", "/v2/models/pair/nowhere", [], large), 404, "NOT_FOUND", ""),
+        (("GET", "/v2/models//config"), 404, "NOT_FOUND", ""),
+        (("GET", "/v2/models/pair/versions/1/nowhere"), 404, "NOT_FOUND", ""),
+        (("GET", infer), 405, "METHOD_NOT_ALLOWED", "POST"),
+        (("PUT", infer, [], body), 405, "METHOD_NOT_ALLOWED", "POST"),
+        (("DELETE", "/v2/models/pair"), 405, "METHOD_NOT_ALLOWED", "GET, HEAD"),
+        (("POST", "/v2/models/pair", [], large), 405, "METHOD_NOT_ALLOWED", "GET, HEAD"),
+        (("POST", "/v2/health/live", [], [large]), 405, "METHOD_NOT_ALLOWED", "GET, HEAD"),
+        (("PUT", "/v2/logging", [], body), 405, "METHOD_NOT_ALLOWED", "GET, HEAD, POST"),
+        (("GET", "/v2/models/nobody"), 404, "MODEL_NOT_FOUND", ""),
+        (("GET", "/v2/models/nobody/config"), 404, "MODEL_NOT_FOUND", ""),
+        (("GET", "/v2/models/pair/versions/9/config"), 404, "MODEL_NOT_FOUND", ""),
+        (("GET", "/v2/models/nobody/ready"), 503, "MODEL_NOT_READY", ""),
+        (("POST", infer, [], b"not JSON"), 400, "MALFORMED_REQUEST", ""),
+        (("POST", infer, [], body), 400, "MALFORMED_REQUEST", ""),
+        (("POST", infer, [("X-Request-Timeout", "soon")], body), 400, "MALFORMED_REQUEST", ""),
+        (("POST", "/v2/models/nobody/infer", [], large), 404, "MODEL_NOT_FOUND", ""),
+        (("POST", "/v2/models/nobody/generate_stream", [], body), 404, "MODEL_NOT_FOUND", ""),
+    ]
+    with Wire(doors.gateway) as wire:  # one connection: a refusal leaves nothing of the body behind
+        for request, status, code, allow in table:
+            got = wire.ask(*request)
+            assert got.status == status, (request[:2], got)
+            assert_error(got, status, code)
+            assert got.header("allow") == allow
+            assert wire.ask("GET", "/v2/health/live").status == 200
+
+
+def test_an_error_means_the_same_whichever_way_the_model_was_asked(doors: Doors) -> None:
+    tensor_of_one = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1]}
+    one = json.dumps({"inputs": [tensor_of_one]}).encode()
+    table: list[tuple[str, Headers, bytes, int, str, str]] = [
+        ("failing/infer", [], one, 500, "MODEL_FAULT", "boom 1.0"),
+        ("failing/generate", [], b'{"X": 1}', 500, "MODEL_FAULT", "boom 1.0"),
+        ("pair/versions/9/infer", [], PAIR_JSON, 404, "MODEL_NOT_FOUND", "version 9"),
+        ("pair/versions/9/generate", [], b"{}", 404, "MODEL_NOT_FOUND", "version 9"),
+        ("pair/versions/9/config", [], b"", 404, "MODEL_NOT_FOUND", "version 9"),
+        ("pair/versions/9/stats", [], b"", 404, "MODEL_NOT_FOUND", "version 9"),
+        ("wide/infer", [(BINARY[0][0], "9999")], b"{}", 400, "MALFORMED_REQUEST", "header size"),
+        ("wide/infer", [(BINARY[0][0], "-1")], b"{}", 400, "MALFORMED_REQUEST", "header size"),
+    ]
+    wrong = []
+    for path, headers, body, status, code, words in table:
+        got = ask(doors.gateway, "POST" if body else "GET", f"/v2/models/{path}", headers, body)
+        told = json.loads(got.body)
+        assert_error(got, got.status, told["code"])
+        if (got.status, told["code"]) != (status, code) or words not in told["error"]:
+            wrong.append((path, headers, got.status, told["code"], told["error"]))
+    assert wrong == [], "\n".join(map(str, wrong))
+
+
+@pytest.mark.fault("bodies over the limit, with a length or chunked")
+def test_a_body_over_the_limit_is_413_whether_its_length_is_told_or_not(limited: int) -> None:
+    def pieces(count: int) -> Iterator[bytes]:
+        for _ in range(count):
+            yield bytes(100_000)
+
+    target, headers = "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")]
+    for body, status in (
+        (bytes(1_000_000), 200), (bytes(1_000_001), 413), (pieces(10), 200), (pieces(11), 413),
+    ):  # fmt: skip
+        got = ask(limited, "POST", target, headers, body)
+        assert got.status == status
+        if status == 413:
+            assert "1000000 bytes" in assert_error(got, 413, "TOO_LARGE")
+
+
+TAKING_BODIES = [
+    "/v2/models/pair/infer", "/v2/models/pair/versions/1/infer", "/v2/models/pair/generate",
+    "/v2/models/ticking/generate_stream", "/v2/logging", "/v2/trace/setting",
+    "/v2/models/pair/trace/setting", "/v2/repository/index", "/v2/repository/models/pair/load",
+    "/v2/repository/models/pair/unload",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, br"])
+def test_a_body_that_is_compressed_as_triton_does_not_know_is_415(
+    doors: Doors, encoding: str
+) -> None:
+    with Wire(doors.gateway) as wire:
+        for target in TAKING_BODIES:
+            for body in (PAIR_JSON, SLICES):
+                got = wire.ask("POST", target, [("Content-Encoding", encoding)], body)
+                sentence = assert_error(got, 415, "UNSUPPORTED_BODY")
+                assert f"Content-Encoding '{encoding}'" in sentence
+                assert got.header("accept-encoding") == "gzip, deflate"
+        assert wire.ask("GET", "/v2/models/pair/ready").status == 200  # nothing was unloaded
+
+
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "two members": lambda body: gzip.compress(body[:10]) + gzip.compress(body[10:]),
+}
+
+
+@functools.cache
+def compressed_zeros(way: str, size: int) -> bytes:
+    return COMPRESSED[way](bytes(size))
+
+
+@pytest.mark.parametrize("way", COMPRESSED)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_inflates_beyond_the_limit_is_413_before_triton_inflates_it(
+    limited: int, way: str, chunked: bool
+) -> None:
+    target = "/v2/models/wide/infer"
+    headers = [
+        ("Inference-Header-Content-Length", "0"),
+        ("Content-Encoding", "deflate" if way == "deflate" else "gzip"),
+    ]
+    for size in (1_000_001, 20_000_000):
+        body = compressed_zeros(way, size)
+        got = ask(limited, "POST", target, headers, pieces_of(body) if chunked else body)
+        assert "1000000 bytes" in assert_error(got, 413, "TOO_LARGE")
+    text = gzip.compress(PAIR_JSON) if way != "deflate" else zlib.compress(PAIR_JSON)
+    got = ask(
+        limited, "POST", "/v2/models/pair/infer", headers[1:],
+        pieces_of(text) if chunked else text,
+    )  # fmt: skip
+    assert got.status == 200
+
+
+def pieces_of(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), 50):
+        yield body[start : start + 50]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"plain", gzip.compress(b"cut short")[:-9], gzip.compress(b"x") + b"more"],
+    ids=["plain", "cut short", "with more behind it"],  # a gzip has the time in it
+)
+def test_a_body_that_is_not_compressed_as_it_says_is_400(doors: Doors, body: bytes) -> None:
+    target, headers = "/v2/models/pair/infer", [("Content-Encoding", "gzip")]
+    got = ask(doors.gateway, "POST", target, headers, body)
+    told = assert_error(got, 400, "MALFORMED_REQUEST")
+    assert "compressed" in told or "Content-Encoding" in told
+    got = ask(doors.gateway, "POST", target, [*headers, ("Content-Encoding", "identity")], body)
+    assert "more than one Content-Encoding" in assert_error(got, 400, "MALFORMED_REQUEST")
+
+
+# Headers.
+
+PASSED = [
+    ("Content-Type", "application/json"),
+    ("Accept", "a/b"),
+    ("Accept-Encoding", "gzip"),
+    ("User-Agent", "caf\xe9 \xff"),
+    ("X-Two", "first"),
+    ("X-Two", "second"),
+    ("X-Request-ID", "mine"),
+    ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+    ("Cookie", "a=b"),
+]
+STOPPED = [
+    ("Connection", "keep-alive, X-Named"),
+    ("Connection", "x-also-named, Content-Length, Transfer-Encoding"),
+    ("X-Named", "secret"),
+    ("X-Also-Named", "secret"),
+    ("Keep-Alive", "timeout=5"),
+    ("Proxy-Connection", "keep-alive"),
+    ("Proxy-Authorization", "Basic secret"),
+    ("TE", "trailers"),
+    ("Trailer", "X-Last"),
+    ("Upgrade", "h2c"),
+    ("Expect", "100-continue"),
+    ("Authorization", "Bearer secret"),
+    ("X-API-Key", "secret"),
+    ("X-Request-Timeout", "20"),
+]
+
+
+@pytest.mark.fault("keys in requests that fail, `Connection` headers that name the key's header")
+def test_only_the_headers_that_are_tritons_business_reach_it(faked: tuple[Fake, int]) -> None:
+    fake, gateway = faked
+    target = "/v2/models/a%20b/versions/1/infer?x=%zz&y=a+b&&z"
+    bodies: list[tuple[bytes | list[bytes], set[str]]] = [
+        (b"a body", {"content-length: 6"}),
+        # In pieces, or in one when all of them were here at once.
+        ([b"in", b" ", b"pieces"], {"transfer-encoding: chunked", "content-length: 9"}),
+    ]
+    passed = [f"{name.lower()}: {value}" for name, value in PASSED]
+    for body, framings in bodies:
+        assert ask(gateway, "POST", target, [*PASSED, *STOPPED], body).body == SAID
+        head, got = fake.requests.get(timeout=TIMEOUT_S)
+        first, *lines = head.decode("latin-1").splitlines()
+        assert first == f"POST {target} HTTP/1.1"
+        assert [line for line in lines if line in passed] == passed
+        host, framing = (line for line in lines if line not in passed)
+        assert host == f"host: 127.0.0.1:{fake.port}"
+        assert framing in framings
+        assert got == (body if isinstance(body, bytes) else b"".join(body))
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"identity", b""])
+def test_a_repeated_request_reaches_triton_as_the_first_one(
+    faked: tuple[Fake, int], encoding: bytes
+) -> None:
+    fake, gateway = faked
+    body = gzip.compress(b"{}") if encoding == b"gzip" else b"{}"
+    request = b"POST /v2/models/a/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: %b\r\n" % encoding
+    request += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    if not encoding:
+        request = b"GET /v2/models/a HTTP/1.1\r\nHost: x\r\n\r\n"  # the gateway adds the framing
+    with Wire(gateway) as wire:
+        ids = set()
+        for _ in range(4):
+            wire.socket.sendall(request)
+            got = wire.read()
+            assert got.status == 200
+            ids.add(got.header("x-request-id"))
+    assert len(ids) == 4
+    first, *others = [fake.requests.get(timeout=TIMEOUT_S) for _ in range(4)]
+    assert others == [first] * 3
+
+
+def test_the_headers_of_an_answer_come_back_as_they_were(faked: tuple[Fake, int]) -> None:
+    fake, gateway = faked
+    got = ask(gateway, "GET", "/v2/models/odd")
+    assert fake.requests.get(timeout=TIMEOUT_S)[0].startswith(b"GET /v2/models/odd ")
+    assert got.headers[:-1] == [
+        ("x-two", "first"),
+        ("x-odd", "caf\xe9 \xff"),
+        ("x-two", "second"),
+        ("content-length", "2"),
+        ("server", "a fake"),
+        ("x-content-type-options", "nosniff"),
+    ]
+    assert got.headers[-1][0] == "x-request-id"
+
+
+# Those who leave.
+
+
+def before_the_answer(wire: Wire) -> None:
+    wire.send("POST", "/v2/models/silent/infer", [], b"{}")
+
+
+def in_the_middle_of_the_answer(wire: Wire) -> None:
+    wire.send("POST", "/v2/models/half/infer", [], b"{}")
+    assert wire.socket.recv(10)
+
+
+def in_the_middle_of_the_events(wire: Wire) -> None:
+    wire.send("POST", "/v2/models/events/generate_stream", [], b"{}")
+    seen = b""
+    while b"data: one" not in seen:
+        seen += (got := wire.socket.recv(65536))
+        assert got, seen
+
+
+def in_the_middle_of_the_body(wire: Wire) -> None:
+    head = "POST /v2/models/whole/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
+    wire.socket.sendall(head.encode() + bytes(500_000))
+
+
+def in_the_middle_of_a_chunk(wire: Wire) -> None:
+    head = "POST /v2/models/whole/infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    # As much as is sent on before it is whole.
+    wire.socket.sendall(head.encode() + b"20001\r\n%b\r\nff\r\nnot all" % bytes(0x20001))
+
+
+@pytest.mark.fault("a client disconnects")
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        before_the_answer,
+        in_the_middle_of_the_answer,
+        in_the_middle_of_the_events,
+        in_the_middle_of_the_body,
+        in_the_middle_of_a_chunk,
+    ],
+)
+def test_a_client_may_leave(faked: tuple[Fake, int], leaves: Callable[[Wire], None]) -> None:
+    """The gateway stays healthy; the connection to Triton is closed, long before the request's deadline,
+    and never used again."""
+    fake, gateway = faked
+    before = fake.opened
+    for _ in range(3):
+        with Wire(gateway) as wire:
+            leaves(wire)
+            fake.begun.get(timeout=TIMEOUT_S)
+        try:
+            fake.broken_off.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise AssertionError("the request to Triton is still open") from None
+    with Wire(gateway) as wire:
+        for _ in range(5):
+            assert wire.ask("GET", "/v2").body == SAID
+        assert wire.ask("GET", "/livez").status == 200
+    assert fake.opened - before in (3, 4)  # the first may find a connection of an earlier test

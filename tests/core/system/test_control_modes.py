@@ -1,0 +1,154 @@
+"""A Triton in model control mode poll or none: it decides by itself what it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.errors import ModelControlModeConflict
+from gateway.fleet.report import OperationReport, Outcome
+from gateway.http_client.connection import RequestNotSent
+from tests.support.fleet import write_echo
+from tests.support.up import Up
+from tests.support.wait import TIMEOUT_S, wait_until
+
+REFUSED = (409, "MODEL_CONTROL_MODE")
+VERBS = ("load", "unload")
+
+
+class Polling(Up):
+    ready_at = 0.0
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    for name in ("echo", "other", "free"):
+        write_echo(folder, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def polling(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Polling]:
+    """Two models of three are declared, and one that is not there."""
+    declared = tmp_path_factory.mktemp("declared") / "models.yaml"
+    declared.write_text("models: [echo, other, absent]")
+    flags = ("--model-control", "poll", "--poll-secs", "1")
+    environment = {"GATEWAY_MODELS_FILE": str(declared), "GATEWAY_POLL_INTERVAL_S": "0.1"}
+    with Polling(repository, *flags, environment=environment) as up:
+        up.wait_for("ready after")
+        up.ready_at = time.monotonic()
+        yield up
+
+
+def infer(up: Up, *numbers: float) -> httpx.Response:
+    url = f"{up.url}/v1/models/echo/infer"
+    return httpx.post(url, json={"inputs": list(numbers)}, timeout=TIMEOUT_S)
+
+
+def manage(up: Up, verb: str, **more: Any) -> httpx.Response:
+    url = f"{up.url}/v2/repository/models/free/{verb}"
+    return httpx.post(url, timeout=TIMEOUT_S, **more)
+
+
+def status_and_code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["code"]
+
+
+def models(up: Up) -> dict[str, Any]:
+    found = up.get("/v1/models").json()["models"]
+    return {model["name"]: model for model in found}
+
+
+@pytest.mark.long
+def test_a_model_of_another_shape_is_served_without_a_call(
+    polling: Polling, repository: Path, tmp_path: Path
+) -> None:
+    assert infer(polling, 1, 2).json()["outputs"] == {"Y": [1, 2]}
+    assert infer(polling, 1, 2, 3).status_code == 422
+    write_echo(tmp_path, "echo", dims=3)
+    (tmp_path / "echo" / "config.pbtxt").replace(repository / "echo" / "config.pbtxt")
+    wait_until(lambda: infer(polling, 1, 2, 3).status_code == 200)
+    assert infer(polling, 1, 2, 3).json()["outputs"] == {"Y": [1, 2, 3]}
+    refused = infer(polling, 1, 2)
+    assert status_and_code(refused) == (422, "DOES_NOT_FIT_MODEL")
+    assert "[3]" in refused.json()["error"]
+
+
+def test_a_model_comes_and_goes_without_a_call(
+    polling: Polling, repository: Path, tmp_path: Path
+) -> None:
+    def status() -> int:
+        return polling.get("/v2/models/late").status_code
+
+    write_echo(tmp_path, "late")  # and at once into the repository: Triton reads what is half there
+    assert status() == 404
+    (tmp_path / "late").rename(repository / "late")
+    wait_until(lambda: status() == 200)
+    (repository / "late").rename(tmp_path / "late")
+    wait_until(lambda: status() == 503 and "late" not in models(polling))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_call_is_409_and_changes_nothing_that_is_wished(polling: Polling, verb: str) -> None:
+    refused = manage(polling, verb)
+    assert status_and_code(refused) == REFUSED
+    assert "model control mode poll" in refused.json()["error"]
+    found = models(polling)["free"]
+    assert found["ready"]
+    assert "wished" not in found
+    assert "error" not in found
+
+
+def test_a_call_that_nobody_waits_for_tells_it_in_its_operation(polling: Polling) -> None:
+    begun = manage(polling, "load", headers={"Prefer": "respond-async"})
+    assert begun.status_code == 202
+    place = begun.headers["location"]
+    wait_until(lambda: polling.get(place).json()["operation"] != "running")
+    operation = polling.get(place).json()
+    assert (operation["operation"], operation["code"]) == ("failed", "MODEL_CONTROL_MODE")
+
+
+def test_what_is_declared_and_not_there_is_asked_for_once(polling: Polling) -> None:
+    polling.wait_for(f"loading model absent on {polling.triton} failed")
+    # It would have tried again by then: the reconciler's first pause is 1 s.
+    wait_until(lambda: time.monotonic() > polling.ready_at + 1.5)
+    tried = [line for line in polling.lines if "model absent" in line]
+    assert len(tried) == 2, polling.output
+    assert "model control mode poll" in tried[1]
+    missing = polling.get("/readyz").json()["missing"]
+    assert list(missing) == ["absent"]
+
+
+def test_mode_none_takes_no_calls_either(tmp_path: Path) -> None:
+    write_echo(tmp_path, "free")
+    with Up(tmp_path, "--model-control", "none") as up:
+        up.wait_for("ready after")
+        assert [status_and_code(manage(up, verb)) for verb in VERBS] == [REFUSED] * 2
+        assert models(up)["free"]["ready"]
+
+
+DOWN = Outcome("UNREACHABLE", RequestNotSent("it refuses"))
+MODE = Outcome("READY", ModelControlModeConflict())
+DONE = Outcome("READY")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "refused", "code"),
+    [
+        ((MODE, MODE), True, "MODEL_CONTROL_MODE"),
+        ((DOWN, MODE), True, "MODEL_CONTROL_MODE"),
+        ((DONE, MODE), False, "PARTLY_DONE"),
+        ((DOWN, DOWN), False, "PARTLY_DONE"),
+    ],
+)
+def test_the_mode_of_one_speaks_for_those_that_could_not_be_asked(
+    outcomes: tuple[Outcome, ...], refused: bool, code: str
+) -> None:
+    report = OperationReport("echo", True, len(outcomes), dict(zip("ab", outcomes, strict=True)))
+    assert (report.is_refused, report.build_error().code) == (refused, code)

@@ -1,0 +1,99 @@
+"""The first minutes of a newcomer: what `make run` refuses, prints and logs on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.keys import entry, written
+from tests.support.servers import ROOT
+from tests.support.up import Up, write_model
+from tests.support.wait import TIMEOUT_S
+
+TOO_NEW = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
+KEY = "tgw_a-key-of-the-first-run"
+
+
+def paste(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line.partition("paste:")[2]],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.long
+def test_on_a_terminal_it_says_what_to_open_and_lines_are_short(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with Up(tmp_path, on_terminal=True) as up:
+        up.wait_for("press Ctrl-C to stop")
+        port = httpx.URL(up.url).port
+        assert up.wait_for("open:").endswith(f" http://localhost:{port}/")
+        answer = paste(up.wait_for("paste:"))
+        assert json.loads(answer.stdout)["model"] == "echo"
+        assert re.fullmatch(r"[\d:]{8} POST echo 200 \d+ ms", up.wait_for(" POST "))
+        begun = len(up.lines)
+        for path in ("/", "/v1/models", "/v1/replicas", "/metrics", "/v2/models/echo"):
+            assert up.get(path).is_success  # as an open page does
+        assert up.get("/nothing").status_code == 404
+        failed = up.wait_for("404")
+        assert re.fullmatch(r"[\d:]{8} GET /nothing 404 \d+ ms request_id=\S+", failed)
+        assert up.lines[begun:] == [failed]
+        os.kill(up.pid, signal.SIGINT)
+        up.wait_for("stopping; press Ctrl-C again")
+        assert up.end() == 130
+
+
+def test_the_pasted_request_takes_the_key_from_the_shell(tmp_path: Path) -> None:
+    write_model(tmp_path / "models")
+    keys = written(tmp_path / "keys.yaml", [entry(KEY, "infer")])
+    with Up(tmp_path / "models", environment={"GATEWAY_KEYS_FILE": str(keys)}) as up:
+        answer = paste(up.wait_for("paste:"), KEY=KEY)
+        assert json.loads(answer.stdout)["model"] == "echo"
+
+
+def test_in_a_pipe_every_request_is_a_whole_line(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with Up(tmp_path) as up:
+        up.wait_for("paste:")
+        up.get("/v1/replicas")
+        line = up.wait_for("GET /v1/replicas 200")
+        assert "client=127.0.0.1" in line
+        assert "request_id=" in line
+
+
+def test_without_the_page_nothing_is_to_be_opened(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with Up(tmp_path, environment={"GATEWAY_PAGE": "false"}) as up:
+        up.wait_for("paste:")
+        assert "open:" not in up.output
+
+
+@pytest.mark.skipif(not TOO_NEW, reason="no Python newer than 3.12 on this machine")
+def test_make_refuses_a_python_that_is_too_new_before_it_installs(tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    (folder / "requirements").mkdir(parents=True)
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "requirements/build.txt",
+        "requirements/gateway.txt",
+    ):
+        shutil.copy(ROOT / name, folder / name)
+    ended = subprocess.run(
+        ["make", "run", f"PYTHON={TOO_NEW[-1]}"], cwd=folder, capture_output=True, text=True
+    )
+    assert ended.returncode != 0
+    assert f"needs CPython 3.10, 3.11 or 3.12; {TOO_NEW[-1]} is Python 3.1" in ended.stderr
+    assert re.search(r"use: make run PYTHON=python3\.1[0-2]$", ended.stderr, re.MULTILINE)
+    assert not (folder / ".venv").exists()

@@ -1,0 +1,286 @@
+"""What `triton-gateway up` and `triton-gateway triton` pass on to Triton, and what they refuse to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from gateway.cli import root_cli
+from gateway.embedded.log_filter import LogFilter
+from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from gateway.launch import exclude_startup_models
+from tests.support.servers import ROOT
+from tests.support.up import Up, write_model
+from tests.support.wait import TIMEOUT_S
+
+
+def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
+    """And a model that fails at the start does not end it, where one says so."""
+    write_model(tmp_path)
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    (tmp_path / "bad" / "config.pbtxt").write_text((tmp_path / "echo/config.pbtxt").read_text())
+    (tmp_path / "bad" / "1" / "model.py").write_text("raise ValueError('no weights here')")
+    flags = ["--no-exit-on-error", "--log-verbose", "1"]
+    flags += ["--backend-config", "python,shm-default-byte-size=4194304"]
+    flags += ["--triton-arg", "--id=frieda", "--triton-arg", "--http-thread-count"]
+    with Up(tmp_path, *flags, "--triton-arg", "4", auto_complete=True) as up:
+        up.wait_for("ready after")
+        up.wait_for("Triton continues without bad")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        assert up.get("/readyz").status_code == 200
+        ready = httpx.get(f"http://{up.triton}/v2/health/ready", timeout=TIMEOUT_S)
+        assert ready.status_code == 200  # Triton itself, with a model that failed
+        server = httpx.get(f"http://{up.triton}/v2", timeout=TIMEOUT_S).json()
+        assert server["name"] == "frieda"
+        command = up.server().cmdline()
+        assert "--backend-config=python,shm-default-byte-size=4194304" in command
+        assert command[-3:] == ["--id=frieda", "--http-thread-count", "4"]
+        up.wait_for("Server side auto-completed config")  # which Triton says when it is verbose
+        up.wait_for("no weights here")
+
+
+# What is refused, before anything is started.
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        ("--http-port=9", "use --triton-http-port"),
+        ("--http-po=9", "use --triton-http-port"),
+        ("--metrics-address=0.0.0.0", "the embedded Triton listens on 127.0.0.1"),
+        ("--model-store=/x", "use --model-repository"),
+        ("--model-control-mode", "use --model-control"),
+        ("--log-verbose=1", "use --log-verbose"),
+        ("--allow-grpc=false", "the gateway requires all three ports"),
+        ("--log-file=/tmp/x", "the gateway reads the reasons of failures from the log"),
+    ],
+)
+def test_an_argument_that_is_ours_to_say_is_refused(
+    tmp_path: Path, argument: str, why: str
+) -> None:
+    with pytest.raises(CannotStart) as refused:
+        TritonOptions((tmp_path,), extra_arguments=("--id", "x", argument)).validate()
+    assert str(refused.value) == f"--triton-arg does not accept {argument}: {why}"
+
+
+@pytest.mark.parametrize("argument", ["--id=x", "--model-load-thread-count=1", "http-port", "--"])
+def test_any_other_argument_is_taken(tmp_path: Path, argument: str) -> None:
+    TritonOptions((tmp_path,), extra_arguments=(argument,)).validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"poll_interval_s": 1}, "--poll-secs requires --model-control poll; in mode explicit"),
+        (
+            {"poll_interval_s": 1, "model_control": ModelControl.none},
+            "in mode none Triton does not scan",
+        ),
+        (
+            {"load_models": ("echo",), "model_control": ModelControl.poll},
+            "--load requires --model-control explicit; in mode poll Triton loads every model",
+        ),
+        (
+            {"backend_configs": ("python,shm-region-prefix-name=x",)},
+            "--backend-config does not accept python,shm-region-prefix-name=x",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_said(
+    tmp_path: Path, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(CannotStart, match=why):
+        TritonOptions((tmp_path,), **options).validate()
+
+
+def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="s3://, gs:// and as://"):
+        TritonOptions((tmp_path, "hdfs://x/y")).validate()
+    TritonOptions((tmp_path, "s3://bucket/x", "gs://bucket/x", "as://account/x")).validate()
+
+
+@pytest.mark.parametrize(
+    ("load", "patterns", "started"),
+    [
+        (("*",), ["*"], ()),
+        (("*",), ["b*"], ("alpha",)),
+        (("alpha", "beta"), ["beta"], ("alpha",)),
+    ],
+)
+def test_models_on_demand_are_not_loaded_at_the_start(
+    tmp_path: Path, load: tuple[str, ...], patterns: list[str], started: tuple[str, ...]
+) -> None:
+    for name in ("alpha", "beta"):
+        (tmp_path / name / "1").mkdir(parents=True)
+    options = exclude_startup_models(TritonOptions((tmp_path,), load), patterns)
+    assert options.load_models == started
+
+
+def test_models_on_demand_need_a_repository_that_can_be_listed(tmp_path: Path) -> None:
+    remote = TritonOptions(("s3://bucket/models",), ("*",))
+    assert exclude_startup_models(remote, ["*"]).load_models == ()
+    with pytest.raises(CannotStart, match="name those to load at startup with --load"):
+        exclude_startup_models(remote, ["b*"])
+    polled = TritonOptions((tmp_path,), model_control=ModelControl.poll)
+    with pytest.raises(CannotStart, match="--on-demand requires --model-control explicit"):
+        exclude_startup_models(polled, ["*"])
+
+
+def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:
+    with Up(tmp_path, "--triton-arg", "--grpc-address=0.0.0.0") as up:
+        assert up.end() == 1
+    refused = "--triton-arg does not accept --grpc-address=0.0.0.0: the embedded Triton listens on 127.0.0.1"
+    assert up.lines == [f"triton-gateway: {refused}"]
+
+
+# A repository in an object store.
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """As much of S3 as reading takes: HEAD, GET, and GET ?list-type=2, of the files in a folder."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, folder: Path | None, *arguments: Any) -> None:
+        self.folder = folder  # None: nobody may read it
+        super().__init__(*arguments)
+
+    def read(self) -> None:
+        url = urlsplit(self.path)
+        key = url.path.lstrip("/").partition("/")[2]
+        if self.folder is None:
+            self.answer(403, b"")
+        elif not key:
+            self.answer(200, listing(self.folder, parse_qs(url.query).get("prefix", [""])[0]))
+        elif (file := self.folder / key).is_file():
+            self.answer(200, file.read_bytes())
+        else:
+            self.answer(404, b"")
+
+    do_GET = do_HEAD = read  # noqa: N815 - the library's names
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def listing(folder: Path, prefix: str) -> bytes:
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents>"
+        for key in sorted(map(str, files))
+        if key.startswith(prefix)
+    )
+    return (
+        f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+    )
+
+
+@contextmanager
+def bucket_of(folder: Path | None) -> Iterator[str]:
+    """Where Triton finds it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Bucket, folder)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"s3://127.0.0.1:{server.server_port}/bucket/models"
+        server.shutdown()
+
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "y",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@pytest.mark.long
+def test_models_come_out_of_an_object_store(tmp_path: Path) -> None:
+    write_model(tmp_path / "models")
+    with (
+        bucket_of(tmp_path) as address,
+        Up(address, command="triton", environment=CREDENTIALS) as triton,
+    ):
+        triton.wait_for("Triton is ready")
+        assert f"--model-repository={address}" in triton.server().cmdline()
+        url = f"http://{triton.triton}/v2/models/echo/ready"
+        assert httpx.get(url, timeout=TIMEOUT_S).status_code == 200
+
+
+def test_an_object_store_that_does_not_let_triton_in_is_named() -> None:
+    with (
+        bucket_of(None) as address,
+        Up(address, command="triton", environment=CREDENTIALS) as triton,
+    ):
+        assert triton.end() == 1
+    assert triton.lines[-1].startswith(f"triton-gateway: Triton cannot start with {address}: ")
+    assert "Check account credentials" in triton.lines[-1]
+
+
+# What is said.
+
+FAILS = (
+    'E1121 15:25:32.216984 23132 backend_model.cc:692] "ERROR: Failed to create instance: no weights"',
+    "E1121 15:25:32.219178 23132 model_lifecycle.cc:642] \"failed to load 'bad' version 1: no weights\"",
+)
+
+
+def test_a_model_that_fails_again_at_every_poll_is_told_of_once() -> None:
+    chatter = LogFilter()
+    assert [chatter.filter_line(line) is None for line in FAILS * 3] == [False] * 2 + [True] * 4
+    loaded = "I1121 15:25:33.839000 23132 model_lifecycle.cc:839] \"successfully loaded 'bad'\""
+    assert chatter.filter_line(loaded)
+    assert chatter.filter_line(FAILS[1]) == "Triton: failed to load 'bad': no weights"
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        (
+            "instance group a_0 of model a has kind KIND_GPU but no GPUs are available",
+            "without the kind, Triton uses a GPU only if there is one",
+        ),
+        (
+            "Invalid model name: Could not determine backend for model 'a' with no backend",
+            "its version folder must contain model.onnx or model.py, or its config must name the backend",
+        ),
+    ],
+)
+def test_a_failure_comes_with_advice(reason: str, advice: str) -> None:
+    line = f"E1121 15:25:33.839000 23132 model_lifecycle.cc:642] \"failed to load 'a' version 1: {reason}\""
+    assert LogFilter().filter_line(line) == f"Triton: failed to load 'a': {reason}; {advice}"
+
+
+@pytest.mark.parametrize("command", ["up", "triton"])
+def test_the_help_has_tritons_flags(command: str) -> None:
+    told = CliRunner().invoke(root_cli, [command, "--help"], env={"COLUMNS": "200"}).output
+    for flag in ("--triton-arg", "--poll-secs", "--no-exit-on-error", "--triton-http-port"):
+        assert flag in told
+    assert ("--replicas" in told) == (command == "up")
+
+
+def test_every_flag_is_documented_and_no_other() -> None:
+    rows = re.findall(r"^\| `(--.*?)` \|", (ROOT / "docs/embedded.md").read_text(), re.MULTILINE)
+    documented = {flag.strip("`") for row in rows for flag in re.split(r"`?, `?", row)}
+    up = typer.main.get_command(root_cli).commands["up"]  # type: ignore[attr-defined]
+    options = [param for param in up.params if param.param_type_name == "option"]
+    flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    assert documented == flags - {"--help", "-h"}

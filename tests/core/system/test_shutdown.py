@@ -1,0 +1,154 @@
+"""SIGTERM: unready first, then quiet, then gone; and nobody who was being served notices."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.fleet import QUICK, Load, repository
+from tests.support.servers import Command, Triton, free_ports
+from tests.support.wait import TIMEOUT_S, wait_until
+
+FOR_EVER = 600.0
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    with Triton(repository(tmp_path_factory.mktemp("models")), "echo", "other") as running:
+        running.wait()
+        yield running
+
+
+@contextmanager
+def serve(triton: Triton, *arguments: str, drain_s: float) -> Iterator[tuple[Command, str]]:
+    (port,) = free_ports(1)
+    environment = {f"GATEWAY_{name.upper()}": str(value) for name, value in QUICK.items()}
+    environment |= {"GATEWAY_TRITON_URLS": triton.options.url, "GATEWAY_DRAIN_S": f"{drain_s:g}"}
+    with Command("serve", "--port", str(port), *arguments, environment=environment) as command:
+        command.wait_for("serving")
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: is_ready(url))
+        yield command, url
+
+
+def is_ready(url: str) -> bool:
+    return httpx.get(f"{url}/readyz", timeout=TIMEOUT_S).status_code == 200
+
+
+def refuses(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    address = httpx.URL(url)
+    try:
+        socket.create_connection((address.host, address.port or 80), TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def infer_slowly(url: str) -> httpx.Response:
+    """An inference that takes as long as `held` lasts."""
+    tensor = {"name": "X", "datatype": "FP32", "shape": [2], "data": [-1000, 0]}
+    path = f"{url}/v2/models/echo/infer"
+    return httpx.post(path, json={"inputs": [tensor]}, timeout=TIMEOUT_S)
+
+
+@contextmanager
+def held(triton: Triton) -> Iterator[Path]:
+    """Within, `echo` does not answer slow inferences; the file that it writes when it has one."""
+    hold, begun = (triton.repository / "echo" / name for name in ("hold", "held"))
+    hold.touch()
+    begun.unlink(missing_ok=True)
+    try:
+        yield begun
+    finally:
+        hold.unlink(missing_ok=True)
+
+
+@pytest.mark.fault("SIGTERM under load, rolling restarts")
+@pytest.mark.parametrize("arguments", [(), ("--workers", "2")], ids=["one process", "two workers"])
+def test_it_says_that_it_is_not_ready_finishes_what_it_has_and_ends_with_0(
+    triton: Triton, arguments: tuple[str, ...]
+) -> None:
+    """On a machine where the clients do not notice during the drain, that is longer."""
+    assert any(ends_in_order(triton, arguments, drain_s) for drain_s in (1, 5, 30))
+
+
+def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) -> bool:
+    """Whether the clients had gone elsewhere before the drain was over; then all had their answers."""
+    with (
+        ThreadPoolExecutor(1) as pool,
+        serve(triton, *arguments, drain_s=drain_s) as (command, url),
+        held(triton) as begun,
+    ):
+        asked = math.inf
+        try:
+            with Load(url, clients=4, model="other") as load:
+                load.wait_for_more(100)
+                asked = time.monotonic()
+                os.kill(command.pid, signal.SIGTERM)
+                wait_until(lambda: not is_ready(url))
+                # It is still there, for those who have not noticed yet.
+                load.wait_for_more(8)
+                slow = pool.submit(infer_slowly, url)
+                wait_until(lambda: begun.exists() or slow.done())
+        except httpx.HTTPError:
+            if time.monotonic() - asked < drain_s:
+                raise
+        if time.monotonic() - asked > drain_s:
+            return False
+        assert set(load.statuses) == {200}
+        wait_until(lambda: refuses(url))
+        assert time.monotonic() - asked > drain_s - 0.1
+        assert command.process.poll() is None
+        assert not slow.done()
+        (triton.repository / "echo" / "hold").unlink()
+        assert slow.result().status_code == 200
+        assert command.end() == 0
+    print(f"{sum(load.statuses.values())} inferences and a slow one")
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(triton: Triton, number: signal.Signals) -> None:
+    """It waits neither for the end of the drain nor for what is under way: neither ever comes."""
+    with (
+        ThreadPoolExecutor(1) as pool,
+        serve(triton, drain_s=FOR_EVER) as (command, url),
+        held(triton) as begun,
+    ):
+        slow = pool.submit(infer_slowly, url)
+        wait_until(begun.exists)
+        os.kill(command.pid, number)
+        wait_until(lambda: refuses(url) if number == signal.SIGINT else not is_ready(url))
+        os.kill(command.pid, number)
+        command.end()
+        with pytest.raises(httpx.HTTPError):
+            slow.result()
+        assert "Traceback" not in command.output
+
+
+def test_while_it_drains_it_says_so_and_closes_connections_after_their_answers(
+    triton: Triton,
+) -> None:
+    with (
+        serve(triton, drain_s=FOR_EVER) as (command, url),
+        httpx.Client(base_url=url, timeout=TIMEOUT_S) as client,
+    ):
+        assert "connection" not in client.get("/livez").headers
+        os.kill(command.pid, signal.SIGTERM)
+        wait_until(lambda: client.get("/readyz").status_code == 503)
+        assert client.get("/readyz").json()["draining"] is True
+        assert client.get("/livez").headers["connection"] == "close"
+        assert client.get("/livez").status_code == 200
+        os.kill(command.pid, signal.SIGTERM)
+        command.end()

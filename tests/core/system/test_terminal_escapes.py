@@ -1,0 +1,129 @@
+"""A model and a gateway that speak to the terminal: what `up` and the command line print is harmless."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tests.support.gateway_forks import run_gateway
+from tests.support.up import Up, write_model
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eback"
+MARKS = ("\x1b", "\x07", "\r", "\x9b", "\u202e")
+
+# Written by Triton's process itself, and what Triton repeats of the model's exception.
+SPEAKS = f"""
+        for number in (1, 2):
+            os.write(number, ({EVIL!r} + " on descriptor " + str(number) + chr(10)).encode())
+"""
+
+
+def assert_harmless(text: str) -> None:
+    assert [mark for mark in MARKS if mark in text] == []
+
+
+@pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
+def test_what_models_and_triton_say_is_escaped(tmp_path: Path) -> None:
+    write_model(tmp_path, SPEAKS.strip())
+    with Up(tmp_path, "--log-verbose", "1") as up:
+        up.wait_for("ready after")
+        assert r"\x1b[2J" in up.wait_for("on descriptor 1")
+        assert r"\u202eback" in up.wait_for("on descriptor 2")
+    assert_harmless(up.output)
+
+
+@pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
+@pytest.mark.parametrize("flag", ["--exit-on-error", "--no-exit-on-error"])
+def test_why_a_model_fails_is_escaped(tmp_path: Path, flag: str) -> None:
+    write_model(tmp_path, f"raise ValueError({EVIL!r} + ' in the reason')")
+    with Up(tmp_path, flag) as up:
+        up.wait_for("in the reason")
+        if flag == "--exit-on-error":
+            assert up.end() == 1
+    assert_harmless(up.output)
+
+
+VERSION = {"version": EVIL, "state": EVIL}
+MODEL = {
+    "name": EVIL,
+    "ready": True,
+    "versions": [VERSION],
+    "last_error": EVIL,
+    "decoupled": False,
+    "platform": EVIL,
+    "max_batch_size": 0,
+    "curl": f"curl {EVIL}",
+    "inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1]}],
+    "outputs": [{"name": EVIL, "datatype": "BYTES", "shape": [1]}],
+}
+REPLICA = {"address": EVIL, "state": EVIL, "outstanding": 0, "slowness": 1, "models": {EVIL: EVIL}}
+ERROR = {"error": f"{EVIL} is wrong", "code": EVIL, "request_id": EVIL}
+ANSWERS = {
+    "/v1/models": {"models": [MODEL]},
+    "/v1/models/m": MODEL,
+    "/v1/replicas": {"replicas": [REPLICA]},
+    "/readyz": {"ready": False, "missing": {EVIL: {EVIL: EVIL}}},
+}
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """A gateway that answers every call with what it should, in words that speak to a terminal."""
+
+    def answer(self) -> None:
+        replicas = {"model": EVIL, "replicas": {EVIL: VERSION | {"reason": EVIL}}}
+        managed = replicas if "/repository/" in self.path else {}
+        body = orjson.dumps(ANSWERS.get(self.path, ERROR | managed))
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200 if self.path in ANSWERS else 422)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = answer  # noqa: N815 - as the library calls them
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["models"], "stdout"),
+        (["models", "--json"], "stdout"),
+        (["replicas"], "stdout"),
+        (["replicas", "--json"], "stdout"),
+        (["ready"], "stderr"),
+        (["ready", "--json"], "stdout"),
+        (["load", "m"], "stderr"),
+        (["unload", "m"], "stderr"),
+        (["curl", "m"], "stdout"),
+        (["describe", "m"], "stdout"),
+        (["describe", "m", "--json"], "stdout"),
+        (["infer", "m", "--text", "a"], "stderr"),
+        (["infer", "m", "--text", EVIL], "stdout"),
+        (["bench", "m", "--text", "a"], "stderr"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_gateway_answers_is_escaped(hostile: str, arguments: list[str], shown: str) -> None:
+    run = run_gateway(*arguments, "--url", hostile)
+    assert_harmless(run.stdout)
+    assert_harmless(run.stderr)
+    assert "u202eback" in getattr(run, shown)
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,358 @@
+"""`triton-gateway up` as a process: one command, clear sentences, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from tests.support import network
+from tests.support.servers import Command, free_ports
+from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
+from tests.support.wait import TIMEOUT_S, wait_until
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one small model."""
+    write_model(tmp_path)
+    return tmp_path
+
+
+def lives(triton: str) -> bool:
+    """Whether the Triton at this address serves its model."""
+    url = f"http://{triton}/v2/models/echo/ready"
+    return httpx.get(url, timeout=TIMEOUT_S).status_code == 200
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_ends_nothing_is_left(repository: Path, number: signal.Signals) -> None:
+    # Without the tests' own guard, which would clean up in its place.
+    with Up(repository, guarded=False) as up:
+        up.wait_for("ready after")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        with nothing_left(up, brief=number is signal.SIGTERM):
+            os.kill(up.pid, number)
+
+
+def test_it_ends_while_triton_is_still_starting(repository: Path) -> None:
+    write_model(repository, "time.sleep(600)")
+    with Up(repository) as up:
+        wait_until(up.stubs)
+        with nothing_left(up):
+            os.kill(up.pid, signal.SIGINT)
+        assert up.end() == 130
+
+
+@pytest.mark.long
+def test_a_second_interrupt_ends_it_at_once(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        port = httpx.URL(up.url).port or 0
+        with nothing_left(up), socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(
+                b"POST /v1/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            )
+            os.kill(up.pid, signal.SIGINT)
+            up.wait_for("press Ctrl-C again")
+            os.kill(up.pid, signal.SIGINT)
+            assert up.end() == 130
+        assert "Traceback" not in up.output
+
+
+@pytest.mark.fault("the only Triton is killed under load")
+def test_a_killed_triton_is_503_at_once_and_then_started_again(
+    repository: Path, tmp_path: Path
+) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        hold = tmp_path / "hold"
+        write_model(repository, holding(hold))
+        up.server().kill()
+        up.wait_for("restarting it")
+        wait_until(lambda: up.get("/readyz").status_code == 503)
+        assert up.triton in up.get("/readyz").text
+        refused = up.infer()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert up.get("/livez").status_code == 200
+        hold.unlink()
+        up.wait_for("Triton is ready again")
+        assert_serves_again(up)
+        assert up.get("/readyz").status_code == 200
+
+
+def assert_serves_again(up: Up) -> None:
+    """Until then it is 503: the gateway looks for a lost Triton a few times a second."""
+
+    def serves() -> bool:
+        status = up.infer().status_code
+        assert status in {200, 503}
+        return status == 200
+
+    print(f"the gateway served {wait_until(serves):.2f} s after its Triton")
+
+
+def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        before = up.family()[1:]
+        psutil.Process(up.pid).children()[0].kill()
+        up.wait_for("Triton is ready again")
+        wait_for_end(before)
+        assert_serves_again(up)
+
+
+def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repository: Path) -> None:
+    with Up(repository) as up:
+        up.wait_for("ready after")
+        write_model(repository, "raise ValueError('the weights are gone')")
+        up.server().kill()
+        assert up.end() == 1
+        assert "Triton cannot be restarted" in up.lines[-1]
+        assert "the weights are gone" in up.lines[-1]
+
+
+def test_a_model_that_does_not_load_ends_it_with_tritons_reason(repository: Path) -> None:
+    write_model(repository, "raise ValueError('no weights here')")
+    with Up(repository) as up:
+        assert up.end() == 1
+    assert up.lines[-1] == "triton-gateway: Triton could not load echo: no weights here"
+
+
+def test_a_model_that_takes_longer_than_it_may_ends_it(repository: Path) -> None:
+    write_model(repository, "time.sleep(600)")
+    with Up(repository, "--start-timeout", "1") as up:
+        assert up.end() == 1
+    assert (
+        "Triton was not ready within 1 s (--start-timeout); last line of its log: " in up.lines[-1]
+    )
+
+
+def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> None:
+    with Up(repository, "--load", "nobody") as up:
+        assert up.end() == 1
+    assert "nobody" in up.lines[-1]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port"]
+)
+def test_a_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with Up(repository, flag, str(port)) as up:
+            assert up.end() == 1
+    assert up.lines == [
+        f"triton-gateway: port {port} cannot be used (address already in use); choose another with {flag}"
+    ]
+
+
+def test_no_model_repository_is_said(tmp_path: Path) -> None:
+    with Up(tmp_path / "nowhere") as up:
+        assert up.end() == 1
+    assert "model repository not found" in up.lines[-1]
+    assert "--model-repository" in up.lines[-1]
+
+
+@pytest.mark.parametrize("name", ["my models", "a&b", "a;b", "$a", "a'b", "(a)", "a*", "\u00e9"])
+def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, name: str) -> None:
+    odd, plain = tmp_path / name, tmp_path / "plain"
+    write_model(odd)
+    with pytest.raises(CannotStart, match="cannot run a model at") as refused:
+        TritonOptions((odd,)).validate()
+    assert f"'{odd}'" in str(refused.value)
+    write_model(plain)
+    (plain / "echo").rename(plain / name)
+    for options in (
+        TritonOptions((plain,), load_models=("*",)),
+        TritonOptions((plain,), load_models=(name,)),
+        TritonOptions((plain,), model_control=ModelControl.poll),
+    ):
+        with pytest.raises(CannotStart) as refused:
+            options.validate()
+        assert f"'{plain / name}'" in str(refused.value)
+    TritonOptions((plain,), load_models=("another",)).validate()
+    (tmp_path / "link").symlink_to(odd)
+    TritonOptions((tmp_path / "link",), load_models=("*",)).validate()
+
+
+def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> None:
+    odd, link = tmp_path / "my models", tmp_path / "a-_.+@=,%:~^!#b"
+    write_model(odd)
+    with Up(odd) as up:
+        assert up.end() == 1
+    assert "does not support paths with a space; rename it, or use a symbolic link" in up.lines[-1]
+    assert len(up.lines) == 1
+    link.symlink_to(odd)
+    with Up(link) as up:
+        up.wait_for("ready after")
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+
+
+def test_a_path_of_a_model_without_a_stub_may_be_any(tmp_path: Path) -> None:
+    odd = tmp_path / "my models"
+    write_model(odd)
+    config = odd / "echo" / "config.pbtxt"
+    for text in ('backend: "mine"', '# backend: "python"\nplatform: "ensemble"'):
+        config.write_text(text)
+        TritonOptions((odd,), load_models=("*",)).validate()
+    for text in ('name: "a" backend: "onnxruntime"', 'platform: "onnxruntime_onnx"', "# nothing"):
+        config.write_text(text)
+        with pytest.raises(CannotStart):
+            TritonOptions((odd,), load_models=("*",)).validate()
+    config.write_text('backend: "mine"')
+    (odd / "echo" / "configs").mkdir()
+    for text in (CONFIG, "# without a backend"):
+        (odd / "echo" / "configs" / "embedded.pbtxt").write_text(text)  # which Triton then reads
+        with pytest.raises(CannotStart):
+            TritonOptions((odd,), load_models=("*",)).validate()
+
+
+def test_a_file_name_that_the_stub_cannot_take_is_named(tmp_path: Path) -> None:
+    (tmp_path / "net" / "1").mkdir(parents=True)
+    config = tmp_path / "net" / "config.pbtxt"
+    config.write_text('default_model_filename: "my net.onnx" backend: "onnxruntime"')
+    with pytest.raises(CannotStart, match=r"net/my net\.onnx'.*a space"):
+        TritonOptions((tmp_path,), load_models=("*",)).validate()
+
+
+def test_files_folders_and_repositories_are_served_at_once(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("given")
+    file = folder / "my classifier.onnx"
+    file.write_bytes(network.classifier())
+    texts = folder / "texts"
+    (texts / "1").mkdir(parents=True)
+    (texts / "1" / "model.onnx").write_bytes(network.texts())
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    paths = [str(path) for path in (file, texts, repository)]
+    environment = {"TMPDIR": str(temporary)}
+    with Up(None, *paths, auto_complete=True, environment=environment) as up:
+        print(up.wait_for("ready after"))
+        assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
+        body = {"inputs": {"words": ["a"], "numbers": [[1], [2]]}}
+        answer = httpx.post(f"{up.url}/v1/models/texts/infer", json=body, timeout=TIMEOUT_S)
+        assert answer.json()["outputs"] == {"same words": ["a"], "same numbers": [[1], [2]]}
+        described = up.get("/v1/models/my_classifier").json()
+        assert described["outputs"] == [{"name": "OUTPUT__0", "datatype": "FP32", "shape": [1000]}]
+        assert list(temporary.iterdir())
+        with nothing_left(up, brief=True):
+            os.kill(up.pid, signal.SIGTERM)
+        assert up.end() == 0
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("command", ["up", "triton"])
+def test_a_file_that_is_not_a_model_is_named(tmp_path: Path, command: str) -> None:
+    (tmp_path / "net.onnx").write_text("a letter")
+    with Up(None, str(tmp_path / "net.onnx"), command=command, auto_complete=True) as up:
+        assert up.end() == 1
+    sentence = "Triton could not load net: net.onnx is not an ONNX file, or it is incomplete"
+    assert up.lines[-1] == f"triton-gateway: {sentence}"
+
+
+def test_triton_alone(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        assert lives(triton.triton)
+        with nothing_left(triton, brief=True):
+            os.kill(triton.pid, signal.SIGINT)
+        assert triton.end() == 130
+
+
+def test_triton_alone_listens_where_it_is_told(repository: Path) -> None:
+    """Elsewhere than on 127.0.0.1, where gateways of other machines can reach it."""
+    with Up(repository, "--host", "127.0.0.2", command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        assert lives(triton.triton.replace("127.0.0.1", "127.0.0.2"))
+        with pytest.raises(httpx.ConnectError):
+            lives(triton.triton)
+        assert "does not check keys" not in "".join(triton.lines)  # which is still this machine
+
+
+@pytest.mark.long
+def test_triton_alone_ends_when_its_server_does_not_come_back(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        write_model(repository, "raise ValueError('the weights are gone')")
+        triton.server().kill()
+        assert triton.end() == 1
+        assert "the weights are gone" in triton.lines[-1]
+
+
+@pytest.mark.long
+def test_it_goes_on_when_nobody_reads_what_it_says(repository: Path) -> None:
+    with Up(repository, guarded=False) as up:
+        up.wait_for("ready after")
+        up.stop_reading()
+        killed = up.server()
+        killed.kill()
+        wait_until(lambda: set(up.servers()) - {killed})
+        wait_until(lambda: up.infer().status_code == 200)
+        with nothing_left(up, brief=True):
+            os.kill(up.pid, signal.SIGTERM)
+
+
+def test_two_flags_with_one_port_are_named(repository: Path) -> None:
+    with Up(repository, "--port", "9999", "--triton-grpc-port", "9999") as up:
+        assert up.end() == 1
+    assert "--port and --triton-grpc-port both use port 9999" in up.lines[-1]
+
+
+@pytest.mark.long
+def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: Path) -> None:
+    (closed,) = free_ports(1)
+    environment = {
+        "TRITON_GATEWAY_CACHE": str(tmp_path / "cache"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": f"http://127.0.0.1:{closed}/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_RETRIES": "0",
+    }
+    (gateway,) = free_ports(1)
+    arguments = ("up", "--port", str(gateway), "--model-repository", str(repository))
+    with Command(*arguments, environment=environment) as up:
+        assert up.end() == 1
+    assert "the package index cannot be reached" in up.lines[-1]
+    assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+
+
+def test_another_python_is_told_which_ones_work(tmp_path: Path) -> None:
+    """The check comes before anything else, so that a Python too new says it by itself."""
+    found = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
+    found += [
+        Path(path) for path in ("/usr/bin/python3.13", "/usr/bin/python3.14") if Path(path).exists()
+    ]
+    if not found:
+        pytest.skip("no Python newer than 3.12 on this machine")
+
+    code = "from gateway.embedded.installation import install_triton, CannotInstall\n"
+    code += "try: install_triton(print)\nexcept CannotInstall as exc: print(exc)"
+    run = subprocess.run([found[-1], "-c", code], capture_output=True, text=True, check=True)
+    assert "CPython 3.10 to 3.12" in run.stdout
+    assert "Docker" in run.stdout
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with Command("serve", environment={"GATEWAY_MAX_BODY_BYTES": "many"}) as serve:
+        assert serve.end() == 1
+    assert "GATEWAY_MAX_BODY_BYTES cannot be 'many'" in serve.lines[-1]
+
+
+def test_a_wrong_address_is_named() -> None:
+    with Command("serve", environment={"GATEWAY_TRITON_URLS": "ftp://x"}) as serve:
+        assert serve.end() == 1
+    assert "'ftp://x' is not a valid address" in serve.lines[-1]

@@ -1,0 +1,192 @@
+"""`triton-gateway serve --workers 2`: several processes, one port, one metrics page."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.fleet import write_echo
+from tests.support.keys import ENTRIES, written
+from tests.support.servers import Command, Triton, fork_server, free_ports, workers
+from tests.support.up import has_ended
+from tests.support.wait import TIMEOUT_S, wait_until
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]]:
+    """Before a Triton with a model that is not loaded."""
+    (port,) = free_ports(1)
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    models = tmp_path_factory.mktemp("models")
+    write_echo(models, "echo")
+    with Triton(models) as triton:
+        triton.wait()
+        environment = {"GATEWAY_TRITON_URLS": triton.options.url}
+        with Command(*arguments, environment=environment) as command:
+            command.wait_for("serving")
+            yield command, f"http://127.0.0.1:{port}"
+
+
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=TIMEOUT_S)
+
+
+def requests(url: str) -> float:
+    """How many to Triton's own API are counted."""
+    samples = [
+        line
+        for line in get(f"{url}/metrics").text.splitlines()
+        if line.startswith("gateway_request_duration_seconds_count")
+    ]
+    return sum(float(line.split()[-1]) for line in samples if 'route="/v2/health/live"' in line)
+
+
+def test_the_metrics_of_the_workers_add_up(pair: tuple[Command, str]) -> None:
+    _, url = pair
+    before = requests(url)
+    for _ in range(60):  # a connection each, so that both workers get some
+        assert get(f"{url}/v2/health/live").status_code == 200
+    wait_until(lambda: requests(url) >= before + 60)  # the other worker's are a second behind
+    assert requests(url) == before + 60
+    page = get(f"{url}/metrics").text
+    kinds = [line for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_what_one_worker_loads_the_others_know(pair: tuple[Command, str]) -> None:
+    """Though nothing is kept on a disk: GATEWAY_STATE is memory: here."""
+    _, url = pair
+
+    def told() -> list[tuple[str, bool]]:
+        """By a connection each, so that both workers are asked."""
+        answers = [get(f"{url}/v1/models").json()["models"][0] for _ in range(20)]
+        return [(model.get("wished", ""), "behind" in model) for model in answers]
+
+    def change(verb: str) -> int:
+        url_of_call = f"{url}/v2/repository/models/echo/{verb}"
+        return httpx.post(url_of_call, timeout=TIMEOUT_S).status_code
+
+    assert change("load") == 200
+    wait_until(lambda: told() == [("loaded", False)] * 20)
+    assert change("unload") == 200
+    wait_until(lambda: told() == [("unloaded", False)] * 20)
+
+
+@pytest.mark.fault("a worker process is killed")
+def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, str]) -> None:
+    command, url = pair
+    wait_until(lambda: len(workers(command)) == 2)
+    killed = workers(command)[0]
+    killed.kill()
+
+    def replaced() -> bool:
+        assert get(f"{url}/livez").status_code == 200
+        living = [worker for worker in workers(command) if not ended(worker)]
+        return killed not in living and len(living) == 2
+
+    wait_until(replaced)
+    assert get(f"{url}/v2/health/live").status_code == 200
+    line = command.wait_for("exited unexpectedly")
+    assert f"worker {killed.pid} " in line
+    assert "(signal 9)" in line
+    wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
+
+
+def test_it_serves_when_a_worker_does_and_not_before(tmp_path: Path) -> None:
+    """The keys file is a pipe, so that whoever reads it waits for the test."""
+    (port,) = free_ports(1)
+    keys, good = tmp_path / "keys.yaml", written(tmp_path / "good.yaml", ENTRIES)
+    os.mkfifo(keys)
+    environment = {"GATEWAY_KEYS_FILE": str(keys), "GATEWAY_TRITON_URLS": "127.0.0.1:9"}
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as command:
+        keys.write_text(good.read_text())  # for the process that starts the workers
+        wait_until(lambda: len(workers(command)) == 2)
+        with keys.open("w") as pipe:
+            assert "serving" not in command.output
+            good.replace(keys)  # for whoever comes later
+            pipe.write(keys.read_text())
+        command.wait_for("serving")
+        assert get(f"http://127.0.0.1:{port}/livez").status_code == 200
+
+
+def test_workers_share_the_memory_of_their_imports(pair: tuple[Command, str]) -> None:
+    command, _ = pair
+    server = fork_server(command)
+    assert server is not None
+    assert server.num_threads() == 1  # a fork of a process with threads can deadlock
+    for worker in workers(command):
+        sizes = worker.memory_full_info()
+        assert sizes.uss < sizes.rss / 2
+        print(f"{sizes.pss / 1e6:.0f} MB of {sizes.rss / 1e6:.0f} MB")
+
+
+@pytest.mark.long
+def test_a_signal_to_every_process_stops_them_as_one_to_the_supervisor_does() -> None:
+    """A service manager sends SIGTERM to each, and Ctrl-C reaches the group of the terminal."""
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 0)):
+        with serving_pair() as (command, _):
+            started = processes(command)
+            for process in started:
+                process.send_signal(number)
+            assert command.end() == status
+            wait_until(lambda started=started: all(map(ended, started)))  # type: ignore[misc]
+        assert "exited unexpectedly" not in command.output
+        assert "Traceback" not in command.output
+
+
+@pytest.mark.fault(
+    "the supervisor of the workers is killed, or the process that they are forked from"
+)
+def test_the_workers_stop_when_their_supervisor_is_killed() -> None:
+    # A guard would kill the workers as well, and sometimes before they could end by themselves.
+    with serving_pair(guarded=False) as (command, _):
+        started = processes(command)
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait_for("the supervisor of this worker exited unexpectedly")
+        wait_until(lambda: all(map(ended, started)))
+
+
+@pytest.mark.fault(
+    "the supervisor of the workers is killed, or the process that they are forked from"
+)
+def test_workers_are_replaced_after_the_process_they_are_forked_from_is_killed() -> None:
+    with serving_pair() as (command, url):
+        killed = fork_server(command)
+        assert killed is not None
+        former = workers(command)
+        killed.kill()
+        wait_until(lambda: len(workers(command)) == 2 and all(map(ended, former)))
+        wait_until(lambda: get(f"{url}/livez").status_code == 200)
+
+
+@contextmanager
+def serving_pair(*, guarded: bool = True) -> Iterator[tuple[Command, str]]:
+    """Two workers without a Triton."""
+    (port,) = free_ports(1)
+    environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9"}
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment, guarded=guarded) as command:
+        command.wait_for("serving")
+        wait_until(lambda: len(workers(command)) == 2)
+        yield command, f"http://127.0.0.1:{port}"
+
+
+def processes(command: Command) -> list[psutil.Process]:
+    """The command and all its descendants."""
+    process = psutil.Process(command.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def ended(worker: psutil.Process) -> bool:
+    try:
+        return has_ended(worker)
+    except psutil.NoSuchProcess:
+        return True

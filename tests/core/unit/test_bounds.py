@@ -1,0 +1,132 @@
+"""Bounds of what a request may become, and long texts in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gateway.errors import InputMismatch, MalformedRequest, TooLarge
+from gateway.media_types import JSON
+from gateway.tensors import codecs, inputs
+from gateway.tensors.codecs import SUPPORTED_CODECS
+from gateway.tensors.estimates import (
+    BYTES_PER_LISTED_VALUE,
+    LARGE_ARRAY_BYTES,
+    estimate_value_bytes,
+)
+from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
+from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.signature import build_signature
+from tests.support.hostile_files import field, form, json_of, png
+
+TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
+
+
+def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> InferInputs:
+    tensor = {"name": "X", "datatype": datatype, "shape": shape}
+    model = build_signature({"name": "m", "inputs": [tensor]}, {})
+    return to_inputs(Payload({"X": [Part(value, JSON)]}), model, PayloadLimits(**limits))
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [33, 62, 63, 64])
+def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
+    part = field(json_of(nested(depth))[11:-1], headers=[f"Content-Type: {JSON}"])
+    repeated = read_payload(form(part, part), "multipart/form-data; boundary=b", PayloadLimits())
+    tensor = {"name": "X", "datatype": "INT32", "shape": [-1]}
+    for batch in (0, 8):
+        shaped = {**tensor, "shape": [-1] * (1 + bool(batch))}
+        model = build_signature({"name": "m", "inputs": [shaped]}, {"max_batch_size": batch})
+        with pytest.raises((InputMismatch, MalformedRequest), match="32 dimensions"):
+            to_inputs(repeated, model, PayloadLimits())
+
+
+def test_a_requests_images_become_no_more_pixels_than_one_may_have() -> None:
+    for shape, most in (([-1, 8, 8, 3], 10 * 64), ([-1, -1, -1, 3], 10 * 256)):
+        assert len(convert([png()] * 10, "FP32", shape, max_image_pixels=most).arrays["X"]) == 10
+        with pytest.raises(TooLarge, match="the 11 images for input 'X' decode to"):
+            convert([png()] * 11, "FP32", shape, max_image_pixels=most)
+
+
+LARGE = LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1
+LARGE_VALUES: list[Any] = [
+    [1] * LARGE,
+    [[1] * LARGE],
+    [[[]], [[0.5] * (LARGE // 2)] * 2],
+    [[1]] * LARGE,
+    ["a" * LARGE_ARRAY_BYTES],
+    [[b"a" * LARGE_ARRAY_BYTES]],
+    "a" * (LARGE_ARRAY_BYTES + 1),
+    np.zeros(LARGE_ARRAY_BYTES + 1, np.uint8),
+]
+SMALL_VALUES: list[Any] = [
+    [], [[]], [[1, 2], [3]], "a", 1, None, {"a": 1}, [{"a": 1}], ["a", [1]],
+]  # fmt: skip
+
+
+def test_what_images_become_is_known_before_they_are_decoded() -> None:
+    for shape, datatype, size in (
+        ([-1, 8, 8, 3], "FP32", 2 * 8 * 8 * 3 * 4),
+        ([-1, -1, -1, 4], "UINT8", 2 * 16 * 16 * 4),
+    ):
+        tensor = {"name": "X", "datatype": datatype, "shape": shape}
+        model = build_signature({"name": "m", "inputs": [tensor]}, {})
+        screened = inspect_payload(
+            Payload({"X": [Part([png(), png()], JSON)]}), model, PayloadLimits()
+        )
+        assert screened.decoding_cost == 2 * 256
+        assert (
+            screened.decoded_bytes
+            == inputs.convert_payload(screened, model).arrays["X"].nbytes
+            == size
+        )
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
+    tiny = png(1, 1)
+    with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
+        convert([tiny] * 4097, "FP32", [-1, 1, 1, 3])
+
+
+def test_a_batch_becomes_no_more_than_1000_inferences() -> None:
+    for count, pieces in ((8000, 1000), (7999, 1000), (8, 1)):
+        whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
+        assert len(list(whole.split(8))) == pieces
+    with pytest.raises(TooLarge, match=r"a batch of 8001 items .* send at most 8000 items"):
+        list(InferInputs({"X": np.zeros((8001, 1))}, 8001, is_batched=True).split(8))
+
+
+def test_what_is_large_is_known_without_looking_at_all_of_it() -> None:
+    assert all(estimate_value_bytes(value) > LARGE_ARRAY_BYTES for value in LARGE_VALUES)
+    assert all(estimate_value_bytes(value) < 1000 for value in SMALL_VALUES)
+
+
+@pytest.mark.parametrize("charset", sorted(SUPPORTED_CODECS))
+def test_a_long_text_is_the_same_in_pieces(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(body: bytes) -> str:
+        try:
+            (part,) = read_payload(body, f"text/plain; charset={charset}", PayloadLimits()).parts[
+                ""
+            ]
+        except MalformedRequest as exc:
+            return exc.detail.partition("byte ")[0]
+        assert isinstance(part.value, str)
+        return part.value
+
+    body = TEXT.encode(charset, "ignore")
+    bodies = [body, body[:-1], body[1:], body + b"\xff\x1b\x1b$$$$$$$$$$$$$$", b"\x1b" * 99]
+    whole = [read(each) for each in bodies]
+    for size in (1, 7, 100):
+        monkeypatch.setattr(codecs, "TEXT_CHUNK_BYTES", size)
+        assert [read(each) for each in bodies] == whole

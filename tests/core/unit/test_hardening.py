@@ -1,0 +1,351 @@
+"""What the protocol refuses and what that costs: sizes, framing, crowds; deadlines are in test_deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from gateway.protocol.clients import client_network
+from gateway.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
+from gateway.protocol.parser import SMALL_READ_BYTES
+from tests.support.framing import AMBIGUOUS, CL2, HOST_LINE, UNAMBIGUOUS, request
+from tests.support.http_server import (
+    FAST,
+    GET,
+    KIB,
+    LIKE_A_REQUEST,
+    MIB,
+    POST,
+    START,
+    TOO_SLOW,
+    Client,
+    Stage,
+    Work,
+    begins,
+    echo,
+    refused,
+    start,
+    tidy,
+)
+from tests.support.wait import wait_until
+
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(house: Stage) -> Iterator[Stage]:
+    yield from tidy(house)
+
+
+TOO_LARGE = (431, "HEADER_TOO_LARGE")
+TOO_LONG = (414, "URL_TOO_LONG")
+MALFORMED = (400, "MALFORMED_REQUEST")
+
+
+# Sizes.
+
+LARGE = {
+    "a header line without an end": (START + b"X: " + b"a" * MIB, TOO_LARGE),
+    "a header name without an end": (START + b"a" * MIB, TOO_LARGE),
+    "a header a little too large": (START + b"X: " + b"a" * 65_530 + b"\r\n\r\n", TOO_LARGE),
+    "many fields": (START + b"X: y\r\n" * 100 + b"\r\n", TOO_LARGE),
+    "fields without an end": (START + b"X: y\r\n" * 5_000, TOO_LARGE),
+    "a URL without an end": (b"GET /" + b"a" * MIB, TOO_LONG),
+    "a URL a little too long": (b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 8192), TOO_LONG),
+    "a long query": (b"GET /?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 60_000), TOO_LONG),
+    "trailers without an end": (CHUNKED + b"0\r\nX: " + b"a" * MIB, TOO_LARGE),
+    "many trailers": (CHUNKED + b"0\r\n" + b"X: y\r\n" * 101 + b"\r\n", TOO_LARGE),
+    "large trailers": (CHUNKED + b"0\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", TOO_LARGE),
+    "a chunk's extension without an end": (CHUNKED + b"1;" + b"a" * MIB, TOO_LARGE),
+    "empty lines without an end": (b"\r\n" * MIB, TOO_LARGE),
+}
+
+
+@pytest.mark.fault("headers of 1 MB, 5,000 fields, a URL of 60 KB")
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_too_large_is_refused_while_it_comes(stage: Stage, name: str, before: bool) -> None:
+    wire, told = LARGE[name]
+    with stage.client() as client:
+        assert not before or client.is_still_served()
+        with suppress(ConnectionError):  # the server may have had enough
+            client.say(wire)
+        assert refused(client) == told
+    assert len(stage.asked) == before
+
+
+@pytest.mark.fault("headers of 1 MB, 5,000 fields, a URL of 60 KB")
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_too_large_is_refused_in_small_pieces(stage: Stage, name: str) -> None:
+    wire, told = LARGE[name]
+    with stage.client() as client:
+        with suppress(ConnectionError):
+            client.say(*(wire[at : at + 997] for at in range(0, min(len(wire), 150_000), 997)))
+        assert refused(client) == told
+
+
+FITTING = {
+    "a large header": START + b"X: " + b"a" * 65_000 + b"\r\n\r\n",
+    "as many fields as may be": START + b"X: y\r\n" * 99 + b"\r\n",
+    "as long a URL as may be": b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 8191),
+    "large trailers": CHUNKED + b"0\r\nX: " + b"y" * 65_000 + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("step", [997, 2 * KIB, MIB])
+def test_what_is_just_not_too_large_is_served(stage: Stage, name: str, step: int) -> None:
+    wire = FITTING[name]
+    with stage.client() as client:
+        for _ in range(2):
+            client.say(*(wire[at : at + step] for at in range(0, len(wire), step)))
+            assert client.answer().status == 200
+        assert client.is_still_served()
+
+
+def test_requests_in_two_pieces_never_add_up(stage: Stage) -> None:
+    with stage.client() as client:
+        for _ in range(400):
+            client.say(POST + b"X: " + b"a" * 300 + b"\r\nContent-Length: 5\r\n\r\n", b"hello")
+            assert client.answer().body == b"hello"
+
+
+@pytest.mark.fault("headers of 1 MB, 5,000 fields, a URL of 60 KB")
+def test_a_header_without_an_end_fills_no_memory(stage: Stage) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    with ExitStack() as stack:
+        clients = [stack.enter_context(stage.client()) for _ in range(50)]
+        for client in clients:
+            client.say(START + b"X: " + b"a" * 60 * KIB)
+        stage.settle()
+        assert process.memory_info().rss - before < 30 * MIB
+
+
+# How a request is read.
+
+
+@pytest.mark.fault("invalid or several lengths, or a length with chunks; no `Host` header, or two")
+@pytest.mark.parametrize("step", [1, MIB])
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_what_could_be_read_in_two_ways_is_refused(stage: Stage, name: str, step: int) -> None:
+    wire = AMBIGUOUS[name]
+    with stage.client() as client:
+        with suppress(ConnectionError):
+            client.say(*(wire[at : at + step] for at in range(0, len(wire), step)), LIKE_A_REQUEST)
+        assert refused(client) == MALFORMED
+    assert stage.asked == []
+
+
+@pytest.mark.parametrize("name", UNAMBIGUOUS)
+def test_what_can_be_read_in_one_way_is_served(stage: Stage, name: str) -> None:
+    with stage.client() as client:
+        client.say(UNAMBIGUOUS[name] + UNAMBIGUOUS[name])
+        assert [client.answer().body for _ in range(2)] == [b"ok"] * 2
+        assert client.is_still_served()
+    assert len(stage.asked) == 3
+
+
+VALID = [*UNAMBIGUOUS.values(), GET, request(HOST_LINE, CL2, b"Expect: 100-continue", body=b"ok")]
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    wire = bytearray(b"".join(draw(st.lists(st.sampled_from(VALID), min_size=1, max_size=3))))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(wire) - 1))
+        until = min(at + draw(st.integers(0, 3)), len(wire) - 1)
+        wire[at:until] = draw(st.one_of(st.binary(max_size=3), st.sampled_from([b"\r\n", b": "])))
+    return bytes(wire)
+
+
+@pytest.mark.fault("arbitrary bytes")
+@settings(deadline=None, max_examples=300)
+@given(mutations(), st.integers(1, 400))
+def test_no_bytes_make_it_hang_or_fail_or_tear_an_answer(
+    house: Stage, wire: bytes, step: int
+) -> None:
+    house.app = echo
+    house.faults.clear()
+    with house.client() as client:
+        with suppress(OSError):  # the server may have had enough
+            client.say(*(wire[at : at + step] for at in range(0, len(wire), step)))
+            client.socket.shutdown(socket.SHUT_WR)
+        received = client.rest()
+    for status in statuses_of(received):
+        assert status in (100, 200, 400, 414, 431)
+    assert house.faults == []
+
+
+def statuses_of(received: bytes) -> Iterator[int]:
+    """Of answers that are whole: whatever is not, fails."""
+    while received:
+        head, found, received = received.partition(b"\r\n\r\n")
+        assert found, head
+        assert head.startswith(b"HTTP/1.1 ")
+        length = 0
+        for line in head.split(b"\r\n")[1:]:
+            name, _, value = line.partition(b": ")
+            length = int(value) if name == b"content-length" else length
+        assert len(received) >= length or head.startswith(b"HTTP/1.1 200")
+        received = received[length:]
+        yield int(head.split(b" ")[1])
+
+
+@pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
+def test_nothing_follows_a_refusal_whatever_the_application_does(stage: Stage) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await receive()
+            await asyncio.Event().wait()
+        finally:
+            await send(start((b"content-length", b"0")))
+            await send({"type": "http.response.body"})
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(CHUNKED + b"1\r\na\r\n", b"zz\r\n")
+        assert refused(client) == MALFORMED
+
+
+# Crowds.
+
+
+@pytest.mark.fault("slow headers, slow bodies, slow readers, 1,000 silent connections")
+def test_a_thousand_silent_connections_are_closed_and_others_served_meanwhile() -> None:
+    with Stage(**FAST, max_connections_per_client=0) as stage, ExitStack() as stack:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+        good = stack.enter_context(stage.client_with(GET))
+        assert good.answer().status == 200
+        first = stack.enter_context(stage.client_with(b"GET / HT"))
+        for number in range(1, 1000):
+            silent = stack.enter_context(stage.client())
+            if number < 500:  # at once: the first ones' time is over before the last ones are there
+                with suppress(ConnectionError):  # its own may be over, too
+                    silent.say(b"GET / HT")
+        waits_s = []
+
+        def only_the_good_one_is_left() -> bool:
+            count = len(stage.server.server_state.connections)
+            began = time.monotonic()
+            assert good.is_still_served()
+            waits_s.append(time.monotonic() - began)
+            return count == 1
+
+        wait_until(only_the_good_one_is_left)
+        print(f"the slowest answer meanwhile took {max(waits_s) * 1000:.0f} ms")
+        assert refused(first) == TOO_SLOW
+        assert silent.rest() == b""
+
+
+TOO_MANY = (503, "TOO_MANY_CONNECTIONS")
+
+
+@contextmanager
+def crowd(stage: Stage, count: int) -> Iterator[list[Client]]:
+    with ExitStack() as stack:
+        clients = [stack.enter_context(stage.client()) for _ in range(count)]
+        assert all(client.is_still_served() for client in clients)
+        yield clients
+
+
+@pytest.mark.fault("more connections than allowed, from one client or many")
+@pytest.mark.parametrize("setting", ["max_connections", "max_connections_per_client"])
+def test_one_connection_too_many_is_refused_and_health_can_still_be_asked(setting: str) -> None:
+    limits: dict[str, Any] = {setting: 8}
+    with Stage(**limits) as stage, crowd(stage, 8) as clients:
+        with stage.client() as client:
+            client.say(GET)
+            assert refused(client) == TOO_MANY
+        with stage.client_with(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n") as client:
+            answer = client.answer()
+            assert (answer.status, answer.header(b"connection")) == (200, b"close")
+            assert client.rest() == b""
+        clients.pop().socket.close()
+        wait_until(lambda: len(stage.server.server_state.connections) == 7)
+        with stage.client() as client:
+            assert client.is_still_served()
+
+
+@pytest.mark.fault("more connections than allowed, from one client or many")
+@pytest.mark.parametrize("setting", ["max_connections", "max_connections_per_client"])
+def test_far_too_many_connections_are_refused_at_once(setting: str) -> None:
+    limits: dict[str, Any] = {setting: 2}
+    with (
+        Stage(**limits) as stage,
+        crowd(stage, 2) as clients,
+        ExitStack() as stack,
+    ):
+        for _ in range(RESERVED_CONNECTIONS):
+            stack.enter_context(stage.client())
+        stage.settle()
+        for _ in range(20):
+            with stage.client() as client:
+                assert refused(client) == TOO_MANY
+        assert all(client.is_still_served() for client in clients)
+
+
+def test_who_is_refused_is_told_when_to_come_again() -> None:
+    with Stage(max_connections=1) as stage, crowd(stage, 1), stage.client() as client:
+        client.say(GET)
+        assert client.answer().header(b"retry-after") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::1", "::"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fe80::1%eth0", "fe80::"),
+    ],
+)
+def test_a_client_is_counted_by_its_network(host: str, network: str) -> None:
+    assert client_network(host) == network
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_more_requests_wait_on_a_connection_than_may(stage: Stage, apart: bool) -> None:
+    work = stage.app = Work()
+    count = 5000
+    with stage.client() as client:
+        client.say(*((GET, GET * (count - 1)) if apart else (GET * count,)))
+        assert begins(work)
+        stage.settle()
+        (connection,) = stage.server.server_state.connections
+        assert isinstance(connection, HttpProtocol)
+        assert 16 <= len(connection._pipelined_cycles) <= 18
+        stage.let(work.may_end)
+        for _ in range(count):
+            assert client.answer().status == 200
+        assert client.is_still_served()
+
+
+def test_a_small_read_of_requests_is_bounded_too(stage: Stage) -> None:
+    work = stage.app = Work()
+    count = SMALL_READ_BYTES // len(GET)
+    with stage.client() as client:
+        client.say(GET * count)
+        assert begins(work)
+        stage.let(work.may_end)
+        for _ in range(count):
+            assert client.answer().status == 200

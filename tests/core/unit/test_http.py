@@ -1,0 +1,1746 @@
+"""The upstream client against a replica that is scripted byte by byte, on asyncio's loop and on uvloop's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import re
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
+from gateway.fleet.openai_servers import OpenAIServers
+from gateway.fleet.replica import parse_replica_url
+from gateway.http_client.client import CompleteResponse, HttpClient, UpstreamResponse
+from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection
+from gateway.settings import Settings
+from tests.support.servers import free_ports
+from tests.support.wait import retry_when_late, wait_until_async
+
+MIB = 1 << 20
+PATIENCE_S = 60.0  # guards against a hang, and is no expectation
+EMPTY = (b"content-length", b"0")
+CHUNKED = (b"transfer-encoding", b"chunked")
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    runner: Run = request.param
+    return runner
+
+
+# The replica.
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it came."""
+
+    head: bytes
+    body: bytes
+
+    @property
+    def target(self) -> bytes:
+        return self.head.split(b" ", 2)[1]
+
+
+class Peer:
+    """The replica's side of a connection."""
+
+    def __init__(
+        self, replica: Replica, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._replica = replica
+        self.reader = reader
+        self.writer = writer
+        self.closed = False  # by the client
+
+    async def asked(self) -> Asked:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        self._replica.served_by.append(self)
+        if length := re.search(rb"\r\ncontent-length: (\d+)\r\n", head):
+            return Asked(head, await self.reader.readexactly(int(length[1])))
+        body = b""
+        if b"\r\ntransfer-encoding: chunked\r\n" in head:
+            while size := int(await self.reader.readline(), 16):
+                body += (await self.reader.readexactly(size + 2))[:-2]
+            assert await self.reader.readexactly(2) == b"\r\n"
+        return Asked(head, body)
+
+    async def say(self, *parts: bytes) -> None:
+        """Each part by itself: the client has read it before the next is written."""
+        for part in parts:
+            if self.writer.is_closing():  # uvloop's would raise a RuntimeError
+                raise ConnectionResetError
+            self.writer.write(part)
+            await self.writer.drain()
+            await turns(3)
+
+    def reset(self) -> None:
+        with socket.socket(fileno=os.dup(self.writer.get_extra_info("socket").fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    def packets(self) -> int:
+        """How many packets with data have come: `tcpi_data_segs_in` of Linux's `struct tcp_info`."""
+        info = self.writer.get_extra_info("socket").getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_INFO, 156
+        )
+        count: int = struct.unpack_from("I", info, 152)[0]
+        return count
+
+    async def gone(self) -> None:
+        """Until the client has closed the connection."""
+        with suppress(ConnectionError):
+            while await self.reader.read(MIB):
+                pass
+        self.closed = True
+
+
+Script = Callable[[Peer], Awaitable[None]]
+
+
+class Replica:
+    """Serves each connection by a script, and closes it when the script ends."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.peers: list[Peer] = []
+        self.served_by: list[Peer] = []  # in the order of the requests
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        peer = Peer(self, reader, writer)
+        self.peers.append(peer)
+        try:
+            await self._script(peer)
+        except (ConnectionError, EOFError):
+            peer.closed = True
+        except asyncio.CancelledError:
+            pass  # the test is over
+        finally:
+            self.tasks.remove(task)
+            writer.close()
+
+    def has_all_tasks(self) -> bool:
+        """Every task is the replica's, or the test itself: the client has none."""
+        return asyncio.all_tasks() - self.tasks == {asyncio.current_task()}
+
+    @asynccontextmanager
+    async def listening(self, host: str) -> AsyncIterator[int]:
+        server = await asyncio.start_server(self._serve, host, 0, limit=MIB, backlog=1000)
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+            for task in [*self.tasks]:
+                task.cancel()
+            for peer in self.peers:
+                peer.writer.transport.abort()
+            await server.wait_closed()
+
+
+@asynccontextmanager
+async def before(
+    script: Script,
+    *,
+    host: str = "127.0.0.1",
+    connect_timeout_s: float = PATIENCE_S,
+    idle_s: float = PATIENCE_S,
+) -> AsyncIterator[tuple[HttpClient, Replica]]:
+    """The client before such a replica; what it leaves behind fails the test."""
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    replica = Replica(script)
+    async with replica.listening(host) as port:
+        upstream = HttpClient(
+            host, port, connect_timeout_s=connect_timeout_s, idle_timeout_s=idle_s
+        )
+        try:
+            yield upstream, replica
+        finally:
+            upstream.close()
+    await wait_until_async(no_task_is_left)
+    assert faults == []
+
+
+# Words of the tests.
+
+
+async def turns(count: int) -> None:
+    """Let everything else of the loop have its turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def settled(measure: Callable[[], int]) -> int:
+    """What the measure shows when it does not change any more, although both sides have their turns."""
+    seen, last = 0, -1
+    while seen < 5:
+        seen, last = (seen + 1 if measure() == last else 0), measure()
+        await turns(20)
+    return last
+
+
+def no_task_is_left() -> bool:
+    return asyncio.all_tasks() <= {asyncio.current_task()}
+
+
+def plain(body: bytes, *more: bytes) -> bytes:
+    head = b"\r\n".join((b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *more))
+    return head + b"\r\n\r\n" + body
+
+
+async def orderly(peer: Peer) -> None:
+    """Answers every request with its target."""
+    while True:
+        await peer.say(plain((await peer.asked()).target))
+
+
+def first(script: Script) -> Script:
+    """The replica whose first connection follows the script; the others are orderly."""
+    waiting = [script]
+
+    async def serve(peer: Peer) -> None:
+        await (waiting.pop() if waiting else orderly)(peer)
+
+    return serve
+
+
+def get(upstream: HttpClient, target: bytes = b"/", timeout_s: float = PATIENCE_S) -> Any:
+    return upstream.request(b"GET", target, timeout_s=timeout_s)
+
+
+async def outcome(request: Awaitable[CompleteResponse]) -> CompleteResponse | type[GatewayError]:
+    try:
+        return await request
+    except GatewayError as error:
+        return type(error)
+
+
+async def still_serves(upstream: HttpClient, replica: Replica, *, on_connection: int) -> None:
+    """The next request is answered properly, on that connection, counted from 1."""
+    reply = await get(upstream, b"/next")
+    assert (reply.status, reply.body) == (200, b"/next")
+    assert reply.headers == [(b"content-length", b"5")]
+    assert len(replica.peers) == on_connection
+
+
+@contextmanager
+def takes_at_least(seconds: float) -> Iterator[None]:
+    """No deadline comes early, but for a tick of the clock."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start > seconds - 0.01
+
+
+# An answer is the same however it is cut.
+
+
+@dataclass(frozen=True)
+class Telling:
+    """An answer on the wire, and what must be read from it."""
+
+    wire: bytes
+    body: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    status: int = 200
+    closes: bool = False  # the replica, at the end
+    reused: bool = True
+
+    async def tell(self, peer: Peer, *cuts: int) -> None:
+        bounds = [0, *cuts, len(self.wire)]
+        await peer.say(*(self.wire[a:b] for a, b in pairwise(bounds) if b > a))
+
+    def read_as(self) -> CompleteResponse:
+        return CompleteResponse(self.status, list(self.headers), self.body)
+
+
+def chunked(wire: bytes, body: bytes) -> Telling:
+    return Telling(HEAD_CHUNKED + wire, body, (CHUNKED,))
+
+
+def of_length(body: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"content-length", b"%d" % len(body)),)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+HEAD_CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+LIKE_AN_ANSWER = b"HTTP/1.1 500 No\r\nContent-Length: 1\r\n\r\n!"
+TELLINGS = {
+    "a length": Telling(plain(b"hello"), b"hello", of_length(b"hello")),
+    "a length of nothing": Telling(plain(b""), b"", of_length(b"")),
+    "a body that looks like an answer": Telling(
+        plain(LIKE_AN_ANSWER), LIKE_AN_ANSWER, of_length(LIKE_AN_ANSWER)
+    ),
+    "many headers": Telling(
+        plain(b"x", b"Set-Cookie: a=1", b"SET-COOKIE: b=2; c", b"x-empty:", b"X-High: \xe9\xff"),
+        b"x",
+        (
+            *of_length(b"x"),
+            (b"set-cookie", b"a=1"),
+            (b"set-cookie", b"b=2; c"),
+            (b"x-empty", b""),
+            (b"x-high", b"\xe9\xff"),
+        ),
+    ),
+    "a status without a reason": Telling(
+        b"HTTP/1.1 429\r\nContent-Length: 2\r\n\r\nno", b"no", of_length(b"no"), 429
+    ),
+    "one chunk": chunked(b"5\r\nhello\r\n0\r\n\r\n", b"hello"),
+    "several chunks": chunked(
+        b"5\r\nhello\r\n1\r\n \r\n009\r\n\r\nworld\r\n\r\n0\r\n\r\n", b"hello \r\nworld\r\n"
+    ),
+    "sizes in capitals": chunked(
+        b"A\r\n0123456789\r\n0b\r\nabcdefghijk\r\n000\r\n\r\n", b"0123456789abcdefghijk"
+    ),
+    "chunk extensions": chunked(b'5;a=b\r\nhello\r\n1;c="d;e"\r\n!\r\n0;last\r\n\r\n', b"hello!"),
+    "trailers": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nX-Next: 2\r\n\r\n", b"hello"),
+    "one trailer": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n", b"hello"),
+    "a trailer that closes": Telling(
+        HEAD_CHUNKED + b"2\r\nok\r\n0\r\nConnection: close\r\n\r\n",
+        b"ok",
+        (CHUNKED,),
+        reused=False,
+    ),
+    "no chunk": chunked(b"0\r\n\r\n", b""),
+    "204": Telling(b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n", b"", ((b"x-a", b"b"),), 204),
+    "304 with the length of what it does not send": Telling(
+        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", b"", of_length(b"hello"), 304
+    ),
+    "100 before the answer": Telling(
+        b"HTTP/1.1 100 Continue\r\n\r\n" + plain(b"hello"), b"hello", of_length(b"hello")
+    ),
+    "100 and 103, with headers of their own": Telling(
+        b"HTTP/1.1 100 Continue\r\nX-A: b\r\n\r\nHTTP/1.1 103 Hints\r\nLink: </a>\r\nX-C: d\r\n\r\n"
+        + plain(b"hello"),
+        b"hello",
+        of_length(b"hello"),
+    ),
+    "HTTP/1.0 that stays": Telling(
+        b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nok",
+        b"ok",
+        ((b"connection", b"keep-alive"), *of_length(b"ok")),
+    ),
+    "HTTP/1.0 with a length": Telling(
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok", b"ok", of_length(b"ok"), reused=False
+    ),
+    "HTTP/1.0 until it closes": Telling(
+        b"HTTP/1.0 200 OK\r\n\r\nhello", b"hello", closes=True, reused=False
+    ),
+    "no framing, until it closes": Telling(
+        b"HTTP/1.1 200 OK\r\nX-A: b\r\n\r\nhello",
+        b"hello",
+        ((b"x-a", b"b"),),
+        closes=True,
+        reused=False,
+    ),
+    "no framing and no body, until it closes": Telling(
+        b"HTTP/1.1 200 OK\r\n\r\n", closes=True, reused=False
+    ),
+    "a length, and Connection: close": Telling(
+        plain(b"hello", b"Connection: close"),
+        b"hello",
+        (*of_length(b"hello"), (b"connection", b"close")),
+        reused=False,
+    ),
+    "chunks, and Connection: close": Telling(
+        b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        b"ok",
+        ((b"connection", b"x, Close"), CHUNKED),
+        reused=False,
+    ),
+}
+
+
+def test_repeated_answers_on_one_connection_are_read_as_any_others(run: Run) -> None:
+    lasting = [telling for telling in TELLINGS.values() if telling.reused]
+    other = Telling(plain(b"HELLO"), b"HELLO", of_length(b"HELLO"))
+    told = [each for telling in [*lasting, other] for each in (telling,) * 3]
+    told += [each for pair in product(lasting[:4], lasting) for each in pair]
+
+    async def tell_all(peer: Peer) -> None:
+        for telling in told:
+            await peer.asked()
+            await telling.tell(peer)
+
+    async def scene() -> None:
+        async with before(tell_all) as (upstream, replica):
+            replies = [await get(upstream) for _ in told]
+            assert replies == [telling.read_as() for telling in told]
+            assert replies[0].headers is replies[1].headers  # the header is not parsed again
+            assert len(replica.peers) == 1
+
+    run(scene())
+
+
+@pytest.mark.fault("a response arrives byte by byte")
+@pytest.mark.parametrize("name", TELLINGS)
+def test_an_answer_is_read_the_same_wherever_it_is_cut(run: Run, name: str) -> None:
+    telling = TELLINGS[name]
+    every_byte = tuple(range(1, len(telling.wire)))
+    cuttings = [(), *((cut,) for cut in every_byte), every_byte]
+    coming = iter(cuttings)
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            assert (await peer.asked()).target == b"/"
+            await telling.tell(peer, *next(coming))
+            if telling.closes:
+                return
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for number, cuts in enumerate(cuttings):
+                reply = await get(upstream)
+                assert reply == telling.read_as(), cuts
+                assert len(replica.peers) == (1 if telling.reused else number + 1), cuts
+            assert next(coming, None) is None
+
+    run(scene())
+
+
+@pytest.mark.parametrize("name", ["trailers", "one trailer"])
+def test_a_trailer_never_becomes_a_header_of_this_answer_or_the_next(run: Run, name: str) -> None:
+    async def serve(peer: Peer) -> None:
+        while True:
+            asked = await peer.asked()
+            if asked.target == b"/trailers":
+                await TELLINGS[name].tell(peer)
+            else:
+                await peer.say(plain(asked.target))
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/trailers", [EMPTY], timeout_s=PATIENCE_S)
+            await wait_until_async(lambda: answer.is_complete)
+            assert answer.headers == [CHUNKED]
+            assert await answer.read() == b"hello"
+            answer.close()
+            await still_serves(upstream, replica, on_connection=len(replica.peers))
+
+    run(scene())
+
+
+TOKEN = "!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+OF_THE_CONNECTION = frozenset(
+    b"content-length transfer-encoding connection proxy-connection upgrade trailer".split()
+)
+names = (
+    st.text(TOKEN, min_size=1, max_size=20)
+    .map(str.encode)
+    .filter(lambda name: name.lower() not in OF_THE_CONNECTION)
+)
+values = st.text(
+    [chr(code) for code in (*range(0x20, 0x7F), *range(0x80, 0x100))], max_size=30
+).map(lambda text: text.strip().encode("latin-1"))
+PROPERTY = settings(max_examples=100, deadline=None)
+
+
+@st.composite
+def tellings(draw: st.DrawFn) -> tuple[Telling, list[int]]:
+    """Any answer, and where it is cut."""
+    status = draw(st.sampled_from([200, 201, 207, 400, 404, 422, 500, 503]))
+    headers = draw(st.lists(st.tuples(names, values), max_size=12))
+    body = draw(st.binary(max_size=600))
+    framing = draw(st.sampled_from(["length", "chunks", "close"]))
+    said_to_close = draw(st.booleans())
+    if said_to_close:
+        headers.insert(draw(st.integers(0, len(headers))), (b"Connection", b"close"))
+    content = body
+    if framing == "length":
+        headers.append((b"Content-Length", b"%d" % len(body)))
+    elif framing == "chunks":
+        headers.append((b"Transfer-Encoding", b"chunked"))
+        ends = sorted(draw(st.sets(st.integers(1, max(len(body) - 1, 1)), max_size=5)))
+        bounds = [0, *(end for end in ends if end < len(body)), len(body)]
+        pieces = [body[a:b] for a, b in pairwise(bounds) if b > a]
+        content = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        content += b"0\r\n\r\n"
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    wire = b"HTTP/1.1 %d Some Reason\r\n%b\r\n%b" % (status, lines, content)
+    read = tuple((name.lower(), value) for name, value in headers)
+    closes = framing == "close"
+    telling = Telling(wire, body, read, status, closes, reused=not closes and not said_to_close)
+    return telling, sorted(draw(st.sets(st.integers(1, len(wire) - 1), max_size=8)))
+
+
+@PROPERTY
+@given(st.lists(tellings(), min_size=1, max_size=6))
+def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it_may_be(
+    story: list[tuple[Telling, list[int]]],
+) -> None:
+    coming = iter(story)
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            await peer.asked()
+            telling, cuts = next(coming)
+            await telling.tell(peer, *cuts)
+            if telling.closes:
+                return
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            connections = 1
+            for telling, _ in story:
+                assert await get(upstream) == telling.read_as()
+                assert len(replica.peers) == connections
+                connections += not telling.reused
+
+    uvloop.run(scene())
+
+
+# What the replica is sent.
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 20_000], ids="{} bytes".format)
+def test_a_small_request_comes_in_one_piece_and_byte_for_byte(run: Run, size: int) -> None:
+    body = random.Random(size).randbytes(size)
+    pieces: list[bytes] = []
+    packets: list[int] = []
+
+    async def serve(peer: Peer) -> None:
+        while piece := await peer.reader.read(MIB):
+            pieces.append(piece)
+            packets.append(peer.packets())
+            await peer.say(plain(b"ok"))
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
+                reply = await upstream.request(
+                    b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
+                )
+                assert reply.body == b"ok"
+            _, port = replica.peers[0].writer.get_extra_info("sockname")
+            head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % port
+            head += b"content-length: %d\r\n" % size
+            assert pieces == [
+                head + b"\r\n" + body,
+                head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body,
+            ]
+            assert packets == [1, 2]
+
+    run(scene())
+
+
+@pytest.mark.parametrize("size", [64 * 1024 - 1, 64 * 1024, 5 * MIB], ids="{} bytes".format)
+def test_a_large_request_comes_whole(run: Run, size: int) -> None:
+    body = random.Random(size).randbytes(size)
+    came: list[Asked] = []
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            came.append(await peer.asked())
+            await peer.say(plain(b"ok"))
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(2):
+                reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
+                assert reply.body == b"ok"
+            assert [asked.body == body for asked in came] == [True, True]
+            assert len(replica.peers) == 1
+
+    run(scene())
+
+
+async def each(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        await asyncio.sleep(0)
+        yield piece
+
+
+STREAMS = {
+    "one piece": (b"hello",),
+    "several": (b"hel", b"l", b"o, world"),
+    "empty ones between": (b"", b"hel", b"", b"lo", b""),
+    "nothing": (),
+    "only empty ones": (b"", b""),
+    "large ones": (b"a" * 300_000, b"b", b"c" * 70_000),
+}
+
+
+@pytest.mark.parametrize("pieces", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_a_streamed_body_is_framed_as_its_headers_say(
+    run: Run, framing: str, pieces: tuple[bytes, ...]
+) -> None:
+    body = b"".join(pieces)
+    given_pieces = [piece for piece in pieces if piece]
+    in_chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in given_pieces)
+    expected = body if framing == "length" else in_chunks + b"0\r\n\r\n"
+    header = (b"content-length", b"%d" % len(body)) if framing == "length" else CHUNKED
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            head = await peer.reader.readuntil(b"\r\n\r\n")
+            assert head.endswith(b"\r\n%b: %b\r\nx-a: b\r\n\r\n" % header)
+            assert head.startswith(b"POST /infer HTTP/1.1\r\nhost: 127.0.0.1:")
+            came = b""
+            while len(came) < len(expected):
+                came += await peer.reader.read(MIB)
+            await turns(10)  # the answer to nothing must not overtake it
+            await peer.say(plain(b"yes" if came == expected else b"no"))
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(3):
+                answer = await upstream.send(
+                    b"POST",
+                    b"/infer",
+                    [header, (b"x-a", b"b")],
+                    each(*pieces),
+                    timeout_s=PATIENCE_S,
+                )
+                assert await answer.read() == b"yes"
+                answer.close()
+            assert len(replica.peers) == 1
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_the_host_header_names_the_replica_as_a_url_would(run: Run, host: str, shown: str) -> None:
+    heads: list[bytes] = []
+
+    async def serve(peer: Peer) -> None:
+        heads.append((await peer.asked()).head)
+        await peer.say(plain(b"ok"))
+
+    async def scene() -> None:
+        async with before(serve, host=host) as (upstream, replica):
+            assert (await get(upstream)).body == b"ok"
+            port = replica.peers[0].writer.get_extra_info("sockname")[1]
+            assert re.findall(rb"(?i)host: (.*)\r\n", heads[0]) == [f"{shown}:{port}".encode()]
+
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+    run(scene())
+
+
+# The pool.
+
+
+def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_latest_is_used_first(
+    run: Run,
+) -> None:
+    async def scene() -> None:
+        async with before(orderly) as (upstream, replica):
+            for _ in range(3):
+                replies = await asyncio.gather(*(get(upstream, b"/%d" % i) for i in range(8)))
+                assert [reply.body for reply in replies] == [b"/%d" % i for i in range(8)]
+                assert len(replica.peers) == 8
+            last = replica.served_by[-1]
+            for _ in range(5):
+                await still_serves(upstream, replica, on_connection=8)
+                assert replica.served_by[-1] is last
+            for number in range(5):
+                reply = await upstream.request(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
+                assert reply.body == b"/"
+                assert len(replica.peers) == 9 + number
+            # A fresh connection was asked for to see that one comes about; it is not kept.
+            await still_serves(upstream, replica, on_connection=13)
+            assert replica.served_by[-1] is last
+            assert not any(peer.closed for peer in replica.peers[:8])
+
+    run(scene())
+
+
+# Answers that come before the request is complete.
+
+
+@pytest.mark.parametrize("then", ["reads on", "stops reading", "closes its side"])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("status", [413, 200])
+def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
+    run: Run, status: int, framing: str, then: str
+) -> None:
+    given_back = asyncio.Event()
+    given_out = 0
+
+    async def serve(peer: Peer) -> None:
+        await peer.reader.readuntil(b"\r\n\r\n")
+        await peer.reader.readexactly(10)
+        await peer.say(b"HTTP/1.1 %d X\r\nContent-Length: 5\r\n\r\nearly" % status)
+        if then == "closes its side":
+            peer.writer.write_eof()
+        if then == "stops reading":
+            await given_back.wait()
+        await peer.gone()
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal given_out
+        yield b"0123456789"
+        while True:
+            given_out += 1
+            yield b"x" * 65_536
+            await asyncio.sleep(0)
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
+            answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+            assert answer.status == status
+            await wait_until_async(lambda: answer.is_complete)
+            await turns(20)
+            assert await answer.read() == b"early"
+            assert answer.is_complete
+            answer.close()
+            answer.close()
+            assert await answer.next_chunk() == b""
+            await wait_until_async(replica.has_all_tasks)
+            given_out_at_the_end = given_out
+            await turns(20)
+            assert given_out == given_out_at_the_end > 0
+            given_back.set()
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+def test_a_connection_that_still_holds_an_unsent_body_is_not_used_again(run: Run) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.reader.readuntil(b"\r\n\r\n")
+        await peer.say(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
+        await asyncio.sleep(PATIENCE_S)  # reads no more
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
+            assert (reply.status, reply.body) == (413, b"no")
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+class ClientLeft(Exception):
+    pass
+
+
+@pytest.mark.parametrize("when", ["before the answer", "in the middle of the answer"])
+def test_an_error_of_the_body_ends_the_exchange_with_that_error(run: Run, when: str) -> None:
+    answered = asyncio.Event()
+    came: list[bytes] = []
+
+    async def serve(peer: Peer) -> None:
+        await peer.reader.readuntil(b"\r\n\r\n")
+        if when == "in the middle of the answer":
+            await peer.say(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhello")
+        with suppress(ConnectionError):
+            while data := await peer.reader.read(MIB):
+                came.append(data)
+        peer.closed = True
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"hello"
+        await (answered.wait() if when == "in the middle of the answer" else turns(20))
+        raise ClientLeft
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            sending = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+            if when == "before the answer":
+                with pytest.raises(ClientLeft):
+                    await sending
+            else:
+                answer = await sending
+                assert await answer.next_chunk() == b"hello"
+                answered.set()
+                with pytest.raises(ClientLeft):
+                    await answer.next_chunk()
+                answer.close()
+            await wait_until_async(lambda: replica.peers[0].closed)
+            # Without its last chunk the request is visibly incomplete, and is not executed.
+            assert b"".join(came) == b"5\r\nhello\r\n"
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+# What a replica does wrong.
+
+CUT_OFF = {
+    "nothing": b"",
+    "in the version": b"HTT",
+    "in the status": b"HTTP/1.1 2",
+    "in a header": HEAD + b"Content-Le",
+    "before the empty line": HEAD + b"Content-Length: 5\r\n",
+    "in an interim answer": b"HTTP/1.1 100 Conti",
+    "after an interim answer": b"HTTP/1.1 100 Continue\r\n\r\n",
+    "before a body with a length": HEAD + b"Content-Length: 5\r\n\r\n",
+    "in a body with a length": HEAD + b"Content-Length: 5\r\n\r\nhell",
+    "in a body with a length, HTTP/1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhell",
+    "in a body with a length, Connection: close": HEAD
+    + b"Connection: close\r\nContent-Length: 5\r\n\r\nhell",
+    "before the chunks": HEAD_CHUNKED,
+    "in a chunk's size": HEAD_CHUNKED + b"1",
+    "in a chunk": HEAD_CHUNKED + b"5\r\nhell",
+    "after a chunk": HEAD_CHUNKED + b"5\r\nhello\r\n",
+    "before the end of the last chunk": HEAD_CHUNKED + b"5\r\nhello\r\n0\r\n",
+    "in the trailers": HEAD_CHUNKED + b"5\r\nhello\r\n0\r\nX-A: b\r\n",
+}
+
+
+@pytest.mark.parametrize("by", ["closing", "a reset"])
+@pytest.mark.parametrize("wire", CUT_OFF.values(), ids=CUT_OFF)
+def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
+    run: Run, wire: bytes, by: str
+) -> None:
+    came: list[Asked] = []
+
+    async def serve(peer: Peer) -> None:
+        came.append(await peer.asked())
+        await peer.say(wire)
+        if by == "a reset":
+            peer.reset()
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            with pytest.raises(BadUpstream, match="closed the connection before"):
+                await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
+            await still_serves(upstream, replica, on_connection=2)
+            assert [asked.body for asked in came] == [b"body"]
+
+    run(scene())
+
+
+def test_an_answer_until_close_that_ends_by_a_reset_is_an_error(run: Run) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.say(HEAD + b"\r\nhello")
+        peer.reset()
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            assert await answer.next_chunk() == b"hello"
+            with pytest.raises(BadUpstream):
+                await answer.next_chunk()
+            assert not answer.is_complete
+            answer.close()
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+NONSENSE = {
+    "another protocol": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "an HTTP/2 frame": bytes.fromhex("00001204000000000000"),
+    "a TLS alert": bytes.fromhex("15030100020246"),
+    "bytes": bytes(range(255, 0, -1)),
+    "a request": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "no status": b"HTTP/1.1 OK\r\n\r\n",
+    "a version that is none": b"HTTP/7.3 200 OK\r\nContent-Length: 0\r\n\r\n",
+    "a status of two digits": b"HTTP/1.1 20 OK\r\nContent-Length: 0\r\n\r\n",
+    "a status below 100": b"HTTP/1.1 099 X\r\nContent-Length: 4\r\n\r\nevil" + plain(b"ok"),
+    "a status above 599": b"HTTP/1.1 600 X\r\nContent-Length: 4\r\n\r\nevil" + plain(b"ok"),
+    "the status 000": b"HTTP/1.1 000 X\r\nContent-Length: 4\r\n\r\nevil" + plain(b"ok"),
+    "a header without a colon": HEAD + b"Content-Length 5\r\n\r\nhello",
+    "a space before the colon": HEAD + b"Content-Length : 5\r\n\r\nhello",
+    "a zero byte in a header": HEAD + b"X-A: a\0b\r\nContent-Length: 0\r\n\r\n",
+    "a bare carriage return in a header": HEAD + b"X-A: a\rX-B: b\r\nContent-Length: 0\r\n\r\n",
+    "a folded header": HEAD + b"X-A: a\r\n b\r\nContent-Length: 0\r\n\r\n",
+    "a length with a sign": HEAD + b"Content-Length: +5\r\n\r\nhello",
+    "a length below zero": HEAD + b"Content-Length: -5\r\n\r\nhello",
+    "a length that is no number": HEAD + b"Content-Length: five\r\n\r\nhello",
+    "a length that no number holds": HEAD + b"Content-Length: " + b"9" * 30 + b"\r\n\r\nhello",
+    "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+    "a length and chunks": HEAD
+    + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "chunks and a length": HEAD
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "a chunk size below zero": HEAD_CHUNKED + b"-5\r\nhello\r\n0\r\n\r\n",
+    "a chunk size that no number holds": HEAD_CHUNKED + b"f" * 30 + b"\r\nhello",
+    "a chunk size that is no number": HEAD_CHUNKED + b"five\r\nhello\r\n0\r\n\r\n",
+    "a chunk longer than its size": HEAD_CHUNKED + b"4\r\nhello\r\n0\r\n\r\n",
+    "a length in the trailers": HEAD_CHUNKED + b"0\r\nContent-Length: 5\r\n\r\n",
+    "an upgrade": b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nraw",
+    "an upgrade to nothing": b"HTTP/1.1 101 Switching Protocols\r\n\r\n" + plain(b"ok"),
+    "201 headers": HEAD + b"A: b\r\n" * 200 + b"Content-Length: 0\r\n\r\n",
+    "headers without end": HEAD + b"A: b\r\n" * 20_000,
+}
+
+
+@pytest.mark.parametrize("wire", NONSENSE.values(), ids=NONSENSE)
+def test_an_answer_that_is_not_http_is_an_error_and_its_connection_is_closed_at_once(
+    run: Run, wire: bytes
+) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.say(wire)
+        await peer.gone()
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
+                await get(upstream)
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+def test_two_hundred_headers_are_taken(run: Run) -> None:
+    async def serve(peer: Peer) -> None:
+        while True:
+            await peer.asked()
+            await peer.say(plain(b"ok", *[b"a: b"] * 199))
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(3):
+                reply = await get(upstream)
+                assert reply.body == b"ok"
+                assert reply.headers == [*of_length(b"ok"), *[(b"a", b"b")] * 199]
+            assert len(replica.peers) == 1
+
+    run(scene())
+
+
+def test_large_heads_on_one_connection_are_not_added_up(run: Run) -> None:
+    wire = plain(b"ok", b"X-A: " + b"a" * 10_000)
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            await peer.asked()
+            await peer.say(wire[:10_000], wire[10_000:])
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(50):
+                reply = await get(upstream)
+                assert (reply.body, len(reply.header(b"x-a"))) == (b"ok", 10_000)
+            assert len(replica.peers) == 1
+
+    run(scene())
+
+
+def test_what_frames_the_chunks_of_a_long_answer_is_not_added_up(run: Run) -> None:
+    """A stream of hours has more bytes in its chunk sizes than a head may have."""
+    size_line = b"1;" + b"a" * 1000 + b"\r\n"
+
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.say(HEAD_CHUNKED, *[size_line, b"x\r\n"] * 300, b"0\r\n\r\n")
+        await orderly(peer)
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            reply = await get(upstream)
+            assert (reply.headers, reply.body) == ([CHUNKED], b"x" * 300)
+            await still_serves(upstream, replica, on_connection=1)
+
+    run(scene())
+
+
+@pytest.mark.parametrize("start", [HEAD, HEAD_CHUNKED + b"0\r\n"], ids=["head", "trailers"])
+def test_a_header_without_end_is_refused_before_it_fills_the_memory(run: Run, start: bytes) -> None:
+    said = 0
+
+    async def serve(peer: Peer) -> None:
+        nonlocal said
+        await peer.asked()
+        await peer.say(start + b"X-A: ")
+        while True:
+            await peer.say(b"a" * 65_536)
+            said += 65_536
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            with pytest.raises(BadUpstream):
+                await get(upstream)
+            assert said < 8 * MIB
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+# What comes although nobody asked for it.
+
+SPARE = {
+    "a second answer": plain(b"stolen"),
+    "half of a second answer": plain(b"stolen")[:25],
+    "an interim answer": b"HTTP/1.1 100 Continue\r\n\r\n",
+    "an answer with a body until close": HEAD + b"\r\nstolen",
+    "garbage": b"\0\xffgarbage",
+    "one byte": b"x",
+    "two answers": plain(b"stolen") * 2,
+}
+
+
+@pytest.mark.parametrize("spare", SPARE.values(), ids=SPARE)
+@pytest.mark.parametrize("when", ["with the answer", "before it is read", "when it is idle"])
+def test_what_nobody_asked_for_is_nobodys_answer(run: Run, when: str, spare: bytes) -> None:
+    idle, told = asyncio.Event(), asyncio.Event()
+
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        answer = plain(b"mine")
+        if when == "with the answer":
+            await peer.say(answer + spare)
+        elif when == "before it is read":
+            await peer.say(answer, spare)
+        else:
+            await peer.say(answer)
+            await idle.wait()
+            await peer.say(spare)
+        told.set()
+        await peer.gone()
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            if when == "before it is read":
+                await told.wait()
+                await turns(20)
+            assert await answer.read() == b"mine"
+            assert answer.headers == list(of_length(b"mine"))
+            answer.close()
+            if when == "when it is idle":
+                await turns(20)
+                assert not replica.peers[0].closed
+                idle.set()
+                await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+            await wait_until_async(lambda: replica.peers[0].closed)
+
+    run(scene())
+
+
+# Giving an answer back.
+
+
+@pytest.mark.parametrize("size", [0, 5, 200_000, 300_000, 400_000], ids="{} bytes".format)
+def test_an_answer_left_unread_does_not_spoil_the_next(run: Run, size: int) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.say(plain(b"x" * size))
+        await orderly(peer)
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            await turns(50)
+            # Whole or not, it may be left; only a whole one may leave its connection to others.
+            whole = answer.is_complete
+            answer.close()
+            await wait_until_async(lambda: whole or replica.peers[0].closed)
+            for _ in range(3):
+                reply = await outcome(get(upstream, b"/a"))
+                assert isinstance(reply, CompleteResponse)
+                assert reply.body in (b"/a", b"x" * size)
+            assert len(replica.peers) <= 2
+
+    run(scene())
+
+
+def test_an_answer_left_in_its_middle_closes_its_connection(run: Run) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.say(HEAD + b"Content-Length: 10\r\n\r\nhello")
+        await peer.gone()
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            assert await answer.next_chunk() == b"hello"
+            assert not answer.is_complete
+            answer.close()
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+# Connections that close.
+
+
+@pytest.mark.fault("Triton closes an idle connection while it is being reused")
+@pytest.mark.parametrize("by", ["closing", "a reset"])
+def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
+    run: Run, by: str
+) -> None:
+    """Every order of the two that a few turns of the loop can make."""
+    seen: Counter[bytes] = Counter()
+    outcomes: Counter[str] = Counter()
+
+    async def serve(peer: Peer) -> None:
+        asked = await peer.asked()
+        seen[asked.target] += 1
+        await peer.say(plain(asked.target))
+        await turns(int(asked.target.split(b"-")[1]))
+        if by == "a reset":
+            peer.reset()
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, _):
+            for server_turns in range(8):
+                for client_turns in range(8):
+                    one = b"/one-%d-%d" % (server_turns, client_turns)
+                    two = b"/two-0-%d-%d" % (server_turns, client_turns)
+                    reply = await upstream.request(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
+                    assert reply.body == one
+                    await turns(client_turns)
+                    second = await outcome(
+                        upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
+                    )
+                    if isinstance(second, CompleteResponse):
+                        assert (second.status, second.body, seen[two]) == (200, two, 1)
+                        outcomes["answered"] += 1
+                    else:
+                        assert second in (BadUpstream, RequestNotSent)
+                        assert seen[two] == 0 if second is RequestNotSent else seen[two] <= 1
+                        outcomes["failed"] += 1
+            assert set(seen.values()) == {1}
+            assert outcomes.total() == 64
+            assert outcomes["answered"], outcomes
+
+    run(scene())
+
+
+@contextmanager
+def crowd(treatment: str) -> Iterator[int]:
+    """A port whose connections are accepted and ended at once, by another thread: as early as can be."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+    kept: list[socket.socket] = []
+
+    def serve() -> None:
+        while True:
+            connection, _ = listener.accept()
+            if treatment == "resets":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if treatment == "talks first":
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+                kept.append(connection)
+            else:
+                connection.close()
+
+    thread = threading.Thread(target=accepting, args=(serve,))
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+        for connection in kept:
+            connection.close()
+
+
+def accepting(serve: Callable[[], None]) -> None:
+    with suppress(OSError):  # the listener is closed
+        serve()
+
+
+@pytest.mark.parametrize("treatment", ["closes", "resets", "talks first"])
+def test_a_connection_that_ends_as_soon_as_it_is_made_fails_at_once(
+    run: Run, treatment: str
+) -> None:
+    async def scene() -> None:
+        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
+        for number in range(40):
+            failure = await outcome(get(upstream))
+            assert failure in (RequestNotSent, BadUpstream), number
+        upstream.close()
+        await wait_until_async(no_task_is_left)
+
+    with crowd(treatment) as port:
+        run(scene())
+
+
+# Deadlines.
+
+
+async def silent(peer: Peer) -> None:
+    await peer.asked()
+    await peer.gone()
+
+
+async def trickling(peer: Peer) -> None:
+    await peer.asked()
+    for byte in (HEAD + b"X-A: b\r\n" * 100)[:-1]:
+        await peer.say(bytes([byte]))
+        await asyncio.sleep(0.02)
+
+
+async def only_interim(peer: Peer) -> None:
+    await peer.asked()
+    while True:
+        await peer.say(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await asyncio.sleep(0.02)
+
+
+async def stops_in_the_body(peer: Peer) -> None:
+    await peer.asked()
+    await peer.say(plain(b"hello")[:-1])
+    await peer.gone()
+
+
+async def stops_in_the_chunks(peer: Peer) -> None:
+    await peer.asked()
+    await peer.say(HEAD_CHUNKED + b"5\r\nhello\r\n")
+    await peer.gone()
+
+
+async def stops_before_it_closes(peer: Peer) -> None:
+    await peer.asked()
+    await peer.say(HEAD + b"\r\nhello")
+    await peer.gone()
+
+
+STOPS: dict[str, Script] = {
+    "no answer": silent,
+    "a head byte by byte": trickling,
+    "interim answers only": only_interim,
+    "a body that stops": stops_in_the_body,
+    "chunks that stop": stops_in_the_chunks,
+    "a body until close that stops": stops_before_it_closes,
+}
+
+
+@pytest.mark.parametrize("script", STOPS.values(), ids=STOPS)
+def test_an_answer_that_is_not_complete_in_time_is_given_up_at_its_deadline(
+    run: Run, script: Script
+) -> None:
+    async def scene() -> None:
+        async with before(first(script)) as (upstream, replica):
+            with takes_at_least(0.15), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
+                await get(upstream, timeout_s=0.15)
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+
+
+def test_each_request_on_a_connection_has_its_own_deadline(run: Run) -> None:
+    async def serve(peer: Peer) -> None:
+        while True:
+            asked = await peer.asked()
+            await asyncio.sleep(float(asked.target[1:]))
+            await peer.say(plain(asked.target))
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            long_s, short_s = PATIENCE_S, 0.15
+            for wait, timeout_s in (
+                ("0", long_s),
+                ("0", short_s),
+                ("0.25", long_s),
+                ("0", short_s),
+                ("0", long_s),
+            ):
+                assert (await get(upstream, b"/" + wait.encode(), timeout_s)).status == 200
+                assert len(replica.peers) == 1
+            with takes_at_least(short_s), pytest.raises(DeadlinePassed):
+                await get(upstream, b"/60", short_s)
+            assert len(replica.peers) == 1
+            assert (await get(upstream, b"/0.2", long_s)).body == b"/0.2"
+            assert len(replica.peers) == 2
+
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+
+
+def test_a_deadline_that_passes_when_the_answer_is_there_means_nothing(run: Run) -> None:
+    async def scene() -> None:
+        async with before(orderly) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/late", [EMPTY], timeout_s=0.1)
+            await asyncio.sleep(0.2)
+            assert answer.is_complete
+            assert await answer.read() == b"/late"
+            answer.close()
+            assert (await get(upstream, b"/", 0.1)).body == b"/"
+            await asyncio.sleep(0.2)  # idle
+            await still_serves(upstream, replica, on_connection=1)
+
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+
+
+def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.say(HEAD + b"Content-Length: 10\r\n\r\n1")
+        await asyncio.sleep(0.25)
+        await peer.say(b"2")
+        await peer.gone()
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=0.15)
+            assert await answer.next_chunk() == b"1"
+            answer.set_timeout(PATIENCE_S)
+            assert await answer.next_chunk() == b"2"
+            answer.set_timeout(0.1)
+            with takes_at_least(0.1), pytest.raises(DeadlinePassed, match=r"0\.1 s"):
+                await answer.next_chunk()
+            answer.close()
+            answer.set_timeout(PATIENCE_S)
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+
+
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b"x" * 65_536
+
+
+async def stalled() -> AsyncIterator[bytes]:
+    yield b"x"
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("body", [endless, stalled])
+def test_the_deadline_holds_while_the_body_is_on_its_way(
+    run: Run, body: Callable[[], AsyncIterator[bytes]]
+) -> None:
+    async def scene() -> None:
+        gave_up = asyncio.Event()
+
+        async def read_later(peer: Peer) -> None:
+            await gave_up.wait()
+            await peer.gone()
+
+        async with before(first(read_later)) as (upstream, replica):
+            with takes_at_least(0.15), pytest.raises(DeadlinePassed):
+                await upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=0.15)
+            gave_up.set()
+            await wait_until_async(replica.has_all_tasks)
+            await still_serves(upstream, replica, on_connection=2)
+            await wait_until_async(lambda: replica.peers[0].closed)
+
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+
+
+def test_a_refused_connection_says_at_once_that_nothing_was_sent(run: Run) -> None:
+    async def scene() -> None:
+        upstream = HttpClient("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
+        with pytest.raises(RequestNotSent, match=r": the replica cannot be reached$") as refusal:
+            await get(upstream)
+        assert refusal.value.is_refused
+        upstream.close()
+        await wait_until_async(no_task_is_left)
+
+    run(scene())
+
+
+@contextmanager
+def blackhole() -> Iterator[int]:
+    """A port that answers no SYN: it listens, and its backlog is full."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        fillers = [socket.socket() for _ in range(8)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+@pytest.mark.parametrize(
+    ("connect_timeout_s", "timeout_s", "error"),
+    [(0.2, PATIENCE_S, RequestNotSent), (PATIENCE_S, 0.2, DeadlinePassed)],
+)
+def test_a_connection_that_is_never_made_is_given_up_at_the_limit_that_comes_first(
+    run: Run, connect_timeout_s: float, timeout_s: float, error: type[GatewayError]
+) -> None:
+    async def scene() -> None:
+        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=connect_timeout_s)
+        with takes_at_least(0.2), pytest.raises(error):
+            await get(upstream, timeout_s=timeout_s)
+        upstream.close()
+        await wait_until_async(no_task_is_left)
+
+    with blackhole() as port:
+        run(scene())
+
+
+def test_unreachable_openai_servers_share_one_deadline(run: Run) -> None:
+    async def scene() -> None:
+        options = Settings(connect_timeout_s=0.2)
+        addresses = [parse_replica_url(f"http://127.0.0.1:{port}") for port in ports]
+        # With a deadline for each, no server would be reached within 0.6 s, which is another error.
+        with (
+            closing(OpenAIServers(addresses, options, None)) as servers,
+            takes_at_least(0.3),
+            pytest.raises(DeadlinePassed, match=r"within 0\.3 s"),
+        ):
+            await servers.send(b"/v1/completions", [], b"", 0.3)
+        await wait_until_async(no_task_is_left)
+
+    with blackhole() as first, blackhole() as second, blackhole() as third:
+        ports = first, second, third
+        run(scene())
+
+
+# Back-pressure.
+
+
+@contextmanager
+def memory_below(limit: int) -> Iterator[Callable[[], int]]:
+    """No more than this is held at any time beyond what was; gives what is held now."""
+    tracemalloc.start()
+    try:
+        base, _ = tracemalloc.get_traced_memory()
+        yield lambda: tracemalloc.get_traced_memory()[0] - base
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak - base < limit, f"{(peak - base) / MIB:.1f} MiB"
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
+    run: Run, framing: str
+) -> None:
+    piece, count, said = bytes(range(256)) * 256, 1024, 0
+    chunk = piece if framing == "length" else b"%x\r\n%b\r\n" % (len(piece), piece)
+
+    async def serve(peer: Peer) -> None:
+        nonlocal said
+        await peer.asked()
+        length = b"Content-Length: %d\r\n\r\n" % (len(piece) * count)
+        await peer.say(HEAD + length if framing == "length" else HEAD_CHUNKED)
+        for _ in range(count):
+            peer.writer.write(chunk)
+            await peer.writer.drain()
+            said += 1
+        if framing == "chunks":
+            await peer.say(b"0\r\n\r\n")
+        await orderly(peer)
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            with memory_below(2 * MIB) as held:
+                answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+                stopped_at = await settled(lambda: said)
+                assert 0 < stopped_at < count
+                assert held() < 2 * MIB
+                read = 0
+                while data := await answer.next_chunk():
+                    start = read % 256
+                    assert data == (piece * (len(data) // len(piece) + 2))[start:][: len(data)]
+                    read += len(data)
+                assert read == len(piece) * count
+            answer.close()
+            await still_serves(upstream, replica, on_connection=1)
+
+    run(scene())
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_when_it_does(
+    run: Run, framing: str
+) -> None:
+    piece, count, given_out = bytes(65_536), 1024, 0
+    reads = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal given_out
+        for _ in range(count):
+            given_out += 1
+            yield piece
+
+    async def serve(peer: Peer) -> None:
+        await reads.wait()
+        head = await peer.reader.readuntil(b"\r\n\r\n")
+        left = len(piece) * count if framing == "length" else 0
+        while framing == "chunks" and (size := int(await peer.reader.readline(), 16)):
+            assert len(await peer.reader.readexactly(size + 2)) == size + 2
+        while left:
+            left -= len(await peer.reader.read(min(left, MIB)))
+        if framing == "chunks":
+            await peer.reader.readexactly(2)
+        await peer.say(plain(head[:6]))
+        await orderly(peer)
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            header = of_length(piece * count)[0] if framing == "length" else CHUNKED
+            request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+            with memory_below(8 * MIB) as held:
+                sending = asyncio.create_task(request)
+                stopped_at = await settled(lambda: given_out)
+                assert 0 < stopped_at < count * 3 // 4
+                # The replica's reader is in this process too, and holds up to twice its own limit.
+                assert held() < 2 * MIB + 2 * MIB
+                reads.set()
+                answer = await sending
+            assert given_out == count
+            assert await answer.read() == b"POST /"
+            answer.close()
+            await still_serves(upstream, replica, on_connection=1)
+
+    run(scene())
+
+
+# Idle connections, closing, cancelling.
+
+
+def test_idle_connections_are_closed_when_their_time_is_over(run: Run) -> None:
+    async def scene() -> None:
+        async with before(orderly, idle_s=0.2) as (upstream, replica):
+            await asyncio.gather(*(get(upstream) for _ in range(8)))
+            while sum(not peer.closed for peer in replica.peers) > 1:  # the one that is used stays
+                await asyncio.sleep(0.05)
+                await still_serves(upstream, replica, on_connection=8)
+            with takes_at_least(0.1):
+                await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
+            await still_serves(upstream, replica, on_connection=9)
+
+    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+
+
+def test_a_connection_that_was_idle_too_long_is_not_used_even_if_nobody_has_swept(
+    run: Run,
+) -> None:
+    async def scene() -> None:
+        async with before(orderly, idle_s=0.1) as (upstream, replica):
+            await get(upstream)
+            time.sleep(0.15)  # noqa: ASYNC251 - the loop is busy: no timer of it can fire
+            await still_serves(upstream, replica, on_connection=2)
+            await wait_until_async(lambda: replica.peers[0].closed)
+
+    run(scene())
+
+
+@pytest.mark.long
+def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run: Run) -> None:
+    there_were = connections_in_memory()
+
+    async def serve(peer: Peer) -> None:
+        asked = await peer.asked()
+        if asked.target == b"/whole":
+            await peer.say(plain(b"ok"))
+        else:
+            await peer.say(plain(b"ok", b"Connection: close")[: int(asked.target[1:])])
+
+    async def scene() -> None:
+        async with before(serve, idle_s=0.2) as (upstream, _):
+            whole = len(plain(b"ok", b"Connection: close"))
+            targets = [b"/whole", b"/%d" % whole, b"/%d" % (whole - 1), b"/0"] * 5
+            outcomes = [await outcome(get(upstream, target, 300.0)) for target in targets]
+            assert sum(isinstance(reply, CompleteResponse) for reply in outcomes) >= 5
+            assert sum(reply is BadUpstream for reply in outcomes) >= 10
+            del outcomes
+            await asyncio.sleep(0.25)  # the idle are closed
+            await wait_until_async(lambda: connections_in_memory() == there_were)
+
+    run(scene())
+
+
+def connections_in_memory() -> int:
+    gc.collect()
+    return sum(type(thing) is UpstreamConnection for thing in gc.get_objects())
+
+
+def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_answers(
+    run: Run,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def serve(peer: Peer) -> None:
+        while (asked := await peer.asked()).target != b"/slow":
+            await peer.say(plain(asked.target))
+        await peer.say(plain(b"slow")[:-2])
+        await go_on.wait()
+        await peer.say(b"ow")
+        await peer.gone()
+
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            await asyncio.gather(*(get(upstream) for _ in range(4)))
+            answer = await upstream.send(b"GET", b"/slow", [EMPTY], timeout_s=PATIENCE_S)
+            upstream.close()
+            await wait_until_async(lambda: sum(peer.closed for peer in replica.peers) == 3)
+            go_on.set()
+            assert await answer.read() == b"slow"
+            assert sum(peer.closed for peer in replica.peers) == 3
+            answer.close()
+            await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
+            upstream.close()
+
+    run(scene())
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("waiting_for", ["the head", "the body", "the replica to read", "its body"])
+def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
+    run: Run, waiting_for: str
+) -> None:
+    cancelled = asyncio.Event()
+    given_out = 0
+
+    async def serve(peer: Peer) -> None:
+        if waiting_for == "the body":
+            await peer.asked()
+            await peer.say(plain(b"hello")[:-1])
+        if waiting_for == "the replica to read":
+            await cancelled.wait()
+        await peer.gone()
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal given_out
+        async for piece in stalled() if waiting_for == "its body" else endless():
+            given_out += 1
+            yield piece
+
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
+            if waiting_for in ("the replica to read", "its body"):
+                request.close()
+                request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+            task = asyncio.create_task(request)
+            await wait_until_async(lambda: replica.peers)
+            await settled(lambda: given_out)
+            assert not task.done()
+            assert len(replica.peers) == 1
+            await cancel(task)
+            cancelled.set()
+            await wait_until_async(replica.has_all_tasks)
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
+
+
+def test_a_request_that_is_cancelled_while_it_connects_leaves_nothing(run: Run) -> None:
+    async def scene() -> None:
+        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
+        task = asyncio.create_task(get(upstream))
+        await turns(20)
+        await cancel(task)
+        upstream.close()
+        await wait_until_async(no_task_is_left)
+
+    with blackhole() as port:
+        run(scene())
+
+
+# All of it at once.
+
+
+@dataclass
+class Rush:
+    """Ten thousand numbered requests, and a replica that is careless with its connections."""
+
+    count: int = 10_000
+    at_a_time: int = 64
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(20_11)
+        self.seen: Counter[bytes] = Counter()
+        self.outcomes: Counter[str] = Counter()
+
+    def wire(self, number: bytes) -> bytes:
+        body = number * self.random.choice([1, 1, 1, 10, 500])
+        head = b"HTTP/1.1 200 OK\r\nX-Number: %b\r\n" % number
+        if self.random.random() < 0.5:
+            return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        cut = self.random.randint(1, len(body))
+        pieces = [piece for piece in (body[:cut], body[cut:]) if piece]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+    async def serve(self, peer: Peer) -> None:
+        while True:
+            asked = await peer.asked()
+            number = asked.target[1:]
+            assert asked.body in (b"", number * 3)
+            self.seen[number] += 1
+            wire, fate = self.wire(number), self.random.random()
+            if fate < 0.02:
+                wire = wire[: self.random.randrange(1, len(wire))]
+            cuts = sorted(self.random.choices(range(len(wire)), k=2))
+            if 0.02 < fate < 0.04:
+                # With the end of the answer: what comes later than that, while the next request is
+                # on its way, no HTTP/1.1 client can tell from its answer.
+                wire += self.wire(b"stolen")
+            await peer.say(*(wire[a:b] for a, b in pairwise([0, *cuts, len(wire)]) if b > a))
+            if fate < 0.02 or fate > 0.95:
+                if self.random.random() < 0.5:
+                    peer.reset()
+                return
+
+    async def client(self, upstream: HttpClient, numbers: Iterator[int]) -> None:
+        for i in numbers:
+            number = b"%05d," % i
+            try:
+                self.outcomes[await self.request(upstream, i, number)] += 1
+            except BadUpstream:
+                self.outcomes["failed"] += 1
+            assert self.seen[number] <= 1
+
+    async def request(self, upstream: HttpClient, i: int, number: bytes) -> str:
+        body: bytes | AsyncIterator[bytes] = b"" if i % 3 else number * 3
+        headers: Headers = list(of_length(body if isinstance(body, bytes) else b""))
+        if i % 3 == 1:
+            body, headers = each(number, number * 2), [CHUNKED]
+        answer = await upstream.send(b"POST", b"/" + number, headers, body, timeout_s=PATIENCE_S)
+        try:
+            assert answer.status == 200
+            assert answer.header(b"x-number") == number
+            if i % 20 == 0:
+                return "left unread"
+            came = await answer.read()
+            assert came == number * (len(came) // len(number)) != b""
+            return "answered"
+        finally:
+            answer.close()
+
+
+@pytest.mark.fault(
+    "a response is garbage, truncated, of the wrong length, or followed by another one"
+)
+def test_ten_thousand_requests_are_answered_with_their_own_answers_or_fail_cleanly() -> None:
+    rush = Rush()
+
+    async def scene() -> None:
+        async with before(rush.serve) as (upstream, replica):
+            numbers = iter(range(rush.count))
+            clients = [rush.client(upstream, numbers) for _ in range(rush.at_a_time)]
+            await asyncio.gather(*clients)
+            assert len(replica.peers) < rush.count / 5  # connections are reused all the same
+
+    uvloop.run(scene())
+    assert rush.outcomes.total() == rush.count
+    assert rush.outcomes["answered"] > 0.85 * rush.count
+    assert 0 < rush.outcomes["failed"] < 0.1 * rush.count
+    assert set(rush.seen.values()) == {1}

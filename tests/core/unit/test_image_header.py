@@ -1,0 +1,342 @@
+"""What encoded images declare: as Pillow reads it where they are sound, and refused before it where not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from gateway.errors import BadImage, GatewayError, TooLarge
+from gateway.tensors.image_header import read_image_header, strip_metadata
+from gateway.tensors.image_header.exif import read_orientation
+from gateway.tensors.images import decode_image, inspect_image
+from gateway.tensors.payload import PayloadLimits
+from gateway.tensors.signature import ChannelLayout, ImageSpec
+from tests.support.hostile_files import (
+    after_size,
+    after_start,
+    chunk,
+    exif,
+    jpeg,
+    jpeg_of_scans,
+    padded_data,
+    padded_jpeg,
+    png,
+    png_of_chunks,
+    png_without_palette,
+    segment,
+    with_exif,
+)
+from tests.support.images import encoded
+
+RANDOM = np.random.default_rng(1)
+PICTURE = Image.fromarray(RANDOM.integers(0, 256, (37, 53, 3), np.uint8))
+DEEP = Image.fromarray(RANDOM.integers(0, 65536, (30, 40)).astype(np.uint16))
+SIDEWAYS = Image.Exif()
+SIDEWAYS[0x0112], SIDEWAYS[0x010F] = 6, "maker"
+SIDEWAYS[0x8769] = {0x9003: "2020:01:01 00:00:00"}
+METADATA: list[dict[str, Any]] = [
+    {},
+    {"exif": SIDEWAYS},
+    {"exif": SIDEWAYS, "icc_profile": bytes(200_000)},
+]
+TURNED = [PICTURE.rotate(90, expand=False), PICTURE.rotate(180)]
+FILES = {
+    f"{kind} {number}": file
+    for kind, files in {
+        "JPEG": [
+            encoded(PICTURE.convert(mode), "JPEG", **options)
+            for mode in ("RGB", "L", "CMYK")
+            for options in (
+                *METADATA,
+                {"progressive": True},
+                {"quality": 95, "subsampling": 0, "comment": b"hello"},
+                {"restart_marker_rows": 1},
+                {"optimize": True},
+            )
+        ],
+        "PNG": [
+            *(
+                encoded(PICTURE.convert(mode), **options)
+                for mode in ("RGB", "L", "P", "1", "LA", "RGBA")
+                for options in METADATA
+            ),
+            encoded(DEEP),
+            encoded(PICTURE.convert("P"), transparency=3),
+            encoded(PICTURE, save_all=True, append_images=TURNED),
+        ],
+        "WEBP": [
+            encoded(PICTURE.convert(mode), "WEBP", **options)
+            for mode in ("RGB", "RGBA")
+            for options in (
+                *METADATA,
+                {"lossless": True},
+                {"lossless": True, "exif": SIDEWAYS, "xmp": b"<x/>"},
+                {"save_all": True, "append_images": TURNED, "exif": SIDEWAYS},
+            )
+        ],
+    }.items()
+    for number, file in enumerate(files)
+}
+SPEC = ImageSpec(ChannelLayout.CHANNELS_LAST, "RGB", -1, -1)
+
+
+def read_pixels(data: bytes, spec: ImageSpec = SPEC) -> np.ndarray:
+    return decode_image(inspect_image(data, PayloadLimits(), "X"), spec, "X")
+
+
+# Sound files.
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_real_file_is_what_pillow_says_and_nothing_is_lost_without_its_metadata(
+    name: str,
+) -> None:
+    data = FILES[name]
+    header = read_image_header(data, "X")
+    whole = Image.open(io.BytesIO(data))
+    essential = Image.open(io.BytesIO(strip_metadata(data, header)), formats=[header.format])
+    assert header.format == name.partition(" ")[0]
+    assert whole.size == essential.size == (header.width, header.height)
+    assert header.orientation == whole.getexif().get(0x0112, 1)
+    assert not {"exif", "icc_profile", "comment", "xmp"} & essential.info.keys()
+    assert whole.info.get("transparency") == essential.info.get("transparency")
+    assert np.array_equal(np.asarray(whole), np.asarray(essential))
+
+
+def test_scans_are_counted_and_cost_as_much_as_they_take() -> None:
+    single, progressive = read_image_header(jpeg(), "X"), read_image_header(jpeg_of_scans(64), "X")
+    assert (single.scan_count, single.decoding_cost) == (1, 256)
+    assert (progressive.scan_count, progressive.decoding_cost) == (64, 256 + 256 * 63 // 4)
+    assert read_pixels(jpeg_of_scans(64)).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_as_pillow_would_turn_it(orientation: int) -> None:
+    turn = Image.Exif()
+    turn[0x0112] = orientation
+    data = encoded(PICTURE, exif=turn)
+    as_pillow = Image.open(io.BytesIO(data))
+    expected = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
+    upright = as_pillow.transpose(expected[orientation]) if orientation > 1 else as_pillow
+    assert np.array_equal(read_pixels(data), np.asarray(upright))
+
+
+def test_bytes_behind_the_end_and_a_missing_end_are_nothing_to_mind() -> None:
+    for data in (jpeg(), png(), encoded(PICTURE, "WEBP")):
+        assert np.array_equal(read_pixels(data + b"\xff\xda" * 5000), read_pixels(data))
+    assert read_pixels(png()[:-12]).shape == (16, 16, 3)
+
+
+def test_many_chunks_of_a_large_file_are_taken() -> None:
+    data = png()
+    pieces = chunk(b"IDAT") * 5000 + chunk(b"prVt", bytes(5000 * 4096))
+    assert read_image_header(after_size(data, pieces), "X").width == 16
+
+
+# EXIF.
+
+EXIF_BLOCKS = {
+    "SHORT": (exif((0x0112, 3, 1, b"\6\0\0\0")), 6),
+    "LONG": (exif((0x0112, 4, 1, b"\6\0\0\0")), 6),
+    "BYTE": (exif((0x0112, 1, 1, b"\6\0\0\0")), 6),
+    "big-endian": (exif((0x0112, 3, 1, b"\0\6\0\0"), order=">"), 6),
+    "the second entry": (exif((0x010F, 2, 1, b"a\0\0\0"), (0x0112, 3, 1, b"\3\0\0\0")), 3),
+    "a text": (exif((0x0112, 2, 4, b"6\0\0\0")), 1),
+    "a rational at a wild offset": (exif((0x0112, 5, 1, b"\xff\xff\xff\xff")), 1),
+    "several values": (exif((0x0112, 3, 2, b"\6\0\6\0")), 1),
+    "out of range": (exif((0x0112, 3, 1, b"\t\0\0\0")), 1),
+    "zero": (exif((0x0112, 3, 1, b"\0\0\0\0")), 1),
+    "huge": (exif((0x0112, 4, 1, b"\xff\xff\xff\xff")), 1),
+    "an unknown datatype": (exif((0x0112, 99, 1, b"\6\0\0\0")), 1),
+    "none": (exif((0x010F, 2, 1, b"a\0\0\0")), 1),
+    "cut": (exif((0x0112, 3, 1, b"\6\0\0\0"))[:15], 1),
+    "a wild directory": (b"II*\0\xff\xff\xff\xff", 1),
+    "no TIFF": (b"nothing of the kind", 1),
+    "empty": (b"", 1),
+}
+
+
+@pytest.mark.parametrize("name", EXIF_BLOCKS)
+def test_an_orientation_is_a_number_from_1_to_8_or_else_upright(name: str) -> None:
+    block, orientation = EXIF_BLOCKS[name]
+    assert read_orientation(block) == orientation
+    assert read_orientation(b"Exif\0\0" + block) == orientation
+    for data in (with_exif(jpeg(16, 8), block), after_size(png(16, 8), chunk(b"eXIf", block))):
+        assert read_pixels(data).shape == ((16, 8, 3) if orientation >= 5 else (8, 16, 3))
+
+
+@given(st.binary(max_size=200))
+def test_no_exif_block_does_any_harm(block: bytes) -> None:
+    for start in (b"", b"II*\0\x08\0\0\0", b"MM\0*\0\0\0\x08"):
+        assert 1 <= read_orientation(start + block) <= 8
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        chunk(b"zTXt", b"a\0\0" + bytes(100)),
+        chunk(b"tEXt", b"a\0" + bytes(1000)) * 1000,
+        chunk(b"iCCP", b"a\0\1nothing"),
+        chunk(b"iCCP", bytes(1 << 20)),
+        chunk(b"acTL", b"\0" * 8) * 2,
+        chunk(b"fcTL", b"\xff" * 26),
+        chunk(b"pHYs"),
+        chunk(b"cHRM"),
+    ],
+)
+def test_metadata_of_a_png_goes_no_further(metadata: bytes) -> None:
+    assert np.array_equal(read_pixels(after_size(png(), metadata)).shape, (16, 16, 3))
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        segment(0xE2, b"MPF\0II*\0\x08\0\0\0\1\0\1\xb0\4\0\1\0\0\0\xff\xff\xff\xff"),
+        segment(0xE2, b"ICC_PROFILE\0\1\2" + bytes(1000)) * 50,
+        segment(0xED, b"Photoshop 3.0\x008BIM" * 1000),
+        segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x"),
+        segment(0xE0, b"JFIF"),
+        segment(0xEE, b"Adobe"),
+        segment(0xFE, bytes(60_000)),
+    ],
+)
+def test_metadata_of_a_jpeg_goes_no_further(metadata: bytes) -> None:
+    assert read_pixels(after_start(jpeg(), metadata)).shape == (16, 16, 3)
+
+
+# Refusals.
+
+FRAME = segment(0xC0, b"\x08\0\x10\0\x10\1\1\x11\0")
+DAMAGED = {
+    "no image": b"<html></html>",
+    "a RIFF file": b"RIFF\4\0\0\0WAVE",
+    "a JPEG of a signature": b"\xff\xd8\xff",
+    "a JPEG of an end": b"\xff\xd8\xff\xd9",
+    "a JPEG without a frame": b"\xff\xd8" + segment(0xDA, bytes(6)) + b"\xff\xd9",
+    "a JPEG of two frames": after_start(jpeg(), FRAME),
+    "a JPEG of a frame in its data": jpeg()[:-2] + FRAME + b"\xff\xd9",
+    "a JPEG of no size": b"\xff\xd8" + FRAME.replace(b"\0\x10", b"\0\0") + segment(0xDA, bytes(6)),
+    "a JPEG with a long segment": b"\xff\xd8\xff\xe0\xff\xff" + bytes(9),
+    "a JPEG with a segment of no length": after_start(jpeg(), b"\xff\xe0\0\0"),
+    "a JPEG with long tables": after_start(jpeg(), segment(0xDB, bytes(65 * 100))),
+    "a JPEG with an unknown segment": after_start(jpeg(), segment(0xF7)),
+    "a PNG of a signature": png()[:8],
+    "a PNG cut in its size": png()[:20],
+    "a PNG cut in its data": png()[:-40],
+    "a PNG without data": png()[:33] + chunk(b"IEND"),
+    "a PNG of two sizes": after_size(png(), png()[8:33]),
+    "a PNG without a palette": png_without_palette(),
+    "a PNG with a long palette": after_size(png(), chunk(b"PLTE", bytes(769))),
+    "a PNG of three bits": png()[:24] + b"\3" + png()[25:],
+    "a PNG with a chunk of no type": after_size(png(), chunk(b"a\0\0\0")),
+    "a WebP of a head": encoded(PICTURE, "WEBP")[:15],
+    "a WebP cut in its data": encoded(PICTURE, "WEBP")[:-40],
+    "a WebP that begins with metadata": b"RIFF\x0c\0\0\0WEBPEXIF\0\0\0\0",
+    "a WebP without a frame": b"RIFF\x16\0\0\0WEBPVP8 \x0a\0\0\0" + bytes(10),
+}
+EXCESSIVE = {
+    "padding": (padded_jpeg(1 << 20), "16 bytes of padding"),
+    "padding in the data": (padded_data(1 << 20), "16 bytes of padding"),
+    "scans": (jpeg_of_scans(65), "64 scans"),
+    "JPEG segments": (after_start(jpeg(), segment(0xFE) * 5000), "1024 segments"),
+    "JPEG segments in the data": (jpeg()[:-2] + segment(0xFE) * 5000, "1024 segments"),
+    "PNG chunks": (png_of_chunks(100_000), "too many chunks"),
+    "WebP chunks": (
+        b"RIFF" + (22 + 8 * 5000).to_bytes(4, "little") + b"WEBPVP8X\x0a\0\0\0" + bytes(10)
+        + b"EXIF\0\0\0\0" * 5000,
+        "1024 chunks",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_contradicts_its_format_is_a_bad_image(name: str) -> None:
+    with pytest.raises(BadImage, match=r"for input 'X' is (not a JPEG|truncated or damaged)"):
+        read_image_header(DAMAGED[name], "X")
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@pytest.mark.parametrize("name", EXCESSIVE)
+def test_what_has_too_much_of_something_is_too_large(name: str) -> None:
+    data, words = EXCESSIVE[name]
+    with pytest.raises(TooLarge, match=f"the image for input 'X' has .*{words}"):
+        read_image_header(data, "X")
+
+
+def test_padding_between_segments_is_allowed_as_the_standard_does() -> None:
+    assert np.array_equal(read_pixels(after_start(jpeg(), b"")), read_pixels(padded_jpeg(15)))
+
+
+def test_the_limits_of_pixels_hold_before_anything_is_decoded() -> None:
+    limits = PayloadLimits(max_image_pixels=100, max_image_side=50)
+    for data in (jpeg(11, 11), png(11, 11), encoded(Image.new("RGB", (11, 11)), "WEBP")):
+        with pytest.raises(TooLarge, match="11 × 11 pixels; the limit is 100"):
+            inspect_image(data, limits, "X")
+    with pytest.raises(TooLarge, match="the limit is 50 pixels per side"):
+        inspect_image(png(51, 1), limits, "X")
+
+
+# Whatever is done to a sound file.
+
+Change = Callable[[bytearray], None]
+
+
+@st.composite
+def mutated_files(draw: st.DrawFn) -> bytes:
+    data = bytearray(FILES[draw(st.sampled_from(sorted(FILES)))])
+    near = draw(st.sampled_from([40, 300, len(data)]))
+    for _ in range(draw(st.integers(1, 6))):
+        data[draw(st.integers(0, min(near, len(data)) - 1))] = draw(
+            st.sampled_from([0, 1, 0xFF, 0xD8, 0xDA]) | st.integers(0, 255)
+        )
+    if draw(st.integers(0, 9)) == 0:
+        del data[draw(st.integers(0, len(data))) :]
+    return bytes(data)
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@settings(max_examples=300, deadline=None)
+@given(mutated_files())
+def test_a_mutated_file_is_decoded_or_refused_with_a_sentence(data: bytes) -> None:
+    limits = PayloadLimits(max_image_pixels=100_000)
+    for mode, height in (("RGB", -1), ("L", 5), ("RGBA", -1)):
+        with suppress(GatewayError):
+            image = inspect_image(data, limits, "X")
+            spec = ImageSpec(ChannelLayout.CHANNELS_LAST, mode, height, height)
+            decode_image(image, spec, "X")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF"]), st.binary(max_size=300))
+def test_any_bytes_are_an_image_or_refused_with_a_sentence(start: bytes, data: bytes) -> None:
+    with suppress(GatewayError):
+        strip_metadata(start + data, read_image_header(start + data, "X"))

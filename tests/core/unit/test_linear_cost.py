@@ -1,0 +1,204 @@
+"""What a client sends costs in proportion to its length: parsers and their worst inputs, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.grpc_server.infer_request import read_infer_request
+from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors.image_header import read_image_header, strip_metadata
+from gateway.tensors.inputs import read_payload, to_inputs
+from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+from gateway.tensors.multipart import MultipartParser
+from gateway.tensors.npy import parse_npy_entries, parse_npy_shape, read_npy
+from gateway.tensors.npz import read_npz
+from gateway.tensors.outputs import parse_accept
+from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.signature import build_signature
+from tests.support import hostile_files as hostile
+from tests.support.linearity import cpu_s
+
+KIB = 1024
+SIZES = (8 * KIB, 64 * KIB, 256 * KIB)
+ROUNDS = 5
+# From 64 to 256 KiB linear is 4; a quadratic cost is 16.
+MOST = 12.0
+# Below this a time says nothing.
+LEAST_S = 0.0005
+
+
+class Parser(NamedTuple):
+    """A parser, the input of about so many bytes that costs it most, and how it is called."""
+
+    name: str
+    build: Callable[[int], Any]
+    run: Callable[[Any], object]
+
+
+def repeated(unit: str, before: str = "", after: str = "") -> Callable[[int], str]:
+    return lambda size: before + unit * (size // len(unit)) + after
+
+
+def repeated_bytes(unit: bytes, before: bytes = b"", after: bytes = b"") -> Callable[[int], bytes]:
+    return lambda size: before + unit * (size // len(unit)) + after
+
+
+def repeated_value(value: Any) -> Callable[[int], list[Any]]:
+    return lambda size: [value] * (size // 8)
+
+
+def feed_form(body: bytes) -> list[Any]:
+    return list(MultipartParser("b", 128).feed(body))
+
+
+def read_image(data: bytes) -> bytes:
+    return strip_metadata(data, read_image_header(data, "X"))
+
+
+def read_text(charset: str) -> Callable[[bytes], object]:
+    return lambda body: read_payload(body, f"text/plain; charset={charset}", PayloadLimits())
+
+
+def webp(content: bytes) -> bytes:
+    return b"RIFF" + (len(content) + 4).to_bytes(4, "little") + b"WEBP" + content
+
+
+def webp_of_chunks(size: int) -> bytes:
+    return webp(b"VP8X\n\0\0\0" + bytes(10) + b"abcd\0\0\0\0" * (size // 8))
+
+
+def archive_of_files(size: int) -> bytes:
+    return hostile.archive((f"{number}", b"") for number in range(size // 100))
+
+
+def deflated(stream: bytes) -> bytes:
+    """An archive of one file, of this compressed stream."""
+    archived = hostile.archive([("x.npy", stream)], compression=0)
+    for start, offset in ((b"PK\3\4", 8), (b"PK\1\2", 10)):
+        at = archived.rindex(start) + offset
+        archived = archived[:at] + b"\x08\0" + archived[at + 2 :]
+    return archived
+
+
+def read_archive(body: bytes) -> object:
+    return read_npz(body, 64 << 20, 128)
+
+
+def convert_to(datatype: str) -> Callable[[list[Any]], object]:
+    """The conversion of a value for an input of any length."""
+    metadata = {"name": "X", "datatype": datatype, "shape": [-1]}
+    model = build_signature({"name": "m", "inputs": [metadata]}, {})
+    return lambda value: to_inputs(Payload({"X": [Part(value)]}), model, PayloadLimits())
+
+
+FORM_START = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'
+JPEG = hostile.jpeg()
+JPEG_DATA = JPEG[:-2]
+PNG = hostile.png()
+ENTRIES = b"{'descr':'','fortran_order':True,'shape':()"
+
+# A parser or regular expression of what clients or replicas send belongs here.
+PARSERS = (
+    Parser("Content-Type", repeated(";", 'text/plain; a="'), parse_content_type),
+    Parser("parameters: empty", repeated(";", "a"), parse_header_parameters),
+    Parser("parameters: unclosed quotes", repeated('="', "a;b"), parse_header_parameters),
+    Parser("parameters: escaped quotes", repeated('\\"', 'a;b="'), parse_header_parameters),
+    Parser("parameters: semicolons in quotes", repeated(";", 'a; b="', '"'), parse_header_parameters),
+    Parser("parameters: many", repeated(';a="\\""'), parse_header_parameters),
+    Parser("Accept", repeated(","), parse_accept),
+    Parser("multipart: line ends", repeated_bytes(b"\r\n", FORM_START), feed_form),
+    Parser("multipart: almost delimiters", repeated_bytes(b"\r\n--bX", FORM_START), feed_form),
+    Parser("multipart: blanks", repeated_bytes(b" ", FORM_START + b"\r\n--b"), feed_form),
+    Parser("multipart: a long header", repeated_bytes(b"a", b"--b\r\nX: "), feed_form),
+    Parser("multipart: many headers", repeated_bytes(b"X: y\r\n", b"--b\r\n"), feed_form),
+    Parser("multipart: preamble", repeated_bytes(b"\r\n--"), feed_form),
+    Parser("data: URI without a comma", repeated(";", "data:"), decode_base64_text),
+    Parser("data: URI with escapes", repeated("%41", "data:,"), decode_base64_text),
+    Parser("data: URI with half escapes", repeated("%4", "data:,"), decode_base64_text),
+    Parser("base64", repeated("abcd"), decode_base64_text),
+    Parser("base64 with blanks", repeated("a "), decode_base64_text),
+    Parser("base64 with padding", repeated("=", "aaaa"), decode_base64_text),
+    Parser("JPEG: padding", repeated_bytes(b"\xff", JPEG[:2], JPEG[2:]), read_image),
+    Parser("JPEG: bytes between", repeated_bytes(b"\0", JPEG[:20], JPEG[20:]), read_image),
+    Parser("JPEG: segments", repeated_bytes(b"\xff\xfe\0\2", JPEG[:2], JPEG[2:]), read_image),
+    Parser("JPEG: escaped data", repeated_bytes(b"\xff\0", JPEG_DATA), read_image),
+    Parser("JPEG: padded data", repeated_bytes(b"\xff" * 16 + b"\0", JPEG_DATA), read_image),
+    Parser("JPEG: restarts", repeated_bytes(b"\xff\xd0", JPEG_DATA), read_image),
+    Parser("JPEG: scans", repeated_bytes(b"\xff\xda\0\2", JPEG_DATA), read_image),
+    Parser("JPEG: segments in data", repeated_bytes(b"\xff\xfe\0\2", JPEG_DATA), read_image),
+    Parser("PNG: chunks", lambda size: hostile.png_of_chunks(size // 12), read_image),
+    Parser("PNG: data", repeated_bytes(hostile.chunk(b"IDAT"), PNG[:33]), read_image),
+    Parser("PNG: texts", repeated_bytes(hostile.chunk(b"tEXt", bytes(4096)), PNG[:33]), read_image),
+    Parser(
+        "WebP: chunks",
+        webp_of_chunks,
+        read_image,
+    ),
+    Parser("EXIF: entries", lambda size: hostile.with_exif(JPEG, bytes(min(size, 65_000))), read_image),
+    Parser(".npy: blanks", repeated_bytes(b" ", b"{"), parse_npy_entries),
+    Parser(".npy: blanks in a shape", repeated_bytes(b" ", b"{'shape': ("), parse_npy_entries),
+    Parser(".npy: digits", repeated_bytes(b"1", b"{'shape': ("), parse_npy_entries),
+    Parser(".npy: a datatype", repeated_bytes(b"<", b"{'descr': '"), parse_npy_entries),
+    Parser(".npy: blanks at the end", repeated_bytes(b" ", ENTRIES, b"x"), parse_npy_entries),
+    Parser(".npy: a shape", repeated_bytes(b"1,"), parse_npy_shape),
+    Parser(".npy: a header", lambda size: hostile.npy_of(" " * size + "(1,)", version=2), read_npy),
+    Parser(".npz: signatures", repeated_bytes(b"PK\5\6"), read_archive),
+    Parser(".npz: empty blocks", lambda size: deflated(b"\0\0\0\xff\xff" * (size // 5)), read_archive),
+    Parser(".npz: entries", archive_of_files, read_archive),
+    *(
+        Parser(f"values: {datatype}", repeated_value(value), convert_to(datatype))
+        for datatype, value in {"FP32": 0.5, "INT64": 1.0, "BYTES": "ab", "BOOL": True}.items()
+    ),
+    Parser("values: lists in lists", repeated_value([[1]]), convert_to("INT32")),
+    Parser("values: texts for numbers", lambda size: ["data:,"] * (size // 8) + [1], convert_to("FP32")),
+    *(
+        Parser(f"gRPC: {name}", repeated_bytes(unit), read_infer_request)
+        for name, unit in {
+            "empty inputs": b"\x2a\0",
+            "empty tensors": b"\x3a\0",
+            "inputs in inputs": b"\x2a\x08\x2a\x06\x2a\x04\x2a\x02\x2a\0",
+            "parameters": b"\x22\x05\x0a\x01a\x12\0",
+            "versions": b"\x12\x011",
+            "unknown fields": b"\x78\x01",
+        }.items()
+    ),
+    *(
+        Parser(f"text: {charset}", repeated_bytes(unit), read_text(charset))
+        for charset, unit in {
+            "utf-8": "汉".encode(),
+            "gb18030": "한".encode("gb18030"),
+            "iso2022_jp": b"\x1b$B\x1b(B",
+            "shift_jis": "日".encode("shift_jis"),
+            "utf-16": b"\0\xd8\0\xdc",
+        }.items()
+    ),
+)  # fmt: skip
+
+
+def cost_s(parser: Parser, data: Any, enough_s: float = 0.0) -> float:
+    """The CPU time of a call, which may refuse the data."""
+
+    def work() -> None:
+        with suppress(GatewayError):
+            parser.run(data)
+
+    return cpu_s(work, ROUNDS, enough_s)
+
+
+@pytest.mark.long
+@pytest.mark.fault("headers, texts, values and files that make a parser rescan its input")
+@pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
+def test_the_cost_is_linear(parser: Parser) -> None:
+    costs = [cost_s(parser, parser.build(size)) for size in SIZES[:2]]
+    most_s = MOST * max(costs[1], LEAST_S)
+    costs.append(cost_s(parser, parser.build(SIZES[2]), enough_s=most_s / 2))
+    shown = ", ".join(
+        f"{size // KIB} KiB {cost * 1e6:.0f} µs" for size, cost in zip(SIZES, costs, strict=True)
+    )
+    print(f"{parser.name}: {shown}")
+    assert costs[2] <= most_s, shown

@@ -1,0 +1,166 @@
+"""Forms: parsed alike in pieces of any size, and bounded in parts, headers and padding."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from email.message import EmailMessage
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import GatewayError, MalformedRequest, TooLarge
+from gateway.tensors.form import MultipartForm
+from gateway.tensors.inputs import read_payload
+from gateway.tensors.multipart import MAX_COPIED_PART_BYTES, MultipartParser, RawPart
+from gateway.tensors.payload import PayloadLimits
+from tests.support.hostile_files import field, form
+
+TYPE = "multipart/form-data; boundary=b"
+
+
+def parse(body: bytes, cuts: list[int] | None = None, boundary: str = "b") -> list[RawPart]:
+    """The parts of a body that comes in pieces."""
+    parser = MultipartParser(boundary, 128)
+    parts: list[RawPart] = []
+    for start, end in pairwise([0, *sorted(cuts or []), len(body)]):
+        parts += parser.feed(body[start:end])
+    assert parser.is_complete
+    return parts
+
+
+SOUND = {
+    "a field": (form(field(b"hello")), [b"hello"]),
+    "several": (form(field(b"a"), field(b"b", "Y"), field(b"", "Z")), [b"a", b"b", b""]),
+    "line ends": (form(field(b"\r\n--\r\n\r\n")), [b"\r\n--\r\n\r\n"]),
+    "almost a delimiter": (form(field(b"\r\n--bold\r\n--b-x")), [b"\r\n--bold\r\n--b-x"]),
+    "blanks behind the boundary": (b"--b \t\r\nA: b\r\n\r\nx\r\n--b  \r\n\r\ny\r\n--b--", [b"x", b"y"]),
+    "a preamble and an epilogue": (b"before\r\n--b\r\n\r\nx\r\n--b--after\r\n--b\r\n", [b"x"]),
+    "no header": (b"--b\r\n\r\nx\r\n--b--", [b"x"]),
+    "no part": (b"--b--", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_body_is_its_parts(name: str) -> None:
+    body, contents = SOUND[name]
+    assert [bytes(part.content) for part in parse(body)] == contents
+    one_by_one = parse(body, list(range(1, len(body))))
+    assert [bytes(part.content) for part in one_by_one] == contents
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5), st.lists(st.integers(0, 1500), max_size=20))
+def test_the_pieces_make_no_difference(contents: list[bytes], cuts: list[int]) -> None:
+    body = form(*map(field, contents))
+    if any(b"\r\n--b" in b"\r\n" + content for content in contents):
+        return
+    parts = parse(body, [cut for cut in cuts if cut <= len(body)])
+    assert [bytes(part.content) for part in parts] == contents
+
+
+@pytest.mark.parametrize("piece_bytes", [60_000, 1 << 22])
+def test_parts_of_any_size_may_follow_one_another(piece_bytes: int) -> None:
+    """A part may be copied out of the buffer, or take it."""
+    sizes = [10, MAX_COPIED_PART_BYTES, 0, MAX_COPIED_PART_BYTES + 1, 70_000, 2, 3_000_000]
+    contents = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    body = form(*map(field, contents))
+    parts = parse(body, list(range(piece_bytes, len(body), piece_bytes)))
+    assert [bytes(part.content) for part in parts] == contents
+
+
+def test_what_a_client_library_sends_is_read() -> None:
+    files: dict[str, Any] = {
+        "é": ('ü".png', b"\0\xff\r\n", "image/png"),
+        "text": (None, "hello ☕"),
+    }
+    request = httpx.Request("POST", "http://here", files=files)
+    payload = read_payload(request.read(), request.headers["content-type"], PayloadLimits())
+    assert [part.value for part in payload.parts["é"]] == [b"\0\xff\r\n"]
+    assert payload.parts["text"][0].value == "hello ☕"
+
+
+def test_what_a_mail_library_writes_is_read() -> None:
+    part = EmailMessage()
+    part["Content-Disposition"] = 'form-data; name="X"'
+    part["Content-Type"] = 'text/plain; charset="iso-8859-1"'
+    head = part.as_bytes().replace(b"\n", b"\r\n")
+    payload = read_payload(form(head + "é".encode("latin-1")), TYPE, PayloadLimits())
+    assert payload.parts["X"][0].value == "é"
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@pytest.mark.parametrize(
+    ("part", "error", "words"),
+    [
+        (b"X: " + b"y" * 9000 + b"\r\n\r\n", TooLarge, "a header of more than 8192 bytes"),
+        (b"X: y\r\n" * 17 + b"\r\n", TooLarge, "more than 16 header fields"),
+        (b"no colon\r\n\r\n", MalformedRequest, "malformed header field"),
+        (b" folded: x\r\n\r\n", MalformedRequest, "malformed header field"),
+        (b"\r\nx", MalformedRequest, "has no name"),
+        (b"Content-Disposition: form-data\r\n\r\nx", MalformedRequest, "has no name"),
+        (
+            b'Content-Disposition: form-data; name="\xff"\r\n\r\nx',
+            MalformedRequest,
+            "not valid UTF-8",
+        ),
+    ],
+)
+def test_a_part_that_is_none_is_refused(part: bytes, error: type[GatewayError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        read_payload(form(part), TYPE, PayloadLimits())
+
+
+@pytest.mark.parametrize(
+    ("content_type", "words"),
+    [
+        ("multipart/form-data", "has no boundary"),
+        ('multipart/form-data; boundary=""', "has no boundary"),
+        (f"multipart/form-data; boundary={'b' * 257}", "boundary is too long"),
+        ("multipart/form-data; boundary=other", "ends before its closing boundary"),
+    ],
+)
+def test_a_boundary_that_is_none_is_malformed(content_type: str, words: str) -> None:
+    with pytest.raises(MalformedRequest, match=words):
+        read_payload(form(field(b"x")), content_type, PayloadLimits())
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+def test_a_header_is_refused_while_it_comes() -> None:
+    parser = MultipartParser("b", 128)
+    fed = 0
+    with suppress(TooLarge):
+        for piece in (b"--b\r\nX: ", *[b"y" * 1000] * 60_000):
+            fed += len(piece)
+            list(parser.feed(piece))
+    assert 8192 < fed < 10_000
+
+
+def test_parts_are_counted_when_they_begin() -> None:
+    limited = MultipartForm(TYPE, PayloadLimits(max_parts=3))
+    with pytest.raises(TooLarge, match="more than 3 parts"):
+        limited.feed(form(*[field(b"x")] * 4))
+
+
+@given(st.text(alphabet='b-\r\n \t:X;"=', max_size=200))
+def test_any_body_is_parts_or_refused(body: str) -> None:
+    whole: list[bytes] | str
+    try:
+        whole = [bytes(part.content) for part in MultipartParser("b", 128).feed(body.encode())]
+    except GatewayError as exc:
+        whole = exc.detail
+    parser = MultipartParser("b", 128)
+    one_by_one: list[bytes] | str = []
+    try:
+        one_by_one = [
+            bytes(part.content) for byte in body.encode() for part in parser.feed(bytes([byte]))
+        ]
+    except GatewayError as exc:
+        one_by_one = exc.detail
+    assert one_by_one == whole

@@ -1,0 +1,158 @@
+"""NumPy's archives: what NumPy and zipfile write is read, and inflates to no more than it may."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import MalformedRequest, TooLarge
+from gateway.tensors.npz import read_npz
+from tests.support.hostile_files import MIB, archive, claiming_size, npy, overlapping
+
+LIMIT = 64 * MIB
+RANDOM = np.random.default_rng(1)
+ARRAYS: dict[str, np.ndarray] = {
+    "a": RANDOM.normal(size=(100, 100)),
+    "zeros": np.zeros((1000, 1000)),
+    "é ☕": np.arange(300_000).reshape(300, 1000),
+    "empty": np.zeros(0),
+    "../b/c": np.array([1], np.float32),
+}
+SMALL = npy(np.zeros(3))
+
+
+def read(data: bytes, limit: int = LIMIT) -> dict[str, np.ndarray]:
+    return read_npz(data, limit, 128)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_numpy_writes_is_read_back(save: object, is_file: bool, tmp_path: Path) -> None:
+    file = tmp_path / "a.npz" if is_file else io.BytesIO()
+    save(file, **ARRAYS)  # type: ignore[operator]
+    arrays = read(file.read_bytes() if isinstance(file, Path) else file.getvalue())
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in arrays.items():
+        assert np.array_equal(array, ARRAYS[name])
+
+
+def test_what_is_written_to_a_pipe_is_read_back() -> None:
+    """Its local headers have no sizes: these stand behind the data."""
+
+    class Pipe(io.BytesIO):
+        def seekable(self) -> bool:
+            return False
+
+        def tell(self) -> int:
+            raise OSError
+
+    file = Pipe()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as written:
+        for name in ("x", "y"):
+            with written.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, np.arange(50))
+    assert {name: array.sum() for name, array in read(file.getvalue()).items()} == {
+        "x": 1225,
+        "y": 1225,
+    }
+
+
+def test_an_archive_of_nothing_holds_nothing() -> None:
+    assert read(archive([])) == {}
+
+
+ENCRYPTED = bytearray(archive([("x.npy", SMALL)]))
+ENCRYPTED[6] = ENCRYPTED[ENCRYPTED.rindex(b"PK\1\2") + 8] = 1
+MALFORMED = {
+    "bzip2": (
+        archive([("x.npy", SMALL)], zipfile.ZIP_BZIP2),
+        "compression method is not supported",
+    ),
+    "LZMA": (archive([("x.npy", SMALL)], zipfile.ZIP_LZMA), "compression method is not supported"),
+    "encrypted": (bytes(ENCRYPTED), "encrypted"),
+    "overlapping entries": (overlapping(archive([("x.npy", SMALL)]), 9), "does not match|overlap"),
+    "the same entry twice": (
+        overlapping(archive([("x.npy", SMALL)]), 2).replace(b"1.npy", b"x.npy"),
+        "does not match|overlap",
+    ),
+    "two of a name": (archive([("x.npy", SMALL), ("x", SMALL)]), "two arrays named 'x'"),
+    "a long name": (archive([("x" * 300, SMALL)]), "longer than 255 bytes"),
+    "no array": (archive([("x.txt", b"hello")]), "not a .npy file"),
+    "a smaller size than it has": (
+        claiming_size(archive([("x.npy", npy(np.zeros(MIB)))]), 100),
+        "size or checksum",
+    ),
+    "a larger size than it has": (
+        claiming_size(archive([("x.npy", SMALL)]), 60 * MIB),
+        "size or checksum",
+    ),
+    "bytes before": (b"#!" + archive([("x.npy", SMALL)]), "wrong offset"),
+    "bytes behind": (archive([("x.npy", SMALL)]) + b"x", "damaged"),
+    "cut": (archive([("x.npy", SMALL)])[:-10], "no central directory|damaged"),
+    "nothing": (b"", "no central directory"),
+    "a signature": (b"PK\5\6", "damaged"),
+}
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_contradicts_itself_is_malformed(name: str) -> None:
+    data, words = MALFORMED[name]
+    with pytest.raises(MalformedRequest, match=words):
+        read(data)
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+def test_one_budget_bounds_what_all_of_it_inflates_to() -> None:
+    data = archive((f"{number}.npy", npy(np.zeros(MIB, np.uint8))) for number in range(10))
+    assert len(read(data)) == 10
+    assert len(data) < 20_000
+    with pytest.raises(TooLarge, match=f"inflates to more than {5 * MIB} bytes"):
+        read(data, 5 * MIB)
+    with pytest.raises(TooLarge, match="more than 128 arrays"):
+        read(archive((f"{number}.npy", SMALL) for number in range(129)))
+
+
+@pytest.mark.parametrize("size", [100, 2**32 - 1])
+def test_a_bomb_takes_no_more_memory_than_its_budget(size: int) -> None:
+    bomb = claiming_size(archive([("x.npy", npy(np.zeros(100 * MIB, np.uint8)))]), size)
+    tracemalloc.start()
+    with pytest.raises((TooLarge, MalformedRequest)):
+        read(bomb, 8 * MIB)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 * MIB
+
+
+SOUND = [
+    archive([("a.npy", SMALL), ("b.npy", npy(np.arange(50)))]),
+    archive([("a.npy", SMALL)], zipfile.ZIP_STORED),
+]
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_mutated_archive_is_read_or_refused_with_a_sentence(data: st.DataObject) -> None:
+    mutated = bytearray(data.draw(st.sampled_from(SOUND)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        mutated[at] = data.draw(st.sampled_from([0, 1, 0xFF]) | st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del mutated[data.draw(st.integers(0, len(mutated))) :]
+    with suppress(MalformedRequest, TooLarge):
+        read(bytes(mutated), MIB)

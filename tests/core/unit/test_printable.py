@@ -1,0 +1,103 @@
+"""What is printed of others' words: nothing in it ends a line, speaks to a terminal or turns its order."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.client import tables
+from gateway.client.records import CsvWriter, JsonLinesWriter, Record
+from gateway.embedded.log_filter import LogFilter
+from gateway.logs import ConsoleFormatter
+from gateway.logs import JsonFormatter as LogJsonLines
+from gateway.messages import escape_unprintable, escape_unprintable_json, print_message
+
+EVIL = "a\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202eback\u2066\u2028\u200b\U000e0001b"
+SHOWN = r"a\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202eback\u2066\u2028\u200b\U000e0001b"
+HARMLESS = "plain text, Größe, 日本語, ½ · «…» 🙂"
+
+
+def assert_harmless(text: str) -> None:
+    assert [line for line in text.split("\n") if not line.isprintable()] == []
+
+
+def test_what_a_person_can_read_stays_and_all_else_is_escaped() -> None:
+    assert escape_unprintable(EVIL) == SHOWN
+    assert escape_unprintable(HARMLESS) == HARMLESS
+
+
+@given(st.text())
+def test_nothing_is_left_that_is_not_printable_and_json_means_the_same(text: str) -> None:
+    assert escape_unprintable(text).isprintable()
+    raw = orjson.dumps({"text": text, text: [text]}).decode()
+    assert_harmless(escape_unprintable_json(raw))
+    assert orjson.loads(escape_unprintable_json(raw)) == orjson.loads(raw)
+
+
+def record(message: str, **extra: str) -> logging.LogRecord:
+    made = logging.makeLogRecord({"msg": "%s", "args": (message,), **extra})
+    try:
+        raise ValueError(f"{message}\n00:00:00 info    forged")
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    return made
+
+
+@pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
+def test_a_line_of_the_log_is_one_line_and_a_traceback_is_none_of_it() -> None:
+    written = ConsoleFormatter().format(record(EVIL, model=EVIL))
+    assert_harmless(written)
+    first, *more = written.split("\n")
+    assert SHOWN in first
+    assert all(line.startswith("  ") for line in more)  # so that none passes for another line
+    told = LogJsonLines().format(record(EVIL, model=EVIL))
+    assert_harmless(told)
+    assert "\n" not in told
+    assert orjson.loads(told)["model"] == EVIL
+
+
+@pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
+def test_what_triton_says_is_said_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        f"I0101 12:00:00.000000 1 model.cc:1] {EVIL}",
+        f"E0101 12:00:00.000000 1 model.cc:1] failed to load 'm' version 1: {EVIL}",
+        EVIL,
+    ]
+    for chatter in (LogFilter(verbose=True), LogFilter()):
+        for line in lines:
+            if (told := chatter.filter_line(line)) is not None:
+                print_message(told)
+        print_message(str(chatter.failures))
+    assert_harmless(capsys.readouterr().err)
+
+
+def test_tables_and_json_of_the_command_line_are_harmless(
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    tables.print_table(("MODEL", "WHY"), [(EVIL, EVIL)])
+    tables.print_json([{"model": EVIL}])
+    written = capsysbinary.readouterr().out.decode()
+    assert_harmless(written)
+    assert SHOWN in written
+    told = written.partition("[\n")[2]
+    assert orjson.loads(f"[{told}") == [{"model": EVIL}]
+
+
+def test_records_are_harmless_and_in_a_file_unchanged() -> None:
+    found = Record(EVIL, {"OUT": EVIL})
+    line = JsonLinesWriter().encode_record(found)
+    assert_harmless(line.decode())
+    assert orjson.loads(line) == {"input": EVIL, "outputs": {"OUT": EVIL}}
+    assert (
+        JsonLinesWriter().encode_record(Record("a", {"OUT": [1.5]}))
+        == b'{"input":"a","outputs":{"OUT":[1.5]}}\n'
+    )
+    assert_harmless(CsvWriter(["OUT"], to_terminal=True).encode_record(found).decode())
+    assert EVIL.replace("\r", "") in CsvWriter(["OUT"]).encode_record(found).decode().replace(
+        "\r", ""
+    )

@@ -1,0 +1,1860 @@
+"""The server's own HTTP/1.1, on real connections, before applications that are the tests'."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.protocol.connection import HttpProtocol
+from tests.support.http_server import (
+    ENOUGH,
+    GET,
+    HEAD,
+    HOST,
+    HOST_X,
+    KIB,
+    LIKE_A_REQUEST,
+    MIB,
+    PATIENCE_S,
+    Answer,
+    Asked,
+    Client,
+    Faults,
+    Pair,
+    Stage,
+    Work,
+    begins,
+    echo,
+    last,
+    length,
+    part,
+    read,
+    say,
+    start,
+    turns,
+)
+from tests.support.wait import wait_until
+
+# The server.
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(house: Stage) -> Iterator[Stage]:
+    """The server, with the application that echoes; nothing is left in it when the test is over."""
+    house.app = echo
+    house.asked.clear()
+    handler = Faults(house.faults)
+    logging.getLogger("gateway.protocol").addHandler(handler)
+    try:
+        yield house
+        wait_until(house.quiet)
+        assert house.faults == []
+    finally:
+        logging.getLogger("gateway.protocol").removeHandler(handler)
+        house.faults.clear()
+
+
+# The client.
+
+
+# Words of the tests.
+
+
+def sends(*messages: Message) -> ASGIApp:
+    """The application that reads its request and sends these."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read(receive)
+        for message in messages:
+            await send(dict(message))
+
+    return app
+
+
+# A request is the same however it is cut.
+
+
+@dataclass(frozen=True)
+class Telling:
+    """A request on the wire, and what the application must be asked."""
+
+    wire: bytes
+    asked: Asked
+    stays: bool = True  # the connection
+
+
+def posted(head: bytes, wire: bytes, body: bytes, *headers: Pair, **more: Any) -> Telling:
+    asked = Asked("POST", "/in", b"/in", headers=(HOST_X, *headers), body=body)
+    return Telling(b"POST /in HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n" + wire, asked, **more)
+
+
+def of_length(body: bytes) -> Telling:
+    return posted(b"Content-Length: %d\r\n" % len(body), body, body, length(len(body)))
+
+
+CHUNKED = (b"transfer-encoding", b"chunked")
+
+
+def chunked(wire: bytes, body: bytes) -> Telling:
+    return posted(b"Transfer-Encoding: chunked\r\n", wire, body, CHUNKED)
+
+
+TELLINGS = {
+    "no body": Telling(
+        b"GET /in HTTP/1.1\r\nHost: x\r\n\r\n",
+        Asked(path="/in", raw_path=b"/in"),
+    ),
+    "no headers": Telling(
+        b"DELETE / HTTP/1.0\r\n\r\n", Asked("DELETE", version="1.0", headers=()), stays=False
+    ),
+    "an empty line ahead": Telling(b"\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n", Asked()),
+    "a query": Telling(
+        b"GET /in?a=%20b&c=?/ HTTP/1.1\r\nHost: x\r\n\r\n",
+        Asked(path="/in", raw_path=b"/in", query=b"a=%20b&c=?/"),
+    ),
+    "many headers": Telling(
+        b"GET / HTTP/1.1\r\nHost: x\r\nAccept: a\r\nACCEPT: b; c\r\nx-empty:\r\nX-High:  \xe9\xff\r\n\r\n",
+        Asked(
+            headers=(
+                HOST_X,
+                (b"accept", b"a"),
+                (b"accept", b"b; c"),
+                (b"x-empty", b""),
+                (b"x-high", b"\xe9\xff"),
+            )
+        ),
+    ),
+    "a length": of_length(b"hello"),
+    "a length of nothing": of_length(b""),
+    "a body that looks like a request": of_length(LIKE_A_REQUEST),
+    "one chunk": chunked(b"5\r\nhello\r\n0\r\n\r\n", b"hello"),
+    "several chunks": chunked(
+        b"5\r\nhello\r\n1\r\n \r\n009\r\n\r\nworld\r\n\r\n0\r\n\r\n", b"hello \r\nworld\r\n"
+    ),
+    "sizes in capitals": chunked(
+        b"A\r\n0123456789\r\n0b\r\nabcdefghijk\r\n000\r\n\r\n", b"0123456789abcdefghijk"
+    ),
+    "chunk extensions": chunked(b'5;a=b\r\nhello\r\n1;c="d;e"\r\n!\r\n0;last\r\n\r\n', b"hello!"),
+    "one trailer": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n", b"hello"),
+    "trailers": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nX-Next: 2\r\n\r\n", b"hello"),
+    "trailers that mean something in a header": chunked(
+        b"2\r\nok\r\n0\r\nExpect: 100-continue\r\nX-Request-ID: a\r\nHost: y\r\n\r\n", b"ok"
+    ),
+    "no chunk": chunked(b"0\r\n\r\n", b""),
+    "a chunk that looks like a request": chunked(
+        b"%x\r\n%b\r\n0\r\n\r\n" % (len(LIKE_A_REQUEST), LIKE_A_REQUEST), LIKE_A_REQUEST
+    ),
+    "Connection: close": posted(
+        b"Content-Length: 2\r\nConnection: Close\r\n",
+        b"ok",
+        b"ok",
+        length(2),
+        (b"connection", b"Close"),
+        stays=False,
+    ),
+    "HTTP/1.0": Telling(
+        b"PUT / HTTP/1.0\r\nContent-Length: 2\r\n\r\nok",
+        Asked("PUT", version="1.0", headers=(length(2),), body=b"ok"),
+        stays=False,
+    ),
+    "HTTP/1.0 that would stay": Telling(
+        b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+        Asked(version="1.0", headers=((b"connection", b"keep-alive"),)),
+    ),
+    "an upgrade that the connection is not asked for": Telling(
+        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n",
+        Asked(headers=(HOST_X, (b"upgrade", b"h2c"))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TELLINGS)
+def test_a_request_is_read_the_same_wherever_it_is_cut(stage: Stage, name: str) -> None:
+    telling = TELLINGS[name]
+    wire = telling.wire
+    every_byte = tuple(range(1, len(wire)))
+    cuttings = [(), *((cut,) for cut in every_byte), every_byte]
+    while cuttings:
+        with stage.client() as client:
+            while cuttings:
+                bounds = [0, *cuttings.pop(), len(wire)]
+                client.say(*(wire[a:b] for a, b in pairwise(bounds)))
+                assert client.answer().body == telling.asked.body, bounds
+                assert stage.asked == [telling.asked], bounds
+                stage.asked.clear()
+                if not telling.stays:
+                    assert client.rest() == b""
+                    break
+
+
+TOKENS = st.text("abcdefgh-", min_size=1, max_size=8).map(lambda text: ("x-" + text).encode())
+VALUES = st.text("abc \t;=,\"'%é", max_size=12).map(lambda text: text.strip().encode())
+BODIES = st.binary(max_size=200)
+TARGETS = st.lists(st.sampled_from(["/a", "/b.c", "/~", "//", "/x:y"]), min_size=1).map("".join)
+
+
+@st.composite
+def tellings(draw: st.DrawFn) -> Telling:
+    headers = draw(st.lists(st.tuples(TOKENS, VALUES), max_size=4))
+    target = draw(TARGETS)
+    query = draw(st.sampled_from(["", "a", "a=b&c", "?"]))
+    body = draw(BODIES)
+    if draw(st.booleans()):
+        headers.append(length(len(body)))
+        wire = body
+    else:
+        headers.append(CHUNKED)
+        wire = draw(chunks_of(body))
+    lines = b"".join(b"%b:%b\r\n" % header for header in headers)
+    line = f"POST {target}{'?' if query else ''}{query} HTTP/1.1\r\nHost: x\r\n".encode()
+    path = target.encode()
+    asked = Asked("POST", target, path, query.encode(), "1.1", (HOST_X, *headers), body)
+    return Telling(line + lines + b"\r\n" + wire, asked)
+
+
+@st.composite
+def chunks_of(draw: st.DrawFn, body: bytes) -> bytes:
+    cuts = sorted(draw(st.sets(st.integers(0, len(body)), max_size=4)))
+    pieces = [body[a:b] for a, b in pairwise([0, *cuts, len(body)]) if b > a]
+    extension = draw(st.sampled_from([b"", b";a", b";a=b", b';a="b;c"']))
+    trailers = draw(st.lists(st.tuples(TOKENS, VALUES), max_size=3))
+    sized = b"".join(b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces)
+    return sized + b"0\r\n" + b"".join(b"%b: %b\r\n" % each for each in trailers) + b"\r\n"
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(tellings(), min_size=1, max_size=4), st.data())
+def test_any_requests_in_any_pieces_are_answered_in_their_order(
+    house: Stage, told: list[Telling], data: st.DataObject
+) -> None:
+    house.app = echo
+    house.asked.clear()
+    wire = b"".join(each.wire for each in told)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(wire) - 1), max_size=8)))
+    with house.client() as client:
+        client.say(*(wire[a:b] for a, b in pairwise([0, *cuts, len(wire)])))
+        for each in told:
+            answer = client.answer()
+            assert answer.header(b"x-target") == each.asked.raw_path
+            assert answer.body == each.asked.body
+        assert house.asked == [each.asked for each in told]
+        assert client.is_told_nothing()
+
+
+def test_a_small_body_is_given_when_it_is_whole(stage: Stage) -> None:
+    begun = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await echo(scope, receive, send)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\n", b"ab", b"cd")
+        stage.settle()
+        assert not begun.is_set()
+        client.say(b"efPOST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nx")
+        assert client.answer().body == b"abcdef"
+        stage.settle()
+        assert len(stage.asked) == 1
+        client.say(b"y")
+        assert client.answer().body == b"xy"
+        assert client.is_still_served()
+
+
+def test_the_pieces_of_a_large_body_are_given_as_they_come(stage: Stage) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        more = True
+        while more:
+            message = await receive()
+            more = message["more_body"]
+            await send(part(b"<%b>" % message["body"], more=more))
+
+    stage.app = app
+    with stage.client() as client:
+        rest = bytes(100 * KIB)
+        size = len(ENOUGH) + 4 + len(rest)
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
+        client.say(ENOUGH[1:])
+        assert client.is_told_nothing()
+        client.say(ENOUGH[:1])
+        client.head()
+        assert client.chunk() == b"<%b>" % ENOUGH
+        for piece in (b"ab", b"cd"):
+            client.say(piece)
+            assert client.chunk() == b"<%b>" % piece
+        client.say(rest)
+        given = b"".join(iter(client.chunk, b""))
+        assert given.replace(b"<", b"").replace(b">", b"") == rest
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
+        assert client.is_told_nothing()
+        client.say(b"%x\r\n%b\r\n" % (len(ENOUGH), ENOUGH))
+        client.head()
+        assert client.chunk() == b"<ab%b>" % ENOUGH
+        client.say(b"2\r\ncd\r\n")
+        assert client.chunk() == b"<cd>"
+        client.say(b"0\r\nX: y\r\n\r\n")
+        assert [*iter(client.chunk, b"")] == [b"<>"]
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        b"X-Sum: 1\r\n",
+        b"X-Sum: 1\r\nX-Next: 2\r\n",
+        b"Host: y\r\n",
+        b"Expect: 100-continue\r\n",
+        b"Expect: 100-continue\r\nX-Sum: 1\r\n",
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_trailer_is_never_a_header_of_this_request_or_the_next(
+    stage: Stage, trailers: bytes, apart: bool
+) -> None:
+    first = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+    second = b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+    with stage.client() as client:
+        client.say(
+            *(
+                (first, trailers + b"\r\n", second)
+                if apart
+                else (first + trailers + b"\r\n" + second,)
+            )
+        )
+        assert client.answer().body == b"ok"
+        assert client.is_told_nothing()  # no 100 either
+        client.say(b"hm")
+        assert client.answer().body == b"hm"
+    assert [asked.headers for asked in stage.asked] == [(HOST_X, CHUNKED), (HOST_X, length(2))]
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        b"Connection: close\r\n",
+        b"Connection: upgrade\r\nUpgrade: h2c\r\n",
+        b"Content-Length: 40\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: gzip\r\n",
+    ],
+)
+def test_a_trailer_about_the_connection_never_hides_what_follows_or_invents_it(
+    stage: Stage, trailers: bytes
+) -> None:
+    """The next request is answered as it is, or the connection ends."""
+    first = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+    with stage.client() as client:
+        client.say(first + trailers + b"\r\n")
+        told = client.answer()
+        stage.settle()
+        with suppress(ConnectionError, EOFError):
+            client.say(
+                b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 35\r\n\r\n" + LIKE_A_REQUEST
+            )
+            answer = client.answer()
+            if answer.status == 200:
+                assert answer.body == LIKE_A_REQUEST
+            else:
+                assert answer.error
+        if told.status == 200:
+            assert told.body == b"ok"
+    assert [asked.path for asked in stage.asked] in (["/a"], ["/a", "/b"], [])
+
+
+def test_a_request_gets_the_addresses_and_its_own_copy_of_the_state(stage: Stage) -> None:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        scope["state"]["count"] += 1
+        await say(send, b"")
+
+    stage.app = app
+    with stage.client() as client:
+        for _ in range(2):
+            client.say(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.answer()
+        here = client.socket.getsockname()
+    for scope in scopes:
+        assert (scope["type"], scope["scheme"], scope["root_path"]) == ("http", "http", "")
+        assert (scope["client"], scope["server"]) == (here, (HOST, stage.port))
+        assert scope["state"]["count"] == 1
+
+
+def test_a_socket_file_has_no_addresses(tmp_path: Path) -> None:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await say(send, b"ok")
+
+    with Stage(uds=tmp_path / "socket") as stage, socket.socket(socket.AF_UNIX) as connection:
+        stage.app = app
+        connection.settimeout(PATIENCE_S)
+        connection.connect(str(tmp_path / "socket"))
+        client = Client(stage, connection)
+        client.say(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.answer().body == b"ok"
+    assert (scopes[0]["client"], scopes[0]["server"]) == (None, None)
+
+
+# Targets.
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "raw_path", "query"),
+    [
+        ("/", "/", b"/", b""),
+        ("/a%20b%2Fc", "/a b/c", b"/a%20b%2Fc", b""),
+        ("/%C3%A9", "/é", b"/%C3%A9", b""),
+        ("/%ff", "/�", b"/%ff", b""),
+        ("/100%", "/100%", b"/100%", b""),
+        ("/%0d%0aX:y", "/\r\nX:y", b"/%0d%0aX:y", b""),
+        ("/a?b%20c", "/a", b"/a", b"b%20c"),
+        ("/a?", "/a", b"/a", b""),
+        ("//a/../b", "//a/../b", b"//a/../b", b""),
+        ("/a#b", "/a", b"/a", b""),
+        ("http://h/a/b?c=d", "/a/b", b"/a/b", b"c=d"),
+        ("http://h:81", "/", b"/", b""),
+        ("http://h?c", "/", b"/", b"c"),
+        ("https://[::1]:81/%61", "/a", b"/%61", b""),
+    ],
+)
+def test_a_target_is_a_path_and_a_query_in_every_form(
+    stage: Stage, target: str, path: str, raw_path: bytes, query: bytes
+) -> None:
+    with stage.client() as client:
+        client.say(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert client.answer().status == 200
+        assert client.is_still_served()
+    asked = stage.asked[0]
+    assert (asked.path, asked.raw_path, asked.query) == (path, raw_path, query)
+
+
+def test_the_target_of_all_is_an_asterisk(stage: Stage) -> None:
+    with stage.client() as client:
+        client.say(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.answer().status == 200
+        assert client.is_still_served()
+    assert (stage.asked[0].method, stage.asked[0].path) == ("OPTIONS", "*")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PATCH", "OPTIONS", "DELETE", "PROPFIND"])
+def test_a_method_is_passed_as_it_is(stage: Stage, method: str) -> None:
+    with stage.client() as client:
+        client.say(f"{method} / HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert client.answer(method).status == 200
+    assert stage.asked[0].method == method
+
+
+# Answers on the wire.
+
+OLD_GET = b"GET / HTTP/1.0\r\n\r\n"
+OLD_GET_THAT_STAYS = b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n"  # as `ab -k` sends it
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+ANSWERS = {
+    "a length": (GET, [start(length(5)), last(b"hello")], OK + b"content-length: 5\r\n\r\nhello"),
+    "a length, in parts": (
+        GET,
+        [start(length(5)), part(b"he"), part(), part(b"llo"), last()],
+        OK + b"content-length: 5\r\n\r\nhello",
+    ),
+    "a length of nothing": (GET, [start(length(0)), last()], OK + b"content-length: 0\r\n\r\n"),
+    "no length": (
+        GET,
+        [start(), last(b"hello")],
+        OK + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    ),
+    "no length, in parts": (
+        GET,
+        [start(), part(b"0123456789a"), part(), part(b"b"), last()],
+        OK + b"transfer-encoding: chunked\r\n\r\nb\r\n0123456789a\r\n1\r\nb\r\n0\r\n\r\n",
+    ),
+    "no length, and nothing": (
+        GET,
+        [start(), last()],
+        OK + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    ),
+    "headers in their order": (
+        GET,
+        [start((b"x-a", b"b"), (b"x-a", b"\xe9"), (b"x-empty", b""), length(0)), last()],
+        OK + b"x-a: b\r\nx-a: \xe9\r\nx-empty: \r\ncontent-length: 0\r\n\r\n",
+    ),
+    "HTTP/1.0 that stays": (
+        OLD_GET_THAT_STAYS,
+        [start(length(5)), last(b"hello")],
+        OK + b"content-length: 5\r\nconnection: keep-alive\r\n\r\nhello",
+    ),
+    "HTTP/1.0 that stays, HEAD": (
+        OLD_GET_THAT_STAYS.replace(b"GET", b"HEAD"),
+        [start(length(5)), last()],
+        OK + b"content-length: 5\r\nconnection: keep-alive\r\n\r\n",
+    ),
+    "HTTP/1.0 that stays, 304": (
+        OLD_GET_THAT_STAYS,
+        [start(status=304), last()],
+        b"HTTP/1.1 304 Not Modified\r\nconnection: keep-alive\r\n\r\n",
+    ),
+    "HEAD": (HEAD, [start(length(5)), last(b"hello")], OK + b"content-length: 5\r\n\r\n"),
+    "HEAD, knowing that it is": (
+        HEAD,
+        [start(length(5)), last()],
+        OK + b"content-length: 5\r\n\r\n",
+    ),
+    "HEAD without a length": (HEAD, [start(), part(b"hello"), last(b"!")], OK + b"\r\n"),
+    "204": (GET, [start(status=204), last()], b"HTTP/1.1 204 No Content\r\n\r\n"),
+    "204 with a body": (
+        GET,
+        [start(status=204), part(b"he"), last(b"llo")],
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+    ),
+    "304": (
+        GET,
+        [start(length(5), status=304), last(b"hello")],
+        b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n",
+    ),
+    "a status without a name": (
+        GET,
+        [start(length(2), status=599), last(b"ok")],
+        b"HTTP/1.1 599 \r\ncontent-length: 2\r\n\r\nok",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_on_the_wire(stage: Stage, name: str) -> None:
+    asked, messages, wire = ANSWERS[name]
+    stage.app = sends(*messages)
+    with stage.client() as client:
+        client.say(asked)
+        assert client.exactly(len(wire)) == wire
+        stage.app = echo
+        assert client.is_still_served()
+
+
+LAST_ANSWERS = {
+    "HTTP/1.0": (
+        OLD_GET,
+        [start(length(5)), last(b"hello")],
+        OK + b"content-length: 5\r\nconnection: close\r\n\r\nhello",
+    ),
+    "HTTP/1.0 without a length": (
+        OLD_GET,
+        [start(), part(b"he"), part(), last(b"llo")],
+        OK + b"connection: close\r\n\r\nhello",
+    ),
+    "HTTP/1.0 that would stay, without a length": (
+        OLD_GET_THAT_STAYS,
+        [start(), last(b"hello")],
+        OK + b"connection: close\r\n\r\nhello",
+    ),
+    "HTTP/1.0, HEAD": (
+        b"HEAD / HTTP/1.0\r\n\r\n",
+        [start(length(5)), last()],
+        OK + b"content-length: 5\r\nconnection: close\r\n\r\n",
+    ),
+    "HTTP/1.0 that would stay, and the application closes": (
+        OLD_GET_THAT_STAYS,
+        [start((b"connection", b"close"), length(5)), last(b"hello")],
+        OK + b"connection: close\r\ncontent-length: 5\r\n\r\nhello",
+    ),
+    "the client closes": (
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        [start(length(5)), last(b"hello")],
+        OK + b"content-length: 5\r\nconnection: close\r\n\r\nhello",
+    ),
+    "the client closes, without a length": (
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: x, Close\r\n\r\n",
+        [start(), last(b"hello")],
+        OK + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    ),
+    "the application closes": (
+        GET,
+        [start((b"connection", b"Close"), length(5)), last(b"hello")],
+        OK + b"connection: Close\r\ncontent-length: 5\r\n\r\nhello",
+    ),
+    "both close": (
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        [start((b"connection", b"close"), length(0)), last()],
+        OK + b"connection: close\r\ncontent-length: 0\r\n\r\n",
+    ),
+    "a version that there is not": (
+        b"GET / HTTP/2.0\r\n\r\n",
+        [start(length(2)), last(b"ok")],
+        OK + b"content-length: 2\r\nconnection: close\r\n\r\nok",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAST_ANSWERS)
+def test_an_answer_after_which_the_connection_is_closed(stage: Stage, name: str) -> None:
+    asked, messages, wire = LAST_ANSWERS[name]
+    stage.app = sends(*messages)
+    with stage.client() as client:
+        client.say(asked)
+        assert client.rest() == wire
+
+
+@pytest.mark.parametrize("size", [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 3 * MIB])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_any_size_is_whole(stage: Stage, size: int, announced: bool) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    body = body[:size]
+    stage.app = sends(start(*([length(3 * size)] if announced else [])), *[part(body)] * 3, last())
+    with stage.client() as client:
+        for _ in range(2):
+            client.say(GET)
+            assert client.answer().body == body * 3
+
+
+def test_an_answers_head_leaves_with_its_first_body_and_not_before(stage: Stage) -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        work.begun.set()
+        await work.may_end.wait()
+        await send(part(b"hello"))
+        await send(last())
+
+    stage.app = app
+    with stage.client() as client:
+        before = packets(client)
+        client.say(GET)
+        assert begins(work)
+        assert client.is_told_nothing()
+        stage.let(work.may_end)
+        assert client.answer().body == b"hello"
+        assert packets(client) - before == 2
+
+
+def packets(client: Client) -> int:
+    """How many packets with data have come: `tcpi_data_segs_in` of Linux's `struct tcp_info`."""
+    info = client.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 156)
+    count: int = struct.unpack_from("I", info, 152)[0]
+    return count
+
+
+def test_an_empty_part_sends_the_head_ahead(stage: Stage) -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start((b"x-a", b"b")))
+        await send(part())
+        await work.may_end.wait()
+        await send(last(b"hello"))
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        assert client.head() == OK + b"x-a: b\r\ntransfer-encoding: chunked"
+        assert client.is_told_nothing()
+        stage.let(work.may_end)
+        assert [*iter(client.chunk, b"")] == [b"hello"]
+
+
+# Pipelining.
+
+
+def test_pipelined_requests_are_answered_in_order_whoever_is_ready_first(stage: Stage) -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (work if scope["path"] == "/slow" else echo)(scope, receive, send)
+
+    stage.app = app
+    paths = [b"/slow", b"/a", b"/b", b"/c"]
+    with stage.client() as client:
+        client.say(b"".join(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths))
+        assert begins(work)
+        assert client.is_told_nothing()
+        assert stage.asked == []  # one at a time
+        stage.let(work.may_end)
+        assert [client.answer().header(b"x-target") for _ in paths] == paths
+        assert client.is_still_served()
+
+
+def test_pipelined_requests_with_bodies_stay_apart(stage: Stage) -> None:
+    wires = [telling.wire for telling in TELLINGS.values() if telling.stays]
+    bodies = [telling.asked.body for telling in TELLINGS.values() if telling.stays]
+    with stage.client() as client:
+        client.say(b"".join(wires * 5))
+        assert [client.answer().body for _ in range(5 * len(wires))] == bodies * 5
+        assert client.is_still_served()
+
+
+def test_pipelined_requests_with_large_bodies_are_read_one_after_the_other(stage: Stage) -> None:
+    bodies = [bytes([number]) * (300 * KIB) for number in range(6)]
+    with stage.client() as client:
+        sending = threading.Thread(
+            target=client.say,
+            args=(
+                b"".join(
+                    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                    % (len(body), body)
+                    for body in bodies
+                ),
+            ),
+        )
+        sending.start()
+        assert [client.answer().body for _ in bodies] == bodies
+        sending.join()
+
+
+def test_pipelined_answers_have_each_their_own_form(stage: Stage) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read(receive)
+        await send(start(*([length(2)] if scope["path"] == "/length" else [])))
+        await send(last(b"ok"))
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(
+            b"GET /length HTTP/1.1\r\nHost: x\r\n\r\nHEAD /length HTTP/1.1\r\nHost: x\r\n\r\n"
+            b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n"
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET /length HTTP/1.0\r\n\r\n"
+        )
+        for method, body in zip(
+            ("GET", "HEAD", "HEAD", "GET", "GET"), (b"ok", b"", b"", b"ok", b"ok"), strict=True
+        ):
+            assert client.answer(method).body == body
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("answered", [0, 2000])
+def test_who_pipelines_is_not_read_faster_than_answered(stage: Stage, answered: int) -> None:
+    work = Work()
+    count = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal count
+        count += 1
+        await (say(send, b"") if count <= answered else work(scope, receive, send))
+
+    stage.app = app
+    wire = GET * (16 * MIB // len(GET))
+    with stage.client(SO_SNDBUF=64 * KIB) as client:
+        assert client.fill(wire) < len(wire) / 2
+        assert begins(work)
+        assert count == answered + 1
+    stage.let(work.may_end)  # who is not read is not noticed to leave, either
+
+
+# Connections that stay, and those that do not.
+
+
+def test_one_connection_serves_many_requests(stage: Stage) -> None:
+    with stage.client() as client:
+        assert all(client.is_still_served() for _ in range(200))
+    assert len(stage.asked) == 200
+
+
+def test_an_application_that_closes_is_the_last_on_its_connection(stage: Stage) -> None:
+    asked: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        await say(send, b"ok", (b"connection", b"close"))
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.answer().body == b"ok"
+        assert client.rest() == b""
+    assert asked == ["/a"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("more", [LIKE_A_REQUEST, b"\x00garbage\r\n\r\n", b"\r\n"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_what_follows_the_last_request_is_not_looked_at(
+    stage: Stage, more: bytes, apart: bool, version: bytes
+) -> None:
+    work = Work()
+    stage.app = work
+    wire = (
+        b"POST /a HTTP/%b\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok" % version
+    )
+    with stage.client() as client:
+        client.say(*((wire, more) if apart else (wire + more,)))
+        assert begins(work)
+        assert client.is_told_nothing()
+        stage.let(work.may_end)
+        assert client.answer().body == b"ok"
+        assert client.rest() == b""
+    assert stage.asked == []
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_request_before_the_last_is_answered_whatever_follows_it(
+    stage: Stage, apart: bool
+) -> None:
+    wire = (
+        b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )
+    with stage.client() as client:
+        client.say(*((wire, LIKE_A_REQUEST) if apart else (wire + LIKE_A_REQUEST,)))
+        assert [client.answer().header(b"x-target") for _ in range(2)] == [b"/a", b"/b"]
+        assert client.rest() == b""
+    assert [asked.path for asked in stage.asked] == ["/a", "/b"]
+
+
+def test_who_closes_its_half_after_a_request_has_left(stage: Stage) -> None:
+    work = Work()
+    stage.app = work
+    with stage.client() as client:
+        client.say(GET)
+        assert begins(work)
+        client.socket.shutdown(socket.SHUT_WR)
+        assert work.cancelled.wait(PATIENCE_S)
+        assert client.rest() == b""
+
+
+def test_an_idle_connection_is_closed_and_one_that_works_is_not() -> None:
+    upload = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n" + ENOUGH
+    with Stage(keep_alive_s=1) as stage, ExitStack() as stack:
+        work = stage.app = Work()
+        busy = stack.enter_context(stage.client_with(GET))
+        assert begins(work)
+        stage.app = answers_early
+        began = time.monotonic()
+        silent = stack.enter_context(stage.client())
+        early = stack.enter_context(stage.client_with(upload))
+        assert early.answer().status == 413
+        assert silent.rest() == b""
+        assert early.rest() == b""
+        assert time.monotonic() - began > 0.98
+        assert busy.is_told_nothing()  # although its time would be over as well
+        stage.let(work.may_end)
+        assert busy.answer().status == 200
+
+
+# Expect: 100-continue.
+
+EXPECTING = b"POST /in HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
+
+
+@dataclass
+class Reader(Work):
+    """An application that reads when it is let."""
+
+    first: tuple[Message, ...] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for message in self.first:
+            await send(dict(message))
+        self.begun.set()
+        await self.may_end.wait()
+        body = await read(receive)
+        if self.first:
+            await send(last(body))
+        else:
+            await say(send, body)
+
+
+def test_a_client_that_asks_is_told_to_go_on_when_its_body_is_wanted(stage: Stage) -> None:
+    reader = stage.app = Reader()
+    with stage.client() as client:
+        client.say(EXPECTING)
+        assert begins(reader)
+        assert client.is_told_nothing()
+        stage.let(reader.may_end)
+        assert client.answer() == Answer(100, ())
+        client.say(b"he", b"ll")
+        assert client.answer().body == b"hell"
+        stage.app = echo
+        assert client.is_still_served()
+
+
+@pytest.mark.parametrize("there", [1, 4])
+def test_a_client_that_sent_its_body_is_not_told_to_go_on(stage: Stage, there: int) -> None:
+    reader = stage.app = Reader()
+    with stage.client() as client:
+        client.say(EXPECTING + b"hell"[:there])
+        assert begins(reader)
+        stage.let(reader.may_end)
+        stage.settle()
+        client.say(b"hell"[there:])
+        assert client.answer().body == b"hell"
+
+
+def test_a_client_is_not_told_to_go_on_after_the_answer_began(stage: Stage) -> None:
+    reader = stage.app = Reader(first=(start(), part(b"<")))
+    with stage.client() as client:
+        client.say(EXPECTING)
+        assert begins(reader)
+        stage.let(reader.may_end)
+        client.head()
+        assert client.chunk() == b"<"
+        assert client.is_told_nothing()
+        client.say(b"hell")
+        assert [*iter(client.chunk, b"")] == [b"hell"]
+
+
+def test_a_client_is_told_to_go_on_while_the_answers_head_is_held(stage: Stage) -> None:
+    reader = stage.app = Reader(first=(start(),))
+    with stage.client() as client:
+        client.say(EXPECTING)
+        stage.let(reader.may_end)
+        assert client.answer() == Answer(100, ())
+        client.say(b"hell")
+        assert client.answer().body == b"hell"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: 100-continue\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: more\r\n\r\n",
+    ],
+)
+def test_a_client_without_a_body_is_not_told_to_go_on(stage: Stage, head: bytes) -> None:
+    with stage.client() as client:
+        client.say(head)
+        assert client.answer().status == 200
+        assert client.is_still_served()
+
+
+def test_a_client_of_http_1_0_is_not_told_to_go_on(stage: Stage) -> None:
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.0\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert client.is_told_nothing()
+        client.say(b"ok")
+        assert client.answer().body == b"ok"
+
+
+def test_a_client_whose_body_is_not_wanted_is_answered_at_once(stage: Stage) -> None:
+    stage.app = answers_early
+    with stage.client() as client:
+        client.say(EXPECTING)
+        assert client.answer().status == 413
+        client.say(b"hell")
+        stage.app = echo
+        assert client.is_still_served()
+
+
+def test_a_pipelined_client_is_told_to_go_on_after_the_answer_before(stage: Stage) -> None:
+    with stage.client() as client:
+        client.say(GET + EXPECTING)
+        assert client.answer().status == 200
+        assert client.answer() == Answer(100, ())
+        client.say(b"hell" + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+        assert client.answer().body == b"hell"
+        assert client.is_told_nothing()  # what is expected of one is not of the next
+        client.say(b"ok")
+        assert client.answer().body == b"ok"
+
+
+# Answers that do not wait for the request's end.
+
+
+async def answers_early(scope: Scope, receive: Receive, send: Send) -> None:
+    await say(send, b"too much", status=413)
+
+
+async def answers_early_after_a_part(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await answers_early(scope, receive, send)
+
+
+@pytest.mark.parametrize("app", [answers_early, answers_early_after_a_part])
+@pytest.mark.parametrize("size", [66 * KIB, 100 * KIB, 3 * MIB])
+def test_an_early_answer_leaves_the_connection_in_step(
+    stage: Stage, app: ASGIApp, size: int
+) -> None:
+    body = (LIKE_A_REQUEST * (size // len(LIKE_A_REQUEST) + 1))[:size]
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
+    stage.app = app
+    with stage.client() as client:
+        client.say(head + body[: len(ENOUGH)])
+        assert client.answer().status == 413
+        client.say(body[len(ENOUGH) :])
+        client.say(BROKEN_CHUNKS)
+        assert client.answer().status == 413
+        client.say(b"%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (size, body))
+        stage.app = echo
+        assert client.is_still_served()
+    assert len(stage.asked) == 1
+
+
+def test_who_goes_on_sending_after_its_answer_is_not_listened_to_for_ever(stage: Stage) -> None:
+    stage.app = answers_early
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n")
+        assert client.answer().status == 413
+        assert 60 < mebibytes_taken(client.socket, 200) < 100
+
+
+def mebibytes_taken(connection: socket.socket, most: int) -> int:
+    """Until the other end closes."""
+    piece = bytes(1 << 20)
+    for sent in range(most):
+        try:
+            connection.sendall(piece)
+        except OSError:
+            return sent
+    return most
+
+
+def test_the_next_request_waits_for_an_application_that_goes_on_after_its_answer(
+    stage: Stage,
+) -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answers_early(scope, receive, send)
+        work.begun.set()
+        await work.may_end.wait()
+        work.ended.set()
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(100_000))
+        assert client.answer().status == 413
+        assert begins(work)
+        stage.app = echo
+        client.say(bytes(100_000))
+        client.say(GET)
+        assert client.is_told_nothing()
+        stage.let(work.may_end)
+        assert client.answer().status == 200
+        assert client.is_still_served()
+        assert work.ended.is_set()
+
+
+def test_an_early_answer_that_closes_is_whole(stage: Stage) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await say(send, b"too much", (b"connection", b"close"), status=413)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
+        assert client.answer().body == b"too much"
+        assert client.rest() == b""
+
+
+def test_an_answer_may_be_given_while_the_request_comes(stage: Stage) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        more = True
+        while more:
+            message = await receive()
+            more = message["more_body"]
+            await send(part(message["body"]))
+        await send(last())
+
+    stage.app = app
+    body = bytes(range(256)) * 40 * KIB  # 10 MiB: neither side can hold it
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        sending = threading.Thread(target=client.say, args=(body,))
+        sending.start()
+        assert client.answer().body == body
+        sending.join()
+        stage.app = echo
+        assert client.is_still_served()
+
+
+# What is no request.
+
+GARBAGE = {
+    "noise": b"\x00\xff\x13garbage",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a method that there is not": b"FETCH / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an answer": b"HTTP/1.1 200 OK\r\n\r\n",
+    "a version of no kind": b"GET / HTTP/x\r\n\r\n",
+    "no path": b"GET http:// HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no slash": b"GET foo HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a port too high": b"GET http://h:99999/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a path that is not ASCII": "GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
+    "lines that end in LF": b"GET / HTTP/1.1\nHost: x\n\n",
+    "a header over two lines": b"GET / HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n",
+    "a space in a header's name": b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length : 2\r\n\r\nok",
+    "a NUL in a header": b"GET / HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+    "a lone CR in a header": b"GET / HTTP/1.1\r\nHost: x\r\nX: a\rb\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok",
+    "a length and chunks": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and a length": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    b"Content-Length: 2\r\n\r\n0\r\n\r\n",
+    "a length that is no number": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: +2\r\n\r\nok",
+    "chunks inside of another encoding": b"POST / HTTP/1.1\r\nHost: x\r\n"
+    b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "an encoding without an end": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+}
+NOT_HTTP = "this is not an HTTP/1.1 request"
+
+
+@pytest.mark.fault("invalid or several lengths, or a length with chunks; no `Host` header, or two")
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_is_refused_and_not_listened_to_again(stage: Stage, name: str) -> None:
+    with stage.client() as client:
+        client.say(GARBAGE[name] + LIKE_A_REQUEST)
+        assert client.answer().error.startswith(NOT_HTTP)
+        assert client.rest() == b""
+    assert stage.asked == []
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_after_an_answer_is_refused(stage: Stage, name: str) -> None:
+    with stage.client() as client:
+        assert client.is_still_served()
+        client.say(GARBAGE[name])
+        assert client.answer().error.startswith(NOT_HTTP)
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("good", [1, 3])
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_behind_good_requests_ends_the_connection_after_their_answers(
+    stage: Stage, name: str, good: int, apart: bool
+) -> None:
+    works = [Work() for _ in range(good)]
+    waiting = iter(works)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await next(waiting)(scope, receive, send)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(*((GET * good, GARBAGE[name]) if apart else (GET * good + GARBAGE[name],)))
+        for number, work in enumerate(works, 1):
+            assert begins(work)
+            stage.settle()
+            stage.let(work.may_end)
+            answer = client.answer()
+            assert answer.status == 200
+            assert answer.header(b"connection") == (b"close" if number == good else b"")
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("name", ["a length and chunks", "chunks and a length"])
+def test_a_length_beside_chunks_is_named(stage: Stage, name: str) -> None:
+    with stage.client() as client:
+        client.say(GARBAGE[name])
+        expected = f"{NOT_HTTP}: it has both Content-Length and Transfer-Encoding"
+        assert client.answer().error == expected
+
+
+BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (
+    len(ENOUGH),
+    ENOUGH,
+)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_garbage_in_a_body_is_refused_and_the_application_is_not_waited_for(
+    stage: Stage, apart: bool
+) -> None:
+    work = stage.app = Work()
+    with stage.client() as client:
+        client.say(*((BROKEN_CHUNKS, b"zz\r\n") if apart else (BROKEN_CHUNKS + b"zz\r\n",)))
+        assert client.answer().error.startswith(NOT_HTTP)
+        assert client.rest() == b""
+        if apart:
+            assert work.cancelled.wait(PATIENCE_S)
+    assert not work.begun.is_set()
+
+
+def test_garbage_in_a_body_cuts_an_answer_that_began(stage: Stage) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        await send(part(b"hello"))
+        await read(receive)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(BROKEN_CHUNKS)
+        client.head()
+        assert client.chunk() == b"hello"
+        client.say(b"zz\r\n")
+        assert client.rest() == b""
+
+
+def test_garbage_in_a_body_that_was_answered_ends_the_connection(stage: Stage) -> None:
+    stage.app = answers_early
+    with stage.client() as client:
+        client.say(BROKEN_CHUNKS)
+        assert client.answer().status == 413
+        client.say(b"zz\r\n" + LIKE_A_REQUEST)
+        assert client.rest() == b""
+
+
+def test_garbage_in_the_body_of_a_request_that_waits_ends_the_connection_before_it(
+    stage: Stage,
+) -> None:
+    work = stage.app = Work()
+    with stage.client() as client:
+        client.say(GET + GET + BROKEN_CHUNKS + b"zz\r\n")
+        assert begins(work)
+        stage.let(work.may_end)
+        assert [client.answer().header(b"connection") for _ in range(2)] == [b"", b"close"]
+        assert client.rest() == b""
+
+
+UPGRADES = {
+    "h2c and another": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c, x\r\n\r\n",
+    "twice": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: x\r\n\r\n",
+    "h2c by CONNECT": b"CONNECT h:80 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+    "a WebSocket": b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
+    "with a body": b"POST / HTTP/1.1\r\nHost: x\r\nUpgrade: x\r\nConnection: upgrade\r\n"
+    b"Content-Length: 35\r\n\r\n" + LIKE_A_REQUEST,
+    "CONNECT": b"CONNECT h:80 HTTP/1.1\r\nHost: x\r\n\r\n" + LIKE_A_REQUEST,
+}
+NO_UPGRADE = "protocol upgrades are not supported; remove the Upgrade header"
+
+
+@pytest.mark.parametrize("name", UPGRADES)
+@pytest.mark.parametrize("before", [False, True])
+def test_another_protocol_is_refused(stage: Stage, name: str, before: bool) -> None:
+    with stage.client() as client:
+        assert not before or client.is_still_served()
+        client.say(UPGRADES[name])
+        assert client.answer().error == NO_UPGRADE
+        assert client.rest() == b""
+    assert len(stage.asked) == before
+
+
+OFFERS = (
+    b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+)
+OFFERED = {
+    "nothing": (b"GET /in HTTP/1.1\r\n" + OFFERS + b"\r\n", b""),
+    "a length": (b"POST /in HTTP/1.1\r\n" + OFFERS + b"Content-Length: 35\r\n\r\n", LIKE_A_REQUEST),
+    "no length": (b"POST /in HTTP/1.1\r\n" + OFFERS + b"Content-Length: 0\r\n\r\n", b""),
+    "chunks": (
+        b"POST /in HTTP/1.1\r\n" + OFFERS + b"Transfer-Encoding: chunked\r\n\r\n",
+        b"23\r\n" + LIKE_A_REQUEST + b"\r\n0\r\nX-Sum: 1\r\n\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("body", OFFERED)
+def test_an_offer_of_http_2_is_declined_and_the_request_answered(stage: Stage, body: str) -> None:
+    """Java's client offers it with every request to http://."""
+    head, rest = OFFERED[body]
+    wire = head + rest
+    sent = LIKE_A_REQUEST if rest else b""
+    with stage.client() as client:
+        for cut in (0, 1, 20, len(head) - 1, len(head), len(head) + 1, len(wire) - 1):
+            client.say(wire[:cut], wire[cut:])
+            answer = client.answer()
+            assert (answer.status, answer.body, answer.header(b"x-target")) == (200, sent, b"/in")
+        client.say(wire + GET + wire + wire)
+        answers = [client.answer() for _ in range(4)]
+        assert [answer.header(b"x-target") for answer in answers] == [b"/in", b"/", b"/in", b"/in"]
+        assert [answer.body for answer in answers] == [sent, b"", sent, sent]
+        assert client.is_still_served()
+        large = bytes(100 * KIB)
+        client.say(
+            b"PUT / HTTP/1.1\r\n" + OFFERS + b"Content-Length: %d\r\n\r\n" % len(large), large
+        )
+        assert client.answer().body == large
+        client.say(wire.replace(b"Connection: ", b"Connection: close, ") + GET)
+        assert client.answer().header(b"connection") == b"close"
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("name", UPGRADES)
+@pytest.mark.parametrize("good", [1, 3])
+def test_another_protocol_behind_good_requests_ends_the_connection_after_their_answers(
+    stage: Stage, name: str, good: int
+) -> None:
+    with stage.client() as client:
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n" * good + UPGRADES[name])
+        answers = [client.answer() for _ in range(good)]
+        assert client.rest() == b""
+    assert {answer.status for answer in answers} == {200}
+    assert answers[-1].header(b"connection") == b"close"
+    assert [asked.path for asked in stage.asked] == ["/a"] * good
+
+
+# Faults of the application.
+
+
+def fails_with(*messages: Message) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(dict(message))
+        raise ValueError("a fault")
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        pytest.param([], b"", id="before the start"),
+        pytest.param([start()], b"", id="after the start"),
+        pytest.param(
+            [start(length(5)), part(b"he")], OK + b"content-length: 5\r\n\r\nhe", id="in the body"
+        ),
+        pytest.param(
+            [start(), part(b"he")],
+            OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n",
+            id="in a body without a length",
+        ),
+    ],
+)
+def test_an_application_that_fails_is_cut_off(
+    stage: Stage, messages: list[Message], seen: bytes
+) -> None:
+    stage.app = fails_with(*messages)
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == seen
+        assert "a fault" in stage.fault()
+
+
+def test_an_application_that_fails_after_its_answer_does_no_harm(stage: Stage) -> None:
+    stage.app = fails_with(start(length(2)), last(b"ok"))
+    with stage.client() as client:
+        client.say(GET)
+        assert client.answer().body == b"ok"
+        assert "a fault" in stage.fault()
+        stage.app = echo
+        assert client.is_still_served()
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        pytest.param([], b"", id="nothing"),
+        pytest.param([start(length(5))], b"", id="no body"),
+        pytest.param(
+            [start(length(5)), part(b"hello")], OK + b"content-length: 5\r\n\r\nhello", id="no end"
+        ),
+        pytest.param(
+            [start(), part(b"he")],
+            OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n",
+            id="no last chunk",
+        ),
+    ],
+)
+def test_an_application_that_ends_before_its_answer_is_cut_off(
+    stage: Stage, messages: list[Message], seen: bytes
+) -> None:
+    stage.app = sends(*messages)
+    with stage.client() as client:
+        client.say(GET)
+        assert client.rest() == seen
+
+
+def stubborn(messages: Sequence[Message]) -> ASGIApp:
+    """Goes on after its faults, as who closes in a `finally` does."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            with suppress(RuntimeError):
+                await send(dict(message))
+
+    return app
+
+
+def injecting(name: bytes, value: bytes) -> list[Message]:
+    return [start(length(2), (name, value)), last(b"ok")]
+
+
+FAULTY = {
+    "CR LF": injecting(b"x-a", b"b\r\nx-evil: 1"),
+    "an answer": injecting(b"x-a", b"b\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n"),
+    "LF": injecting(b"x-a", b"b\nx-evil: 1"),
+    "CR": injecting(b"x-a", b"b\rx-evil: 1"),
+    "LF CR": injecting(b"x-a", b"b\n\rx-evil: 1"),
+    "in a name": injecting(b"x-evil: 1\r\nx-a", b"b"),
+    "at the end": injecting(b"x-a", b"b\r\n"),
+    "too long": [start(length(4)), last(b"hello")],
+    "too short": [start(length(6)), last(b"hello")],
+    "none of what was announced": [start(length(6)), last()],
+}
+FAULTY_LATER = {
+    "too long": [start(length(7)), part(b"hello"), last(b" world")],
+    "too long by one": [start(length(5)), part(b"hello"), part(b"!"), last()],
+    "too short": [start(length(7)), part(b"hello"), last(b"!"), last()],
+    "too short at its end": [start(length(7)), part(b"hello"), last(), part(b" w"), last()],
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_an_answer_that_is_no_http_is_not_begun(stage: Stage, name: str) -> None:
+    stage.app = sends(*FAULTY[name])
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == b""
+        assert "RuntimeError" in stage.fault()
+
+
+@pytest.mark.parametrize("name", FAULTY_LATER)
+def test_an_answer_of_another_length_than_announced_is_cut_off(stage: Stage, name: str) -> None:
+    stage.app = sends(*FAULTY_LATER[name])
+    seen = OK + b"content-length: %b\r\n\r\nhello" % FAULTY_LATER[name][0]["headers"][0][1]
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == seen
+        assert "Content-Length" in stage.fault()
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_an_application_that_goes_on_after_such_an_answer_is_cut_off_too(
+    stage: Stage, name: str
+) -> None:
+    stage.app = stubborn([*FAULTY[name], start(length(2)), part(b"ok"), last()])
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("name", FAULTY_LATER)
+def test_an_application_that_goes_on_after_such_a_body_is_cut_off_too(
+    stage: Stage, name: str
+) -> None:
+    stage.app = stubborn([*FAULTY_LATER[name], last()])
+    seen = OK + b"content-length: %b\r\n\r\nhello" % FAULTY_LATER[name][0]["headers"][0][1]
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == seen
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([last(b"!"), start(length(2)), last(b"ok")], id="a body before the start"),
+        pytest.param([start(length(2)), start(), last(b"ok")], id="two starts"),
+        pytest.param([start(length(2)), last(b"ok"), last(b"!")], id="a body after the end"),
+        pytest.param([start(length(2)), last(b"ok"), start(), last()], id="two answers"),
+    ],
+)
+def test_what_is_sent_out_of_turn_reaches_nobody(stage: Stage, messages: list[Message]) -> None:
+    stage.app = stubborn(messages)
+    with stage.client() as client:
+        client.say(GET)
+        assert client.answer().body == b"ok"
+        stage.app = echo
+        assert client.is_still_served()
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("size", [0, 10, 64 * KIB, 100 * KIB, 200 * KIB, 3 * MIB])
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_a_client_that_leaves_is_not_worked_for(stage: Stage, size: int, how: str) -> None:
+    work = stage.app = Work()
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+        assert begins(work)
+        client.socket.close() if how == "closes" else client.reset()
+        assert work.cancelled.wait(PATIENCE_S)
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_is_not_worked_for(stage: Stage) -> None:
+    work = stage.app = Work()
+    with stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
+        stage.settle()
+    assert work.cancelled.wait(PATIENCE_S)
+    assert not work.begun.is_set()
+
+
+def test_a_client_that_leaves_before_the_whole_answer_is_not_worked_for(stage: Stage) -> None:
+    cancelled = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        try:
+            while True:
+                await send(part(bytes(MIB)))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        client.head()
+    assert cancelled.wait(PATIENCE_S)
+
+
+def test_a_client_that_leaves_after_its_answer_cancels_nothing(stage: Stage) -> None:
+    seen: list[Message] = []
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read(receive)
+        await say(send, b"ok")
+        work.begun.set()
+        seen.append(await receive())
+        await work.may_end.wait()
+        await turns(3)
+        work.ended.set()
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        assert client.answer().body == b"ok"
+        assert begins(work)
+    wait_until(lambda: not stage.server.server_state.connections)
+    assert not work.ended.is_set()
+    stage.let(work.may_end)
+    assert work.ended.wait(PATIENCE_S)
+    assert seen == [{"type": "http.disconnect"}]
+
+
+def test_who_waits_for_the_client_to_leave_is_told_so_or_cancelled(stage: Stage) -> None:
+    seen: list[Message | str] = []
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read(receive)
+        work.begun.set()
+        try:
+            seen.append(await receive())
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+        seen.append(await receive())
+        await send(start())
+        await send(last(b"nobody"))
+        work.ended.set()
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        assert begins(work)
+        stage.settle()
+        assert seen == []
+    assert work.ended.wait(PATIENCE_S)
+    assert seen == ["cancelled", {"type": "http.disconnect"}]
+
+
+def test_a_task_that_waits_for_the_client_to_leave_is_told_so(stage: Stage) -> None:
+    seen: list[Message] = []
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read(receive)
+        watching = asyncio.ensure_future(receive())
+        try:
+            await work(scope, receive, send)
+        finally:
+            seen.append(await watching)
+
+    work.reads = False
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        assert begins(work)
+    wait_until(lambda: seen == [{"type": "http.disconnect"}])
+
+
+def test_an_application_that_ignores_that_the_client_left_sends_to_nobody(stage: Stage) -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        with suppress(asyncio.CancelledError):
+            while True:
+                await send(part(bytes(MIB)))
+        for _ in range(10):
+            await send(part(bytes(MIB)))
+        await send(last())
+        work.ended.set()
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        client.head()
+    assert work.ended.wait(PATIENCE_S)
+
+
+def test_who_waits_for_the_client_beside_its_answer_is_told_of_its_end(stage: Stage) -> None:
+    seen: list[Message] = []
+
+    async def watch(receive: Receive) -> None:
+        seen.append(await receive())
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read(receive)
+        watching = asyncio.create_task(watch(receive))
+        await turns(2)
+        assert seen == []
+        await say(send, b"ok")
+        await watching
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        assert client.answer().body == b"ok"
+        wait_until(lambda: seen)
+        stage.app = echo
+        assert client.is_still_served()
+    assert seen == [{"type": "http.disconnect"}]
+
+
+def test_pipelined_requests_of_a_client_that_left_are_not_begun(stage: Stage) -> None:
+    work = Work()
+    asked: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        await work(scope, receive, send)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert begins(work)
+        client.reset()
+        stage.settle()
+        stage.let(work.may_end)
+    wait_until(stage.quiet)
+    assert asked == ["/a"]
+
+
+@pytest.mark.parametrize(
+    "how", ["answered", "refused", "left in a body", "left while worked for", "an early answer"]
+)
+def test_a_connection_that_ended_leaves_nothing_to_the_collector(stage: Stage, how: str) -> None:
+    work = Work()
+    gc.collect()
+    gc.disable()
+    try:
+        with stage.client() as client:
+            if how == "answered":
+                assert client.is_still_served()
+            elif how == "refused":
+                client.say(GARBAGE["noise"])
+                assert client.rest()
+            elif how == "left in a body":
+                client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nhello")
+                stage.settle()
+            elif how == "left while worked for":
+                stage.app = work
+                client.say(GET)
+                assert begins(work)
+            else:
+                stage.app = answers_early
+                client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n" + ENOUGH)
+                assert client.answer().status == 413
+        wait_until(stage.quiet)
+        stage.settle()
+        assert [each for each in gc.get_objects() if type(each) is HttpProtocol] == []
+    finally:
+        gc.enable()
+
+
+# Those who are slower than the other side.
+
+
+def test_an_application_waits_for_a_client_that_does_not_read(stage: Stage) -> None:
+    sent = 0
+    block = bytes(64 * KIB)
+    count = 512
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent
+        await send(start())
+        for _ in range(count):
+            await send(part(block))
+            sent += 1
+        await send(last())
+
+    stage.app = app
+    with stage.client(SO_RCVBUF=64 * KIB) as client:
+        client.say(GET)
+        waits_at = stage.settled(lambda: sent)
+        assert 0 < waits_at < count / 2
+        assert client.answer().body == block * count
+        assert sent == count
+        stage.app = echo
+        assert client.is_still_served()
+
+
+def test_a_send_that_was_given_up_does_not_spoil_the_next(stage: Stage) -> None:
+    gave_up = threading.Event()
+    may_go_on = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        with suppress(asyncio.TimeoutError):
+            while True:
+                await asyncio.wait_for(send(part(bytes(MIB))), 0.05)
+        gave_up.set()
+        await may_go_on.wait()
+        await send(last(b"end"))
+
+    stage.app = app
+    with stage.client(SO_RCVBUF=64 * KIB) as client:
+        client.say(GET)
+        assert gave_up.wait(PATIENCE_S)
+        stage.let(may_go_on)
+        assert client.answer().body.endswith(b"\0end")
+        stage.app = echo
+        assert client.is_still_served()
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: %d", b"Transfer-Encoding: chunked"])
+def test_an_upload_waits_for_an_application_that_does_not_read(
+    stage: Stage, framing: bytes
+) -> None:
+    work = Work(reads=False)
+    pieces: list[int] = []
+    size = 48 * MIB
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        work.begun.set()
+        await work.may_end.wait()
+        more = True
+        while more:
+            message = await receive()
+            pieces.append(len(message["body"]))
+            more = message["more_body"]
+        await say(send, b"%d" % sum(pieces))
+
+    stage.app = app
+    is_chunked = b"%" not in framing
+    head = framing if is_chunked else framing % size
+    wire = b"POST / HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n"
+    wire += (b"%x\r\n%b\r\n0\r\n\r\n" % (size, bytes(size))) if is_chunked else bytes(size)
+    with stage.client(SO_SNDBUF=64 * KIB) as client:
+        took = client.fill(wire)
+        assert work.begun.is_set()
+        assert took < size / 2
+        stage.let(work.may_end)
+        client.say(wire[took:])
+        assert client.answer().body == b"%d" % size
+        assert max(pieces) < MIB
+        stage.app = echo
+        assert client.is_still_served()
+
+
+# The server stops.
+
+
+def refuses(stage: Stage, port: int) -> bool:
+    """Nobody can connect any more: the server has told its connections that it stops."""
+    try:
+        socket.create_connection((HOST, port), PATIENCE_S).close()
+    except ConnectionError:
+        stage.settle()
+        return True
+    return False
+
+
+@contextmanager
+def stopping(app: ASGIApp, **given: Any) -> Iterator[tuple[Stage, Callable[[], None]]]:
+    """A server of its own, and what stops it and returns when it has begun to."""
+    with Stage(**given) as stage:
+        stage.app = app
+        port = stage.port
+
+        def stop() -> None:
+            stage.stop()
+            wait_until(lambda: refuses(stage, port))
+
+        yield stage, stop
+        stage.join()
+        assert stage.quiet()
+        assert stage.faults == []
+
+
+def test_idle_connections_are_closed_when_the_server_stops() -> None:
+    with (
+        stopping(echo) as (stage, stop),
+        stage.client() as silent,
+        stage.client() as idle,
+        stage.client() as begun,
+    ):
+        assert idle.is_still_served()
+        begun.say(b"GET / HT")
+        stop()
+        assert [client.rest() for client in (silent, idle, begun)] == [b"", b"", b""]
+
+
+def test_a_request_is_answered_while_the_server_stops_and_is_the_last() -> None:
+    work = Work()
+    with stopping(work) as (stage, stop), stage.client() as client:
+        client.say(GET + GET)
+        assert begins(work)
+        stop()
+        client.say(GET)
+        assert client.is_told_nothing()
+        stage.let(work.may_end)
+        assert client.answer().header(b"connection") == b"close"
+        assert client.rest() == b""
+
+
+def test_an_answer_goes_on_while_the_server_stops() -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        await send(part(b"hel"))
+        await work.may_end.wait()
+        await send(last(b"lo"))
+
+    with stopping(app) as (stage, stop), stage.client() as client:
+        client.say(GET)
+        client.head()
+        stop()
+        stage.let(work.may_end)
+        assert b"".join(iter(client.chunk, b"")) == b"hello"
+        assert client.rest() == b""
+
+
+def test_a_body_is_received_while_the_server_stops() -> None:
+    with stopping(echo) as (stage, stop), stage.client() as client:
+        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhel")
+        stage.settle()
+        stop()
+        client.say(b"l", b"o")
+        answer = client.answer()
+        assert (answer.body, answer.header(b"connection")) == (b"hello", b"close")
+        assert client.rest() == b""
+
+
+def test_a_body_that_is_garbage_is_refused_while_the_server_stops() -> None:
+    with stopping(echo) as (stage, stop), stage.client() as client:
+        client.say(BROKEN_CHUNKS)
+        stage.settle()
+        stop()
+        client.say(b"zz\r\n")
+        assert client.answer().error.startswith(NOT_HTTP)
+        assert client.rest() == b""
+
+
+def test_a_request_that_takes_longer_than_the_server_waits_is_cut_off() -> None:
+    work = Work()
+    with stopping(work, shutdown_s=1.0) as (stage, stop), stage.client() as client:
+        client.say(GET)
+        assert begins(work)
+        stop()
+        assert client.rest() == b""
+        assert work.cancelled.is_set()

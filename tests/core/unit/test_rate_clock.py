@@ -1,0 +1,100 @@
+"""Requests per second by a clock that nobody sets: time of day may jump as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.metrics import Metrics
+from gateway.rate_limit import (
+    MIN_RATE_WAIT_S,
+    LocalRateWindows,
+    RateLimiter,
+    RateLimitExceeded,
+    create_rate_window,
+)
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(rates: RateLimiter, per_second: float = 5) -> str:
+    """What one request gets: nothing, or the Retry-After of its refusal."""
+    try:
+        asyncio.run(rates.count_request("shop", per_second))
+    except RateLimitExceeded as exc:
+        return str((exc.headers or {})["Retry-After"])
+    return ""
+
+
+@pytest.mark.fault("the clock is set back or forward by an hour, on the gateway or in Redis")
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0, -86400.0 * 365])
+def test_the_time_of_day_may_be_set_and_locks_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    clock = Clock()
+    rates = RateLimiter(Metrics(), clock=clock)
+    assert [ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert ask(rates) == "1"
+    clock.now += 1.01
+    assert [ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
+
+
+def test_a_refusal_says_when_there_is_room() -> None:
+    clock = Clock()
+    rates = RateLimiter(Metrics(), clock=clock)
+    assert ask(rates, 0.1) == ""
+    for later_s, wait in ((0, "10"), (2.5, "8"), (7.4, "3"), (9.9, "1")):
+        clock.now = 1000 + later_s
+        assert ask(rates, 0.1) == wait
+    clock.now = 1010.0
+    assert ask(rates, 0.1) == ""
+
+
+# Of differences of floating-point numbers.
+ROUNDING = 1e-9
+
+
+@given(
+    st.lists(st.floats(0, 3), max_size=60),
+    st.sampled_from([0.5, 1, 2.5, 7]),
+)
+def test_no_window_has_more_than_its_requests_and_none_is_refused_without_need(
+    pauses: list[float], per_second: float
+) -> None:
+    clock, window = Clock(0.0), create_rate_window(per_second)
+    windows = LocalRateWindows(clock)
+    length_s = window.get_expiry()
+    admitted: list[float] = []
+    for pause in pauses:
+        clock.now += pause
+        recent = [at for at in admitted if at > clock.now - length_s]
+        wait_s = windows.wait_s(window, "a")
+        assert (wait_s == 0) == (len(recent) < window.amount)
+        assert 0 <= wait_s <= length_s * (1 + ROUNDING)
+        if not wait_s:
+            admitted.append(clock.now)
+        else:
+            assert wait_s == max(recent[0] + length_s - clock.now, MIN_RATE_WAIT_S)
+
+
+def test_what_is_kept_is_no_more_than_a_windows_requests() -> None:
+    clock, window = Clock(), create_rate_window(100_000)
+    windows = LocalRateWindows(clock)
+    for _ in range(30_000):
+        clock.now += 0.001
+        assert not windows.wait_s(window, "a")
+    (times,) = windows._times.values()
+    assert len(times) <= 1001

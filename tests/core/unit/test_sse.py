@@ -1,0 +1,67 @@
+"""Events pass byte for byte, but for errors, however the bytes are split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
+
+GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
+BAD = b'data: {"error":"boom /srv/x"}\n\n'
+OTHER = b": a comment\n\nevent: x\ndata: 1\n\n"
+
+
+def passed(stream: bytes, cuts: list[int]) -> bytes:
+    scrubber = EventStreamScrubber(lambda payload: b"<" + payload[:9] + b">")
+    ends = sorted({cut % (len(stream) + 1) for cut in cuts} | {len(stream)})
+    pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    return b"".join(map(scrubber.feed, pieces)) + scrubber.end()
+
+
+@given(st.lists(st.sampled_from([GOOD, BAD, OTHER]), max_size=6), st.lists(st.integers(0, 999)))
+def test_only_errors_are_rewritten_wherever_the_stream_is_cut(
+    events: list[bytes], cuts: list[int]
+) -> None:
+    expected = [b'data: <{"error":>\n\n' if event is BAD else event for event in events]
+    assert passed(b"".join(events), cuts) == b"".join(expected)
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 999)))
+def test_what_is_no_error_passes_byte_for_byte(junk: bytes, cuts: list[int]) -> None:
+    stream = b"data: {}\n\n" + junk.replace(b"error", b"")
+    assert passed(stream, cuts) == stream
+
+
+def test_an_event_goes_on_as_soon_as_it_is_whole_and_others_at_once() -> None:
+    scrubber = EventStreamScrubber(bytes)
+    assert scrubber.feed(b'data: {"te') == b'data: {"te'
+    assert scrubber.feed(b'xt": 1}\n\ndata: {"err') == b'xt": 1}\n\n'
+    assert scrubber.feed(b'or": 2}\n') == b""
+    assert scrubber.feed(b"\n") == b'data: {"error": 2}\n\n'
+    assert scrubber.feed(b'data: {"error": 3') == b""
+    assert scrubber.end() == b'data: {"error": 3\n\n'
+
+
+@pytest.mark.fault("a response does not end, or is larger than the limit")
+@given(st.lists(st.integers(0, 9 * MAX_HELD_EVENT_BYTES), max_size=9))
+def test_an_error_that_does_not_end_is_cut(cuts: list[int]) -> None:
+    scrubber = EventStreamScrubber(lambda payload: b"<%d>" % len(payload))
+    stream = b'data: {"error":"' + b"x\n" * (4 * MAX_HELD_EVENT_BYTES) + b"\n" + GOOD + BAD
+    ends = sorted({cut % len(stream) for cut in cuts} | {len(stream)})
+    pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    got = b"".join(map(scrubber.feed, pieces)) + scrubber.end()
+    kept, whole = (
+        len(event.removeprefix(b"data: ").rstrip(b"\n"))
+        for event in (stream[:MAX_HELD_EVENT_BYTES], BAD)
+    )
+    assert got == b"data: <%d>\n\n" % kept + GOOD + b"data: <%d>\n\n" % whole
+
+
+def test_no_more_of_an_error_is_held_than_that() -> None:
+    scrubber = EventStreamScrubber(lambda _: b"an error")
+    scrubber.feed(b'data: {"error":"')
+    got = b"".join(scrubber.feed(b"x" * 1000) for _ in range(1000))
+    assert got == b"data: an error\n\n"
+    assert scrubber.end() == b""

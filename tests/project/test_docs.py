@@ -1,0 +1,191 @@
+"""The documents tell the truth: their commands are run, and their tables compared with the code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway import errors
+from gateway.app import create_app
+from gateway.settings import Settings
+from tests.support.documents import (
+    DOCUMENTS,
+    INTERPRETERS,
+    LANGUAGE_MODELS,
+    ON_DEMAND,
+    OWN_SERVER,
+    READMES,
+    assert_prints,
+    assert_prints_its_comment,
+    examples,
+    programs,
+)
+from tests.support.servers import ROOT
+from tests.support.source import setting_descriptions
+
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
+OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in OF_THEIR_OWN_MODELS]
+
+
+@pytest.mark.parametrize(("document", "command", "answer"), list(examples(OF_THE_DEMO)))
+def test_an_example_prints_what_the_document_says(
+    demo: httpx.Client, document: str, command: str, answer: str
+) -> None:
+    assert_prints(demo, command, answer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("document", "language", "program"), list(programs(OF_THE_DEMO)))
+def test_a_program_in_a_tab_prints_its_comment(
+    demo: httpx.Client, document: str, language: str, program: str
+) -> None:
+    interpreter = INTERPRETERS[language][0]
+    if shutil.which(interpreter) is None:
+        pytest.skip(f"{interpreter} is not installed; the gate installs it with npm")
+    assert_prints_its_comment(demo, language, program)
+
+
+def test_there_are_examples() -> None:
+    assert len(list(examples([ROOT / "README.md"]))) >= 5
+    assert len(list(programs(OF_THE_DEMO))) >= 8
+
+
+def family(error: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
+    yield error
+    for special in error.__subclasses__():
+        yield from family(special)
+
+
+def test_every_error_is_documented_and_no_other() -> None:
+    rows = re.findall(
+        r"^\| (\d{3}) \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE
+    )
+    documented = {(int(status), code) for status, code in rows}
+    assert callable(create_app)  # whose imports define the errors of every layer
+    known = {(error.status, error.code) for error in family(errors.GatewayError)}
+    assert documented == known
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    rows = re.findall(
+        r"^\| `GATEWAY_(\w+)` \| `?([^|]*?)`? \| (.*) \|$",
+        (ROOT / "docs/settings.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name.lower(): text for name, _, text in rows}
+    described = setting_descriptions()
+    assert described.keys() == Settings.model_fields.keys()
+    assert documented == {name: " ".join(text.split()) for name, text in described.items()}
+
+
+def heading_anchors(path: Path) -> set[str]:
+    """Return the anchors of a Markdown file's headings, as GitHub derives them."""
+    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in titles)
+    return {text.replace(" ", "-") for text in words}
+
+
+# What a newcomer wants to do, by the words of the README, and what the section at its link says.
+TASKS = {
+    "serve my ONNX file": "triton-gateway up model.onnx",
+    "add a model to a running server": "curl -s -T ",
+    "run inference on 2,000 images": "triton-gateway infer MODEL photos/",
+    "stream generated text": "text/event-stream",
+    "serve a language model": "POST /v1/chat/completions",
+    "use OpenAI's Python client": "from openai import OpenAI",
+    "give a team a key": "triton-gateway key create",
+    "find out why a model is slow": "each with its share of the time",
+    "move users to a new version step by step": "triton-gateway rollout",
+    "run it on Kubernetes": "kubectl apply",
+    "find out why it does not start": "triton-gateway doctor",
+}
+
+
+def read_section(path: Path, anchor: str) -> str:
+    """Return the text below a heading, up to the next heading of the same level."""
+    text = path.read_text()
+    for level, title in re.findall(r"^(#+) (.*)$", text, re.MULTILINE):
+        if re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") == anchor:
+            section = text.partition(f"\n{level} {title}\n")[2]
+            return section.partition(f"\n{level} ")[0]
+    raise AssertionError(f"{path} has no section {anchor}")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_newcomer_finds_a_task_from_the_readme_with_one_link(task: str) -> None:
+    readme = (ROOT / "README.md").read_text()
+    ((target, anchor),) = re.findall(
+        rf"^\| {re.escape(task)} \| \[[^\]]*\]\(([^)#]*)#([^)]*)\)", readme, re.MULTILINE
+    )
+    assert TASKS[task] in read_section(ROOT / target, anchor)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in [*DOCUMENTS, *READMES, *ROOT.glob("*.md")]:
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text()):
+            found = path.parent / target if target else path
+            assert found.exists(), f"{path}: {target}"
+            assert not anchor or anchor in heading_anchors(found), f"{path}: {target}#{anchor}"
+
+
+def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None:
+    rows = re.findall(
+        r"^\| `(gateway_\w+)` \| (\w+) \| [^|]* \| (.*) \|$",
+        (ROOT / "docs/metrics.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name: (kind, text) for name, kind, text in rows}
+    page = demo.get("/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (gateway_\w+) (\w+)$", page, re.MULTILINE))
+    texts = dict(re.findall(r"^# HELP (gateway_\w+) (.*)$", page, re.MULTILINE))
+    assert documented == {name: (kind, texts[name]) for name, kind in kinds.items()}
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    files = ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("gateway/**/*")]
+    files += ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")]
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.py\b|(?<=`)(?:[a-z_0-9]+/)+(?=`)", text))
+    assert len(named) > 50
+    missing = [
+        name for name in named if not any(f"{f}/".endswith(f"/{name.rstrip('/')}/") for f in files)
+    ]
+    assert not missing
+
+
+def read_table(markdown: str) -> list[list[str]]:
+    rows = re.findall(r"^\|(.*)\|$", markdown, re.MULTILINE)
+    return [[cell.strip() for cell in row.split(" | ")] for row in rows[2:]]
+
+
+def test_what_was_verified_and_what_did_not_run_is_listed() -> None:
+    section = read_section(ROOT / "docs" / "deploy.md", "verification")
+    verified, _, missing = section.partition("\n### Not run\n")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for subject, _, command in read_table(verified):
+        named = set(re.findall(r"`make ([a-z-]+)`", command))
+        assert named or command == "by hand", subject
+        assert named <= targets, subject
+    rows = read_table(missing)
+    for subject in ("helm install", "NetworkPolicies", "KEDA", "GPU", "Docker", "arm64", "release"):
+        assert [row for row in rows if subject in row[0]], subject
+    for row in rows:
+        assert len(row) == 3, row
+        assert all(row), row
+
+
+def test_the_table_of_triton_releases_names_what_is_tested_and_what_is_not(
+    demo: httpx.Client,
+) -> None:
+    rows = read_table(read_section(ROOT / "docs" / "stability.md", "triton-releases"))
+    (tested,) = (release for release, support in rows if support.startswith("every test"))
+    assert f"(Triton {demo.get('/v2').json()['version']})" in tested
+    (default,) = re.findall(r"^ARG TRITON_VERSION=(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
+    (untested,) = (support for release, support in rows if release == default)
+    assert "not run here" in untested

@@ -1,0 +1,362 @@
+"""The Helm chart makes the objects of k8s/, and refuses values that do not fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from deploy.helm import chart
+from gateway import __version__
+from gateway.settings import Settings
+from tests.support.gateway_forks import run_gateway
+from tests.support.helm import CHART, EXAMPLES, Values, comparable, render_chart, run_helm
+from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
+from tests.support.manifests import VARIANTS, Manifests
+from tests.support.servers import free_ports
+
+CPU_ONLY: Values = {"triton": {"cpuOnly": {"enabled": True}}}
+EGRESS: Values = {
+    "networkPolicy": {
+        "gatewayEgress": [
+            {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], "ports": [{"port": 6379}]},
+            {
+                "to": [
+                    {
+                        "namespaceSelector": {
+                            "matchLabels": {"kubernetes.io/metadata.name": "observability"}
+                        }
+                    }
+                ],
+                "ports": [{"port": 4318}],
+            },
+        ]
+    }
+}
+S3: Values = {
+    "triton": {
+        "repository": {
+            "type": "s3",
+            "url": "s3://models.example.com/triton_repo",
+            "secretName": "triton-s3",
+        }
+    }
+}
+ENABLED: Values = {"enabled": True}
+# The values with which the chart is each component of k8s/.
+COMPONENTS: dict[str, Values] = {
+    "cpu-only": CPU_ONLY,
+    "egress": EGRESS,
+    "gateway-api": {"gatewayApi": ENABLED},
+    "ingress": {"ingress": ENABLED},
+    "keda": {"keda": ENABLED},
+    "keda-zero": {"keda": {"enabled": True, "scaleToZero": True}, "redis": ENABLED},
+    "monitoring": {"monitoring": ENABLED},
+    "redis-state": {"redis": ENABLED},
+    "s3-repository": S3,
+}
+# Components that change others.
+REQUIRED = {"keda-zero": ("keda", "redis-state")}
+DEV: Values = {
+    **CPU_ONLY,
+    "keys": {"enabled": False},
+    "gateway": {
+        "autoscaling": {"enabled": False},
+        "env": [{"name": "GATEWAY_STATE", "value": "memory:"}],
+        "resources": {"requests": {"cpu": "100m", "memory": "192Mi"}},
+    },
+}
+PROD: Values = {
+    "gateway": {"image": {"repository": "registry.example.com/triton-gateway"}},
+    "triton": {"image": {"repository": "registry.example.com/triton-gateway-triton"}},
+    **dict.fromkeys(("redis", "monitoring", "keda", "gatewayApi"), ENABLED),
+}
+DIGEST = "sha256:" + "0" * 64
+OTHERS: dict[str, Values] = {
+    "existing Triton": {"triton": {"enabled": False, "urls": "dns+http://t.models:8000"}},
+    "claim": {"triton": {"repository": {"type": "pvc", "claimName": "models", "subPath": "prod"}}},
+    "Google": {"triton": {"repository": {"type": "gcs", "url": "gs://bucket/models"}}},
+    "Azure": {
+        "triton": {
+            "repository": {"type": "azure", "url": "as://account/box/models", "secretName": "az"}
+        }
+    },
+    "managed Redis": {
+        **EGRESS,
+        "redis": {
+            "externalUrl": "rediss://:$(REDIS_PASSWORD)@redis.example.com:6379/0",
+            "secretName": "redis",
+        },
+    },
+    "MIG, placement, OpenShift": {
+        "triton": {
+            "image": {"repository": "r.example.com:5000/triton", "digest": DIGEST},
+            "gpu": {"resource": "nvidia.com/mig-1g.10gb", "count": 2},
+            "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "priorityClassName": "inference",
+            "args": ["--log-verbose=1"],
+        },
+        "gateway": {"nodeSelector": {"pool": "cpu"}, "podAnnotations": {"a": "b"}},
+        "networkPolicy": {"dnsPorts": [53, 5353]},
+        "imagePullSecrets": [{"name": "registry"}],
+        "commonLabels": {"team": "vision"},
+    },
+    "no policies, a shared GPU": {
+        "networkPolicy": {"enabled": False},
+        "triton": {"gpu": {"resource": "nvidia.com/gpu.shared"}},
+        "models": [],
+    },
+}
+VALUE_SETS = {**COMPONENTS, "base": {}, "dev": DEV, "prod": PROD, **OTHERS}
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+UNKNOWN = "additional properties"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_the_chart_makes_the_objects_of_each_component(component: str) -> None:
+    assert comparable(render_chart(COMPONENTS[component])) == comparable(
+        Manifests.of("base", *REQUIRED.get(component, ()), component)
+    )
+
+
+@pytest.mark.parametrize(("variant", "values"), [("base", {}), ("dev", DEV), ("prod", PROD)])
+def test_the_chart_makes_the_objects_of_base_and_overlays(variant: str, values: Values) -> None:
+    namespace = "triton-gateway-dev" if variant == "dev" else "triton-gateway"
+    ours = comparable(render_chart(values, namespace=namespace))
+    theirs = comparable(Manifests.of(variant))
+    assert ours.keys() == theirs.keys()
+    for name, resource in theirs.items():
+        assert ours[name] == resource, name
+
+
+def test_every_component_of_kustomize_has_its_values() -> None:
+    components = {path.name for path in (CHART.parents[2] / "k8s" / "components").iterdir()}
+    assert components == COMPONENTS.keys()
+    assert {"base", "dev", "prod"} <= VARIANTS.keys()
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_kubernetes_knows_every_field_of_a_value_set(name: str) -> None:
+    check_objects(render_chart(VALUE_SETS[name]))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_kubernetes_knows_every_field_of_an_example(example: Path) -> None:
+    check_objects(render_chart(None, "-f", example))
+
+
+def check_objects(made: Manifests) -> None:
+    known = [each for each in made.resources if each["kind"] not in CUSTOM]
+    assert len(known) >= 8
+    for version in KUBERNETES:
+        assert [found for each in known for found in complaints(each, version)] == []
+    for resource in made.resources:
+        labels = resource["metadata"]["labels"]
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+
+
+def test_custom_resources_of_the_chart_fit_their_schemas() -> None:
+    custom = [each for each in render_chart(PROD).resources if each["kind"] in CUSTOM]
+    assert {each["kind"] for each in custom} == CUSTOM
+    assert check_custom(custom) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gatway": {}}, UNKNOWN),
+        ({"triton": {"gpus": 1}}, UNKNOWN),
+        ({"triton": {"gpu": {"count": "one"}}}, "got string, want integer"),
+        ({"gateway": {"image": {"tag": "latest"}}}, "'not' failed"),
+        ({"gateway": {"settings": {"GATEWAY_LOG_LEVEL": 3}}}, "want string"),
+        ({"gateway": {"settings": {"GATEWAY_TRITON_URLS": "http://a"}}}, "is set by the chart"),
+        ({"gateway": {"settings": {"GATEWAY_STATE": "memory:"}}}, "undo each other's loads"),
+        ({"gateway": {"settings": {"GATEWAY_SHUTDOWN_S": "300"}}}, "DRAIN_S + GATEWAY_SHUTDOWN_S"),
+        ({"triton": {"enabled": False}}, "requires triton.urls"),
+        ({"triton": {"repository": {"type": "s3"}}}, "must begin with s3://"),
+        ({"triton": {"repository": {"type": "pvc"}}}, "requires triton.repository.claimName"),
+        ({"triton": {"exitTimeoutSeconds": 90}}, "must exceed triton.exitTimeoutSeconds"),
+        ({"triton": {"replicas": 2, "maxUnavailable": 2}}, "eviction of every Triton"),
+        ({"gateway": {"maxUnavailable": 2}}, "eviction of every gateway"),
+        ({"gateway": {"autoscaling": {"minReplicas": 11}}}, "exceeds gateway.autoscaling.max"),
+        ({"keda": {"enabled": True, "minReplicas": 9}}, "exceeds keda.maxReplicas"),
+        (
+            {"keda": ENABLED, "gateway": {"settings": {"GATEWAY_METRICS_REPLICAS": "False"}}},
+            "requires the metrics of the Tritons",
+        ),
+        ({"keda": {"enabled": True, "scaleToZero": True}}, "requires Redis"),
+        ({"keda": {"scaleToZero": True}, "redis": ENABLED}, "requires keda.enabled"),
+        ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values: Values, message: str) -> None:
+    ended = run_helm("template", "x", CHART, values=values)
+    assert ended.returncode != 0
+    assert message in ended.stderr
+
+
+def test_the_chart_passes_helms_strict_lint() -> None:
+    ended = run_helm("lint", "--strict", CHART)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_the_generated_files_of_the_chart_are_current() -> None:
+    for path, content in chart.files().items():
+        assert path.read_text() == content, f"{path.name}: make manifests"
+
+
+def documented_paths(schema: dict[str, Any], prefix: str = "") -> set[str]:
+    paths = set()
+    for name, part in schema.get("properties", {}).items():
+        target = schema_of(part)
+        if target.get("properties") and part.get("$ref") in (None, "#/$defs/image"):
+            paths |= documented_paths(target, f"{prefix}{name}.")
+        else:
+            paths.add(f"{prefix}{name}")
+    return paths
+
+
+def schema_of(part: dict[str, Any]) -> dict[str, Any]:
+    reference = part.get("$ref", "").rpartition("/")[2]
+    found: dict[str, Any] = SCHEMA["$defs"][reference] if reference else part
+    return found
+
+
+def test_every_value_has_a_description_and_a_schema() -> None:
+    text = (CHART / "values.yaml").read_text()
+    described = dict(chart.read_descriptions(text))
+    assert described.keys() == documented_paths(SCHEMA) - {"global"}
+    values = yaml.safe_load(text)
+    for path in described:
+        chart.get_value(values, path)
+
+
+def test_the_versions_of_the_chart_are_the_gateways() -> None:
+    document = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (document["version"], document["appVersion"]) == (__version__, __version__)
+
+
+def test_settings_of_the_chart_are_settings_of_the_gateway() -> None:
+    known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
+    data = render_chart().get("ConfigMap", "triton-gateway-settings")["data"]
+    assert data.keys() <= known
+
+
+def test_an_upgrade_changes_only_what_the_values_change() -> None:
+    """A rollout is caused by changed settings, not by changed models, which the gateways reload."""
+    before = comparable(render_chart(PROD))
+    models = comparable(render_chart({**PROD, "models": ["ensemble"]}))
+    changed = {name for name in before if before[name] != models[name]}
+    assert changed == {"ConfigMap/triton-gateway-models", "Deployment/triton"}
+
+    level = {"settings": {"GATEWAY_LOG_LEVEL": "debug"}}
+    first, second = (
+        render_chart({"gateway": values}).get("Deployment", "triton-gateway")["spec"]["template"]
+        for values in ({}, level)
+    )
+    assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
+    assert first["spec"] == second["spec"]
+    after = comparable(render_chart({**PROD, "gateway": {**PROD["gateway"], **level}}))
+    assert {name for name in before if before[name] != after[name]} == {
+        "ConfigMap/triton-gateway-settings"
+    }
+
+
+def test_selectors_never_change_because_kubernetes_forbids_it() -> None:
+    def selectors(values: Values) -> dict[str, Any]:
+        return {
+            each["metadata"]["name"]: each["spec"]["selector"]
+            for each in render_chart(values).workloads
+        }
+
+    usual = selectors(PROD)
+    assert usual == selectors({**PROD, "commonLabels": {"team": "vision"}, "models": []})
+
+
+@pytest.mark.long
+def test_the_test_of_the_chart_asks_whether_the_models_are_ready(demo: httpx.Client) -> None:
+    pod = render_chart().get("Pod", "triton-gateway-test")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,) = pod["spec"]["containers"]
+    assert container["args"] == ["ready", "--url", "http://triton-gateway:80"]
+    # It must not receive the Service's traffic.
+    assert pod["metadata"]["labels"]["app.kubernetes.io/name"] != "triton-gateway"
+
+    def exit_status(url: str) -> int:
+        return run_gateway(
+            *(word.replace("http://triton-gateway:80", url) for word in container["args"])
+        ).returncode
+
+    assert exit_status(str(demo.base_url).rstrip("/")) == 0
+    (closed,) = free_ports(1)
+    assert exit_status(f"http://127.0.0.1:{closed}") != 0
+
+
+def notes(values: Values) -> str:
+    ended = run_helm("install", "x", CHART, "-n", "vision", "--dry-run=client", values=values)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.partition("NOTES:")[2]
+
+
+def test_the_notes_name_the_secrets_that_are_missing() -> None:
+    written = notes(PROD)
+    for secret in ("triton-gateway-keys", "triton-gateway-redis", "triton-gateway-metrics-key"):
+        assert f"kubectl -n vision create secret generic {secret} " in written
+    assert "WARNING" not in written
+
+
+def test_without_policies_the_notes_warn_and_there_are_none() -> None:
+    values: Values = {"networkPolicy": {"enabled": False}}
+    assert "WARNING: without NetworkPolicies" in notes(values)
+    assert not render_chart(values).kind("NetworkPolicy")
+
+
+def test_the_notes_warn_of_a_route_that_ends_requests_before_a_triton_is_up() -> None:
+    route = {
+        "keda": {"enabled": True, "scaleToZero": True},
+        "redis": ENABLED,
+        "gatewayApi": ENABLED,
+    }
+    assert "WARNING: with keda.scaleToZero" in notes(route)
+    assert "WARNING" not in notes({**route, "gatewayApi": {"enabled": True, "timeout": "315s"}})
+
+
+def test_the_notes_name_what_the_policies_keep_the_gateways_from() -> None:
+    settings = {
+        "GATEWAY_OTLP_ENDPOINT": "http://collector:4318",
+        "GATEWAY_OPENAI_URLS": "http://vllm:8000",
+        "GATEWAY_REPOSITORY": "s3://models/prod",
+    }
+    values: Values = {
+        "gateway": {"settings": settings},
+        "redis": {"externalUrl": "rediss://redis.example.com:6379/0", "secretName": ""},
+    }
+    written = notes(values)
+    for name in (*settings, "redis.externalUrl"):
+        assert (
+            f"the gateways cannot reach {name}: allow it in networkPolicy.gatewayEgress" in written
+        )
+    assert "WARNING" not in notes({**values, **EGRESS})
+    assert "WARNING" not in notes({"gateway": {"settings": {"GATEWAY_REPOSITORY": "/models"}}})
+
+
+def test_a_namespace_of_its_own_reaches_the_query_of_the_scaling() -> None:
+    (scaling,) = render_chart({"keda": ENABLED}, namespace="vision").kind("ScaledObject")
+    for trigger in scaling["spec"]["triggers"]:
+        assert 'namespace="vision"' in trigger["metadata"]["query"]
+
+
+def test_dns_of_openshift_and_a_monitoring_namespace_are_values() -> None:
+    made = render_chart(
+        {"networkPolicy": {"dnsPorts": [53, 5353]}, "monitoring": {"namespace": "observability"}}
+    )
+    egress = made.get("NetworkPolicy", "triton-gateway")["spec"]["egress"]
+    anywhere = {port["port"] for rule in egress if "to" not in rule for port in rule["ports"]}
+    assert anywhere == {53, 5353}
+    ingress = made.get("NetworkPolicy", "triton")["spec"]["ingress"]
+    assert "observability" in json.dumps(ingress)

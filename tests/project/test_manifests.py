@@ -1,0 +1,643 @@
+"""k8s/ holds together: schemas of three Kubernetes versions, and the rules that no schema knows."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.monitoring import prometheusrule
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.fleet.models_file import parse_models_file
+from gateway.grpc_server.methods import TRITON_METHODS
+from gateway.keys import read_keys_file
+from gateway.settings import Settings
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
+from tests.support.manifests import (
+    K8S,
+    VARIANTS,
+    Manifests,
+    Resource,
+    build,
+    containers,
+    ports,
+    quantity,
+    text,
+)
+from tests.support.servers import ROOT
+from tests.support.wait import TIMEOUT_S
+
+GATEWAY, TRITON = "triton-gateway", "triton"
+# Where they are kept apart from what a cluster's users may read.
+SECRETS_OF_USERS = {
+    "triton-gateway-keys",
+    "triton-gateway-metrics-key",
+    "triton-gateway-redis",
+    "triton-s3",
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def made(request: pytest.FixtureRequest) -> Manifests:
+    return Manifests.of(request.param)
+
+
+@pytest.fixture(scope="module")
+def prod() -> Manifests:
+    return Manifests.of("prod")
+
+
+# Schemas
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_knows_every_field(made: Manifests, version: str) -> None:
+    known = [resource for resource in made.resources if resource["kind"] not in CUSTOM]
+    assert known
+    assert [each for resource in known for each in complaints(resource, version)] == []
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_a_field_that_kubernetes_does_not_know_would_be_found(version: str) -> None:
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}}
+    assert complaints({**service, "spec": {"ports": [{"port": 80}]}}, version) == []
+    assert complaints({**service, "spec": {"ports": [{"prot": 80}]}}, version)
+    with pytest.raises(AssertionError, match="has no Servise"):
+        complaints({**service, "kind": "Servise"}, version)
+
+
+STREAMS_AND_READINESS = ("ModelStreamInfer", "ServerReady")
+PRIVATE_METHODS = ("Repository", "TraceSetting", "LogSettings", "SystemShared", "CudaShared")
+
+
+def test_custom_resources_fit_their_schemas(prod: Manifests) -> None:
+    custom = [resource for resource in prod.resources if resource["kind"] in CUSTOM]
+    assert {resource["kind"] for resource in custom} == CUSTOM
+    assert check_custom(custom) == ""
+    complaints = check_custom([{**resource, "spec": "none"} for resource in custom])
+    assert {line.partition(" ")[0] for line in complaints.splitlines()} >= CUSTOM
+
+
+# What belongs together
+
+
+def test_every_selector_selects_pods(made: Manifests) -> None:
+    for service in made.kind("Service"):
+        assert made.selected(service["spec"]["selector"]), service["metadata"]
+    for workload in made.workloads:
+        wanted = workload["spec"]["selector"]["matchLabels"]
+        assert made.selected(wanted) == [workload]
+    for resource in made.kind("PodDisruptionBudget", "PodMonitor"):
+        assert len(made.selected(resource["spec"]["selector"]["matchLabels"])) == 1
+    for policy in made.kind("NetworkPolicy"):
+        assert len(made.selected(policy["spec"]["podSelector"]["matchLabels"])) == 1
+    for workload in made.workloads:
+        for spread in workload["spec"]["template"]["spec"].get("topologySpreadConstraints", []):
+            assert made.selected(spread["labelSelector"]["matchLabels"]) == [workload]
+
+
+def scaled(made: Manifests) -> Iterator[tuple[Resource, int]]:
+    """What is scaled, and to how many at least."""
+    for resource in made.kind("HorizontalPodAutoscaler", "ScaledObject"):
+        spec = resource["spec"]
+        target = made.get("Deployment", spec["scaleTargetRef"]["name"])
+        yield target, spec.get("minReplicas") or spec["minReplicaCount"]
+
+
+def test_what_is_scaled_is_not_set_back_by_an_apply(made: Manifests) -> None:
+    targets = [target["metadata"]["name"] for target, _ in scaled(made)]
+    assert len(targets) == len(set(targets))
+    for workload in made.workloads:
+        name = workload["metadata"]["name"]
+        assert ("replicas" in workload["spec"]) == (name not in targets), name
+
+
+def test_there_are_two_gateways_or_more_where_there_is_more_than_one_node(made: Manifests) -> None:
+    least = {target["metadata"]["name"]: least for target, least in scaled(made)}
+    assert least.get(GATEWAY, 1) == (1 if made.variant == "dev" else 2)
+
+
+def test_a_disruption_budget_lets_a_node_be_drained(made: Manifests) -> None:
+    least = {target["metadata"]["name"]: least for target, least in scaled(made)}
+    for budget in made.kind("PodDisruptionBudget"):
+        (workload,) = made.selected(budget["spec"]["selector"]["matchLabels"])
+        replicas = least.get(workload["metadata"]["name"], workload["spec"].get("replicas"))
+        allowed = budget["spec"].get("maxUnavailable", 0)
+        assert allowed or budget["spec"]["minAvailable"] < replicas
+
+
+def test_a_triton_that_is_not_ready_is_not_evicted_beside_another(made: Manifests) -> None:
+    budget = made.get("PodDisruptionBudget", TRITON)["spec"]
+    assert (budget["maxUnavailable"], budget["unhealthyPodEvictionPolicy"]) == (
+        1,
+        "IfHealthyBudget",
+    )
+
+
+def test_every_named_port_exists(made: Manifests) -> None:
+    for service in made.kind("Service"):
+        for workload in made.selected(service["spec"]["selector"]):
+            for port in service["spec"]["ports"]:
+                assert port["targetPort"] in ports(workload)
+    for workload in made.workloads:
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            actions = [
+                probe.get("httpGet") or probe.get("tcpSocket")
+                for probe in probes(container).values()
+                if "exec" not in probe
+            ]
+            assert {action["port"] for action in actions} <= ports(workload).keys()
+    for monitor in made.kind("PodMonitor"):
+        (workload,) = made.selected(monitor["spec"]["selector"]["matchLabels"])
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            assert endpoint["port"] in ports(workload)
+
+
+def test_policies_name_the_ports_that_are_used(made: Manifests) -> None:
+    for policy in made.kind("NetworkPolicy"):
+        (workload,) = made.selected(policy["spec"]["podSelector"]["matchLabels"])
+        for rule in policy["spec"].get("ingress", []):
+            assert {port["port"] for port in rule["ports"]} <= ports(workload).keys()
+        for rule in policy["spec"].get("egress", []):
+            for peer in (each for each in rule.get("to", []) if "podSelector" in each):
+                (target,) = made.selected(peer["podSelector"]["matchLabels"])
+                assert {port["port"] for port in rule["ports"]} == {*ports(target).values()}
+
+
+def test_what_is_mounted_or_read_is_there(made: Manifests) -> None:
+    maps = {resource["metadata"]["name"] for resource in made.kind("ConfigMap")}
+    accounts = {resource["metadata"]["name"] for resource in made.kind("ServiceAccount")}
+    for workload in made.workloads:
+        pod = workload["spec"]["template"]["spec"]
+        assert pod.get("serviceAccountName", "default") in accounts | {"default"}
+        claims = {
+            claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])
+        }
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+        mounted = {
+            mount["name"] for each in containers(pod) for mount in each.get("volumeMounts", [])
+        }
+        assert mounted == volumes.keys() | claims
+        named = [
+            volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume
+        ]
+        secrets = [
+            volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume
+        ]
+        for container in containers(pod):
+            for source in container.get("envFrom", []):
+                named += [source["configMapRef"]["name"]] if "configMapRef" in source else []
+                secrets += [source["secretRef"]["name"]] if "secretRef" in source else []
+            sources = (
+                each["valueFrom"] for each in container.get("env", []) if "valueFrom" in each
+            )
+            secrets += [source["secretKeyRef"]["name"] for source in sources]
+        assert {*named} <= maps
+        assert {*secrets} <= SECRETS_OF_USERS
+
+
+def test_no_component_is_forgotten_by_these_tests() -> None:
+    folders = {path.name for path in (K8S / "components").iterdir()}
+    overlays = "".join(
+        (K8S / "overlays" / name / "kustomization.yaml").read_text() for name in ("dev", "prod")
+    )
+    tried = {part for parts in VARIANTS.values() for part in parts}
+    tried |= set(re.findall(r"components/([\w-]+)", overlays))
+    assert folders == tried
+    assert {path.name for path in (K8S / "overlays").iterdir()} <= VARIANTS.keys()
+
+
+# Safe
+
+
+def test_every_pod_is_confined(made: Manifests) -> None:
+    for workload in made.workloads:
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+    for account in made.kind("ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_every_container_says_what_it_needs(made: Manifests) -> None:
+    for workload in made.workloads:
+        for container in containers(workload["spec"]["template"]["spec"]):
+            resources = container["resources"]
+            assert {"cpu", "memory"} <= resources["requests"].keys()
+            assert quantity(resources["limits"]["memory"]) >= quantity(
+                resources["requests"]["memory"]
+            )
+
+
+def test_no_image_is_whatever_is_newest(made: Manifests) -> None:
+    for workload in made.workloads:
+        for container in containers(workload["spec"]["template"]["spec"]):
+            image = container["image"].rpartition("/")[2]
+            assert "@sha256:" in image or (":" in image and not image.endswith(":latest"))
+
+
+def test_triton_is_reached_by_the_gateways_and_the_monitoring_only(made: Manifests) -> None:
+    (policy,) = (each for each in made.kind("NetworkPolicy") if each["metadata"]["name"] == TRITON)
+    assert {*policy["spec"]["policyTypes"]} == {"Ingress", "Egress"}
+    peers = {}
+    for rule in policy["spec"]["ingress"]:
+        (peer,) = rule["from"]
+        ((_, selector),) = peer.items()
+        peers[next(iter(selector["matchLabels"].values()))] = {
+            port["port"] for port in rule["ports"]
+        }
+    assert peers == {GATEWAY: {"http", "grpc", "metrics"}, "monitoring": {"metrics"}}
+    service = made.get("Service", TRITON)
+    assert service["spec"]["clusterIP"] == "None"
+    for outside in made.kind("Ingress", "HTTPRoute"):
+        assert TRITON not in re.findall(r"'name': '([\w-]+)'", str(outside["spec"]))
+    assert not [each for each in made.kind("Service") if "type" in each["spec"]]
+
+
+def test_every_pod_is_behind_a_policy_of_both_directions(made: Manifests) -> None:
+    for workload in made.workloads:
+        directions = {
+            direction
+            for policy in made.kind("NetworkPolicy")
+            if workload in made.selected(policy["spec"]["podSelector"]["matchLabels"])
+            for direction in policy["spec"]["policyTypes"]
+        }
+        assert directions == {"Ingress", "Egress"}
+
+
+def test_whoever_looks_up_names_reaches_dns_wherever_it_is(made: Manifests) -> None:
+    """NodeLocal DNSCache is no pod that a selector could select."""
+    looking = {GATEWAY: True, TRITON: made.variant == "s3 and ingress"}
+    for name, looks_up in looking.items():
+        (workload,) = (each for each in made.workloads if each["metadata"]["name"] == name)
+        anywhere = {
+            (port["port"], port.get("protocol", "TCP"))
+            for policy in made.kind("NetworkPolicy")
+            if workload in made.selected(policy["spec"]["podSelector"]["matchLabels"])
+            for rule in policy["spec"].get("egress", [])
+            if "to" not in rule
+            for port in rule["ports"]
+        }
+        assert ({(53, "UDP"), (53, "TCP")} <= anywhere) == looks_up
+
+
+def test_one_component_opens_the_way_to_what_is_not_ours() -> None:
+    made = Manifests.of("s3 and ingress")
+    policy = made.get("NetworkPolicy", "triton-gateway-egress")["spec"]
+    assert [
+        each["metadata"]["name"] for each in made.selected(policy["podSelector"]["matchLabels"])
+    ]
+    assert policy["policyTypes"] == ["Egress"]
+    found = {rule["ports"][0]["port"]: rule["to"] for rule in policy["egress"]}
+    assert found.keys() == {6379, 4318}  # Redis, OTLP over HTTP
+    (redis,), (collector,) = found[6379], found[4318]
+    example = ipaddress.ip_network(
+        "192.0.2.0/24"
+    )  # RFC 5737: nobody's, until somebody writes theirs
+    assert ipaddress.ip_network(redis["ipBlock"]["cidr"]) == example
+    assert "namespaceSelector" in collector
+
+
+def test_administration_and_metrics_are_not_shown_to_the_outside(made: Manifests) -> None:
+    for ingress in made.kind("Ingress"):
+        for rule in ingress["spec"]["rules"]:
+            open_paths([(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
+    for route in made.kind("HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            open_paths(
+                [(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]]
+            )
+
+
+def test_only_inference_over_grpc_is_shown_to_the_outside(prod: Manifests) -> None:
+    (route,) = prod.kind("GRPCRoute")
+    (rule,) = route["spec"]["rules"]
+    methods = {match["method"]["method"] for match in rule["matches"]}
+    assert {match["method"]["service"] for match in rule["matches"]} == {GRPC_SERVICE[1:]}
+    assert {"ModelInfer", "ModelStreamInfer"} < methods <= {*TRITON_METHODS, *STREAMS_AND_READINESS}
+    assert not any(method.startswith(PRIVATE_METHODS) for method in methods)
+
+
+def test_grpc_is_served_where_the_services_say(made: Manifests) -> None:
+    port = settings_of(made).grpc_port
+    services = [
+        (service, each)
+        for service in made.kind("Service")
+        for each in service["spec"]["ports"]
+        if each["name"] == "grpc" and "gateway" in service["metadata"]["name"]
+    ]
+    assert [service["spec"].get("clusterIP") for service, _ in services] == [None, "None"]
+    for service, each in services:
+        assert (each["port"], each["appProtocol"]) == (port, "kubernetes.io/h2c")
+        for workload in made.selected(service["spec"]["selector"]):
+            assert ports(workload)[each["targetPort"]] == port
+    routes = made.kind("GRPCRoute")
+    assert all(
+        backend["port"] == port
+        for route in routes
+        for rule in route["spec"]["rules"]
+        for backend in rule["backendRefs"]
+    )
+
+
+def open_paths(paths: list[tuple[str, str]]) -> None:
+    assert paths
+    closed = ("/metrics", "/v2/repository/index", "/v2/logging", "/v1/replicas", "/v1/operations/1")
+    for kind, path in paths:
+        for private in closed:
+            assert private != path
+            assert kind == "Exact" or not f"{private}/".startswith(f"{path.rstrip('/')}/")
+
+
+def test_the_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
+    secret = yaml.safe_load((K8S / "base" / "keys.example.yaml").read_text())
+    (tmp_path / "keys.yaml").write_text(secret["stringData"]["keys.yaml"])
+    assert {key.name for key in read_keys_file(tmp_path / "keys.yaml").values()} == {
+        "ops",
+        "prometheus",
+        "shop",
+    }
+    volumes = {volume["name"]: volume for volume in Manifests.of("base").pod(GATEWAY)["volumes"]}
+    assert volumes["keys"]["secret"]["secretName"] == secret["metadata"]["name"]
+
+
+def test_keys_are_asked_for_but_on_a_laptop(made: Manifests) -> None:
+    (container,) = made.pod(GATEWAY)["containers"]
+    given = {each["name"] for each in container.get("env") or []}
+    assert ("GATEWAY_KEYS_FILE" in given) == (made.variant != "dev")
+
+
+# In time
+
+
+def settings_of(made: Manifests) -> Settings:
+    given = made.settings()
+    return Settings.model_validate(
+        {name.removeprefix("GATEWAY_").lower(): value for name, value in given.items()}
+    )
+
+
+def test_every_setting_is_one_of_the_gateways(made: Manifests) -> None:
+    known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
+    (container,) = made.pod(GATEWAY)["containers"]
+    assert {each["name"] for each in container.get("env") or []} <= known | {"REDIS_PASSWORD"}
+    assert made.settings().keys() <= known
+    # What the manifests count on stands there, whatever the defaults will be.
+    assert made.settings().keys() >= {
+        "GATEWAY_TRITON_URLS",
+        "GATEWAY_MODELS_FILE",
+        "GATEWAY_STATE",
+        "GATEWAY_REQUEST_TIMEOUT_S",
+        "GATEWAY_MAX_REQUEST_TIMEOUT_S",
+        "GATEWAY_DRAIN_S",
+        "GATEWAY_SHUTDOWN_S",
+        "GATEWAY_MAX_BODY_BYTES",
+        "GATEWAY_MAX_PIXELS_IN_FLIGHT",
+        "GATEWAY_DECODE_THREADS",
+    }
+
+
+def test_several_gateways_share_their_state_or_take_no_changes(made: Manifests) -> None:
+    """Each with a memory of its own, they would undo each other's loads without end."""
+    (container,) = made.pod(GATEWAY)["containers"]
+    given = {each["name"]: each.get("value") for each in container.get("env") or []}
+    state = given.get("GATEWAY_STATE") or made.settings()["GATEWAY_STATE"]
+    replicas = made.get("Deployment", GATEWAY)["spec"].get("replicas")
+    assert (
+        state == "none:" or state.startswith("redis://") or (state == "memory:" and replicas == 1)
+    )
+
+
+def test_the_gateway_looks_for_triton_where_it_is(made: Manifests) -> None:
+    service = made.get("Service", TRITON)
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    http = {port["name"]: port["port"] for port in service["spec"]["ports"]}["http"]
+    assert settings_of(made).triton_urls == (f"dns+http://{TRITON}:{http}",)
+    (workload,) = made.selected(service["spec"]["selector"])
+    assert ports(workload) == {"http": 8000, "grpc": 8001, "metrics": 8002}
+
+
+def test_a_pod_that_goes_has_time_for_its_longest_request(made: Manifests) -> None:
+    settings, pod = settings_of(made), made.pod(GATEWAY)
+    (container,) = pod["containers"]
+    waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    longest_s = settings.max_request_timeout_s
+    assert settings.request_timeout_s <= longest_s <= settings.shutdown_s
+    assert pod["terminationGracePeriodSeconds"] > waits_s + settings.drain_s + settings.shutdown_s
+    # What sends requests has heard of it before the last connection is taken.
+    ready = container["readinessProbe"]
+    assert settings.drain_s > ready["periodSeconds"] * ready["failureThreshold"]
+
+    triton = made.pod(TRITON)
+    words = triton["containers"][0]["args"]
+    given = [
+        int(word.partition("=")[2]) for word in words if word.startswith("--exit-timeout-secs=")
+    ]
+    for exit_s in given:
+        assert longest_s < exit_s < triton["terminationGracePeriodSeconds"]
+    assert given or words[0] == "triton"  # the embedded one's is fixed
+
+
+def test_who_stands_before_the_gateway_waits_longer_and_lets_as_much_through(
+    made: Manifests,
+) -> None:
+    settings = settings_of(made)
+    for ingress in made.kind("Ingress"):
+        notes = {
+            name.rpartition("/")[2]: value
+            for name, value in ingress["metadata"]["annotations"].items()
+        }
+        assert int(notes["proxy-read-timeout"]) > settings.max_request_timeout_s
+        size = int(notes["proxy-body-size"].removesuffix("m")) << 20
+        assert size >= settings.max_body_bytes
+    for route in made.kind("HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            for wait in rule["timeouts"].values():
+                assert float(wait.removesuffix("s")) > settings.max_request_timeout_s
+
+
+def probes(container: Resource) -> dict[str, Any]:
+    return {name: probe for name, probe in container.items() if name.endswith("Probe")}
+
+
+def test_living_and_being_ready_are_two_questions(made: Manifests) -> None:
+    for workload in made.workloads:
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            found = probes(container)
+            assert found.keys() == {"startupProbe", "livenessProbe", "readinessProbe"}
+            actions = {
+                name: {key: probe[key] for key in ("httpGet", "exec", "tcpSocket") if key in probe}
+                for name, probe in found.items()
+            }
+            assert actions["livenessProbe"] == actions["startupProbe"] != actions["readinessProbe"]
+            for probe in found.values():
+                assert probe.get("timeoutSeconds", 1) <= probe.get("periodSeconds", 10)
+
+
+def test_shared_memory_fits_into_the_limit(made: Manifests) -> None:
+    pod = made.pod(TRITON)
+    (triton,) = pod["containers"]
+    limit = quantity(triton["resources"]["limits"]["memory"])
+    (shm,) = (volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"]["medium"] == "Memory"
+    assert quantity(shm["emptyDir"]["sizeLimit"]) <= limit / 2
+    assert {"name": "shm", "mountPath": "/dev/shm"} in triton["volumeMounts"]
+
+
+# Models and rules
+
+
+def test_the_models_of_the_models_file_are_there_and_loaded_at_the_start(made: Manifests) -> None:
+    declared = parse_models_file(
+        made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
+    )
+    for name in declared:
+        assert (ROOT / "triton_repo" / name / "config.pbtxt").is_file()
+    words = " ".join(made.pod(TRITON)["containers"][0]["args"])
+    assert re.findall(r"--load(?:-model)?[= ](\S+)", words) == list(declared)
+
+
+@pytest.mark.long
+def test_a_triton_is_ready_with_the_models_of_its_start_whatever_else_loads(
+    made: Manifests, demo_triton: EmbeddedTriton
+) -> None:
+    (container,) = made.pod(TRITON)["containers"]
+    args = container["args"]  # those of `triton-gateway triton` are tested with it
+    assert "--strict-readiness=false" in args or args[0] == "triton"
+    words = container["readinessProbe"]["exec"]["command"]
+    declared = parse_models_file(
+        made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
+    )
+    assert words[-len(declared) :] == list(declared)
+    assert words[0] == "python3"
+    port = str(demo_triton.options.http_port)
+    probe = [sys.executable, *(word.replace("8000", port) for word in words[1:])]
+    for probed, is_ready in ((probe, True), ([*probe, "nobody"], False)):
+        run = subprocess.run(probed, capture_output=True, check=False, timeout=TIMEOUT_S)
+        assert (run.returncode == 0) == is_ready
+
+
+def test_models_and_keys_can_change_while_a_gateway_runs(made: Manifests) -> None:
+    (container,) = made.pod(GATEWAY)["containers"]
+    assert not [mount for mount in container["volumeMounts"] if "subPath" in mount]
+    assert made.has("ConfigMap", "triton-gateway-models")  # under its own name, without a hash
+    assert not made.has("ConfigMap", "triton-gateway-settings")  # which makes new pods
+
+
+def test_the_operator_gets_the_rules_of_deploy_monitoring() -> None:
+    written = K8S / "components" / "monitoring" / "rules.yaml"
+    assert written.read_text() == prometheusrule.text(), "make manifests"
+
+
+def test_the_dashboard_is_the_one_of_deploy_monitoring(prod: Manifests) -> None:
+    data = prod.get("ConfigMap", "triton-gateway-dashboard")["data"]
+    shown = (ROOT / "deploy" / "monitoring" / "dashboard.json").read_text()
+    assert data == {"triton-gateway.json": shown}
+
+
+def test_triton_is_scaled_by_what_waits_in_each_pod(prod: Manifests, tmp_path: Path) -> None:
+    (scaling,) = prod.kind("ScaledObject")
+    queries = [trigger["metadata"]["query"] for trigger in scaling["spec"]["triggers"]]
+    assert len(queries) == 2
+    for query in queries:
+        assert query.startswith("sum(max by (namespace, replica, model, version) (")
+        assert 'namespace="triton-gateway"' in query
+    (namespace,) = prod.kind("Namespace")
+    assert namespace["metadata"]["name"] == "triton-gateway"
+    if shutil.which("promtool"):
+        rules = [{"record": f"q:{number}", "expr": query} for number, query in enumerate(queries)]
+        (tmp_path / "queries.yml").write_text(
+            yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]})
+        )
+        subprocess.run(["promtool", "check", "rules", tmp_path / "queries.yml"], check=True)
+
+
+def test_triton_is_not_scaled_in_because_nobody_can_measure(prod: Manifests) -> None:
+    (scaling,) = prod.kind("ScaledObject")
+    spec = scaling["spec"]
+    assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
+    assert spec["fallback"]["replicas"] >= spec["minReplicaCount"]
+    for trigger in spec["triggers"]:
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+        assert trigger.get("metricType", "AverageValue") == "AverageValue"  # what a fallback is for
+
+
+def test_a_fleet_that_scales_to_zero_is_woken_by_the_requests_that_wait() -> None:
+    made = Manifests.of("from zero")
+    (scaling,) = made.kind("ScaledObject")
+    assert scaling["spec"]["minReplicaCount"] == 0
+    (push,) = [each for each in scaling["spec"]["triggers"] if each["type"] == "external-push"]
+    name, _, port = push["metadata"]["scalerAddress"].partition(".triton-gateway.svc:")
+    service = made.get("Service", name)
+    (gateway,) = made.selected(service["spec"]["selector"])
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    settings = {each["name"]: each.get("value") for each in container["env"]}
+    assert str(service["spec"]["ports"][0]["port"]) == port == settings["GATEWAY_SCALER_PORT"]
+    assert 0 < float(settings["GATEWAY_HOLD_S"]) <= float(settings["GATEWAY_REQUEST_TIMEOUT_S"])
+    assert settings["GATEWAY_STATE"].startswith("redis")  # KEDA asks one gateway for all of them
+    policy = made.get("NetworkPolicy", "triton-gateway-scaler")["spec"]
+    assert made.selected(policy["podSelector"]["matchLabels"]) == [gateway]
+    (rule,) = policy["ingress"]
+    (source,) = rule["from"]
+    assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+
+
+def test_the_scaling_to_zero_fits_its_schema() -> None:
+    (scaling,) = Manifests.of("from zero").kind("ScaledObject")
+    assert check_custom([scaling]) == ""
+
+
+def test_the_operator_of_kube_prometheus_stack_finds_what_is_for_it(made: Manifests) -> None:
+    label = "kube-prometheus-stack"
+    for resource in made.kind("PodMonitor", "ServiceMonitor", "PrometheusRule"):
+        assert resource["metadata"]["labels"]["release"] == label
+    others = [each for each in made.resources if each["kind"] not in CUSTOM]
+    assert not [each for each in others if "release" in each["metadata"].get("labels", {})]
+
+
+def test_the_patches_that_the_overlay_suggests_can_be_taken(tmp_path: Path) -> None:
+    overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
+    document = yaml.safe_load(overlay)
+    suggested = re.sub(r"^# ?", "", overlay[overlay.index("# patches:") :], flags=re.MULTILINE)
+    base = os.path.relpath(K8S, tmp_path.resolve())
+    document["resources"] = [f"{base}/base"]
+    document["components"] = [
+        each.replace("../..", base) for each in [*document["components"], "../../components/egress"]
+    ]
+    document |= yaml.safe_load(suggested)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(document))
+    made = [*yaml.safe_load_all(build(tmp_path.resolve()))]
+    (monitor,) = (each for each in made if each["kind"] == "PodMonitor")
+    (rule,) = (each for each in made if each["kind"] == "PrometheusRule")
+    assert {each["metadata"]["labels"]["release"] for each in (monitor, rule)} == {"monitoring"}
+    (triton,) = (
+        each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == TRITON
+    )
+    assert triton["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_prometheus_gives_the_job_the_name_that_the_alerts_ask_for(prod: Manifests) -> None:
+    (monitor,) = prod.kind("PodMonitor")
+    (workload,) = prod.selected(monitor["spec"]["selector"]["matchLabels"])
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    assert f'job="{labels[monitor["spec"]["jobLabel"]]}"' in text("prod")
+    assert 'up{job="triton-gateway"}' in text("prod")

@@ -1,0 +1,194 @@
+"""A release: the bill of materials is the lock, and the workflow has only the rights that it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.utils import canonicalize_name
+
+from deploy.sbom import build_sbom, read_lock
+from gateway import __version__
+from tests.support.servers import ROOT
+
+LOCK = (ROOT / "requirements" / "image.txt").read_text()
+CHART = ROOT / "deploy" / "helm" / "triton-gateway"
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+GATE = (ROOT / ".ci" / "run").read_text()
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+RELEASE: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+
+
+def test_the_bill_of_materials_lists_exactly_the_lock() -> None:
+    sbom = build_sbom(LOCK, "3.11")
+    listed = {component["purl"] for component in sbom["components"]}
+    locked = re.findall(r"^(\S+)==(\S+) ;(.*)$", LOCK, re.MULTILINE)
+    markers = {
+        f"pkg:pypi/{canonicalize_name(name)}@{version}": marker for name, version, marker in locked
+    }
+    assert listed <= markers.keys()
+    # What is left out is for another version of Python or another system.
+    for left_out in markers.keys() - listed:
+        assert re.search("python_full_version <|darwin|win32", markers[left_out]), left_out
+    hashes = [entry["content"] for part in sbom["components"] for entry in part["hashes"]]
+    assert set(hashes) <= set(re.findall(r"--hash=sha256:(\w{64})", LOCK))
+    assert all(part["hashes"] for part in sbom["components"])
+
+
+def test_the_bill_of_materials_has_what_the_gateway_requires() -> None:
+    listed = {package.name for package in read_lock(LOCK, "3.11")}
+    required = {
+        canonicalize_name(re.split(r"[\[<>=;! ]", text)[0])
+        for text in metadata.requires("triton-gateway") or ()
+        if "extra ==" not in text
+    }
+    assert len(required) > 15
+    assert required <= listed
+
+
+def test_another_python_has_other_packages() -> None:
+    text = "a==1 ; python_full_version < '3.11' \\\n    --hash=sha256:" + "0" * 64 + "\nb==2\n"
+    assert [package.name for package in read_lock(text, "3.10")] == ["a", "b"]
+    assert [package.name for package in read_lock(text, "3.11")] == ["b"]
+    assert read_lock(text, "3.10")[0].hashes == ("0" * 64,)
+
+
+def test_the_bill_of_materials_is_reproducible_and_well_formed() -> None:
+    first, second = build_sbom(LOCK, "3.11"), build_sbom(LOCK, "3.11")
+    assert json.dumps(first) == json.dumps(second)
+    assert first["serialNumber"] != build_sbom(LOCK, "3.12")["serialNumber"]
+    assert (first["bomFormat"], first["specVersion"]) == ("CycloneDX", "1.6")
+    assert first["metadata"]["component"]["version"] == __version__
+    references = [part["bom-ref"] for part in first["components"]]
+    assert len(references) == len(set(references)) > 40
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_every_action_is_pinned_by_its_commit(workflow: Path) -> None:
+    uses = re.findall(r"uses: (\S+)(.*)", workflow.read_text())
+    assert uses
+    for action, comment in uses:
+        assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
+
+
+def test_a_release_has_the_rights_that_each_job_needs() -> None:
+    assert RELEASE["permissions"] == {}
+    rights = {name: job["permissions"] for name, job in RELEASE["jobs"].items()}
+    assert rights["packages"] == {"contents": "read"}
+    # Trusted publishing: a token of the workflow, no password, after a review of the environment.
+    assert rights["pypi"] == {"id-token": "write"}
+    # Only the documentation's branch and the release are written to the repository.
+    writes = [name for name, right in rights.items() if right.get("contents") == "write"]
+    assert writes == ["site", "release"]
+    assert [rights[name] for name in writes] == [{"contents": "write"}] * 2
+    assert RELEASE["jobs"]["pypi"]["environment"] == "pypi"
+    assert "password" not in json.dumps(RELEASE["jobs"]["pypi"]["steps"])
+    secrets = set(re.findall(r"secrets\.(\w+)", json.dumps(RELEASE)))
+    assert secrets == {"GITHUB_TOKEN"}
+    for job in RELEASE["jobs"].values():
+        for step in job["steps"]:
+            # Expressions in a script would be code of whoever chooses the values.
+            assert "${{" not in step.get("run", "")
+
+
+def script(job: str) -> str:
+    steps = RELEASE["jobs"][job]["steps"]
+    return "\n".join(step["run"].strip() for step in steps if "run" in step)
+
+
+def test_a_release_has_the_bill_of_materials_and_comes_after_all_else() -> None:
+    assert "deploy.sbom requirements/image.txt" in MAKEFILE
+    assert "make dist" in script("packages")
+    assert "rm -f dist/*.json" in script("pypi")  # no package of an index
+    assert 'gh release create "$GITHUB_REF_NAME" dist/* ' in script("release")
+    assert set(RELEASE["jobs"]["release"]["needs"]) == {"pypi", "tags", "site"}
+
+
+def test_the_gate_builds_and_checks_what_a_release_publishes() -> None:
+    (targets,) = re.findall(r"^run_part make .* --output-sync (.*)$", GATE, re.MULTILINE)
+    assert {"check", "site", "dist", "workflows"} <= set(targets.split())
+    assert re.search(r"^\t@\S+ -m twine check --strict dist/\*$", MAKEFILE, re.MULTILINE)
+    assert re.search(r"^\t@\S+/zizmor --offline --quiet \.github$", MAKEFILE, re.MULTILINE)
+
+
+def test_a_release_adds_a_version_to_the_site() -> None:
+    """The script, in a clone, with a folder instead of the remote repository, has run by hand."""
+    assert "provider: mike" in (ROOT / "mkdocs.yml").read_text()
+    lines = script("site").split("\n")
+    assert lines.index("make site PYTHON=python") == 0
+    assert 'mike deploy --update-aliases "${version%.*}" latest' in lines
+    assert lines[-1] == 'git push "$remote" gh-pages'
+
+
+def test_a_release_runs_for_tags_of_versions_only() -> None:
+    assert RELEASE[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}  # YAML 1.1 reads `on` so
+    images = {
+        (each["target"], each["architecture"], each["runner"].endswith("-arm"))
+        for each in RELEASE["jobs"]["images"]["strategy"]["matrix"]["include"]
+    }
+    assert images == {
+        ("gateway", "amd64", False),
+        ("gateway", "arm64", True),
+        ("embedded", "amd64", False),
+    }
+
+
+def test_the_version_comes_from_one_place() -> None:
+    """Other files repeat it; none may be forgotten."""
+    places = {
+        "Dockerfile": rf"^ARG VERSION={re.escape(__version__)}$",
+        "deploy/helm/triton-gateway/Chart.yaml": rf"^appVersion: {re.escape(__version__)}$",
+        "k8s/base/kustomization.yaml": rf"newTag: {re.escape(__version__)}}}",
+        "compose.yaml": rf"image: triton-gateway:{re.escape(__version__)}$",
+        "CHANGELOG.md": rf"^## \[{re.escape(__version__)}\]",
+    }
+    for path, pattern in places.items():
+        assert re.search(pattern, (ROOT / path).read_text(), re.MULTILINE), path
+    folders = ("docs", "k8s", "deploy")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    tags = re.compile(r"(?:triton-gateway[\w-]*:|newTag: )(\d+\.\d+\.\d+)")
+    found = {
+        (path.name, tag)
+        for path in [*files, ROOT / "compose.yaml"]
+        if path.suffix in {".md", ".yaml", ".yml"}
+        for tag in tags.findall(path.read_text())
+    }
+    assert {name for name, _ in found} >= {"deploy.md", "compose.yaml", "Chart.yaml"}
+    assert {tag for _, tag in found} == {__version__}
+
+
+def test_published_images_have_the_names_of_the_documents_and_of_the_chart() -> None:
+    base = "ghcr.io/triton-gateway/triton-gateway"
+    document = (ROOT / "docs" / "deploy.md").read_text()
+    name = RELEASE["jobs"]["images"]["env"]["IMAGE"]
+    assert name.startswith("ghcr.io/${{ github.repository }}")
+    annotations = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
+    published = {
+        f"{base}{'' if each['target'] == 'gateway' else '-' + each['target']}:{__version__}"
+        for each in RELEASE["jobs"]["images"]["strategy"]["matrix"]["include"]
+    }
+    listed = yaml.safe_load(annotations["artifacthub.io/images"])
+    assert {each["image"] for each in listed} == published
+    assert all(f"`{image}`" in document for image in published)
+    assert "oci://ghcr.io/triton-gateway/charts/triton-gateway" in document
+    assert '"oci://ghcr.io/$GITHUB_REPOSITORY_OWNER/charts"' in script("tags")
+
+
+def test_artifact_hub_reads_the_annotations_of_the_chart() -> None:
+    """As https://artifacthub.io/docs/topics/annotations/helm/ defines them."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    annotations = chart["annotations"]
+    assert all(isinstance(text, str) for text in annotations.values())
+    assert annotations["artifacthub.io/category"] == "ai-machine-learning"
+    assert f'license = "{annotations["artifacthub.io/license"]}"' in PYPROJECT
+    assert annotations["artifacthub.io/prerelease"] == str(__version__.startswith("0.")).lower()
+    for link in yaml.safe_load(annotations["artifacthub.io/links"]):
+        assert link.keys() == {"name", "url"}
+        assert link["url"].startswith(chart["home"])
