@@ -70,179 +70,142 @@ def known(loads: Loads) -> dict[str, dict[str, str]]:
 class StateContract:
     """Of any state; `fresh` is a fixture of the module that runs it."""
 
-    def test_a_forgotten_wish_is_gone(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                await kept.set_desired_model("core", LOADED)
-                await kept.set_desired_model("text_core", UNLOADED)
-                await kept.set_desired_model("core", None)
-                await kept.set_desired_model("nobody knows it", None)
-                assert list(await kept.read_desired_models()) == ["text_core"]
+    async def test_a_forgotten_wish_is_gone(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            await kept.set_desired_model("core", LOADED)
+            await kept.set_desired_model("text_core", UNLOADED)
+            await kept.set_desired_model("core", None)
+            await kept.set_desired_model("nobody knows it", None)
+            assert list(await kept.read_desired_models()) == ["text_core"]
 
-        asyncio.run(scenario())
+    async def test_a_wish_that_is_repeated_has_a_higher_revision(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            given = []
+            for wish in (LOADED, LOADED, None, LOADED, UNLOADED):
+                given.append(await kept.set_desired_model("core", wish))
+                found = (await kept.read_desired_models()).get("core")
+                assert found == (wish and replace(wish, revision=given[-1]))
+            assert given == sorted(set(given))
 
-    def test_a_wish_that_is_repeated_has_a_higher_revision(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                given = []
-                for wish in (LOADED, LOADED, None, LOADED, UNLOADED):
-                    given.append(await kept.set_desired_model("core", wish))
-                    found = (await kept.read_desired_models()).get("core")
-                    assert found == (wish and replace(wish, revision=given[-1]))
-                assert given == sorted(set(given))
+    async def test_a_wish_that_has_a_revision_keeps_it(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            await kept.set_desired_model("core", LOADED)
+            before = (await kept.read_desired_models())["core"]
+            await kept.set_desired_model("core", UNLOADED)
+            await kept.set_desired_model("core", before)
+            assert (await kept.read_desired_models())["core"] == before
+            assert await kept.set_desired_model("core", LOADED) > before.revision
 
-        asyncio.run(scenario())
+    async def test_a_wish_that_another_replaced_is_not_reverted(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.set_desired_model("core", UNLOADED, 1) == 0
+            assert await kept.read_desired_models() == {}
+            first = await kept.set_desired_model("core", UNLOADED, 0)
+            second = await kept.set_desired_model("core", LOADED, first)
+            for reverted in (None, UNLOADED):
+                for expected in (0, first):
+                    assert await kept.set_desired_model("core", reverted, expected) == 0
+            found = await kept.read_desired_models()
+            assert found == {"core": replace(LOADED, revision=second)}
+            assert await kept.set_desired_model("core", None, second)
+            assert await kept.read_desired_models() == {}
 
-    def test_a_wish_that_has_a_revision_keeps_it(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                await kept.set_desired_model("core", LOADED)
-                before = (await kept.read_desired_models())["core"]
-                await kept.set_desired_model("core", UNLOADED)
-                await kept.set_desired_model("core", before)
-                assert (await kept.read_desired_models())["core"] == before
-                assert await kept.set_desired_model("core", LOADED) > before.revision
+    async def test_a_load_is_under_way_and_then_confirmed(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.read_loads() == {}
+            token, before = await kept.begin_load("a:8000", "core")
+            assert before == ""
+            assert await kept.read_loads() == {"a:8000": {"core": token}}
+            assert is_in_progress(token)
+            for _ in range(2):  # again, if the response to the first was lost
+                await kept.end_load("a:8000", "core", token, "7")
+                assert await kept.read_loads() == {"a:8000": {"core": "7"}}
+            token, before = await kept.begin_load("a:8000", "core")
+            assert before == "7"
+            await kept.end_load("a:8000", "core", token, "")
+            assert known(await kept.read_loads()) == {}
 
-        asyncio.run(scenario())
+    async def test_of_two_loads_at_once_nobody_knows_which_came_last(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            first, _ = await kept.begin_load("a:8000", "core")
+            second, before = await kept.begin_load("a:8000", "core")
+            assert before == ""
+            await kept.end_load("a:8000", "core", second, "8")
+            assert await kept.read_loads() == {"a:8000": {"core": "8"}}
+            await kept.end_load("a:8000", "core", first, "7")
+            assert known(await kept.read_loads()) == {}
 
-    def test_a_wish_that_another_replaced_is_not_reverted(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.set_desired_model("core", UNLOADED, 1) == 0
-                assert await kept.read_desired_models() == {}
-                first = await kept.set_desired_model("core", UNLOADED, 0)
-                second = await kept.set_desired_model("core", LOADED, first)
-                for reverted in (None, UNLOADED):
-                    for expected in (0, first):
-                        assert await kept.set_desired_model("core", reverted, expected) == 0
-                found = await kept.read_desired_models()
-                assert found == {"core": replace(LOADED, revision=second)}
-                assert await kept.set_desired_model("core", None, second)
-                assert await kept.read_desired_models() == {}
+    async def test_what_a_replica_confirmed_is_forgotten_with_it(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            for replica in ("a:8000", "b:8000"):
+                for model in ("core", "[::1]", 'é"\0'):
+                    token, _ = await kept.begin_load(replica, model)
+                    await kept.end_load(replica, model, token, "1")
+            await kept.forget_loads("a:8000")
+            await kept.forget_loads("c:8000")
+            assert known(await kept.read_loads()) == {
+                "b:8000": {"core": "1", "[::1]": "1", 'é"\0': "1"}
+            }
 
-        asyncio.run(scenario())
+    async def test_a_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.read_cordons() == frozenset()
+            for name in ("a:8000", "[::1]:8000", "a:8000"):
+                await kept.set_cordon(name, is_cordoned=True)
+            assert await kept.read_cordons() == {"a:8000", "[::1]:8000"}
+            for name in ("a:8000", "unknown:1"):
+                await kept.set_cordon(name, is_cordoned=False)
+            assert await kept.read_cordons() == {"[::1]:8000"}
 
-    def test_a_load_is_under_way_and_then_confirmed(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.read_loads() == {}
-                token, before = await kept.begin_load("a:8000", "core")
-                assert before == ""
-                assert await kept.read_loads() == {"a:8000": {"core": token}}
-                assert is_in_progress(token)
-                for _ in range(2):  # again, if the response to the first was lost
-                    await kept.end_load("a:8000", "core", token, "7")
-                    assert await kept.read_loads() == {"a:8000": {"core": "7"}}
-                token, before = await kept.begin_load("a:8000", "core")
-                assert before == "7"
-                await kept.end_load("a:8000", "core", token, "")
-                assert known(await kept.read_loads()) == {}
-
-        asyncio.run(scenario())
-
-    def test_of_two_loads_at_once_nobody_knows_which_came_last(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                first, _ = await kept.begin_load("a:8000", "core")
-                second, before = await kept.begin_load("a:8000", "core")
-                assert before == ""
-                await kept.end_load("a:8000", "core", second, "8")
-                assert await kept.read_loads() == {"a:8000": {"core": "8"}}
-                await kept.end_load("a:8000", "core", first, "7")
-                assert known(await kept.read_loads()) == {}
-
-        asyncio.run(scenario())
-
-    def test_what_a_replica_confirmed_is_forgotten_with_it(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                for replica in ("a:8000", "b:8000"):
-                    for model in ("core", "[::1]", 'é"\0'):
-                        token, _ = await kept.begin_load(replica, model)
-                        await kept.end_load(replica, model, token, "1")
-                await kept.forget_loads("a:8000")
-                await kept.forget_loads("c:8000")
-                assert known(await kept.read_loads()) == {
-                    "b:8000": {"core": "1", "[::1]": "1", 'é"\0': "1"}
-                }
-
-        asyncio.run(scenario())
-
-    def test_a_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.read_cordons() == frozenset()
-                for name in ("a:8000", "[::1]:8000", "a:8000"):
-                    await kept.set_cordon(name, is_cordoned=True)
-                assert await kept.read_cordons() == {"a:8000", "[::1]:8000"}
-                for name in ("a:8000", "unknown:1"):
-                    await kept.set_cordon(name, is_cordoned=False)
-                assert await kept.read_cordons() == {"[::1]:8000"}
-
-        asyncio.run(scenario())
-
-    def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.read_operation(ID) is None
-                await kept.record_operation(ID, {"state": "running", "replicas": {}})
-                last = {"state": "succeeded", "replicas": {"a:8000": "READY"}}
-                await kept.record_operation(ID, last)
-                assert await kept.read_operation(ID) == last
-                assert await kept.read_operation(ID[::-1]) is None
-
-        asyncio.run(scenario())
+    async def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.read_operation(ID) is None
+            await kept.record_operation(ID, {"state": "running", "replicas": {}})
+            last = {"state": "succeeded", "replicas": {"a:8000": "READY"}}
+            await kept.record_operation(ID, last)
+            assert await kept.read_operation(ID) == last
+            assert await kept.read_operation(ID[::-1]) is None
 
     @pytest.mark.parametrize(
         "name", ["", "../state", "A" * 32, "0" * 31, f"{ID}\n", f"{ID}/x", "٣" * 32, "\0" * 32]
     )
-    def test_what_is_no_id_of_an_operation_is_not_looked_for(self, fresh: Fresh, name: str) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.read_operation(name) is None
+    async def test_what_is_no_id_of_an_operation_is_not_looked_for(
+        self, fresh: Fresh, name: str
+    ) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.read_operation(name) is None
 
-        asyncio.run(scenario())
+    async def test_a_label_is_kept_until_it_is_deleted(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.read_labels() == {}
+            await kept.set_desired_model("core", LOADED)
+            await kept.set_label("core", "stable", STABLE)
+            await kept.set_label("core", "canary", STABLE)
+            await kept.set_label("core", "canary", CANARY)
+            await kept.set_label('é"\0', "stable", CANARY)
+            labels = await kept.read_labels()
+            core = {"stable": STABLE, "canary": CANARY}
+            assert labels == {"core": core, 'é"\0': {"stable": CANARY}}
+            assert list(labels["core"]["canary"].shares) == ["9", "10"]
+            await kept.set_label("core", "stable", None)
+            await kept.set_label("core", "nobody knows it", None)
+            await kept.set_label('é"\0', "stable", None)
+            assert await kept.read_labels() == {"core": {"canary": CANARY}}
+            assert list(await kept.read_desired_models()) == ["core"]
 
-    def test_a_label_is_kept_until_it_is_deleted(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.read_labels() == {}
-                await kept.set_desired_model("core", LOADED)
-                await kept.set_label("core", "stable", STABLE)
-                await kept.set_label("core", "canary", STABLE)
-                await kept.set_label("core", "canary", CANARY)
-                await kept.set_label('é"\0', "stable", CANARY)
-                labels = await kept.read_labels()
-                core = {"stable": STABLE, "canary": CANARY}
-                assert labels == {"core": core, 'é"\0': {"stable": CANARY}}
-                assert list(labels["core"]["canary"].shares) == ["9", "10"]
-                await kept.set_label("core", "stable", None)
-                await kept.set_label("core", "nobody knows it", None)
-                await kept.set_label('é"\0', "stable", None)
-                assert await kept.read_labels() == {"core": {"canary": CANARY}}
-                assert list(await kept.read_desired_models()) == ["core"]
+    async def test_who_is_alone_has_any_lease(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (kept,):
+            assert await kept.acquire_lease("replica:a")
+            assert await kept.acquire_lease("replica:a")  # renewed
+            assert await kept.acquire_lease("replica:b")
+            await kept.release_lease("replica:a")
+            await kept.release_lease("never taken")
+            assert await kept.acquire_lease("replica:a")
+            assert await kept.exchange_reports({"own": 1}) == []
 
-        asyncio.run(scenario())
-
-    def test_who_is_alone_has_any_lease(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (kept,):
-                assert await kept.acquire_lease("replica:a")
-                assert await kept.acquire_lease("replica:a")  # renewed
-                assert await kept.acquire_lease("replica:b")
-                await kept.release_lease("replica:a")
-                await kept.release_lease("never taken")
-                assert await kept.acquire_lease("replica:a")
-                assert await kept.exchange_reports({"own": 1}) == []
-
-        asyncio.run(scenario())
-
-    def test_who_is_alone_leads(self, fresh: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(fresh()) as (one,):
-                assert [await is_leader(one), await is_leader(one)] == [True, True]
-
-        asyncio.run(scenario())
+    async def test_who_is_alone_leads(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (one,):
+            assert [await is_leader(one), await is_leader(one)] == [True, True]
 
 
 class SharedStateContract:
@@ -254,125 +217,101 @@ class SharedStateContract:
         deadline=None,
         suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
     )
-    def test_any_wish_of_any_model_is_read_as_it_was_kept(
+    async def test_any_wish_of_any_model_is_read_as_it_was_kept(
         self, shared: Fresh, wishes: dict[str, DesiredModel]
     ) -> None:
-        async def scenario() -> None:
-            async with opened(shared(), 2) as (one, other):
-                for model, wish in wishes.items():
-                    await one.set_desired_model(model, wish)
-                for kept in (one, other):
-                    found = await kept.read_desired_models()
-                    assert {
-                        name: replace(wish, revision=0) for name, wish in found.items()
-                    } == wishes
+        async with opened(shared(), 2) as (one, other):
+            for model, wish in wishes.items():
+                await one.set_desired_model(model, wish)
+            for kept in (one, other):
+                found = await kept.read_desired_models()
+                assert {name: replace(wish, revision=0) for name, wish in found.items()} == wishes
 
-        asyncio.run(scenario())
+    async def test_a_load_of_a_process_that_ended_is_not_under_way(self, shared: Fresh) -> None:
+        url = shared()
+        async with opened(url) as (one,):
+            async with opened(url) as (other,):
+                token, _ = await other.begin_load("a:8000", "core")
+                confirmed, _ = await other.begin_load("b:8000", "core")
+                await other.end_load("b:8000", "core", confirmed, "3")
+                assert await one.read_loads() == {
+                    "a:8000": {"core": token},
+                    "b:8000": {"core": "3"},
+                }
+            assert known(await one.read_loads()) == {"b:8000": {"core": "3"}}
+            await one.forget_loads("a:8000")
+            assert await one.read_loads() == {"b:8000": {"core": "3"}}
 
-    def test_a_load_of_a_process_that_ended_is_not_under_way(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            url = shared()
-            async with opened(url) as (one,):
-                async with opened(url) as (other,):
-                    token, _ = await other.begin_load("a:8000", "core")
-                    confirmed, _ = await other.begin_load("b:8000", "core")
-                    await other.end_load("b:8000", "core", confirmed, "3")
-                    assert await one.read_loads() == {
-                        "a:8000": {"core": token},
-                        "b:8000": {"core": "3"},
-                    }
-                assert known(await one.read_loads()) == {"b:8000": {"core": "3"}}
-                await one.forget_loads("a:8000")
-                assert await one.read_loads() == {"b:8000": {"core": "3"}}
+    async def test_what_one_keeps_another_reads(self, shared: Fresh) -> None:
+        async with opened(shared(), 2) as (one, other):
+            assert await other.read_desired_models() == {}
+            await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
+            await one.record_operation(ID, {"state": "running"})
+            await one.set_cordon("a:8000", is_cordoned=True)
+            assert await other.read_cordons() == {"a:8000"}
+            assert await other.read_desired_models() == await one.read_desired_models()
+            assert await other.read_operation(ID) == {"state": "running"}
 
-        asyncio.run(scenario())
+    async def test_a_label_that_one_sets_another_reads(self, shared: Fresh) -> None:
+        async with opened(shared(), 2) as (one, other):
+            assert await other.read_labels() == {}
+            await one.set_label("core", "stable", STABLE)
+            await other.set_label("core", "canary", CANARY)
+            both = {"core": {"stable": STABLE, "canary": CANARY}}
+            assert await one.read_labels() == await other.read_labels() == both
+            found = await one.read_labels()
+            assert await one.read_labels() is found
 
-    def test_what_one_keeps_another_reads(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(shared(), 2) as (one, other):
-                assert await other.read_desired_models() == {}
-                await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
-                await one.record_operation(ID, {"state": "running"})
-                await one.set_cordon("a:8000", is_cordoned=True)
-                assert await other.read_cordons() == {"a:8000"}
-                assert await other.read_desired_models() == await one.read_desired_models()
-                assert await other.read_operation(ID) == {"state": "running"}
+    async def test_what_has_not_changed_is_not_read_again(self, shared: Fresh) -> None:
+        async with opened(shared(), 2) as (writer, reader):
+            await writer.set_desired_model("core", LOADED)
+            found = await reader.read_desired_models()
+            assert await reader.read_desired_models() is found
+            await writer.set_desired_model("core", LOADED)
+            assert await reader.read_desired_models() is not found
 
-        asyncio.run(scenario())
-
-    def test_a_label_that_one_sets_another_reads(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(shared(), 2) as (one, other):
-                assert await other.read_labels() == {}
-                await one.set_label("core", "stable", STABLE)
-                await other.set_label("core", "canary", CANARY)
-                both = {"core": {"stable": STABLE, "canary": CANARY}}
-                assert await one.read_labels() == await other.read_labels() == both
-                found = await one.read_labels()
-                assert await one.read_labels() is found
-
-        asyncio.run(scenario())
-
-    def test_what_has_not_changed_is_not_read_again(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(shared(), 2) as (writer, reader):
-                await writer.set_desired_model("core", LOADED)
-                found = await reader.read_desired_models()
-                assert await reader.read_desired_models() is found
-                await writer.set_desired_model("core", LOADED)
-                assert await reader.read_desired_models() is not found
-
-        asyncio.run(scenario())
-
-    def test_a_lease_is_one_process_s_until_it_is_given_back_or_closes(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            url = shared()
-            async with opened(url, 2) as (first, second):
-                assert await first.acquire_lease("replica:a")
-                assert not await second.acquire_lease("replica:a")
-                assert await second.acquire_lease("replica:b")
-                await second.release_lease("replica:a")  # not its own
-                async with opened(url) as (third,):
-                    assert not await third.acquire_lease("replica:a")
-                    await first.release_lease("replica:a")
-                    assert await third.acquire_lease("replica:a")
-                await wait_until_async(lambda: first.acquire_lease("replica:a"))
-
-        asyncio.run(scenario())
-
-    @pytest.mark.long
-    def test_each_process_reads_the_last_reports_of_the_others_until_they_expire(
+    async def test_a_lease_is_one_process_s_until_it_is_given_back_or_closes(
         self, shared: Fresh
     ) -> None:
-        async def scenario() -> None:
-            async with opened(shared(), 3) as (first, second, third):
-                assert await first.exchange_reports({"of": "first", "ages": {"a b": 1.5}}) == []
-                await first.exchange_reports({"of": "first", "ages": {}})
-                assert await second.exchange_reports({"of": "second"}) == [
-                    {"of": "first", "ages": {}}
-                ]
-                found = await third.exchange_reports({"of": "third"})
-                assert sorted(each["of"] for each in found) == ["first", "second"]
-                await asyncio.sleep(REPORT_TTL_S)
-                await second.exchange_reports({"of": "second"})
-                assert await third.exchange_reports({}) == [{"of": "second"}]
-
-        asyncio.run(scenario())
-
-    def test_exactly_one_of_several_leads_and_another_once_it_closes(self, shared: Fresh) -> None:
-        async def scenario() -> None:
-            async with opened(url, 3) as several:
-                async with opened(url) as (first,):
-                    assert await is_leader(first)
-                    for _ in range(3):
-                        assert not any([await is_leader(kept) for kept in several])
-                        assert await is_leader(first)
-                for _ in range(3):
-                    assert [await is_leader(kept) for kept in several] == [
-                        True,
-                        False,
-                        False,
-                    ]
-
         url = shared()
-        asyncio.run(scenario())
+        async with opened(url, 2) as (first, second):
+            assert await first.acquire_lease("replica:a")
+            assert not await second.acquire_lease("replica:a")
+            assert await second.acquire_lease("replica:b")
+            await second.release_lease("replica:a")  # not its own
+            async with opened(url) as (third,):
+                assert not await third.acquire_lease("replica:a")
+                await first.release_lease("replica:a")
+                assert await third.acquire_lease("replica:a")
+            await wait_until_async(lambda: first.acquire_lease("replica:a"))
+
+    @pytest.mark.long
+    async def test_each_process_reads_the_last_reports_of_the_others_until_they_expire(
+        self, shared: Fresh
+    ) -> None:
+        async with opened(shared(), 3) as (first, second, third):
+            assert await first.exchange_reports({"of": "first", "ages": {"a b": 1.5}}) == []
+            await first.exchange_reports({"of": "first", "ages": {}})
+            assert await second.exchange_reports({"of": "second"}) == [{"of": "first", "ages": {}}]
+            found = await third.exchange_reports({"of": "third"})
+            assert sorted(each["of"] for each in found) == ["first", "second"]
+            await asyncio.sleep(REPORT_TTL_S)
+            await second.exchange_reports({"of": "second"})
+            assert await third.exchange_reports({}) == [{"of": "second"}]
+
+    async def test_exactly_one_of_several_leads_and_another_once_it_closes(
+        self, shared: Fresh
+    ) -> None:
+        url = shared()
+        async with opened(url, 3) as several:
+            async with opened(url) as (first,):
+                assert await is_leader(first)
+                for _ in range(3):
+                    assert not any([await is_leader(kept) for kept in several])
+                    assert await is_leader(first)
+            for _ in range(3):
+                assert [await is_leader(kept) for kept in several] == [
+                    True,
+                    False,
+                    False,
+                ]

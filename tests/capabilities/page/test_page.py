@@ -5,7 +5,6 @@ The tests in the browser need chromium and chromium-driver; `make page` runs thi
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -549,11 +548,11 @@ def test_a_large_upload_shows_its_progress_and_can_be_cancelled(
 
 
 @needs_browser
-def test_a_model_that_is_to_be_loaded_and_is_nowhere_is_shown_and_can_be_given_up(
+async def test_a_model_that_is_to_be_loaded_and_is_nowhere_is_shown_and_can_be_given_up(
     page: browser.Page, triton: tuple[str, Names], tmp_path: Path
 ) -> None:
     state = f"file://{tmp_path}/state.json"
-    asyncio.run(open_state_store(state).set_desired_model("lost", DesiredModel(True)))
+    await open_state_store(state).set_desired_model("lost", DesiredModel(True))
     with gateway_of(page, triton[0], state=state) as client:
         page.open(str(client.base_url), "#fleet")
         row = '#models tr[data-key="lost"]'

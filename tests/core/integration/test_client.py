@@ -578,50 +578,43 @@ def test_outcomes_keep_their_order_and_no_more_than_asked_for_are_under_way() ->
     assert most == 7
 
 
-def test_stopped_it_waits_for_what_is_under_way() -> None:
+async def test_stopped_it_waits_for_what_is_under_way() -> None:
     """The first job ends after the stop, which is while another is done."""
     written: list[int] = []
+    stopped = asyncio.Event()
 
-    async def main() -> None:
-        stopped = asyncio.Event()
+    async def do(number: int) -> int:
+        if number == 20:
+            work.stop()
+            stopped.set()
+        await (asyncio.sleep(0) if number else stopped.wait())
+        return number
 
-        async def do(number: int) -> int:
-            if number == 20:
-                work.stop()
-                stopped.set()
-            await (asyncio.sleep(0) if number else stopped.wait())
-            return number
+    async def write(outcomes: list[int]) -> None:
+        written.extend(outcomes)
 
-        async def write(outcomes: list[int]) -> None:
-            written.extend(outcomes)
-
-        work = OrderedExecutor(do, write, 4)
-        await work.run(numbers(1000))
-
-    asyncio.run(main())
+    work = OrderedExecutor(do, write, 4)
+    await work.run(numbers(1000))
     assert 20 < len(written) < 25
     assert written == list(range(len(written)))
 
 
-def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> None:
+async def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> None:
     written: list[int] = []
 
-    async def main() -> None:
-        async def do(number: int) -> int:
-            if number in (1, 4):
-                await asyncio.Event().wait()
-            if number == 5:
-                for _ in range(2):
-                    asyncio.get_running_loop().call_soon(work.stop)
-            return number
+    async def do(number: int) -> int:
+        if number in (1, 4):
+            await asyncio.Event().wait()
+        if number == 5:
+            for _ in range(2):
+                asyncio.get_running_loop().call_soon(work.stop)
+        return number
 
-        async def write(outcomes: list[int]) -> None:
-            written.extend(outcomes)
+    async def write(outcomes: list[int]) -> None:
+        written.extend(outcomes)
 
-        work = OrderedExecutor(do, write, 4)
-        await work.run(numbers(6))
-
-    asyncio.run(main())
+    work = OrderedExecutor(do, write, 4)
+    await work.run(numbers(6))
     assert written == [0, 2, 3, 5]
 
 

@@ -115,21 +115,18 @@ def test_simple_http_infer_client(
     assert caught.value.message().startswith("Request for unknown model")
 
 
-def test_simple_http_aio_infer_client(address: str) -> None:
-    async def calls() -> None:
-        async with triton_aio.InferenceServerClient(address) as client:
-            assert_sum_and_difference(await client.infer(**request(outputs=outputs())))
-            statistics = await client.get_inference_statistics(model_name="simple")
-            assert len(statistics["model_stats"]) == 1
-            assert_sum_and_difference(await client.infer(**request(outputs=None)))
-            with pytest.raises(InferenceServerException) as caught:
-                await client.infer(**request("wrong_model_name", outputs=outputs()))
-            assert caught.value.message().startswith("Request for unknown model")
-            both = (client.infer(**request(outputs=outputs())), client.infer(**request()))
-            for result in await asyncio.gather(*both):
-                assert_sum_and_difference(result)
-
-    asyncio.run(calls())
+async def test_simple_http_aio_infer_client(address: str) -> None:
+    async with triton_aio.InferenceServerClient(address) as client:
+        assert_sum_and_difference(await client.infer(**request(outputs=outputs())))
+        statistics = await client.get_inference_statistics(model_name="simple")
+        assert len(statistics["model_stats"]) == 1
+        assert_sum_and_difference(await client.infer(**request(outputs=None)))
+        with pytest.raises(InferenceServerException) as caught:
+            await client.infer(**request("wrong_model_name", outputs=outputs()))
+        assert caught.value.message().startswith("Request for unknown model")
+        both = (client.infer(**request(outputs=outputs())), client.infer(**request()))
+        for result in await asyncio.gather(*both):
+            assert_sum_and_difference(result)
 
 
 def test_simple_http_async_infer_client(address: str) -> None:

@@ -199,65 +199,59 @@ def test_operations_in_the_background_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("error", [None, LoadFailed("m", "no memory")])
-def test_an_operation_that_ends_while_the_state_is_away_is_recorded_later(
+async def test_an_operation_that_ends_while_the_state_is_away_is_recorded_later(
     tmp_path: Path, error: GatewayError | None
 ) -> None:
-    async def scenario() -> None:
-        tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state/state.json")
-        report, is_over = OperationReport("m", True, 2), asyncio.Event()
+    tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state/state.json")
+    report, is_over = OperationReport("m", True, 2), asyncio.Event()
 
-        async def load() -> OperationReport:
-            await is_over.wait()
-            if error is not None:
-                raise error
-            return report
+    async def load() -> OperationReport:
+        await is_over.wait()
+        if error is not None:
+            raise error
+        return report
 
-        operation = await OperationRunner(store, tasks).start(report, load)
-        (tmp_path / "state").rename(tmp_path / "away")
-        report.outcomes["a:8000"] = Outcome("READY")
-        await wait_until_async(lambda: not store.is_available)  # progress was not recorded
-        is_over.set()
-        await wait_until_async(lambda: len(tasks) == 1)
-        (tmp_path / "away").rename(tmp_path / "state")
-        await asyncio.gather(*tasks)
-        found = await store.read_operation(operation)
-        assert found is not None
-        assert found["operation"] == ("succeeded" if error is None else "failed")
-        assert found["replicas"] == {"a:8000": {"state": "READY"}}
-        await store.close()
-
-    asyncio.run(scenario())
+    operation = await OperationRunner(store, tasks).start(report, load)
+    (tmp_path / "state").rename(tmp_path / "away")
+    report.outcomes["a:8000"] = Outcome("READY")
+    await wait_until_async(lambda: not store.is_available)  # progress was not recorded
+    is_over.set()
+    await wait_until_async(lambda: len(tasks) == 1)
+    (tmp_path / "away").rename(tmp_path / "state")
+    await asyncio.gather(*tasks)
+    found = await store.read_operation(operation)
+    assert found is not None
+    assert found["operation"] == ("succeeded" if error is None else "failed")
+    assert found["replicas"] == {"a:8000": {"state": "READY"}}
+    await store.close()
 
 
-def test_an_operation_that_ended_with_its_gateway_has_failed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state.json")
-        runner, report = OperationRunner(store, tasks), OperationReport("m", True, 2)
+async def test_an_operation_that_ended_with_its_gateway_has_failed(tmp_path: Path) -> None:
+    tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state.json")
+    runner, report = OperationRunner(store, tasks), OperationReport("m", True, 2)
 
-        async def wait() -> OperationReport:
-            await asyncio.Event().wait()
-            return report
+    async def wait() -> OperationReport:
+        await asyncio.Event().wait()
+        return report
 
-        operation = await runner.start(report, wait)
-        running = await runner.read(operation)
-        assert running is not None
-        assert running["operation"] == "running"
-        for task in tasks:
-            task.cancel()  # as at the end of a gateway
-        await asyncio.gather(*tasks, return_exceptions=True)
-        old = {**running, "updated_at": int(time.time() - MAX_HEARTBEAT_AGE_S) - 1}
-        await store.record_operation(operation, old)
-        lost = await runner.read(operation)
-        assert lost == {
-            **old,
-            "operation": "failed",
-            "error": OperationLost.message,
-            "code": "UNAVAILABLE",
-        }
-        assert await runner.read("0" * 32) is None
-        await store.close()
-
-    asyncio.run(scenario())
+    operation = await runner.start(report, wait)
+    running = await runner.read(operation)
+    assert running is not None
+    assert running["operation"] == "running"
+    for task in tasks:
+        task.cancel()  # as at the end of a gateway
+    await asyncio.gather(*tasks, return_exceptions=True)
+    old = {**running, "updated_at": int(time.time() - MAX_HEARTBEAT_AGE_S) - 1}
+    await store.record_operation(operation, old)
+    lost = await runner.read(operation)
+    assert lost == {
+        **old,
+        "operation": "failed",
+        "error": OperationLost.message,
+        "code": "UNAVAILABLE",
+    }
+    assert await runner.read("0" * 32) is None
+    await store.close()
 
 
 def test_a_key_that_is_limited_to_some_models_cannot_change_all_of_them(

@@ -46,35 +46,29 @@ def set_back(client: Any) -> int:
 
 
 @pytest.mark.fault("the clock is set back or forward by an hour, on the gateway or in Redis")
-def test_a_clock_that_is_set_back_in_redis_locks_no_key_out(redis: RedisServer) -> None:
-    async def scenario() -> None:
-        kept = open_state_store(redis.url())
-        rates = RateLimiter(Metrics(), kept.rate_windows())
-        assert "1" in await asked(rates, 12)
-        with client_of.Redis(port=redis.port) as client:
-            assert set_back(client) > 0
-        assert "" in await asked(rates, 2)
-        assert "1" in await asked(rates, 12)  # and it counts again
-        await kept.close()
-
-    asyncio.run(scenario())
+async def test_a_clock_that_is_set_back_in_redis_locks_no_key_out(redis: RedisServer) -> None:
+    kept = open_state_store(redis.url())
+    rates = RateLimiter(Metrics(), kept.rate_windows())
+    assert "1" in await asked(rates, 12)
+    with client_of.Redis(port=redis.port) as client:
+        assert set_back(client) > 0
+    assert "" in await asked(rates, 2)
+    assert "1" in await asked(rates, 12)  # and it counts again
+    await kept.close()
 
 
 @pytest.mark.long
 @pytest.mark.fault("the clock is set back or forward by an hour, on the gateway or in Redis")
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_the_gateways_own_clock_plays_no_part(
+async def test_the_gateways_own_clock_plays_no_part(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    async def scenario() -> None:
-        kept = open_state_store(redis.url())
-        rates = RateLimiter(Metrics(), kept.rate_windows())
-        assert set(await asked(rates, 12)) == {"", "1"}
-        real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
-        assert set(await asked(rates, 5)) <= {"", "1"}
-        await asyncio.sleep(2.1)
-        assert (await asked(rates, 1)) == [""]
-        await kept.close()
-
-    asyncio.run(scenario())
+    kept = open_state_store(redis.url())
+    rates = RateLimiter(Metrics(), kept.rate_windows())
+    assert set(await asked(rates, 12)) == {"", "1"}
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert set(await asked(rates, 5)) <= {"", "1"}
+    await asyncio.sleep(2.1)
+    assert (await asked(rates, 1)) == [""]
+    await kept.close()

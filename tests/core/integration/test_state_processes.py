@@ -71,25 +71,21 @@ while True:
 """
 
 
-def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> None:
+async def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> None:
     """In Redis it takes the 5 s until the lease has lapsed."""
+    async with opened(url, 2) as several:
 
-    async def scenario() -> None:
-        async with opened(url, 2) as several:
+        async def led() -> bool:
+            led = [await is_leader(kept) for kept in several]
+            assert not all(led)
+            return any(led)
 
-            async def led() -> bool:
-                led = [await is_leader(kept) for kept in several]
-                assert not all(led)
-                return any(led)
-
-            with program(LEADER, url) as leader:
-                assert said(leader) == "True"
-                assert not await led()
-                leader.kill()
-                await wait_until_async(led)
-                assert await led()
-
-    asyncio.run(scenario())
+        with program(LEADER, url) as leader:
+            assert said(leader) == "True"
+            assert not await led()
+            leader.kill()
+            await wait_until_async(led)
+            assert await led()
 
 
 WRITER = """
@@ -101,21 +97,18 @@ await kept.close()
 """
 
 
-def test_no_change_is_lost_when_several_processes_make_them(url: str) -> None:
-    async def scenario() -> None:
-        async with opened(url) as (kept,):
-            wishes = await kept.read_desired_models()
-            assert set(wishes) == {f"{name}-{turn}" for name in "abcd" for turn in range(20)} | {
-                "shared"
-            }
-            assert wishes["c-7"].parameters == {"config": "ccccccc"}
-            assert len({wish.revision for wish in wishes.values()}) == len(wishes)
-            assert await kept.set_desired_model("last", LOADED) == 2 * 4 * 20 + 1
-
+async def test_no_change_is_lost_when_several_processes_make_them(url: str) -> None:
     with ExitStack() as writing:
         writers = [writing.enter_context(program(WRITER, url, name, "20")) for name in "abcd"]
         assert [writer.wait(TIMEOUT_S) for writer in writers] == [0] * 4
-    asyncio.run(scenario())
+    async with opened(url) as (kept,):
+        wishes = await kept.read_desired_models()
+        assert set(wishes) == {f"{name}-{turn}" for name in "abcd" for turn in range(20)} | {
+            "shared"
+        }
+        assert wishes["c-7"].parameters == {"config": "ccccccc"}
+        assert len({wish.revision for wish in wishes.values()}) == len(wishes)
+        assert await kept.set_desired_model("last", LOADED) == 2 * 4 * 20 + 1
 
 
 ANYBODY = """

@@ -56,10 +56,9 @@ def shared(server: RedisServer) -> Fresh:
     return server.url
 
 
-@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
-    loop: Callable[[Scenario], None] = request.param
-    return loop
+@pytest.fixture
+def run() -> Callable[[Scenario], None]:
+    return uvloop.run
 
 
 class TestRedis(StateContract):
@@ -209,38 +208,28 @@ async def stranger(answer: bytes, *then: bytes, pause_s: float = 0) -> AsyncIter
 
 
 @pytest.mark.long
-def test_answers_that_all_come_late_are_not_waited_for_one_after_the_other() -> None:
+async def test_answers_that_all_come_late_are_not_waited_for_one_after_the_other() -> None:
     """It takes the 3 s in which a question must be answered, and not the 160 s of all pieces."""
-
-    async def scenario() -> None:
-        late = stranger(b"", *[b"+OK\r\n"] * 200, pause_s=0.8)
-        async with late as url, opened(f"{url}/1".replace("//", "//:password@")) as (kept,):
-            with pytest.raises(StateUnavailable, match="no response from Redis"):
-                await asyncio.wait_for(kept.read_desired_models(), TIMEOUT_S)
-
-    asyncio.run(scenario())
+    late = stranger(b"", *[b"+OK\r\n"] * 200, pause_s=0.8)
+    async with late as url, opened(f"{url}/1".replace("//", "//:password@")) as (kept,):
+        with pytest.raises(StateUnavailable, match="no response from Redis"):
+            await asyncio.wait_for(kept.read_desired_models(), TIMEOUT_S)
 
 
-def test_what_answers_and_is_no_redis_is_told(run: Callable[[Scenario], None]) -> None:
-    async def scenario() -> None:
-        async with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (kept,):
-            with pytest.raises(StateUnavailable, match="the server is not Redis"):
-                await kept.read_desired_models()
-            assert await is_leader(kept)
-
-    run(scenario())
+async def test_what_answers_and_is_no_redis_is_told() -> None:
+    async with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (kept,):
+        with pytest.raises(StateUnavailable, match="the server is not Redis"):
+            await kept.read_desired_models()
+        assert await is_leader(kept)
 
 
-def test_connections_that_redis_has_closed_are_made_again(server: RedisServer) -> None:
-    async def scenario() -> None:
-        async with opened(server.url()) as (kept,):
-            await asyncio.gather(*(kept.read_desired_models() for _ in range(5)))
-            with server.client() as client:
-                assert client.client_kill_filter(_type="normal", skipme=True) >= 5
-            for _ in range(6):
-                await kept.read_desired_models()
-
-    asyncio.run(scenario())
+async def test_connections_that_redis_has_closed_are_made_again(server: RedisServer) -> None:
+    async with opened(server.url()) as (kept,):
+        await asyncio.gather(*(kept.read_desired_models() for _ in range(5)))
+        with server.client() as client:
+            assert client.client_kill_filter(_type="normal", skipme=True) >= 5
+        for _ in range(6):
+            await kept.read_desired_models()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +310,7 @@ def test_a_copy_of_redis_is_read_and_told_when_it_cannot_be_written_to(tmp_path:
         asyncio.run(scenario())
 
 
-def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
+async def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def by_hand(key: str, value: str, field: str = "") -> None:
@@ -332,25 +321,22 @@ def test_what_no_gateway_wrote_to_redis_is_told_once_and_left_alone(
                 client.set(f"{prefix}{key}", value)
             client.set(f"{prefix}change", f"by hand: {key}")
 
-    async def scenario() -> None:
-        async with opened(url) as (kept,):
-            await kept.set_desired_model("core", LOADED)
-            by_hand("wishes", "{", field="broken")
-            for _ in range(3):
-                with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
-                    await kept.read_desired_models()
-            await kept.set_desired_model("broken", None)
-            assert list(await kept.read_desired_models()) == ["core"]
-            by_hand(f"operation:{ID}", "{")
-            with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
-                await kept.read_operation(ID)
-            by_hand("wishes", "a text")
-            with pytest.raises(StateUnavailable, match=r"Redis rejected a command \(WRONGTYPE\)"):
-                await kept.read_desired_models()
-
     url = server.url()
     prefix = url.partition("prefix=")[2]
-    asyncio.run(scenario())
+    async with opened(url) as (kept,):
+        await kept.set_desired_model("core", LOADED)
+        by_hand("wishes", "{", field="broken")
+        for _ in range(3):
+            with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
+                await kept.read_desired_models()
+        await kept.set_desired_model("broken", None)
+        assert list(await kept.read_desired_models()) == ["core"]
+        by_hand(f"operation:{ID}", "{")
+        with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
+            await kept.read_operation(ID)
+        by_hand("wishes", "a text")
+        with pytest.raises(StateUnavailable, match=r"Redis rejected a command \(WRONGTYPE\)"):
+            await kept.read_desired_models()
     told = [record.getMessage() for record in caplog.records if "invalid data" in record.message]
     assert len(told) == 2
 
@@ -389,25 +375,22 @@ def put_entry(
 @pytest.mark.fault(
     "somebody writes anything else into Redis: other types, structures, names, counters"
 )
-def test_an_entry_that_no_gateway_writes_is_invalid_data(server: RedisServer) -> None:
-    async def scenario() -> None:
-        with server.client() as client:
-            async with opened(url) as (kept,):
-                reads: dict[str, Callable[[], Awaitable[Any]]] = {
-                    "labels": kept.read_labels,
-                    "loads": kept.read_loads,
-                    "wishes": kept.read_desired_models,
-                }
-                for key, field, value in HOSTILE:
-                    put_entry(client, prefix, key, field, value)
-                    with pytest.raises(StateUnavailable, match="invalid data"):
-                        await reads[key]()
-                    put_entry(client, prefix, key, field, None)
-                    assert await reads[key]() == {}
-
+async def test_an_entry_that_no_gateway_writes_is_invalid_data(server: RedisServer) -> None:
     url = server.url()
     prefix = url.partition("prefix=")[2]
-    asyncio.run(scenario())
+    with server.client() as client:
+        async with opened(url) as (kept,):
+            reads: dict[str, Callable[[], Awaitable[Any]]] = {
+                "labels": kept.read_labels,
+                "loads": kept.read_loads,
+                "wishes": kept.read_desired_models,
+            }
+            for key, field, value in HOSTILE:
+                put_entry(client, prefix, key, field, value)
+                with pytest.raises(StateUnavailable, match="invalid data"):
+                    await reads[key]()
+                put_entry(client, prefix, key, field, None)
+                assert await reads[key]() == {}
 
 
 @pytest.mark.long
@@ -497,12 +480,9 @@ def test_operations_and_the_lead_lapse_in_redis(server: RedisServer) -> None:
     asyncio.run(look())
 
 
-def test_gateways_with_other_prefixes_do_not_meet(server: RedisServer) -> None:
-    async def scenario() -> None:
-        async with opened(server.url()) as (one,), opened(server.url()) as (other,):
-            await one.set_desired_model("core", LOADED)
-            assert await other.read_desired_models() == {}
-            assert await is_leader(one)
-            assert await is_leader(other)
-
-    asyncio.run(scenario())
+async def test_gateways_with_other_prefixes_do_not_meet(server: RedisServer) -> None:
+    async with opened(server.url()) as (one,), opened(server.url()) as (other,):
+        await one.set_desired_model("core", LOADED)
+        assert await other.read_desired_models() == {}
+        assert await is_leader(one)
+        assert await is_leader(other)

@@ -41,10 +41,9 @@ CHUNKED = (b"transfer-encoding", b"chunked")
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
-@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    runner: Run = request.param
-    return runner
+@pytest.fixture
+def run() -> Run:
+    return uvloop.run
 
 
 # The replica.
