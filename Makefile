@@ -46,7 +46,7 @@ test: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the tests of ev
 	@$(PYTEST) -m "not long and not soak and not containers" $(ARGS)
 
 test-long: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the other tests: full tables, simulations, fuzzing, all documents
-	@$(PYTEST) -m "long and not soak and not containers" --hypothesis-profile=long $(ARGS)
+	@$(PYTEST) -m "long and not soak and not containers" $(ARGS)
 
 test-all: test test-long ## Run both
 
@@ -68,7 +68,7 @@ rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, a
 
 # Run sequentially, because most of these tests measure: times, rates and memory are compared with their limits.
 soak: $(VENV)/.dev models ## Run for an hour: measure faults, mutate bytes, send hostile requests
-	@TRITON_GATEWAY_COMPARE_NUMBERS=1 $(BIN)/python -m pytest -n 0 -s -m "soak or fault" $(ARGS)
+	@TRITON_GATEWAY_COMPARE_NUMBERS=1 $(BIN)/python -m pytest -n 0 -s -m "soak or fault" --hypothesis-profile=random $(ARGS)
 	@$(BIN)/python -m tests.soak
 
 # Build and run the images without a registry or a cluster; reports missing tools.

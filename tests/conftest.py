@@ -32,8 +32,9 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 settings.register_profile(
     "random", max_examples=300, deadline=None, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("long", settings.get_profile("random"), derandomize=True)
-settings.register_profile("tests", settings.get_profile("long"), max_examples=25)
+settings.register_profile(
+    "tests", settings.get_profile("random"), derandomize=True, max_examples=25
+)
 settings.load_profile("tests")
 
 

@@ -184,7 +184,8 @@ ERROR_RULES = (
     ),
     ErrorRule(
         r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
-        r"Unable to find 'inputs'|failed to get request params|attempt to access JSON",
+        r"Unable to find 'inputs'|failed to get request params|attempt to access JSON|"
+        r"parameter key '.{0,300}' was not found in the JSON",  # a name with a NUL
         lambda text, _: MalformedRequest(f"Triton cannot read the request: {text}"),
     ),
     ErrorRule(CONTROL_MODE_MESSAGE.pattern, lambda *_: ModelControlModeConflict()),

@@ -43,6 +43,7 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
             404,
             "MODEL_NOT_FOUND",
         ),
+        (500, "parameter key 'a' was not found in the JSON", 400, "MALFORMED_REQUEST"),
         # What a model says of the world, or of another model that it calls, is not about itself.
         (500, "the camera is not ready", 500, "MODEL_FAULT"),
         (503, "the camera is not ready", 503, "UNAVAILABLE"),
