@@ -373,7 +373,7 @@ TELLINGS = {
 }
 
 
-async def test_repeated_answers_on_one_connection_are_read_as_any_others() -> None:
+def test_repeated_answers_on_one_connection_are_read_as_any_others(run: Run) -> None:
     lasting = [telling for telling in TELLINGS.values() if telling.reused]
     other = Telling(plain(b"HELLO"), b"HELLO", of_length(b"HELLO"))
     told = [each for telling in [*lasting, other] for each in (telling,) * 3]
@@ -384,16 +384,19 @@ async def test_repeated_answers_on_one_connection_are_read_as_any_others() -> No
             await peer.asked()
             await telling.tell(peer)
 
-    async with before(tell_all) as (upstream, replica):
-        replies = [await get(upstream) for _ in told]
-        assert replies == [telling.read_as() for telling in told]
-        assert replies[0].headers is replies[1].headers  # the header is not parsed again
-        assert len(replica.peers) == 1
+    async def scene() -> None:
+        async with before(tell_all) as (upstream, replica):
+            replies = [await get(upstream) for _ in told]
+            assert replies == [telling.read_as() for telling in told]
+            assert replies[0].headers is replies[1].headers  # the header is not parsed again
+            assert len(replica.peers) == 1
+
+    run(scene())
 
 
 @pytest.mark.fault("a response arrives byte by byte")
 @pytest.mark.parametrize("name", TELLINGS)
-async def test_an_answer_is_read_the_same_wherever_it_is_cut(name: str) -> None:
+def test_an_answer_is_read_the_same_wherever_it_is_cut(run: Run, name: str) -> None:
     telling = TELLINGS[name]
     every_byte = tuple(range(1, len(telling.wire)))
     cuttings = [(), *((cut,) for cut in every_byte), every_byte]
@@ -406,16 +409,19 @@ async def test_an_answer_is_read_the_same_wherever_it_is_cut(name: str) -> None:
             if telling.closes:
                 return
 
-    async with before(serve) as (upstream, replica):
-        for number, cuts in enumerate(cuttings):
-            reply = await get(upstream)
-            assert reply == telling.read_as(), cuts
-            assert len(replica.peers) == (1 if telling.reused else number + 1), cuts
-        assert next(coming, None) is None
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for number, cuts in enumerate(cuttings):
+                reply = await get(upstream)
+                assert reply == telling.read_as(), cuts
+                assert len(replica.peers) == (1 if telling.reused else number + 1), cuts
+            assert next(coming, None) is None
+
+    run(scene())
 
 
 @pytest.mark.parametrize("name", ["trailers", "one trailer"])
-async def test_a_trailer_never_becomes_a_header_of_this_answer_or_the_next(name: str) -> None:
+def test_a_trailer_never_becomes_a_header_of_this_answer_or_the_next(run: Run, name: str) -> None:
     async def serve(peer: Peer) -> None:
         while True:
             asked = await peer.asked()
@@ -424,13 +430,16 @@ async def test_a_trailer_never_becomes_a_header_of_this_answer_or_the_next(name:
             else:
                 await peer.say(plain(asked.target))
 
-    async with before(serve) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/trailers", [EMPTY], timeout_s=PATIENCE_S)
-        await wait_until_async(lambda: answer.is_complete)
-        assert answer.headers == [CHUNKED]
-        assert await answer.read() == b"hello"
-        answer.close()
-        await still_serves(upstream, replica, on_connection=len(replica.peers))
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/trailers", [EMPTY], timeout_s=PATIENCE_S)
+            await wait_until_async(lambda: answer.is_complete)
+            assert answer.headers == [CHUNKED]
+            assert await answer.read() == b"hello"
+            answer.close()
+            await still_serves(upstream, replica, on_connection=len(replica.peers))
+
+    run(scene())
 
 
 TOKEN = "!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -478,7 +487,7 @@ def tellings(draw: st.DrawFn) -> tuple[Telling, list[int]]:
 
 @PROPERTY
 @given(st.lists(tellings(), min_size=1, max_size=6))
-async def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it_may_be(
+def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it_may_be(
     story: list[tuple[Telling, list[int]]],
 ) -> None:
     coming = iter(story)
@@ -491,19 +500,22 @@ async def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it
             if telling.closes:
                 return
 
-    async with before(serve) as (upstream, replica):
-        connections = 1
-        for telling, _ in story:
-            assert await get(upstream) == telling.read_as()
-            assert len(replica.peers) == connections
-            connections += not telling.reused
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            connections = 1
+            for telling, _ in story:
+                assert await get(upstream) == telling.read_as()
+                assert len(replica.peers) == connections
+                connections += not telling.reused
+
+    uvloop.run(scene())
 
 
 # What the replica is sent.
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 20_000], ids="{} bytes".format)
-async def test_a_small_request_comes_in_one_piece_and_byte_for_byte(size: int) -> None:
+def test_a_small_request_comes_in_one_piece_and_byte_for_byte(run: Run, size: int) -> None:
     body = random.Random(size).randbytes(size)
     pieces: list[bytes] = []
     packets: list[int] = []
@@ -514,24 +526,27 @@ async def test_a_small_request_comes_in_one_piece_and_byte_for_byte(size: int) -
             packets.append(peer.packets())
             await peer.say(plain(b"ok"))
 
-    async with before(serve) as (upstream, replica):
-        for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
-            reply = await upstream.request(
-                b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
-            )
-            assert reply.body == b"ok"
-        _, port = replica.peers[0].writer.get_extra_info("sockname")
-        head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % port
-        head += b"content-length: %d\r\n" % size
-        assert pieces == [
-            head + b"\r\n" + body,
-            head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body,
-        ]
-        assert packets == [1, 2]
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
+                reply = await upstream.request(
+                    b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
+                )
+                assert reply.body == b"ok"
+            _, port = replica.peers[0].writer.get_extra_info("sockname")
+            head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % port
+            head += b"content-length: %d\r\n" % size
+            assert pieces == [
+                head + b"\r\n" + body,
+                head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body,
+            ]
+            assert packets == [1, 2]
+
+    run(scene())
 
 
 @pytest.mark.parametrize("size", [64 * 1024 - 1, 64 * 1024, 5 * MIB], ids="{} bytes".format)
-async def test_a_large_request_comes_whole(size: int) -> None:
+def test_a_large_request_comes_whole(run: Run, size: int) -> None:
     body = random.Random(size).randbytes(size)
     came: list[Asked] = []
 
@@ -540,12 +555,15 @@ async def test_a_large_request_comes_whole(size: int) -> None:
             came.append(await peer.asked())
             await peer.say(plain(b"ok"))
 
-    async with before(serve) as (upstream, replica):
-        for _ in range(2):
-            reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
-            assert reply.body == b"ok"
-        assert [asked.body == body for asked in came] == [True, True]
-        assert len(replica.peers) == 1
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(2):
+                reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
+                assert reply.body == b"ok"
+            assert [asked.body == body for asked in came] == [True, True]
+            assert len(replica.peers) == 1
+
+    run(scene())
 
 
 async def each(*pieces: bytes) -> AsyncIterator[bytes]:
@@ -566,8 +584,8 @@ STREAMS = {
 
 @pytest.mark.parametrize("pieces", STREAMS.values(), ids=STREAMS)
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-async def test_a_streamed_body_is_framed_as_its_headers_say(
-    framing: str, pieces: tuple[bytes, ...]
+def test_a_streamed_body_is_framed_as_its_headers_say(
+    run: Run, framing: str, pieces: tuple[bytes, ...]
 ) -> None:
     body = b"".join(pieces)
     given_pieces = [piece for piece in pieces if piece]
@@ -586,62 +604,71 @@ async def test_a_streamed_body_is_framed_as_its_headers_say(
             await turns(10)  # the answer to nothing must not overtake it
             await peer.say(plain(b"yes" if came == expected else b"no"))
 
-    async with before(serve) as (upstream, replica):
-        for _ in range(3):
-            answer = await upstream.send(
-                b"POST",
-                b"/infer",
-                [header, (b"x-a", b"b")],
-                each(*pieces),
-                timeout_s=PATIENCE_S,
-            )
-            assert await answer.read() == b"yes"
-            answer.close()
-        assert len(replica.peers) == 1
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(3):
+                answer = await upstream.send(
+                    b"POST",
+                    b"/infer",
+                    [header, (b"x-a", b"b")],
+                    each(*pieces),
+                    timeout_s=PATIENCE_S,
+                )
+                assert await answer.read() == b"yes"
+                answer.close()
+            assert len(replica.peers) == 1
+
+    run(scene())
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
-async def test_the_host_header_names_the_replica_as_a_url_would(host: str, shown: str) -> None:
+def test_the_host_header_names_the_replica_as_a_url_would(run: Run, host: str, shown: str) -> None:
     heads: list[bytes] = []
 
     async def serve(peer: Peer) -> None:
         heads.append((await peer.asked()).head)
         await peer.say(plain(b"ok"))
 
+    async def scene() -> None:
+        async with before(serve, host=host) as (upstream, replica):
+            assert (await get(upstream)).body == b"ok"
+            port = replica.peers[0].writer.get_extra_info("sockname")[1]
+            assert re.findall(rb"(?i)host: (.*)\r\n", heads[0]) == [f"{shown}:{port}".encode()]
+
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
             probe.bind((host, 0))
         except OSError:
             pytest.skip(f"this machine has no {host}")
-    async with before(serve, host=host) as (upstream, replica):
-        assert (await get(upstream)).body == b"ok"
-        port = replica.peers[0].writer.get_extra_info("sockname")[1]
-        assert re.findall(rb"(?i)host: (.*)\r\n", heads[0]) == [f"{shown}:{port}".encode()]
+    run(scene())
 
 
 # The pool.
 
 
-async def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_latest_is_used_first() -> (
-    None
-):
-    async with before(orderly) as (upstream, replica):
-        for _ in range(3):
-            replies = await asyncio.gather(*(get(upstream, b"/%d" % i) for i in range(8)))
-            assert [reply.body for reply in replies] == [b"/%d" % i for i in range(8)]
-            assert len(replica.peers) == 8
-        last = replica.served_by[-1]
-        for _ in range(5):
-            await still_serves(upstream, replica, on_connection=8)
+def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_latest_is_used_first(
+    run: Run,
+) -> None:
+    async def scene() -> None:
+        async with before(orderly) as (upstream, replica):
+            for _ in range(3):
+                replies = await asyncio.gather(*(get(upstream, b"/%d" % i) for i in range(8)))
+                assert [reply.body for reply in replies] == [b"/%d" % i for i in range(8)]
+                assert len(replica.peers) == 8
+            last = replica.served_by[-1]
+            for _ in range(5):
+                await still_serves(upstream, replica, on_connection=8)
+                assert replica.served_by[-1] is last
+            for number in range(5):
+                reply = await upstream.request(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
+                assert reply.body == b"/"
+                assert len(replica.peers) == 9 + number
+            # A fresh connection was asked for to see that one comes about; it is not kept.
+            await still_serves(upstream, replica, on_connection=13)
             assert replica.served_by[-1] is last
-        for number in range(5):
-            reply = await upstream.request(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
-            assert reply.body == b"/"
-            assert len(replica.peers) == 9 + number
-        # A fresh connection was asked for to see that one comes about; it is not kept.
-        await still_serves(upstream, replica, on_connection=13)
-        assert replica.served_by[-1] is last
-        assert not any(peer.closed for peer in replica.peers[:8])
+            assert not any(peer.closed for peer in replica.peers[:8])
+
+    run(scene())
 
 
 # Answers that come before the request is complete.
@@ -650,8 +677,8 @@ async def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_lates
 @pytest.mark.parametrize("then", ["reads on", "stops reading", "closes its side"])
 @pytest.mark.parametrize("framing", ["length", "chunks"])
 @pytest.mark.parametrize("status", [413, 200])
-async def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
-    status: int, framing: str, then: str
+def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
+    run: Run, status: int, framing: str, then: str
 ) -> None:
     given_back = asyncio.Event()
     given_out = 0
@@ -674,36 +701,42 @@ async def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
             yield b"x" * 65_536
             await asyncio.sleep(0)
 
-    async with before(first(serve)) as (upstream, replica):
-        header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
-        answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
-        assert answer.status == status
-        await wait_until_async(lambda: answer.is_complete)
-        await turns(20)
-        assert await answer.read() == b"early"
-        assert answer.is_complete
-        answer.close()
-        answer.close()
-        assert await answer.next_chunk() == b""
-        await wait_until_async(replica.has_all_tasks)
-        given_out_at_the_end = given_out
-        await turns(20)
-        assert given_out == given_out_at_the_end > 0
-        given_back.set()
-        await wait_until_async(lambda: replica.peers[0].closed)
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
+            answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+            assert answer.status == status
+            await wait_until_async(lambda: answer.is_complete)
+            await turns(20)
+            assert await answer.read() == b"early"
+            assert answer.is_complete
+            answer.close()
+            answer.close()
+            assert await answer.next_chunk() == b""
+            await wait_until_async(replica.has_all_tasks)
+            given_out_at_the_end = given_out
+            await turns(20)
+            assert given_out == given_out_at_the_end > 0
+            given_back.set()
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
-async def test_a_connection_that_still_holds_an_unsent_body_is_not_used_again() -> None:
+def test_a_connection_that_still_holds_an_unsent_body_is_not_used_again(run: Run) -> None:
     async def serve(peer: Peer) -> None:
         await peer.reader.readuntil(b"\r\n\r\n")
         await peer.say(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
         await asyncio.sleep(PATIENCE_S)  # reads no more
 
-    async with before(first(serve)) as (upstream, replica):
-        reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
-        assert (reply.status, reply.body) == (413, b"no")
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
+            assert (reply.status, reply.body) == (413, b"no")
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
 class ClientLeft(Exception):
@@ -711,7 +744,7 @@ class ClientLeft(Exception):
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the middle of the answer"])
-async def test_an_error_of_the_body_ends_the_exchange_with_that_error(when: str) -> None:
+def test_an_error_of_the_body_ends_the_exchange_with_that_error(run: Run, when: str) -> None:
     answered = asyncio.Event()
     came: list[bytes] = []
 
@@ -729,22 +762,25 @@ async def test_an_error_of_the_body_ends_the_exchange_with_that_error(when: str)
         await (answered.wait() if when == "in the middle of the answer" else turns(20))
         raise ClientLeft
 
-    async with before(first(serve)) as (upstream, replica):
-        sending = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
-        if when == "before the answer":
-            with pytest.raises(ClientLeft):
-                await sending
-        else:
-            answer = await sending
-            assert await answer.next_chunk() == b"hello"
-            answered.set()
-            with pytest.raises(ClientLeft):
-                await answer.next_chunk()
-            answer.close()
-        await wait_until_async(lambda: replica.peers[0].closed)
-        # Without its last chunk the request is visibly incomplete, and is not executed.
-        assert b"".join(came) == b"5\r\nhello\r\n"
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            sending = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+            if when == "before the answer":
+                with pytest.raises(ClientLeft):
+                    await sending
+            else:
+                answer = await sending
+                assert await answer.next_chunk() == b"hello"
+                answered.set()
+                with pytest.raises(ClientLeft):
+                    await answer.next_chunk()
+                answer.close()
+            await wait_until_async(lambda: replica.peers[0].closed)
+            # Without its last chunk the request is visibly incomplete, and is not executed.
+            assert b"".join(came) == b"5\r\nhello\r\n"
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
 # What a replica does wrong.
@@ -773,8 +809,8 @@ CUT_OFF = {
 
 @pytest.mark.parametrize("by", ["closing", "a reset"])
 @pytest.mark.parametrize("wire", CUT_OFF.values(), ids=CUT_OFF)
-async def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
-    wire: bytes, by: str
+def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
+    run: Run, wire: bytes, by: str
 ) -> None:
     came: list[Asked] = []
 
@@ -784,27 +820,33 @@ async def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
         if by == "a reset":
             peer.reset()
 
-    async with before(first(serve)) as (upstream, replica):
-        with pytest.raises(BadUpstream, match="closed the connection before"):
-            await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
-        await still_serves(upstream, replica, on_connection=2)
-        assert [asked.body for asked in came] == [b"body"]
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            with pytest.raises(BadUpstream, match="closed the connection before"):
+                await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
+            await still_serves(upstream, replica, on_connection=2)
+            assert [asked.body for asked in came] == [b"body"]
+
+    run(scene())
 
 
-async def test_an_answer_until_close_that_ends_by_a_reset_is_an_error() -> None:
+def test_an_answer_until_close_that_ends_by_a_reset_is_an_error(run: Run) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(HEAD + b"\r\nhello")
         peer.reset()
 
-    async with before(first(serve)) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-        assert await answer.next_chunk() == b"hello"
-        with pytest.raises(BadUpstream):
-            await answer.next_chunk()
-        assert not answer.is_complete
-        answer.close()
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            assert await answer.next_chunk() == b"hello"
+            with pytest.raises(BadUpstream):
+                await answer.next_chunk()
+            assert not answer.is_complete
+            answer.close()
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
 NONSENSE = {
@@ -846,36 +888,42 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("wire", NONSENSE.values(), ids=NONSENSE)
-async def test_an_answer_that_is_not_http_is_an_error_and_its_connection_is_closed_at_once(
-    wire: bytes,
+def test_an_answer_that_is_not_http_is_an_error_and_its_connection_is_closed_at_once(
+    run: Run, wire: bytes
 ) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(wire)
         await peer.gone()
 
-    async with before(first(serve)) as (upstream, replica):
-        with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
-            await get(upstream)
-        await wait_until_async(lambda: replica.peers[0].closed)
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
+                await get(upstream)
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
-async def test_two_hundred_headers_are_taken() -> None:
+def test_two_hundred_headers_are_taken(run: Run) -> None:
     async def serve(peer: Peer) -> None:
         while True:
             await peer.asked()
             await peer.say(plain(b"ok", *[b"a: b"] * 199))
 
-    async with before(serve) as (upstream, replica):
-        for _ in range(3):
-            reply = await get(upstream)
-            assert reply.body == b"ok"
-            assert reply.headers == [*of_length(b"ok"), *[(b"a", b"b")] * 199]
-        assert len(replica.peers) == 1
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(3):
+                reply = await get(upstream)
+                assert reply.body == b"ok"
+                assert reply.headers == [*of_length(b"ok"), *[(b"a", b"b")] * 199]
+            assert len(replica.peers) == 1
+
+    run(scene())
 
 
-async def test_large_heads_on_one_connection_are_not_added_up() -> None:
+def test_large_heads_on_one_connection_are_not_added_up(run: Run) -> None:
     wire = plain(b"ok", b"X-A: " + b"a" * 10_000)
 
     async def serve(peer: Peer) -> None:
@@ -883,14 +931,17 @@ async def test_large_heads_on_one_connection_are_not_added_up() -> None:
             await peer.asked()
             await peer.say(wire[:10_000], wire[10_000:])
 
-    async with before(serve) as (upstream, replica):
-        for _ in range(50):
-            reply = await get(upstream)
-            assert (reply.body, len(reply.header(b"x-a"))) == (b"ok", 10_000)
-        assert len(replica.peers) == 1
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            for _ in range(50):
+                reply = await get(upstream)
+                assert (reply.body, len(reply.header(b"x-a"))) == (b"ok", 10_000)
+            assert len(replica.peers) == 1
+
+    run(scene())
 
 
-async def test_what_frames_the_chunks_of_a_long_answer_is_not_added_up() -> None:
+def test_what_frames_the_chunks_of_a_long_answer_is_not_added_up(run: Run) -> None:
     """A stream of hours has more bytes in its chunk sizes than a head may have."""
     size_line = b"1;" + b"a" * 1000 + b"\r\n"
 
@@ -899,14 +950,17 @@ async def test_what_frames_the_chunks_of_a_long_answer_is_not_added_up() -> None
         await peer.say(HEAD_CHUNKED, *[size_line, b"x\r\n"] * 300, b"0\r\n\r\n")
         await orderly(peer)
 
-    async with before(serve) as (upstream, replica):
-        reply = await get(upstream)
-        assert (reply.headers, reply.body) == ([CHUNKED], b"x" * 300)
-        await still_serves(upstream, replica, on_connection=1)
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            reply = await get(upstream)
+            assert (reply.headers, reply.body) == ([CHUNKED], b"x" * 300)
+            await still_serves(upstream, replica, on_connection=1)
+
+    run(scene())
 
 
 @pytest.mark.parametrize("start", [HEAD, HEAD_CHUNKED + b"0\r\n"], ids=["head", "trailers"])
-async def test_a_header_without_end_is_refused_before_it_fills_the_memory(start: bytes) -> None:
+def test_a_header_without_end_is_refused_before_it_fills_the_memory(run: Run, start: bytes) -> None:
     said = 0
 
     async def serve(peer: Peer) -> None:
@@ -917,11 +971,14 @@ async def test_a_header_without_end_is_refused_before_it_fills_the_memory(start:
             await peer.say(b"a" * 65_536)
             said += 65_536
 
-    async with before(first(serve)) as (upstream, replica):
-        with pytest.raises(BadUpstream):
-            await get(upstream)
-        assert said < 8 * MIB
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            with pytest.raises(BadUpstream):
+                await get(upstream)
+            assert said < 8 * MIB
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
 # What comes although nobody asked for it.
@@ -939,7 +996,7 @@ SPARE = {
 
 @pytest.mark.parametrize("spare", SPARE.values(), ids=SPARE)
 @pytest.mark.parametrize("when", ["with the answer", "before it is read", "when it is idle"])
-async def test_what_nobody_asked_for_is_nobodys_answer(when: str, spare: bytes) -> None:
+def test_what_nobody_asked_for_is_nobodys_answer(run: Run, when: str, spare: bytes) -> None:
     idle, told = asyncio.Event(), asyncio.Event()
 
     async def serve(peer: Peer) -> None:
@@ -956,60 +1013,69 @@ async def test_what_nobody_asked_for_is_nobodys_answer(when: str, spare: bytes) 
         told.set()
         await peer.gone()
 
-    async with before(first(serve)) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-        if when == "before it is read":
-            await told.wait()
-            await turns(20)
-        assert await answer.read() == b"mine"
-        assert answer.headers == list(of_length(b"mine"))
-        answer.close()
-        if when == "when it is idle":
-            await turns(20)
-            assert not replica.peers[0].closed
-            idle.set()
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            if when == "before it is read":
+                await told.wait()
+                await turns(20)
+            assert await answer.read() == b"mine"
+            assert answer.headers == list(of_length(b"mine"))
+            answer.close()
+            if when == "when it is idle":
+                await turns(20)
+                assert not replica.peers[0].closed
+                idle.set()
+                await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
             await wait_until_async(lambda: replica.peers[0].closed)
-        await still_serves(upstream, replica, on_connection=2)
-        await wait_until_async(lambda: replica.peers[0].closed)
+
+    run(scene())
 
 
 # Giving an answer back.
 
 
 @pytest.mark.parametrize("size", [0, 5, 200_000, 300_000, 400_000], ids="{} bytes".format)
-async def test_an_answer_left_unread_does_not_spoil_the_next(size: int) -> None:
+def test_an_answer_left_unread_does_not_spoil_the_next(run: Run, size: int) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(plain(b"x" * size))
         await orderly(peer)
 
-    async with before(serve) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-        await turns(50)
-        # Whole or not, it may be left; only a whole one may leave its connection to others.
-        whole = answer.is_complete
-        answer.close()
-        await wait_until_async(lambda: whole or replica.peers[0].closed)
-        for _ in range(3):
-            reply = await outcome(get(upstream, b"/a"))
-            assert isinstance(reply, CompleteResponse)
-            assert reply.body in (b"/a", b"x" * size)
-        assert len(replica.peers) <= 2
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            await turns(50)
+            # Whole or not, it may be left; only a whole one may leave its connection to others.
+            whole = answer.is_complete
+            answer.close()
+            await wait_until_async(lambda: whole or replica.peers[0].closed)
+            for _ in range(3):
+                reply = await outcome(get(upstream, b"/a"))
+                assert isinstance(reply, CompleteResponse)
+                assert reply.body in (b"/a", b"x" * size)
+            assert len(replica.peers) <= 2
+
+    run(scene())
 
 
-async def test_an_answer_left_in_its_middle_closes_its_connection() -> None:
+def test_an_answer_left_in_its_middle_closes_its_connection(run: Run) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(HEAD + b"Content-Length: 10\r\n\r\nhello")
         await peer.gone()
 
-    async with before(first(serve)) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-        assert await answer.next_chunk() == b"hello"
-        assert not answer.is_complete
-        answer.close()
-        await wait_until_async(lambda: replica.peers[0].closed)
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            assert await answer.next_chunk() == b"hello"
+            assert not answer.is_complete
+            answer.close()
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
 # Connections that close.
@@ -1017,8 +1083,8 @@ async def test_an_answer_left_in_its_middle_closes_its_connection() -> None:
 
 @pytest.mark.fault("Triton closes an idle connection while it is being reused")
 @pytest.mark.parametrize("by", ["closing", "a reset"])
-async def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
-    by: str,
+def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
+    run: Run, by: str
 ) -> None:
     """Every order of the two that a few turns of the loop can make."""
     seen: Counter[bytes] = Counter()
@@ -1032,27 +1098,30 @@ async def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most
         if by == "a reset":
             peer.reset()
 
-    async with before(serve) as (upstream, _):
-        for server_turns in range(8):
-            for client_turns in range(8):
-                one = b"/one-%d-%d" % (server_turns, client_turns)
-                two = b"/two-0-%d-%d" % (server_turns, client_turns)
-                reply = await upstream.request(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
-                assert reply.body == one
-                await turns(client_turns)
-                second = await outcome(
-                    upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
-                )
-                if isinstance(second, CompleteResponse):
-                    assert (second.status, second.body, seen[two]) == (200, two, 1)
-                    outcomes["answered"] += 1
-                else:
-                    assert second in (BadUpstream, RequestNotSent)
-                    assert seen[two] == 0 if second is RequestNotSent else seen[two] <= 1
-                    outcomes["failed"] += 1
-        assert set(seen.values()) == {1}
-        assert outcomes.total() == 64
-        assert outcomes["answered"], outcomes
+    async def scene() -> None:
+        async with before(serve) as (upstream, _):
+            for server_turns in range(8):
+                for client_turns in range(8):
+                    one = b"/one-%d-%d" % (server_turns, client_turns)
+                    two = b"/two-0-%d-%d" % (server_turns, client_turns)
+                    reply = await upstream.request(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
+                    assert reply.body == one
+                    await turns(client_turns)
+                    second = await outcome(
+                        upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
+                    )
+                    if isinstance(second, CompleteResponse):
+                        assert (second.status, second.body, seen[two]) == (200, two, 1)
+                        outcomes["answered"] += 1
+                    else:
+                        assert second in (BadUpstream, RequestNotSent)
+                        assert seen[two] == 0 if second is RequestNotSent else seen[two] <= 1
+                        outcomes["failed"] += 1
+            assert set(seen.values()) == {1}
+            assert outcomes.total() == 64
+            assert outcomes["answered"], outcomes
+
+    run(scene())
 
 
 @contextmanager
@@ -1269,13 +1338,16 @@ def test_the_deadline_holds_while_the_body_is_on_its_way(
     retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
 
 
-async def test_a_refused_connection_says_at_once_that_nothing_was_sent() -> None:
-    upstream = HttpClient("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
-    with pytest.raises(RequestNotSent, match=r": the replica cannot be reached$") as refusal:
-        await get(upstream)
-    assert refusal.value.is_refused
-    upstream.close()
-    await wait_until_async(no_task_is_left)
+def test_a_refused_connection_says_at_once_that_nothing_was_sent(run: Run) -> None:
+    async def scene() -> None:
+        upstream = HttpClient("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
+        with pytest.raises(RequestNotSent, match=r": the replica cannot be reached$") as refusal:
+            await get(upstream)
+        assert refusal.value.is_refused
+        upstream.close()
+        await wait_until_async(no_task_is_left)
+
+    run(scene())
 
 
 @contextmanager
@@ -1348,8 +1420,8 @@ def memory_below(limit: int) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-async def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
-    framing: str,
+def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
+    run: Run, framing: str
 ) -> None:
     piece, count, said = bytes(range(256)) * 256, 1024, 0
     chunk = piece if framing == "length" else b"%x\r\n%b\r\n" % (len(piece), piece)
@@ -1367,25 +1439,28 @@ async def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
             await peer.say(b"0\r\n\r\n")
         await orderly(peer)
 
-    async with before(serve) as (upstream, replica):
-        with memory_below(2 * MIB) as held:
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            stopped_at = await settled(lambda: said)
-            assert 0 < stopped_at < count
-            assert held() < 2 * MIB
-            read = 0
-            while data := await answer.next_chunk():
-                start = read % 256
-                assert data == (piece * (len(data) // len(piece) + 2))[start:][: len(data)]
-                read += len(data)
-            assert read == len(piece) * count
-        answer.close()
-        await still_serves(upstream, replica, on_connection=1)
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            with memory_below(2 * MIB) as held:
+                answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+                stopped_at = await settled(lambda: said)
+                assert 0 < stopped_at < count
+                assert held() < 2 * MIB
+                read = 0
+                while data := await answer.next_chunk():
+                    start = read % 256
+                    assert data == (piece * (len(data) // len(piece) + 2))[start:][: len(data)]
+                    read += len(data)
+                assert read == len(piece) * count
+            answer.close()
+            await still_serves(upstream, replica, on_connection=1)
+
+    run(scene())
 
 
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-async def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_when_it_does(
-    framing: str,
+def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_when_it_does(
+    run: Run, framing: str
 ) -> None:
     piece, count, given_out = bytes(65_536), 1024, 0
     reads = asyncio.Event()
@@ -1409,21 +1484,24 @@ async def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_w
         await peer.say(plain(head[:6]))
         await orderly(peer)
 
-    async with before(serve) as (upstream, replica):
-        header = of_length(piece * count)[0] if framing == "length" else CHUNKED
-        request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
-        with memory_below(8 * MIB) as held:
-            sending = asyncio.create_task(request)
-            stopped_at = await settled(lambda: given_out)
-            assert 0 < stopped_at < count * 3 // 4
-            # The replica's reader is in this process too, and holds up to twice its own limit.
-            assert held() < 2 * MIB + 2 * MIB
-            reads.set()
-            answer = await sending
-        assert given_out == count
-        assert await answer.read() == b"POST /"
-        answer.close()
-        await still_serves(upstream, replica, on_connection=1)
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            header = of_length(piece * count)[0] if framing == "length" else CHUNKED
+            request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+            with memory_below(8 * MIB) as held:
+                sending = asyncio.create_task(request)
+                stopped_at = await settled(lambda: given_out)
+                assert 0 < stopped_at < count * 3 // 4
+                # The replica's reader is in this process too, and holds up to twice its own limit.
+                assert held() < 2 * MIB + 2 * MIB
+                reads.set()
+                answer = await sending
+            assert given_out == count
+            assert await answer.read() == b"POST /"
+            answer.close()
+            await still_serves(upstream, replica, on_connection=1)
+
+    run(scene())
 
 
 # Idle connections, closing, cancelling.
@@ -1443,16 +1521,21 @@ def test_idle_connections_are_closed_when_their_time_is_over(run: Run) -> None:
     retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
 
 
-async def test_a_connection_that_was_idle_too_long_is_not_used_even_if_nobody_has_swept() -> None:
-    async with before(orderly, idle_s=0.1) as (upstream, replica):
-        await get(upstream)
-        time.sleep(0.15)  # noqa: ASYNC251 - the loop is busy: no timer of it can fire
-        await still_serves(upstream, replica, on_connection=2)
-        await wait_until_async(lambda: replica.peers[0].closed)
+def test_a_connection_that_was_idle_too_long_is_not_used_even_if_nobody_has_swept(
+    run: Run,
+) -> None:
+    async def scene() -> None:
+        async with before(orderly, idle_s=0.1) as (upstream, replica):
+            await get(upstream)
+            time.sleep(0.15)  # noqa: ASYNC251 - the loop is busy: no timer of it can fire
+            await still_serves(upstream, replica, on_connection=2)
+            await wait_until_async(lambda: replica.peers[0].closed)
+
+    run(scene())
 
 
 @pytest.mark.long
-async def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines() -> None:
+def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run: Run) -> None:
     there_were = connections_in_memory()
 
     async def serve(peer: Peer) -> None:
@@ -1462,15 +1545,18 @@ async def test_connections_that_are_gone_are_forgotten_long_before_their_deadlin
         else:
             await peer.say(plain(b"ok", b"Connection: close")[: int(asked.target[1:])])
 
-    async with before(serve, idle_s=0.2) as (upstream, _):
-        whole = len(plain(b"ok", b"Connection: close"))
-        targets = [b"/whole", b"/%d" % whole, b"/%d" % (whole - 1), b"/0"] * 5
-        outcomes = [await outcome(get(upstream, target, 300.0)) for target in targets]
-        assert sum(isinstance(reply, CompleteResponse) for reply in outcomes) >= 5
-        assert sum(reply is BadUpstream for reply in outcomes) >= 10
-        del outcomes
-        await asyncio.sleep(0.25)  # the idle are closed
-        await wait_until_async(lambda: connections_in_memory() == there_were)
+    async def scene() -> None:
+        async with before(serve, idle_s=0.2) as (upstream, _):
+            whole = len(plain(b"ok", b"Connection: close"))
+            targets = [b"/whole", b"/%d" % whole, b"/%d" % (whole - 1), b"/0"] * 5
+            outcomes = [await outcome(get(upstream, target, 300.0)) for target in targets]
+            assert sum(isinstance(reply, CompleteResponse) for reply in outcomes) >= 5
+            assert sum(reply is BadUpstream for reply in outcomes) >= 10
+            del outcomes
+            await asyncio.sleep(0.25)  # the idle are closed
+            await wait_until_async(lambda: connections_in_memory() == there_were)
+
+    run(scene())
 
 
 def connections_in_memory() -> int:
@@ -1478,7 +1564,9 @@ def connections_in_memory() -> int:
     return sum(type(thing) is UpstreamConnection for thing in gc.get_objects())
 
 
-async def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_answers() -> None:
+def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_answers(
+    run: Run,
+) -> None:
     go_on = asyncio.Event()
 
     async def serve(peer: Peer) -> None:
@@ -1489,17 +1577,20 @@ async def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_
         await peer.say(b"ow")
         await peer.gone()
 
-    async with before(serve) as (upstream, replica):
-        await asyncio.gather(*(get(upstream) for _ in range(4)))
-        answer = await upstream.send(b"GET", b"/slow", [EMPTY], timeout_s=PATIENCE_S)
-        upstream.close()
-        await wait_until_async(lambda: sum(peer.closed for peer in replica.peers) == 3)
-        go_on.set()
-        assert await answer.read() == b"slow"
-        assert sum(peer.closed for peer in replica.peers) == 3
-        answer.close()
-        await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
-        upstream.close()
+    async def scene() -> None:
+        async with before(serve) as (upstream, replica):
+            await asyncio.gather(*(get(upstream) for _ in range(4)))
+            answer = await upstream.send(b"GET", b"/slow", [EMPTY], timeout_s=PATIENCE_S)
+            upstream.close()
+            await wait_until_async(lambda: sum(peer.closed for peer in replica.peers) == 3)
+            go_on.set()
+            assert await answer.read() == b"slow"
+            assert sum(peer.closed for peer in replica.peers) == 3
+            answer.close()
+            await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
+            upstream.close()
+
+    run(scene())
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
@@ -1509,8 +1600,8 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.parametrize("waiting_for", ["the head", "the body", "the replica to read", "its body"])
-async def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
-    waiting_for: str,
+def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
+    run: Run, waiting_for: str
 ) -> None:
     cancelled = asyncio.Event()
     given_out = 0
@@ -1529,21 +1620,24 @@ async def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_noth
             given_out += 1
             yield piece
 
-    async with before(first(serve)) as (upstream, replica):
-        request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
-        if waiting_for in ("the replica to read", "its body"):
-            request.close()
-            request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
-        task = asyncio.create_task(request)
-        await wait_until_async(lambda: replica.peers)
-        await settled(lambda: given_out)
-        assert not task.done()
-        assert len(replica.peers) == 1
-        await cancel(task)
-        cancelled.set()
-        await wait_until_async(replica.has_all_tasks)
-        await wait_until_async(lambda: replica.peers[0].closed)
-        await still_serves(upstream, replica, on_connection=2)
+    async def scene() -> None:
+        async with before(first(serve)) as (upstream, replica):
+            request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
+            if waiting_for in ("the replica to read", "its body"):
+                request.close()
+                request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+            task = asyncio.create_task(request)
+            await wait_until_async(lambda: replica.peers)
+            await settled(lambda: given_out)
+            assert not task.done()
+            assert len(replica.peers) == 1
+            await cancel(task)
+            cancelled.set()
+            await wait_until_async(replica.has_all_tasks)
+            await wait_until_async(lambda: replica.peers[0].closed)
+            await still_serves(upstream, replica, on_connection=2)
+
+    run(scene())
 
 
 def test_a_request_that_is_cancelled_while_it_connects_leaves_nothing(run: Run) -> None:
@@ -1634,13 +1728,17 @@ class Rush:
 @pytest.mark.fault(
     "a response is garbage, truncated, of the wrong length, or followed by another one"
 )
-async def test_ten_thousand_requests_are_answered_with_their_own_answers_or_fail_cleanly() -> None:
+def test_ten_thousand_requests_are_answered_with_their_own_answers_or_fail_cleanly() -> None:
     rush = Rush()
-    async with before(rush.serve) as (upstream, replica):
-        numbers = iter(range(rush.count))
-        clients = [rush.client(upstream, numbers) for _ in range(rush.at_a_time)]
-        await asyncio.gather(*clients)
-        assert len(replica.peers) < rush.count / 5  # connections are reused all the same
+
+    async def scene() -> None:
+        async with before(rush.serve) as (upstream, replica):
+            numbers = iter(range(rush.count))
+            clients = [rush.client(upstream, numbers) for _ in range(rush.at_a_time)]
+            await asyncio.gather(*clients)
+            assert len(replica.peers) < rush.count / 5  # connections are reused all the same
+
+    uvloop.run(scene())
     assert rush.outcomes.total() == rush.count
     assert rush.outcomes["answered"] > 0.85 * rush.count
     assert 0 < rush.outcomes["failed"] < 0.1 * rush.count
