@@ -33,7 +33,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 # The processes that the tests start would otherwise compile the gateway again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-long test-all test-unit durations rerun-failed soak containers page check fmt
+.PHONY: help run test test-long test-all test-unit durations mutants rerun-failed soak containers page check fmt
 .PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
@@ -61,6 +61,10 @@ durations: $(VENV)/.dev models examples
 .pytest_cache/compiled: $(VENV)/.dev
 	-@$(BIN)/python -m pytest -n 0 --collect-only -qq > /dev/null 2>&1
 	@mkdir -p $(@D) && touch $@
+
+# Run by hand before tests are deleted; ARGS="NAME …" seeds single faults.
+mutants: $(VENV)/.dev models examples ## Seed faults and report which tests notice them (2.5 hours)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 # Rerun the tests that failed in the last run; one that passes now is reported as flaky.
 rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones
