@@ -149,7 +149,8 @@ class Metrics:
     def _create_replica_metrics(self, create: MetricFactory) -> None:
         self.attempts = create.counter(
             "gateway_upstream_attempts_total",
-            "Requests sent to a replica, by outcome: answered, refused, bad_answer, deadline, given_up.",
+            "Requests sent to a replica, by outcome: answered, failed, refused, bad_answer, deadline, "
+            "given_up.",
             ("replica", "outcome"),
         )
         self.retries = create.counter(

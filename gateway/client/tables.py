@@ -87,6 +87,8 @@ def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
     reason = replica.get("reason", "")
     if "ejected_for_s" in replica:
         reason = f"ejected for {replica['ejected_for_s']:g} s; {reason}"
+    if "failing_models" in replica:
+        reason = f"fails requests of {', '.join(replica['failing_models'])}; {reason}".rstrip("; ")
     cordon = ", CORDONED" if replica.get("cordoned") else ""
     return (
         replica["address"],

@@ -44,6 +44,10 @@ class FleetCollector(Collector):
             "gateway_replica_cordoned",
             "1 if the replica gets no new requests, because of a cordon.",
         )
+        failing = replica_gauge(
+            "gateway_replica_failing_models",
+            "Number of models whose requests fail on the replica, and not on the others.",
+        )
         ready: Counter[str] = Counter()
         versions: dict[str, set[frozenset[str]]] = {}
         for replica in replicas:
@@ -56,12 +60,13 @@ class FleetCollector(Collector):
             for name in STATE_RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
             cordoned.add_metric([address], float(replica.name in self._pool.cordoned))
+            failing.add_metric([address], len(self._pool.outliers.list_models(replica.name)))
             ready.update(dict.fromkeys(replica.index.models, 0))
             if self._pool.is_in_service(replica):
                 ready.update(replica.index.ready_models)
                 for name, numbers in replica.index.ready_versions_by_model.items():
                     versions.setdefault(name, set()).add(numbers)
-        yield from (state, outstanding, models, cordoned)
+        yield from (state, outstanding, models, cordoned, failing)
         yield from self._collect_models(ready, versions)
 
     def _collect_models(

@@ -9,10 +9,13 @@ from time import perf_counter
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from gateway.errors import (
+    BadUpstream,
     DeadlinePassed,
     GatewayError,
+    ModelFault,
     ModelNotReady,
     SequenceNotRunning,
+    Unavailable,
     UnknownModel,
 )
 from gateway.fleet.balancer import choose_less_loaded
@@ -23,7 +26,7 @@ from gateway.fleet.sequences import SequenceRouter
 from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall, decode_json
 from gateway.http_client.connection import RequestNotSent
 from gateway.request_info import RequestInfo, current_request_info
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.error_mapping import ReplicaStopping, RequestTarget
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.response import MAX_METADATA_BYTES
 
@@ -36,7 +39,9 @@ MAX_ACTIVATIONS: Final = 3  # loads that one request waits for
 FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0  # of an idempotent request, while another replica can be tried
 EMPTY_BODY_HEADERS: Final = [(b"content-length", b"0")]
 # After these errors the replica has not executed the request.
-NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel)
+NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel, ReplicaStopping)
+# Errors of Triton that other replicas may not have.
+REPLICA_FAILURES: Final = (ModelFault, Unavailable, BadUpstream)
 ATTEMPT_OUTCOMES: Final = tuple(
     zip(TRANSPORT_ERRORS, ("refused", "bad_answer", "deadline"), strict=True)
 )
@@ -131,7 +136,7 @@ class Dispatcher:
             else:
                 duration_s = self._record_attempt(call, replica, started_at, "answered", info)
                 if step is not None or len(self._pool.replicas) > 1:
-                    self._record_success(replica, target, started_at, duration_s)
+                    self._record_success(replica, call, started_at, duration_s)
                 return result
             remaining_s -= perf_counter() - started_at
             history = self._plan_retry(call, replica, error, history, remaining_s)
@@ -160,6 +165,8 @@ class Dispatcher:
         Raises `SequenceNotRunning` if the state is lost.
         """
         pool, step = self._pool, target.sequence_step
+        if step is None or step.is_start:
+            candidates = pool.outliers.limit_candidates(target.model, candidates)
         if step is None:
             if pool.slow_start is not None:
                 candidates = pool.slow_start.limit_candidates(
@@ -275,9 +282,11 @@ class Dispatcher:
         return duration_s
 
     def _record_success(
-        self, replica: Replica, target: RequestTarget, started_at: float, duration_s: float
+        self, replica: Replica, call: UpstreamCall[T], started_at: float, duration_s: float
     ) -> None:
-        model = target.model
+        target, model = call.target, call.target.model
+        if self._pool.outliers.is_tracked(model) and not call.is_idempotent:
+            self._pool.outliers.record(model, replica.name, (), is_failure=False)
         if target.sequence_step is not None:
             self._sequences.finish_step(model, target.sequence_step)
         self._retry_budget.earn()
@@ -313,6 +322,9 @@ class Dispatcher:
             error = ModelNotReady(model, version)
         if isinstance(error, (ModelNotReady, UnknownModel)):
             pool.mark_unloaded(replica, model, version)
+        if is_replica_failure(error) and not call.is_idempotent:
+            others = pool.update_candidates(model, version)
+            pool.outliers.record(model, replica.name, others, is_failure=True)
         return error
 
 
@@ -322,8 +334,13 @@ def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:
     return usable or candidates
 
 
+def is_replica_failure(error: GatewayError) -> bool:
+    """Return whether Triton or the model failed, and not because of the request."""
+    return error.is_from_triton and isinstance(error, REPLICA_FAILURES)
+
+
 def get_failure_outcome(error: GatewayError) -> str | None:
     """Return the outcome of a failed attempt in the metrics; None if the replica did not cause it."""
     if error.is_from_triton:
-        return "answered"
+        return "failed" if is_replica_failure(error) else "answered"
     return next((outcome for kind, outcome in ATTEMPT_OUTCOMES if isinstance(error, kind)), None)

@@ -14,6 +14,7 @@ from gateway.errors import Unavailable
 from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
+from gateway.fleet.outliers import OutlierDetector
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.slow_start import SlowStart
@@ -59,6 +60,7 @@ class ReplicaPool:
         self._loop = asyncio.get_running_loop()
         slow_start_s = settings.slow_start_s
         self.slow_start = SlowStart(slow_start_s, self._loop.time) if slow_start_s else None
+        self.outliers = OutlierDetector(self._loop.time)
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._lookup_task: asyncio.Task[None] | None = None

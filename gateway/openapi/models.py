@@ -60,9 +60,13 @@ REPLICA_SCHEMA = build_object_schema(
         ),
         "cordoned": {"const": True, "description": "The replica gets no new requests."},
         "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
+        "failing_models": build_list_schema(
+            STRING_SCHEMA,
+            "Models whose requests fail on this replica and not on the others; it gets few of them.",
+        ),
         "reason": STRING_SCHEMA,
     },
-    optional=("cordoned", "ejected_for_s", "reason"),
+    optional=("cordoned", "ejected_for_s", "failing_models", "reason"),
 )
 IMAGE_SCHEMA = build_object_schema(
     {

@@ -156,6 +156,9 @@ def build_replica_description(
         description["cordoned"] = True
     if state is HealthState.EJECTED:
         description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
+    failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
+    if failing_models := list(failing):
+        description["failing_models"] = failing_models
     if replica.reason:
         description["reason"] = replica.reason
     return description

@@ -81,8 +81,13 @@ function replicaCells(replica) {
     { text: String(replica.outstanding), class: "number" },
     { text: replica.slowness.toFixed(2), class: "number" },
     { text: String(ready), class: "number" },
-    { text: replica.reason ?? "", class: "long" },
+    { text: replicaReason(replica), class: "long" },
   ];
+}
+
+function replicaReason(replica) {
+  const failing = replica.failing_models ? `fails requests of ${replica.failing_models.join(", ")}` : "";
+  return [failing, replica.reason].filter(Boolean).join("; ");
 }
 
 /** A model that is intentionally not loaded is not a failure. */

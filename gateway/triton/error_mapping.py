@@ -86,6 +86,12 @@ class LoadFailed(GatewayError):
         self.reason = reason
 
 
+class ReplicaStopping(Unavailable):
+    """Triton exits, and has not run the request."""
+
+    message = "the replica is shutting down; try again"
+
+
 class RequestTarget(NamedTuple):
     """The target of a request to Triton, used to choose a replica and to build error messages."""
 
@@ -180,7 +186,7 @@ ERROR_RULES = (
     ),
     ErrorRule(
         r"server is (stopping|shutting|not ready|exiting)|exit timeout",
-        lambda *_: Unavailable("the replica is shutting down; try again"),
+        lambda *_: ReplicaStopping(),
     ),
     ErrorRule(
         r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"

@@ -28,7 +28,13 @@ RULE_TESTS = ("rules_test.yml", "alerts_test.yml")
 VALUES = {
     ("gateway_request_duration_seconds", "status"): {"2xx", "3xx", "4xx", "5xx", "499"},
     ("gateway_request_duration_seconds", "code"): {"500", "502", "503", "504"},
-    ("gateway_upstream_attempts", "outcome"): {"answered", "refused", "bad_answer", "deadline"},
+    ("gateway_upstream_attempts", "outcome"): {
+        "answered",
+        "failed",
+        "refused",
+        "bad_answer",
+        "deadline",
+    },
     ("gateway_replica_state", "state"): {"up", "ejected", "slow", "down"},
     ("gateway_replica_models", "state"): {"READY", "UNAVAILABLE", "LOADING", "UNLOADING"},
     ("gateway_model_actions", "action"): {"load", "unload"},

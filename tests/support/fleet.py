@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Answers its input. It begins as the file "trouble" beside it says. An input below zero takes as many
-# seconds; one of -1000 is held for as long as there is the file "hold", and then there is "held".
+# seconds; one of -1000 is held for as long as there is the file "hold", and then there is "held". While there
+# is the file "broken", every inference fails with the kind of error in it.
 ECHO = """
 import os, time
 import triton_python_backend_utils as pb_utils
@@ -44,6 +45,12 @@ class TritonPythonModel:
         for request in requests:
             value = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
             first = value.flat[0]
+            broken = os.path.join(self.folder, "broken")
+            if os.path.exists(broken):
+                kind = getattr(pb_utils.TritonError, open(broken).read())
+                error = pb_utils.TritonError("CUDA error: device-side assert triggered", kind)
+                answers.append(pb_utils.InferenceResponse(error=error))
+                continue
             if first == -1000:
                 open(os.path.join(self.folder, "held"), "w").close()
                 while os.path.exists(os.path.join(self.folder, "hold")):

@@ -71,6 +71,32 @@ def test_one_of_three_killed_costs_only_the_requests_that_it_had_and_comes_back(
     wait_until(lambda: three.infer().is_success and three.served()[victim.address] > before)
 
 
+@pytest.mark.fault("one of three replicas fails every inference of a model at once")
+@pytest.mark.parametrize(("kind", "status"), [("INTERNAL", 500), ("UNAVAILABLE", 503)])
+def test_a_replica_that_fails_every_inference_gets_only_trials_until_it_recovers(
+    three: Fleet, kind: str, status: int
+) -> None:
+    victim = three.tritons[0]
+    broken = victim.repository / "echo" / "broken"
+    with Load(str(three.client.base_url), clients=12) as load:
+        load.wait_for_more()
+        broken.write_text(kind)
+        first = load.wait_for_more(300)
+        later = load.wait_for_more(300)
+        replicas = three.client.get("/v1/replicas").json()["replicas"]
+        failing = {each["address"]: each.get("failing_models") for each in replicas}
+        assert failing == {**dict.fromkeys(failing), victim.address: ["echo"]}
+        broken.unlink()
+        before = three.served()[victim.address]
+        if kind == "INTERNAL":
+            wait_until(lambda: three.served()[victim.address] > before + 50)
+    assert {each.status for each in [*first, *later]} == {200, status}
+    assert sum(each.status != 200 for each in first) <= 0.1 * len(first)
+    assert sum(each.status != 200 for each in later) <= 0.02 * len(later)
+    metrics = three.client.get("/metrics?name=gateway_upstream_attempts_total").text
+    assert f'replica="{victim.address}",outcome="failed"' in metrics
+
+
 @pytest.mark.fault(
     "a key for inference provokes errors of replicas, servers of completions and loads"
 )
