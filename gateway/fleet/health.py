@@ -17,6 +17,13 @@ MAX_EJECTION_S: Final = 300.0
 EJECTION_RESET_S: Final = 300.0  # after this time without an ejection, ejections start short again
 
 
+# Triton lists its repository for each index: in a bucket with S3, it makes two requests for each model.
+# An index that takes longer than this is read beside the probes, after pauses that grow with its duration.
+SLOW_INDEX_S: Final = 0.5
+SLOW_INDEX_PAUSES: Final = 10  # times the duration of a read
+MAX_INDEX_PAUSE_S: Final = 10.0
+
+
 class HealthState(IntEnum):
     """Health states from best to worst. No requests are sent to a `DOWN` replica."""
 
@@ -68,6 +75,31 @@ class Health:
         if self.missed_probes >= SLOW_AFTER_MISSES:
             return HealthState.SLOW
         return HealthState.EJECTED if now < self.ejected_until else HealthState.UP
+
+
+@dataclass(frozen=True)
+class IndexSchedule:
+    """When to read a replica's index next, by the clock of the caller."""
+
+    duration_s: float = 0.0  # of the last read
+    due_at: float = 0.0
+    has_failed: bool = False  # the last read
+
+    @property
+    def is_slow(self) -> bool:
+        return self.duration_s >= SLOW_INDEX_S
+
+    def with_read(self, now: float, duration_s: float) -> IndexSchedule:
+        # The first read after one that failed may have waited for a Triton that hung.
+        pause_s = 0.0 if self.has_failed else min(SLOW_INDEX_PAUSES * duration_s, MAX_INDEX_PAUSE_S)
+        return IndexSchedule(duration_s, now + pause_s)
+
+    def with_timeout(self, timeout_s: float) -> IndexSchedule:
+        return IndexSchedule(timeout_s, has_failed=True)
+
+    def with_request(self) -> IndexSchedule:
+        """Read it at the next probe, because it is known to be outdated."""
+        return replace(self, due_at=0.0)
 
 
 def can_eject(replica_count: int, ejected_count: int) -> bool:

@@ -17,6 +17,7 @@ from gateway.tensors.tf_serving import build_version_status
 from gateway.version_labels import InvalidLabel, VersionLabel, check_label_name, parse_label
 
 MAX_LABELS: Final = 64  # of a model
+MAX_PROBE_WAIT_S: Final = 2.0
 
 
 class VersionNotReady(Conflict):
@@ -55,7 +56,7 @@ class LabelManager:
             raise Conflict(
                 f"model {quote_text(model)} has {len(labels)} labels, which is the maximum; delete one first"
             )
-        await self._pool.monitor.probe_all()
+        await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         for version in label.versions:
             self._check_version(model, version)
         await self._state.set_label(model, name, label)

@@ -110,7 +110,7 @@ class ModelLoader:
             started_load = await self._state.begin_load(replica.name, model)
         resulting_load = ""  # unknown
         try:
-            if not self._pool.is_live(replica):
+            if not self._pool.is_responsive(replica):
                 raise RequestNotSent(replica.reason)
             await self._wait_while_reachable(replica, self._apply_action(replica, action))
             resulting_load = action.load_id
@@ -120,7 +120,8 @@ class ModelLoader:
                 # A failed load leaves the previous one in place.
                 resulting_load = started_load.confirmed_load
             self._record_failure(replica, action, exc)
-            await self._pool.monitor.probe(replica)
+            if self._pool.is_responsive(replica):
+                await self._pool.monitor.probe(replica)
             raise
         finally:
             for notify in (self._signatures.invalidate, *self.change_listeners):
@@ -140,13 +141,13 @@ class ModelLoader:
     async def _wait_while_reachable(
         self, replica: Replica, work: Coroutine[Any, Any, None]
     ) -> None:
-        """Wait for the action, which may take minutes, or until the replica is down or removed."""
+        """Wait for the action, which may take minutes, or until the replica is gone or does not respond."""
         task = asyncio.create_task(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=ACTION_POLL_S)
                 is_member = self._pool.replicas.get(replica.address) is replica
-                if not (task.done() or (is_member and self._pool.is_live(replica))):
+                if not (task.done() or (is_member and self._pool.is_responsive(replica))):
                     reason = replica.reason or "its address was removed"
                     raise RequestNotSent(f"the replica became unavailable: {reason}")
             await task
@@ -204,5 +205,5 @@ class ModelLoader:
                 is_up = self._pool.replica_state(replica) is HealthState.UP
                 if progress.is_done(replica.index, is_current=is_up):
                     return
-                await asyncio.sleep(max(ACTION_POLL_S, replica.index_duration_s))
+                await asyncio.sleep(max(ACTION_POLL_S, replica.index_schedule.duration_s))
         raise DeadlinePassed(self._load_timeout_s)

@@ -42,6 +42,7 @@ REPORT_INTERVAL_S: Final = 0.5
 SURPLUS_CHECK_INTERVAL_S: Final = 0.5
 # Other decisions on the replica wait for an eviction. It goes on afterwards.
 EVICTION_TIMEOUT_S: Final = 10.0
+MAX_PROBE_WAIT_S: Final = 2.0
 
 
 @dataclass(eq=False, repr=False)
@@ -155,7 +156,7 @@ class OnDemandLoader:
 
     async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
-        await asyncio.gather(*map(self._pool.monitor.probe, self._list_controllable_replicas()))
+        await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         await self.facts.update(checks_ensembles=True)
         if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
+UNRESPONSIVE_AFTER_S: Final = 3.5  # without an answer to a probe
 MAX_CANDIDATE_LISTS: Final = 10_000
 
 
@@ -138,6 +139,12 @@ class ReplicaPool:
         """Return whether the replica answers probes in time; one that is ejected does."""
         return self.replica_state(replica) <= HealthState.EJECTED
 
+    def is_responsive(self, replica: Replica) -> bool:
+        """Return whether the replica has answered a probe lately, so that an action on it may end."""
+        is_missed = replica.health.missed_probes > 0
+        is_late = is_missed and self._loop.time() - replica.answered_at > UNRESPONSIVE_AFTER_S
+        return self.is_live(replica) and not is_late
+
     def is_in_service(self, replica: Replica) -> bool:
         """Return whether the replica is reachable and not cordoned."""
         return replica.name not in self.cordoned and self.is_reachable(replica)
@@ -185,7 +192,7 @@ class ReplicaPool:
         if replica.index.is_ready(model, version):
             replica.index = replica.index.with_model_unloaded(model, version)
             replica.raw_index = b""
-            replica.index_due_at = 0.0
+            replica.index_schedule = replica.index_schedule.with_request()
             replica.probe_requested.set()
             self._notify_change()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
+import anyio
 import orjson
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
@@ -23,17 +25,13 @@ from gateway.triton.response import MAX_METADATA_BYTES
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S: Final = 1.0
+MAX_SILENCE_S: Final = 3.0  # of a replica whose index is being read
 MIN_PROBE_PAUSE_S: Final = 0.05
 TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
 DOWN_PROBE_INTERVAL_S: Final = 0.2
 INDEX_PATH: Final = b"/v2/repository/index"
 LIVENESS_PATH: Final = b"/v2/health/live"
-# Triton lists its repository for each index: in a bucket with S3, it makes two requests for each model.
-# An index that takes longer than this is read beside the probes, after pauses that grow with its duration.
-SLOW_INDEX_S: Final = 0.5
-SLOW_INDEX_TIMEOUT_S: Final = 20.0
-SLOW_INDEX_PAUSES: Final = 10  # times the duration of a read
-MAX_INDEX_PAUSE_S: Final = 10.0
+SLOW_INDEX_TIMEOUT_S: Final = 20.0  # while the replica answers on its liveness path
 MAX_INLINE_INDEX_BYTES: Final = 64 << 10  # about a thousand models; more are parsed in a thread
 PROBE_STATUS_REASONS: Final = {
     403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
@@ -55,12 +53,12 @@ class HealthMonitor:
     async def probe_periodically(self, replica: Replica) -> None:
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
         while self._replicas.get(replica.address) is replica:
-            if replica.health.is_down or replica.index_duration_s < SLOW_INDEX_S:
+            if replica.health.is_down or not replica.index_schedule.is_slow:
                 await self.probe(replica)
-            else:
-                if self._loop.time() >= replica.index_due_at and not replica.index_lock.locked():
+            elif await self._check_liveness(replica):
+                is_due = self._loop.time() >= replica.index_schedule.due_at
+                if is_due and not replica.index_lock.locked():
                     self._index_reads.start(self.probe(replica))
-                await self._check_liveness(replica)
             await asyncio.sleep(MIN_PROBE_PAUSE_S)
             pause_s = self._interval_s
             if replica.health.state(self._loop.time()) is HealthState.DOWN:
@@ -75,16 +73,21 @@ class HealthMonitor:
             replica.probe_requested.clear()
             replica.latency.decay()
 
-    async def probe_all(self) -> None:
-        """Probe every replica, after this call began; calls that wait at the same time share the probes."""
-        if (running := self._round) is not None and not running.done():
-            await asyncio.wait([running])  # what it reads may be from before this call
-        if self._round is None or self._round.done():
-            self._round = asyncio.create_task(self._probe_round())
-        await asyncio.shield(self._round)
+    async def probe_all(self, max_wait_s: float = inf) -> None:
+        """Probe the replicas after this call began, and wait for those that answered their last probe.
+
+        Calls that wait at the same time share the probes. After `max_wait_s`, the last indexes have to do.
+        """
+        with anyio.move_on_after(max_wait_s):
+            if (running := self._round) is not None and not running.done():
+                await asyncio.wait([running])  # what it reads may be from before this call
+            if self._round is None or self._round.done():
+                self._round = asyncio.create_task(self._probe_round())
+            await asyncio.shield(self._round)
 
     async def _probe_round(self) -> None:
-        await asyncio.gather(*map(self.probe, list(self._replicas.values())))
+        answering = [each for each in self._replicas.values() if not each.health.missed_probes]
+        await asyncio.gather(*map(self.probe, answering))
 
     async def close(self) -> None:
         rounds = [] if self._round is None else [self._round]
@@ -94,6 +97,8 @@ class HealthMonitor:
         """Read the replica's index, which shows that it is alive as well."""
         try:
             async with replica.index_lock:
+                if replica.index_schedule.is_slow:
+                    await self._request(replica, b"GET", LIVENESS_PATH, PROBE_TIMEOUT_S)
                 changed = await self._read_index(replica)
         except GatewayError as exc:
             replica.is_index_valid = replica.is_index_valid and not isinstance(exc, BadUpstream)
@@ -104,19 +109,17 @@ class HealthMonitor:
 
     async def _read_index(self, replica: Replica) -> bool:
         """Return whether the index changed. Raises `GatewayError`."""
-        is_slow = replica.index_duration_s >= SLOW_INDEX_S
-        timeout_s = SLOW_INDEX_TIMEOUT_S if is_slow else PROBE_TIMEOUT_S
+        schedule = replica.index_schedule
+        timeout_s = SLOW_INDEX_TIMEOUT_S if schedule.is_slow else PROBE_TIMEOUT_S
         started_at = perf_counter()
+        request = self._request(replica, b"POST", INDEX_PATH, timeout_s)
         try:
-            body = await self._request(replica, b"POST", INDEX_PATH, timeout_s)
+            body = await (self._wait_while_alive(replica, request) if schedule.is_slow else request)
         except DeadlinePassed:
-            replica.index_duration_s, replica.index_due_at = timeout_s, 0.0
+            replica.index_schedule = schedule.with_timeout(timeout_s)
             raise
-        now = self._loop.time()
-        replica.index_duration_s = duration_s = perf_counter() - started_at
-        pause_s = min(SLOW_INDEX_PAUSES * duration_s, MAX_INDEX_PAUSE_S)
-        # The first read after one that failed may have waited for a Triton that hung.
-        replica.index_due_at = now + pause_s if replica.index_due_at else now
+        duration_s = perf_counter() - started_at
+        replica.index_schedule = schedule.with_read(self._loop.time(), duration_s)
         if body == replica.raw_index:
             return False
         try:
@@ -126,15 +129,31 @@ class HealthMonitor:
         replica.raw_index = body
         return True
 
-    async def _check_liveness(self, replica: Replica) -> None:
+    async def _wait_while_alive(
+        self, replica: Replica, request: Coroutine[Any, Any, bytes]
+    ) -> bytes:
+        """Wait for a slow index. Raises `DeadlinePassed` if the replica stops answering other probes."""
+        reading = asyncio.create_task(request)
+        try:
+            while not reading.done():
+                await asyncio.wait([reading], timeout=PROBE_TIMEOUT_S)
+                if self._loop.time() - replica.answered_at > MAX_SILENCE_S:
+                    raise DeadlinePassed(MAX_SILENCE_S)
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _check_liveness(self, replica: Replica) -> bool:
+        """Return whether the replica is alive. If its last index is valid, it is reachable then."""
         try:
             await self._request(replica, b"GET", LIVENESS_PATH, PROBE_TIMEOUT_S)
         except GatewayError as exc:
             self._record_missed_probe(replica, exc)
-        else:
-            # Otherwise only a new index can tell what it serves.
-            if replica.is_index_valid and not replica.health.is_down:
-                self._record_answer(replica)
+            return False
+        # Otherwise only a new index can tell what it serves.
+        if replica.is_index_valid and not replica.health.is_down:
+            self._record_answer(replica)
+        return True
 
     async def _request(
         self, replica: Replica, method: bytes, path: bytes, timeout_s: float
@@ -154,6 +173,7 @@ class HealthMonitor:
         if response.status != 200:
             reason = PROBE_STATUS_REASONS.get(response.status)
             raise BadUpstream(reason or f"Triton returned status {response.status}")
+        replica.answered_at = self._loop.time()
         return response.body
 
     def _record_answer(self, replica: Replica, *, changed: bool = False) -> None:

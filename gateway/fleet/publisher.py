@@ -5,9 +5,10 @@ A change continues when its client disconnects: files and replicas must not disa
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -59,30 +60,43 @@ class ModelPublisher:
         await self._tasks.run_audited("removal", model, self._remove_version(model, version))
 
     async def _recover(self) -> None:
-        """Load models again whose files were reverted, because a replica may have loaded the changed ones."""
+        """Revert the changes that exited processes left uncommitted, if nobody does it before."""
         try:
-            models = await self.files.recover()
+            models = await self.files.list_interrupted()
+            await asyncio.gather(*map(self._recover_model, models))
         except GatewayError as exc:
             log.warning("interrupted uploads were not reverted: %s", exc.detail)
-            return
-        for model in models:
-            log.warning("reverted an interrupted upload of model %s", quote_text(model))
-            try:
-                await self._repository.read_indexes()
-                if not await self.files.run(self.files.has_model, model):
-                    with suppress(UnknownModel):
-                        await self._repository.unload(model, {})
-                    await self._repository.forget(model)
-                elif self._repository.is_wanted(model):
-                    await self._repository.load(model, {})
-            except GatewayError as exc:
-                log.warning("model %s was not loaded again: %s", quote_text(model), exc.detail)
+
+    async def _recover_model(self, model: str) -> None:
+        async with self._lock_model(model):
+            pass
+
+    @asynccontextmanager
+    async def _lock_model(self, model: str) -> AsyncIterator[None]:
+        async with self.files.lock_model(model) as is_reverted:
+            if is_reverted:
+                log.warning("reverted an interrupted upload of model %s", quote_text(model))
+                await self._reload(model)
+            yield
+
+    async def _reload(self, model: str) -> None:
+        """Load a model whose files were reverted, because a replica may have loaded the changed ones."""
+        try:
+            await self._repository.read_indexes()
+            if not await self.files.run(self.files.has_model, model):
+                with suppress(UnknownModel):
+                    await self._repository.unload(model, {})
+                await self._repository.forget(model)
+            elif self._repository.is_wanted(model):
+                await self._repository.load(model, {})
+        except GatewayError as exc:
+            log.warning("model %s was not loaded again: %s", quote_text(model), exc.detail)
 
     async def _publish(
         self, model: str, version: int | None, build: UploadBuild, *, load: bool
     ) -> ModelUpload:
         files = self.files
-        async with files.lock_model(model):
+        async with self._lock_model(model):
             existing_config = await files.run(files.read_config, model)
             built = await files.run(build, existing_config)
             existing = await files.run(files.list_versions, model)
@@ -110,7 +124,7 @@ class ModelPublisher:
 
     async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         files = self.files
-        async with files.lock_model(model):
+        async with self._lock_model(model):
             if not await files.run(files.has_model, model):
                 raise UnknownModel(model)
             with suppress(UnknownModel):  # the Tritons do not know it
@@ -122,7 +136,7 @@ class ModelPublisher:
 
     async def _remove_version(self, model: str, version: int) -> None:
         files = self.files
-        async with files.lock_model(model):
+        async with self._lock_model(model):
             versions = await files.run(files.list_versions, model)
             if version not in versions:
                 raise UnknownModel(model, str(version))

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from gateway.exposition.page_cache import PageCache
 from gateway.fleet.balancer import RelativeLatency
-from gateway.fleet.health import Health
+from gateway.fleet.health import Health, IndexSchedule
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
@@ -97,11 +97,11 @@ class Replica:
         self.name = str(address)
         self.restricted_api = read_restricted_api(settings)
         self.health = Health()
-        self.up_since = 0.0  # when a probe found it up after it was down, by the event loop's clock
+        # When a probe found it up after it was down, and when it last answered one, by the loop's clock.
+        self.up_since = self.answered_at = 0.0
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
-        self.index_duration_s = 0.0  # of the last read; of a bucket, Triton lists all each time
-        self.index_due_at = 0.0  # when to read it next if that is slow, by the event loop's clock
+        self.index_schedule = IndexSchedule()
         self.is_index_valid = True  # the last one that was read
         self.index_lock = asyncio.Lock()  # a read that began later must not end earlier
         self.reason = "not probed yet"

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 from gateway.admission import AdmissionQueue
@@ -43,6 +44,8 @@ from gateway.tasks import TaskSet, cancel_tasks
 log = logging.getLogger(__name__)
 
 REPLICA_UNREACHABLE: Final = "UNREACHABLE"
+MAX_INDEX_WAIT_S: Final = 2.0  # for replicas that stop answering, or whose index is slow
+MAX_ACTION_DELAY_S: Final = 0.9  # of a load or unload, unless no index is known to have the model
 
 VisibilityCheck = Callable[[str], bool]
 
@@ -111,8 +114,16 @@ class Repository:
 
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
-        await self._pool.monitor.probe_all()
+        await self._pool.monitor.probe_all(MAX_INDEX_WAIT_S)
         return self._pool.list_usable_indexes()
+
+    async def _find_model(self, model: str) -> bool:
+        """Return whether a usable replica has the model in its repository. Raises `NoReplica`."""
+        for max_wait_s in (MAX_ACTION_DELAY_S, inf):
+            await self._pool.monitor.probe_all(max_wait_s)
+            if model in model_names(self._pool.list_usable_indexes().values()):
+                return True
+        return False
 
     # Operations.
 
@@ -163,7 +174,7 @@ class Repository:
         parameters = {name: value for name, value in parameters.items() if name != STAGED}
         async with self._reconciler.lock_model(model):
             # A model that exists only in the load request is in no index, so its state would be unknown.
-            if model not in model_names((await self.read_indexes()).values()):
+            if not await self._find_model(model):
                 raise UnknownModelToLoad(model)
             before = self.state.desired_models.get(model)
             staged_loads: Mapping[Replica, StartedLoad] = {}
@@ -213,7 +224,7 @@ class Repository:
                 raise Conflict(
                     f"model {quote_text(model)} is declared in the models file; remove it there first"
                 )
-            if model not in model_names((await self.read_indexes()).values()):
+            if not await self._find_model(model):
                 return await self._unload_absent(report)
             if not with_dependents and (
                 dependents := await find_dependents(self._pool, self._signatures, model)
@@ -283,7 +294,7 @@ class Repository:
             report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
         except GatewayError as exc:
             state = replica.index.model_state(action.model).state
-            is_reachable = self._pool.is_reachable(replica)
+            is_reachable = self._pool.is_reachable(replica) and self._pool.is_responsive(replica)
             report.outcomes[replica.name] = Outcome(
                 state if is_reachable else REPLICA_UNREACHABLE, exc
             )

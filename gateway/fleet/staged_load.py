@@ -39,23 +39,27 @@ async def run_staged_load(
     report: OperationReport,
     run_on_replica: Callable[[Replica], Awaitable[None]],
 ) -> Mapping[Replica, StartedLoad]:
-    """Load the model on one reachable replica after the other.
+    """Load the model on one replica after the other; those that do not respond are no stages.
 
     The returned loads stay in progress, so that no gateway repairs these replicas until the caller has
     stored the desired state. Raises `StagedLoadFailed` after the first failure.
     """
     model, staged_loads = report.model, dict[Replica, StartedLoad]()
-    replicas = sorted(pool.replicas.values(), key=lambda each: each.name)
+    replicas = sorted(
+        pool.replicas.values(), key=lambda each: (each.health.missed_probes, each.name)
+    )
     report.replica_count = len(replicas)
     try:
         for replica in replicas:
-            if pool.is_reachable(replica):
+            if pool.is_reachable(replica) and pool.is_responsive(replica):
                 staged_loads[replica] = await state.begin_load(replica.name, model)
                 await run_on_replica(replica)
                 error = report.outcomes[replica.name].error
                 if error is not None and not isinstance(error, TRANSPORT_ERRORS):
                     # A failed load leaves the previous one in place.
                     await state.end_loads(model, {replica: staged_loads.pop(replica)}, None)
+                if pool.is_live(replica) and not pool.is_responsive(replica):
+                    continue  # it hangs; the reconciler loads the model when it responds again
                 await check_outcome(report, replica)
     except BaseException:
         await state.end_loads(model, staged_loads, "")

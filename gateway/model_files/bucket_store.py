@@ -61,21 +61,13 @@ class BucketStore(ModelStore):
         except RepositoryUnavailable as exc:
             log.warning("models cannot be uploaded to the bucket %s: %s", self._name, exc.detail)
 
-    async def recover(self) -> list[str]:
+    async def list_interrupted(self) -> list[str]:
         if not self.can_write:
             return []
         keys = await self.run(self._bucket.list_top_level)
         locked = {key.removeprefix(LOCK_PREFIX) for key in keys if key.startswith(LOCK_PREFIX)}
         copied = {parse_copy_name(key) for key in keys if key.startswith(COPY_PREFIX)}
-        recovered = []
-
-        async def recover_model(model: str) -> None:
-            async with self.lock_model(model) as is_reverted:
-                if is_reverted:
-                    recovered.append(model)
-
-        await asyncio.gather(*map(recover_model, locked | copied))
-        return recovered
+        return sorted(locked | copied)
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -45,17 +45,19 @@ log = logging.getLogger(__name__)
 
 LOCK_SUFFIX: Final = "lock"
 MODEL_LOCKS_FILE: Final = f"{TEMPORARY_PREFIX}models.{LOCK_SUFFIX}"
-OWNER_LOCK: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-{LOCK_SUFFIX}")
+# What the names of a process's temporary files begin with.
+OWNER_PREFIX: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-")
 MODEL_LOCK_POLL_S: Final = 0.05
 BYTECODE_FOLDER: Final = "__pycache__"
 PIECE_BYTES: Final = 256 << 10
 
 
 class FolderStore(ModelStore):
-    """The models' folder. Several processes may use the same folder, on a shared file system too.
+    """The models' folder. Several processes may use it, on a shared file system too.
 
-    Each process has a file that it keeps locked; temporary files that contain the name of another process's
-    file are removed once nobody has that file locked.
+    Each process has a file that it keeps locked, whose prefix all of its temporary files have. They are
+    removed when nobody has that file locked; those in a model's folder, which may be a change to revert, only
+    under the lock of the model.
     """
 
     def __init__(self, root: Path, *, can_write: bool, max_bytes: int = 0) -> None:
@@ -69,17 +71,16 @@ class FolderStore(ModelStore):
         self._unwritten_bytes = 0
         self._owner_lock = -1
         self._model_locks = -1
-        self._recovered_models: list[str] = []
 
     # Life cycle.
 
     def open(self) -> None:
-        """Remove the leftovers of processes that have exited; log a folder that cannot be used."""
+        """Remove the unfinished uploads of processes that have exited; log a folder that cannot be used."""
         if not self.can_write:
             return
         try:
             with translate_os_errors():
-                self._recover()
+                self._remove_abandoned_uploads()
         except (RepositoryFull, RepositoryUnavailable) as exc:
             log.warning("models cannot be uploaded to %s: %s", self.root, exc.detail)
 
@@ -87,14 +88,22 @@ class FolderStore(ModelStore):
         self._threads.shutdown()
         if self._owner_lock >= 0:
             with suppress(OSError):
-                self._remove_leftovers(self._prefix)
+                for folder in list_model_folders(self.root):
+                    recover_folder(folder, self._prefix, self._name_temporary)
+                self._remove_uploads(self._prefix)
                 self._owner_lock_path(self._prefix).unlink(missing_ok=True)
             os.close(self._owner_lock)
         if self._model_locks >= 0:
             os.close(self._model_locks)
 
-    async def recover(self) -> list[str]:
-        return self._recovered_models
+    async def list_interrupted(self) -> list[str]:
+        if not self.can_write:
+            return []
+        return await self.run(self._list_interrupted)
+
+    def _list_interrupted(self) -> list[str]:
+        folders = list_model_folders(self.root)
+        return [folder.name for folder in folders if any(self._list_abandoned_prefixes(folder))]
 
     def _owner_lock_path(self, prefix: str) -> Path:
         return self.root / f"{prefix}{LOCK_SUFFIX}"
@@ -111,31 +120,50 @@ class FolderStore(ModelStore):
                 else:
                     os.close(descriptor)
 
-    def _recover(self) -> None:
-        names = [entry.name for entry in os.scandir(self.root)]
-        for path in map(self.root.joinpath, filter(OWNER_LOCK.fullmatch, names)):
-            prefix = path.name.removesuffix(LOCK_SUFFIX)
-            if prefix == self._prefix:
-                continue
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    continue  # its process is running
-                log.warning("removing the leftovers of an interrupted upload in %s", self.root)
-                self._remove_leftovers(prefix)
-                path.unlink()
+    def _has_exited(self, prefix: str) -> bool:
+        """Return whether the process with these temporary files has exited."""
+        if prefix == self._prefix:
+            return False
+        try:
+            with self._owner_lock_path(prefix).open("rb") as file:
+                # Shared: another process may ask at the same time.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
-    def _remove_leftovers(self, prefix: str) -> None:
-        for folder in list_folders(self.root):
-            if not is_temporary(folder.name) and recover_folder(
-                folder, prefix, self._name_temporary
-            ):
-                self._recovered_models.append(folder.name)
+    def _list_abandoned_prefixes(self, folder: Path) -> list[str]:
+        """Return the prefixes of temporary files in a folder whose processes have exited."""
+        matches = (OWNER_PREFIX.match(entry.name) for entry in os.scandir(folder))
+        return list(filter(self._has_exited, {match[0] for match in matches if match}))
+
+    def _remove_abandoned_uploads(self) -> None:
+        prefixes = self._list_abandoned_prefixes(self.root)
+        for prefix in prefixes:
+            log.warning("removing the leftovers of an interrupted upload in %s", self.root)
+            self._remove_uploads(prefix)
+        if prefixes and not self._list_interrupted():
+            for prefix in prefixes:
+                self._owner_lock_path(prefix).unlink(missing_ok=True)
+
+    def _remove_uploads(self, prefix: str) -> None:
         for entry in list(os.scandir(self.root)):
             if entry.name.startswith(prefix) and entry.name != f"{prefix}{LOCK_SUFFIX}":
                 path = Path(entry.path)
                 FolderChange(path, self._name_temporary).remove_folder()
+
+    def _revert_abandoned_changes(self, model: str) -> bool:
+        """Revert the uncommitted changes of exited processes; return whether there were any."""
+        folder = self.root / model
+        if not folder.is_dir():
+            return False
+        reverted = [
+            recover_folder(folder, prefix, self._name_temporary)
+            for prefix in self._list_abandoned_prefixes(folder)
+        ]
+        return any(reverted)
 
     def _name_temporary(self, folder: Path) -> Path:
         return folder / f"{self._prefix}{next(self._numbers)}"
@@ -151,7 +179,7 @@ class FolderStore(ModelStore):
             await asyncio.sleep(MODEL_LOCK_POLL_S)
         try:
             await self.run(self._check_folder, model)
-            yield False
+            yield await self.run(self._revert_abandoned_changes, model)
         finally:
             fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
 
@@ -310,6 +338,10 @@ def find_checksum_key(path: Path) -> tuple[int, ...]:
 
 def list_folders(folder: Path) -> list[Path]:
     return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def list_model_folders(root: Path) -> list[Path]:
+    return [folder for folder in list_folders(root) if not is_temporary(folder.name)]
 
 
 def walk_model_files(folder: Path, *, with_temporary: bool = False) -> Iterator[Path]:

@@ -76,8 +76,8 @@ class ModelStore(ABC):
         """Prepare the store; log a warning if it cannot be used."""
 
     @abstractmethod
-    async def recover(self) -> list[str]:
-        """Revert the changes that exited processes left uncommitted; return the models."""
+    async def list_interrupted(self) -> list[str]:
+        """Return the models that may have changes which exited processes left uncommitted."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -97,8 +97,8 @@ class ModelStore(ABC):
     async def lock_model(self, model: str) -> AsyncIterator[bool]:
         """Wait until no other process and no other task changes this model.
 
-        Yields whether the uncommitted change of an exited process was reverted. Raises `Conflict` for a
-        model that the gateway must not change.
+        Reverts the uncommitted change of an exited process, before anything else is changed, and yields
+        whether there was one. Raises `Conflict` for a model that the gateway must not change.
         """
         lock = self._locks.setdefault(model, asyncio.Lock())
         async with lock, self._lock_processes(model) as is_reverted:

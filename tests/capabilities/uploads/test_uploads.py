@@ -571,11 +571,11 @@ def test_what_a_killed_gateway_leaves_is_removed_by_the_next(place: FolderPlace)
     wait_until(lambda: not hidden(place.repository))
 
 
-@pytest.mark.long
-def test_a_version_whose_load_was_interrupted_by_a_kill_is_removed_at_the_next_start(
+@pytest.mark.fault("a gateway is killed while it uploads a model, and another one uploads the same")
+def test_an_upload_that_a_kill_interrupted_is_reverted_before_the_next_change_of_its_model(
     place: FolderPlace,
 ) -> None:
-    """The Tritons load it nevertheless, and then the previous version again."""
+    """The Tritons load its version nevertheless, and then the previous one again."""
     with place.another_gateway() as (client, command):
         assert client.put("/v1/models/cut", content=FIRST).status_code == 201
         for triton in place.tritons:
@@ -593,10 +593,14 @@ def test_a_version_whose_load_was_interrupted_by_a_kill_is_removed_at_the_next_s
         finally:
             for triton in place.tritons:
                 triton.signal(signal.SIGCONT)
+    uploaded = place.client.put("/v1/models/uncut", content=FIRST)
+    assert (uploaded.status_code, uploaded.json()["version"]) == (201, "1")
+    assert place.infer("uncut") == [2, 3]
     with place.another_gateway() as (client, command):
         command.wait_for("reverted an interrupted upload of model 'cut'")
-        assert place.versions("cut") == ["1"]
-        assert not (place.repository / "uncut").exists()
+        assert "model 'uncut'" not in command.output
+        assert place.versions("cut") == place.versions("uncut") == ["1"]
+        assert place.infer("uncut", client) == [2, 3]
         wait_until(lambda: place.infer("cut", client) == [2, 3])
         wait_until(lambda: listed_states(client, "cut") == ["READY", "READY"])
         assert hidden(place.repository) == []

@@ -1,0 +1,74 @@
+"""Management while one of three real Tritons is stopped: it accepts connections, and never answers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.fleet import QUICK, Fleet, fleet_of
+from tests.support.wait import wait_until
+
+STAGED = {"parameters": {"staged": True}}
+HANGS = pytest.mark.fault(
+    "a replica accepts connections and never answers, while models are managed"
+)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("hung")
+    with fleet_of(folder, 3, **QUICK, load_timeout_s="10") as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def hung(fleet: Fleet) -> Iterator[str]:
+    """The address of a replica that has just been stopped, and goes on after the test."""
+    triton = fleet.tritons[0]
+    triton.signal(signal.SIGSTOP)
+    yield triton.address
+    triton.signal(signal.SIGCONT)
+    fleet.restore()
+
+
+def measure(response: httpx.Response, max_s: float) -> httpx.Response:
+    assert response.elapsed.total_seconds() <= max_s
+    return response
+
+
+@HANGS
+def test_the_index_and_labels_do_not_wait_for_a_replica_that_hangs(fleet: Fleet, hung: str) -> None:
+    for _ in range(3):
+        measure(fleet.client.post("/v2/repository/index"), 3).raise_for_status()
+    path = "/v1/models/echo/labels/stable"
+    measure(fleet.client.put(path, json={"version": "1"}), 3).raise_for_status()
+    measure(fleet.client.delete(path), 3).raise_for_status()
+
+
+@HANGS
+@pytest.mark.parametrize("body", [{}, STAGED], ids=["load", "staged load"])
+def test_a_load_reaches_the_others_at_once_and_the_replica_that_hung_later(
+    fleet: Fleet, hung: str, body: dict[str, object]
+) -> None:
+    response = measure(fleet.load("late", json=body), 6)
+    assert (response.status_code, response.json()["code"]) == (502, "PARTLY_DONE")
+    states = {at: each["state"] for at, each in response.json()["replicas"].items()}
+    assert states.pop(hung) == "UNREACHABLE"
+    assert set(states.values()) == {"READY"}
+    fleet.tritons[0].signal(signal.SIGCONT)
+    assert wait_until(lambda: set(fleet.states("late").values()) == {"READY"}) <= 15
+    unloaded = fleet.unload("late")
+    assert unloaded.status_code == 200, unloaded.text
+
+
+@HANGS
+def test_an_unload_reaches_the_others_at_once_and_the_replica_that_hung_later(
+    fleet: Fleet, hung: str
+) -> None:
+    response = measure(fleet.unload("other"), 6)
+    assert response.json()["replicas"][hung]["state"] == "UNREACHABLE"
+    fleet.tritons[0].signal(signal.SIGCONT)
+    assert wait_until(lambda: set(fleet.states("other").values()) == {"UNAVAILABLE"}) <= 15
