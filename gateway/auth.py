@@ -23,6 +23,7 @@ from gateway.keys import Caller, KeysFile, Right, Role
 from gateway.messages import quote_text
 from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
 from gateway.request_info import ManagementCall, read_head
+from gateway.tasks import repeat
 
 KEYS_FILE_POLL_S: Final = 0.5
 AUTHORIZATION: Final = b"authorization"
@@ -100,9 +101,14 @@ class Authenticator:
                 )
 
     async def watch_keys_file(self) -> None:
-        while self._keys_file is not None:
+        if (file := self._keys_file) is None:
+            return
+
+        async def check() -> None:
             await asyncio.sleep(KEYS_FILE_POLL_S)
-            self._keys_file.reload_if_changed()
+            file.reload_if_changed()
+
+        await repeat("keys_file", check)
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -45,6 +45,7 @@ from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.state.desired import StateStore
 from gateway.state.store import open_configured_store
+from gateway.tasks import repeat
 from gateway.tracing import Tracer
 from gateway.triton.restricted_api import read_restricted_api
 
@@ -69,7 +70,8 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
     """Measure the event loop's lag and flush the metrics, for the pages of other workers, for ever."""
     loop = asyncio.get_running_loop()
     lags: deque[float] = deque(maxlen=LAG_SAMPLES)
-    while True:
+
+    async def update() -> None:
         due = loop.time() + METRICS_INTERVAL_S
         await asyncio.sleep(METRICS_INTERVAL_S)
         lags.append(max(loop.time() - due, 0.0))
@@ -78,6 +80,8 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
         metrics.request_memory.set(memory.used_bytes)
         metrics.update_dropped_lines(logs.count_dropped_lines())
         metrics.flush()
+
+    await repeat("metrics", update)
 
 
 def create_tls_context(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import yaml
 
-from gateway.messages import CommandError
+from gateway.messages import CommandError, describe_difference
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,13 @@ class WatchedFile(Generic[T]):
             log.error("%s; the last valid version stays in use", exc)
             return False
         self.is_valid = True
-        log.warning("%s changed and was reloaded", self.path)
+        difference = describe_difference(self.name_entries(previous), self.name_entries(self.value))
+        log.warning("%s changed and was reloaded: %s", self.path, difference)
         return self.value != previous
+
+    def name_entries(self, value: T) -> Mapping[str, object]:
+        """Return the entries of a value by the names that the log gets."""
+        return value if isinstance(value, Mapping) else {}
 
     def _read_stamp(self) -> list[tuple[int, ...]]:
         return [read_file_stamp(path) for path in (self.path, *self._companions)]

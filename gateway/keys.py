@@ -182,6 +182,9 @@ class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
     def __init__(self, path: Path) -> None:
         super().__init__(path, read_keys_file)
 
+    def name_entries(self, value: Mapping[bytes, Caller]) -> Mapping[str, object]:
+        return {caller.name: caller for caller in value.values()}
+
     def find_caller(self, digest: bytes) -> Caller | None:
         """Return the caller with the key of this SHA-256.
 

@@ -75,8 +75,8 @@ class LineWriter:
         return True
 
     def _append_notice(self) -> None:
-        count, self._unreported_count = self._unreported_count, 0
-        self._append(f"{self.format_notice(count)}\n")
+        self._append(f"{self.format_notice(self._unreported_count)}\n")
+        self._unreported_count = 0
 
     def _append(self, text: str) -> None:
         self._lines.append(text)
@@ -86,13 +86,26 @@ class LineWriter:
         while True:
             self._wakeup.get()
             time.sleep(BATCH_DELAY_S)
-            while lines := self._take_batch():
-                data = "".join(lines).encode("utf-8", "backslashreplace")
+            is_idle = False
+            while not is_idle:
                 try:
-                    write_fully(self.descriptor, data)
-                except OSError:  # the reader closed the pipe, or the disk is full
+                    is_idle = self._write_batch()
+                except Exception:  # noqa: BLE001 - such as MemoryError; later lines must be written
                     with self._lock:
-                        self.dropped_count += len(lines)
+                        self.dropped_count += 1
+                    time.sleep(BATCH_DELAY_S)
+
+    def _write_batch(self) -> bool:
+        """Write the next lines; return whether there are none."""
+        lines = self._take_batch()
+        if lines:
+            data = "".join(lines).encode("utf-8", "backslashreplace")
+            try:
+                write_fully(self.descriptor, data)
+            except OSError:  # the reader closed the pipe, or the disk is full
+                with self._lock:
+                    self.dropped_count += len(lines)
+        return not lines
 
     def _take_batch(self) -> list[str]:
         """Return the next lines to write; an empty list marks the thread as idle."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import select
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import ClassVar, Final, TextIO
@@ -74,3 +74,19 @@ def join_names(names: Iterable[str], limit: int = 20) -> str:
     if len(shown) < 2:
         return "".join(shown) or "nothing"
     return ", ".join(shown[:-1]) + " and " + shown[-1]
+
+
+def describe_difference(before: Mapping[str, object], after: Mapping[str, object]) -> str:
+    """Return the names that were added, removed and changed, such as `added a; changed b and c`."""
+    changed = (name for name in before.keys() & after.keys() if before[name] != after[name])
+    parts = {
+        "added": after.keys() - before.keys(),
+        "removed": before.keys() - after.keys(),
+        "changed": set(changed),
+    }
+    listed = (
+        f"{verb} {join_names(map(quote_text, sorted(names)))}"
+        for verb, names in parts.items()
+        if names
+    )
+    return "; ".join(listed) or "nothing of effect"

@@ -24,6 +24,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from gateway import __version__
 from gateway.prometheus_compat import add_observations
 from gateway.request_info import RequestInfo
+from gateway.tasks import BACKGROUND_LOOPS, background_failures
 
 DURATION_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
@@ -222,6 +223,13 @@ class Metrics:
             "gateway_log_lines_dropped_total",
             "Log lines dropped because standard error was not read in time.",
         )
+        self.background_failures = create.counter(
+            "gateway_background_failures_total",
+            "Unexpected errors of loops in the background, which are logged and go on.",
+            ("loop",),
+        )
+        for loop in BACKGROUND_LOOPS:
+            self.background_failures.labels(loop)
         self.loop_lag = create.worst(
             "gateway_event_loop_lag_seconds",
             "Maximum delay of the event loop over the last ten seconds.",
@@ -266,6 +274,9 @@ class Metrics:
         self._dropped_lines = total
 
     def flush(self) -> None:
+        while background_failures:
+            loop, count = background_failures.popitem()
+            self.background_failures.labels(loop).inc(count)
         flushed, self._pending = self._pending, {}
         for (route, model, version, (status, code)), pending in flushed.items():
             histogram = self.duration.labels(route, model, version, status, code)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from gateway import audit
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 CANCEL_RETRY_S: Final = 0.2
+FAILURE_PAUSE_S: Final = 1.0
+# Loops that run as long as the gateway, by their label in `gateway_background_failures_total`.
+BACKGROUND_LOOPS: Final = (
+    "bucket_lock", "discovery", "keys_file", "lease", "maintenance", "metrics", "model_copies", "on_demand",
+    "probe", "reconciler", "scaler",
+)  # fmt: skip
+background_failures: Counter[str] = Counter()
 
 
 class TaskSet(set[asyncio.Task[Any]]):
@@ -30,6 +41,22 @@ class TaskSet(set[asyncio.Task[Any]]):
         except asyncio.CancelledError:
             task.add_done_callback(partial(audit.log_result, action, model))
             raise
+
+
+async def repeat(loop: str, step: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Repeat a step of a background loop for ever, whatever it raises."""
+    while True:
+        await run_step(loop, step)
+
+
+async def run_step(loop: str, step: Callable[[], Awaitable[object]]) -> None:
+    """Run a step of a background loop. An unexpected error is logged and counted, and followed by a pause."""
+    try:
+        await step()
+    except Exception:
+        background_failures[loop] += 1
+        log.exception("the background loop %s failed and goes on", loop)
+        await asyncio.sleep(FAILURE_PAUSE_S)
 
 
 async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.config_files import WatchedFile
@@ -118,7 +118,7 @@ class StateCollector(Collector):
         self._store = store
         self._files = files
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(
             "gateway_state_up", "1 if the state store (GATEWAY_STATE) can be read and written."
         )
@@ -131,4 +131,9 @@ class StateCollector(Collector):
         for name, file in self._files.items():
             if file is not None:
                 valid.add_metric([name], float(file.is_valid))
-        yield from (state, valid)
+        losses = CounterMetricFamily(
+            "gateway_state_losses",
+            "How often Redis had lost the state, and this process wrote the last known one again.",
+            value=self._store.loss_count,
+        )
+        yield from (state, valid, losses)

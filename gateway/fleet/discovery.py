@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 
 from gateway.fleet.replica import ReplicaAddress, parse_replica_url
+from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,11 @@ class ReplicaDiscovery:
         await asyncio.gather(*map(self._look_up_periodically, self._names))
 
     async def _look_up_periodically(self, name: DnsName) -> None:
-        while True:
+        async def look_up() -> None:
             await asyncio.sleep(self._interval_s)
             await self._look_up(name)
+
+        await repeat("discovery", look_up)
 
     async def _look_up(self, name: DnsName) -> None:
         """Look the addresses up. If that fails, the last known ones stay in use."""

@@ -16,6 +16,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState
 from gateway.messages import quote_text
+from gateway.tasks import repeat
 
 DRAIN_POLL_S: Final = 0.1
 REPORT_INTERVAL_S: Final = 0.5
@@ -105,11 +106,14 @@ class Maintenance:
 
     async def report_work(self) -> None:
         """Tell the other gateways, for ever, on which cordoned replicas this one still has work."""
-        while True:
+
+        async def report() -> None:
             await asyncio.sleep(REPORT_INTERVAL_S)
             if self.pool.cordoned:
                 with suppress(StateUnavailable):  # the store logs it
                     await self._exchange_reports()
+
+        await repeat("maintenance", report)
 
     async def _exchange_reports(self) -> list[Mapping[str, Any]]:
         busy = [

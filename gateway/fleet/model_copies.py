@@ -14,7 +14,7 @@ from gateway.fleet.on_demand_plan import Placement, is_removable, plan_copies, u
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.fleet.replica import Replica
-from gateway.tasks import cancel_tasks
+from gateway.tasks import cancel_tasks, repeat
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,13 @@ class ModelCopies:
     _backoffs: dict[str, Backoff] = field(default_factory=dict)
 
     async def run(self) -> None:
+        async def update() -> None:
+            await asyncio.sleep(DEMAND_INTERVAL_S)
+            if self._loader.models.is_enabled and self._reconciler.is_leader:
+                self._start_changes()
+
         try:
-            while True:
-                await asyncio.sleep(DEMAND_INTERVAL_S)
-                if self._loader.models.is_enabled and self._reconciler.is_leader:
-                    self._start_changes()
+            await repeat("model_copies", update)
         finally:
             await cancel_tasks(self._changes.values())
 

@@ -34,6 +34,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import SignatureCache
 from gateway.settings import Settings
+from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
 
@@ -187,22 +188,28 @@ class OnDemandLoader:
 
     async def report_usage(self) -> None:
         """Tell the other gateways what this one uses, for ever; no slow action delays it."""
-        while True:
+
+        async def report() -> None:
             self.usage.drop_unknown_models(self._pool.has_model)
             self._pool.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled or self.settings.scaler_port:
                 await self.exchange_usage()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
+        await repeat("on_demand", report)
+
     # What is unloaded without a request for another model.
 
     async def run(self) -> None:
         """Unload idle models, and what exceeds the budget, for ever."""
-        while True:
+
+        async def unload() -> None:
             await asyncio.sleep(SURPLUS_CHECK_INTERVAL_S)
             if self.models.is_enabled and self._reconciler.is_leader:
                 await self.facts.update()
                 await asyncio.gather(*map(self._unload_surplus, self._find_surplus_replicas()))
+
+        await repeat("on_demand", unload)
 
     def _find_surplus_replicas(self) -> list[Replica]:
         """Return the replicas with idle models, or that exceed the budget; the others are not locked."""

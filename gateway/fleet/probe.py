@@ -19,7 +19,7 @@ from gateway.fleet.index import Index, parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.http_client.connection import RequestNotSent
 from gateway.metrics import Metrics
-from gateway.tasks import TaskSet, cancel_tasks
+from gateway.tasks import TaskSet, cancel_tasks, run_step
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
@@ -53,25 +53,28 @@ class HealthMonitor:
     async def probe_periodically(self, replica: Replica) -> None:
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
         while self._replicas.get(replica.address) is replica:
-            if replica.health.is_down or not replica.index_schedule.is_slow:
-                await self.probe(replica)
-            elif await self._check_liveness(replica):
-                is_due = self._loop.time() >= replica.index_schedule.due_at
-                if is_due and not replica.index_lock.locked():
-                    self._index_reads.start(self.probe(replica))
-            await asyncio.sleep(MIN_PROBE_PAUSE_S)
-            pause_s = self._interval_s
-            if replica.health.state(self._loop.time()) is HealthState.DOWN:
-                # A refused connection costs little, and a fast recovery matters.
-                pause_s = min(pause_s, DOWN_PROBE_INTERVAL_S)
-            # A cancel scope instead of the timer would cost a fifth of the whole probe.
-            tick = self._loop.call_later(pause_s - MIN_PROBE_PAUSE_S, replica.probe_requested.set)
-            try:
-                await replica.probe_requested.wait()
-            finally:
-                tick.cancel()
-            replica.probe_requested.clear()
-            replica.latency.decay()
+            await run_step("probe", lambda: self._probe_and_wait(replica))
+
+    async def _probe_and_wait(self, replica: Replica) -> None:
+        if replica.health.is_down or not replica.index_schedule.is_slow:
+            await self.probe(replica)
+        elif await self._check_liveness(replica):
+            is_due = self._loop.time() >= replica.index_schedule.due_at
+            if is_due and not replica.index_lock.locked():
+                self._index_reads.start(self.probe(replica))
+        await asyncio.sleep(MIN_PROBE_PAUSE_S)
+        pause_s = self._interval_s
+        if replica.health.state(self._loop.time()) is HealthState.DOWN:
+            # A refused connection costs little, and a fast recovery matters.
+            pause_s = min(pause_s, DOWN_PROBE_INTERVAL_S)
+        # A cancel scope instead of the timer would cost a fifth of the whole probe.
+        tick = self._loop.call_later(pause_s - MIN_PROBE_PAUSE_S, replica.probe_requested.set)
+        try:
+            await replica.probe_requested.wait()
+        finally:
+            tick.cancel()
+        replica.probe_requested.clear()
+        replica.latency.decay()
 
     async def probe_all(self, max_wait_s: float = inf) -> None:
         """Probe the replicas after this call began, and wait for those that answered their last probe.

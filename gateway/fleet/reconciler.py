@@ -18,6 +18,7 @@ from gateway.fleet.readiness import ReadinessMonitor
 from gateway.fleet.reconcile_plan import Backoff, ModelAction, plan_actions
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState
+from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +54,20 @@ class Reconciler:
     _absent_since: dict[str, float] = field(default_factory=dict)  # replicas that have stored state
 
     async def run(self) -> None:
-        while True:
-            await self._state.refresh()
-            self._pool.set_cordoned(self._state.cordoned)
-            self._readiness.update_required_models()
-            self.is_leader = await self._state.renew_lease(LEADER_LEASE)
-            await self._forget_removed_replicas()
-            if self.is_leader:
-                self._start_missing_actions()
-            await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
-            with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
-                await self._pool.changes.wait()
-            self._pool.changes.clear()
+        await repeat("reconciler", self._reconcile)
+
+    async def _reconcile(self) -> None:
+        await self._state.refresh()
+        self._pool.set_cordoned(self._state.cordoned)
+        self._readiness.update_required_models()
+        self.is_leader = await self._state.renew_lease(LEADER_LEASE)
+        await self._forget_removed_replicas()
+        if self.is_leader:
+            self._start_missing_actions()
+        await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
+        with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
+            await self._pool.changes.wait()
+        self._pool.changes.clear()
 
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from gateway.fleet.on_demand_models import ModelUsage
 from gateway.messages import CommandError
-from gateway.tasks import cancel_tasks
+from gateway.tasks import cancel_tasks, repeat
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class FleetScaler:
         except RuntimeError:
             raise CommandError(f"GATEWAY_SCALER_PORT: port {self._port} is in use") from None
         await self._server.start()
-        self._poller = asyncio.create_task(self._poll_activity())
+        self._poller = asyncio.create_task(repeat("scaler", self._poll_activity))
         log.info("the external scaler of KEDA listens on port %d", self._port)
         return self
 
@@ -123,12 +123,11 @@ class FleetScaler:
         return self._usage.count_demand() > 0 or self._usage.idle_s < linger_s
 
     async def _poll_activity(self) -> None:
-        while True:
-            if self._watches:
-                demand, idle_s = self._usage.count_demand(), self._usage.idle_s
-                for watch in self._watches:
-                    watch.update(demand > 0 or idle_s < watch.linger_s)
-            await asyncio.sleep(ACTIVITY_POLL_S)
+        if self._watches:
+            demand, idle_s = self._usage.count_demand(), self._usage.idle_s
+            for watch in self._watches:
+                watch.update(demand > 0 or idle_s < watch.linger_s)
+        await asyncio.sleep(ACTIVITY_POLL_S)
 
     async def _check_active(self, raw: bytes, context: Any) -> bytes:
         linger_s = await read_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)

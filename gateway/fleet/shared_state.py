@@ -15,7 +15,7 @@ from gateway.errors import StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.fleet.replica import Replica
-from gateway.messages import quote_text
+from gateway.messages import describe_difference, quote_text
 from gateway.state.desired import (
     DesiredModel,
     StateStore,
@@ -24,7 +24,7 @@ from gateway.state.desired import (
     with_version_label,
 )
 from gateway.state.loads import Loads, new_load_token, with_load, without_replica
-from gateway.tasks import cancel_tasks
+from gateway.tasks import cancel_tasks, repeat
 from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class SharedState:
         self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
         self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
         self._retry_at = 0.0
+        self._is_known = False  # the stored state was read
         self._report: dict[str, Any] = {}  # of this gateway to the others
         self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -72,7 +73,12 @@ class SharedState:
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
             stored = await self.store.read_desired_models()
+            previous = self.desired_models
             self.desired_models, ignored = filter_uploads(stored, can_upload=self._can_upload)
+            if self._is_known and self.desired_models != previous:
+                difference = describe_difference(previous, self.desired_models)
+                log.info("the desired state has changed: %s", difference)
+            self._is_known = True
             for model in ignored.keys() - self._ignored_models.keys():
                 log.warning("desired state of model %s is ignored: %s", model, ignored[model])
             self._ignored_models = ignored
@@ -161,9 +167,11 @@ class SharedState:
             return True
 
     async def _renew_lease_periodically(self, name: str) -> None:
-        while True:
+        async def renew() -> None:
             await asyncio.sleep(LEASE_RENEWAL_S)
             await self.renew_lease(name)
+
+        await repeat("lease", renew)
 
     async def _try_store(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of a call that gateways agree by. Raises `StateUnavailable`.

@@ -21,6 +21,7 @@ from gateway.errors import RepositoryUnavailable
 from gateway.messages import quote_text
 from gateway.model_files.bucket import Bucket, ObjectChanged
 from gateway.model_files.entry_names import TEMPORARY_PREFIX
+from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +83,12 @@ class BucketLock:
             raise RepositoryUnavailable("the lock of the model could not be renewed in time")
 
     async def keep_renewed(self) -> None:
-        while True:
+        async def renew() -> None:
             await asyncio.sleep(RENEWAL_S)
             with suppress(RepositoryUnavailable):  # `check` tells whether it matters
                 await asyncio.to_thread(self.renew)
+
+        await repeat("bucket_lock", renew)
 
     def renew(self) -> None:
         with self._writing:

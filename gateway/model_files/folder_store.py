@@ -88,7 +88,7 @@ class FolderStore(ModelStore):
         self._threads.shutdown()
         if self._owner_lock >= 0:
             with suppress(OSError):
-                for folder in list_model_folders(self.root):
+                for folder in list_stored_folders(self.root):
                     recover_folder(folder, self._prefix, self._name_temporary)
                 self._remove_uploads(self._prefix)
                 self._owner_lock_path(self._prefix).unlink(missing_ok=True)
@@ -102,7 +102,7 @@ class FolderStore(ModelStore):
         return await self.run(self._list_interrupted)
 
     def _list_interrupted(self) -> list[str]:
-        folders = list_model_folders(self.root)
+        folders = list_stored_folders(self.root)
         return [folder.name for folder in folders if any(self._list_abandoned_prefixes(folder))]
 
     def _owner_lock_path(self, prefix: str) -> Path:
@@ -340,7 +340,7 @@ def list_folders(folder: Path) -> list[Path]:
     return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
 
 
-def list_model_folders(root: Path) -> list[Path]:
+def list_stored_folders(root: Path) -> list[Path]:
     return [folder for folder in list_folders(root) if not is_temporary(folder.name)]
 
 

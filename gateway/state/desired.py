@@ -117,6 +117,10 @@ class StateStore(Protocol):
         """Return counters that all processes with this state share, if the store supports them."""
 
     @property
+    def loss_count(self) -> int:
+        """Return how often this process has restored a state that the store had lost."""
+
+    @property
     def is_shared(self) -> bool:
         """Return whether other processes can have this state."""
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, Final, TypeVar
 from urllib.parse import SplitResult, unquote
 
 import orjson
@@ -51,6 +51,7 @@ from gateway.version_labels import LabelTable, VersionLabel
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PROBE_MARGIN_BYTES: Final = 4096
 
 
 def open_file_store(url: SplitResult) -> FileStateStore | None:
@@ -80,6 +81,7 @@ class FileStateStore:
     """
 
     is_shared: ClassVar[bool] = True
+    loss_count: ClassVar[int] = 0
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -201,13 +203,13 @@ class FileStateStore:
         return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
 
     async def acquire_lease(self, name: str) -> bool:
-        return await self._run_action(WRITE_ACTION, lambda: self._leases.acquire(name))
+        return await self._run_lease_action(lambda: self._leases.acquire(name))
 
     async def release_lease(self, name: str) -> None:
-        await self._run_action(WRITE_ACTION, lambda: self._leases.release(name))
+        await self._run_lease_action(lambda: self._leases.release(name))
 
     async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        return await self._run_action(WRITE_ACTION, lambda: self._leases.exchange_reports(report))
+        return await self._run_lease_action(lambda: self._leases.exchange_reports(report))
 
     def rate_windows(self) -> None:
         return None
@@ -225,14 +227,21 @@ class FileStateStore:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     async def _run_action(self, action: str, function: Callable[[], T]) -> T:
+        result = await self._run_unproven(action, function)
+        self._outages.record_success(action)
+        return result
+
+    async def _run_lease_action(self, function: Callable[[], T]) -> T:
+        """Locks need no room on the disk, so that they do not end an outage."""
+        return await self._run_unproven(WRITE_ACTION, function)
+
+    async def _run_unproven(self, action: str, function: Callable[[], T]) -> T:
         try:
-            result = await self._run_in_thread(function)
+            return await self._run_in_thread(function)
         except OSError as exc:
             raise self._outages.record_failure(action, explain_os_error(exc)) from exc
         except UnreadableState as exc:
             raise self._outages.record_failure(action, f"the state file is damaged: {exc}") from exc
-        self._outages.record_success(action)
-        return result
 
     def _read_state(self) -> DesiredState:
         """Return the state, and parse the file again only if it changed."""
@@ -292,7 +301,11 @@ class FileStateStore:
     def _probe_write(self) -> None:
         probe = self._path.with_name(f"{self._path.name}.probe")
         with lock_file(self._lock_path):
-            replace_file(probe, b"")
+            # As large as what must be written: a full disk may have room for an empty file.
+            size = sum(
+                path.stat().st_size for path in (self._path, self._loads_path) if path.exists()
+            )
+            replace_file(probe, bytes(size + PROBE_MARGIN_BYTES))
             probe.unlink()
 
     def _write_operation(self, operation_id: str, raw: bytes) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote
@@ -39,11 +41,15 @@ from gateway.state.redis_connection import RedisConnection, RedisServer
 from gateway.state.redis_windows import RedisRateWindows
 from gateway.version_labels import LabelTable, VersionLabel
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 LEASE_MS: Final = 5000
 DEFAULT_KEY_PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 CORDONS_KEY: Final = "cordons"
+REVISION_KEY: Final = "revision"
+LOST: Final = -1  # the result of a change after Redis has lost its data
 MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
 
 
@@ -77,17 +83,21 @@ class CachedHash(Generic[T]):
     decode: Callable[[Mapping[bytes, bytes]], T]
     value: T
     change: bytes = b""
+    entries: Mapping[bytes, bytes] = field(default_factory=dict)  # the value, as it is stored
 
-    def update(self, reply: Any) -> T:
-        change, *hashes = reply
-        for entries in hashes:
-            self.value = self.decode(dict(zip(entries[::2], entries[1::2], strict=True)))
+    def update(self, change: bytes, *hashes: Sequence[bytes]) -> None:
+        for flat in hashes:
+            entries = dict(zip(flat[::2], flat[1::2], strict=True))
+            self.value, self.entries = self.decode(entries), entries
         self.change = change
-        return self.value
 
 
 class RedisStateStore:
-    """State for gateways on several machines, as durable as the Redis."""
+    """State for gateways on several machines.
+
+    Each change raises a revision. If that falls, Redis has lost its data, and the gateway that notices writes
+    the last known state again.
+    """
 
     is_shared: ClassVar[bool] = True
 
@@ -98,6 +108,9 @@ class RedisStateStore:
         self._alive_key = format_alive_key(self._token)
         self._leases: set[str] = set()  # the keys of those that were granted
         self._has_loaded = False
+        self._revision = 0  # the highest one that was read
+        self._cordons: frozenset[str] = frozenset()
+        self.loss_count = 0
         # Parameters can contain a whole model, so they are transferred only after a change.
         self._desired_models: CachedHash[Mapping[str, DesiredModel]] = CachedHash(
             ("wishes", "change"), decode_desired_models, {}
@@ -113,7 +126,6 @@ class RedisStateStore:
     async def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
     ) -> int:
-        key, change_key = self._desired_models.keys
         # Changes have random names, because a Redis that lost its data would count from 1 again.
         expected = "" if expected_revision is None else str(expected_revision)
         arguments: list[str | bytes] = [model, secrets.token_hex(8), expected]
@@ -122,9 +134,8 @@ class RedisStateStore:
             arguments.append(orjson.dumps(desired_model_to_dict(desired))[1:])
             if desired.revision:
                 arguments.append(str(desired.revision))
-        keys = (key, "revision", change_key)
         script = redis_scripts.SET_DESIRED_MODEL
-        return await self._redis.run_script(WRITE_ACTION, script, keys, *arguments, decode=int)
+        return await self._change(script, self._desired_models, *arguments)
 
     async def read_labels(self) -> LabelTable:
         return await self._read_hash(self._labels)
@@ -133,7 +144,7 @@ class RedisStateStore:
         arguments: list[str | bytes] = [orjson.dumps([model, name]), secrets.token_hex(8)]
         if label is not None:
             arguments.append(orjson.dumps(label.to_dict()))
-        await self._write(redis_scripts.SET_LABEL, self._labels.keys, *arguments)
+        await self._change(redis_scripts.SET_LABEL, self._labels, *arguments)
 
     async def read_loads(self) -> Loads:
         loads = await self._read_hash(self._loads)
@@ -170,13 +181,22 @@ class RedisStateStore:
             await self._write(redis_scripts.FORGET_LOADS, self._loads.keys, change, *batch)
 
     async def read_cordons(self) -> frozenset[str]:
-        key = self._redis.full_key(CORDONS_KEY)
-        return await self._redis.execute(READ_ACTION, "SMEMBERS", key, decode=decode_names)
+        def decode(reply: Any) -> int:
+            revision, names = reply
+            if revision >= self._revision:
+                self._cordons = decode_names(names)
+            return int(revision)
+
+        script, keys = redis_scripts.READ_CORDONS, (CORDONS_KEY, REVISION_KEY)
+        await self._check_revision(
+            await self._redis.run_script(READ_ACTION, script, keys, decode=decode)
+        )
+        return self._cordons
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        command = "SADD" if is_cordoned else "SREM"
-        key = self._redis.full_key(CORDONS_KEY)
-        await self._redis.execute(WRITE_ACTION, command, key, replica, decode=bool)
+        await self._change(
+            redis_scripts.SET_CORDON, None, replica, "SADD" if is_cordoned else "SREM"
+        )
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         command = ("SET", self._operation_key(operation_id), orjson.dumps(document))
@@ -232,10 +252,65 @@ class RedisStateStore:
         return self._redis.full_key(f"operation:{operation_id}")
 
     async def _read_hash(self, cached: CachedHash[T]) -> T:
-        script = redis_scripts.READ_IF_CHANGED
-        return await self._redis.run_script(
-            READ_ACTION, script, cached.keys, cached.change, decode=cached.update
+        def decode(reply: Any) -> int:
+            revision, *update = reply
+            if revision >= self._revision:
+                cached.update(*update)
+            return int(revision)
+
+        script, keys = redis_scripts.READ_IF_CHANGED, (*cached.keys, REVISION_KEY)
+        await self._check_revision(
+            await self._redis.run_script(READ_ACTION, script, keys, cached.change, decode=decode)
         )
+        return cached.value
+
+    async def _check_revision(self, revision: int) -> None:
+        """Restore the state if what was read with this revision is older than what is known."""
+        if revision < self._revision:
+            await self._restore()
+        else:
+            self._revision = revision
+
+    async def _change(
+        self, script: str, cached: CachedHash[Any] | None, *arguments: str | bytes
+    ) -> int:
+        """Run a script that changes a hash, or without one the cordons; return its result."""
+        keys = (CORDONS_KEY,) if cached is None else cached.keys
+        script = redis_scripts.CHECK_LOSS + script
+
+        async def run() -> int:
+            return await self._redis.run_script(
+                WRITE_ACTION,
+                script,
+                (*keys, REVISION_KEY),
+                *(*arguments, self._revision),
+                decode=int,
+            )
+
+        result = await run()
+        if result == LOST:
+            await self._restore()
+            result = await run()
+        with suppress(StateUnavailable):  # what is known must include the change
+            await (self.read_cordons() if cached is None else self._read_hash(cached))
+        return result
+
+    async def _restore(self) -> None:
+        """Write the last known state again, which Redis has lost."""
+        hashes = (self._desired_models, self._labels, self._loads)
+        change = secrets.token_hex(8)
+        arguments: list[str | bytes | int] = [self._revision + 1, change]
+        for cached in hashes:
+            arguments += [len(cached.entries), *chain.from_iterable(cached.entries.items())]
+        arguments += [len(self._cordons), *self._cordons]
+        keys = (*chain.from_iterable(cached.keys for cached in hashes), CORDONS_KEY, REVISION_KEY)
+        if await self._write(redis_scripts.RESTORE, keys, *arguments):
+            self.loss_count += 1
+            log.error(
+                "Redis has lost the state; the last known one was written again: %d models, labels of %d "
+                "models, %d cordons (to go back further, use triton-gateway state import)",
+                *(len(self._desired_models.value), len(self._labels.value), len(self._cordons)),
+            )
 
     async def _write(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> bool:
         """Run a script that writes, and return the truth of its result."""
@@ -274,15 +349,15 @@ def decode_names(members: Iterable[bytes]) -> frozenset[str]:
 
 def decode_labels(entries: Mapping[bytes, bytes]) -> LabelTable:
     table: dict[str, dict[str, VersionLabel]] = {}
-    for field, raw in entries.items():
-        model, name = decode_pair(field)
+    for key, raw in entries.items():
+        model, name = decode_pair(key)
         table.setdefault(model, {})[name] = parse_stored_label(name, decode_state(raw))
     return table
 
 
 def decode_loads(entries: Mapping[bytes, bytes]) -> Loads:
     loads: dict[str, dict[str, str]] = {}
-    for field, load in entries.items():
-        replica, model = decode_pair(field)
+    for key, load in entries.items():
+        replica, model = decode_pair(key)
         loads.setdefault(replica, {})[model] = load.decode()
     return loads

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from gateway.state.desired import BadState, OutageLog, UnreadableState
+from gateway.state.desired import WRITE_ACTION, BadState, OutageLog, UnreadableState
+from gateway.state.redis_scripts import CHECK_DEADLINE
 
 T = TypeVar("T")
 REDIS_TIMEOUT_S: Final = 1.0  # to connect, and for each response
@@ -28,6 +29,7 @@ REDIS_REASONS = {
     "InvalidResponse": "the server is not Redis",
     "Exception": "Redis is unreachable",
 }
+EXPIRED: Final = "EXPIRED"  # a script that began after its deadline
 ERROR_CODE: Final = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE
 
 
@@ -48,6 +50,8 @@ class RedisServer:
 
 
 def explain_redis_error(exc: Exception) -> str:
+    if str(exc) == EXPIRED:
+        return REDIS_REASONS["TimeoutError"]
     known = (REDIS_REASONS.get(kind.__name__) for kind in type(exc).__mro__)
     reason, code = next(filter(None, known)), ERROR_CODE.match(str(exc))
     return f"{reason} ({code[0]})" if code else reason
@@ -110,7 +114,15 @@ class RedisConnection:
         *arguments: str | bytes | int,
         decode: Callable[[Any], T],
     ) -> T:
-        """Return the decoded result of a Lua script. Raises `StateUnavailable`."""
+        """Return the decoded result of a Lua script. Raises `StateUnavailable`.
+
+        One that writes is executed before this raises, or never.
+        """
+        if action == WRITE_ACTION:
+            script = CHECK_DEADLINE + script
+            now_s, now_us = await self.execute(action, "TIME", decode=tuple)
+            # The caller waits for a response at least as long from now on.
+            arguments = (*arguments, now_s * 1000 + now_us // 1000 + int(REDIS_TIMEOUT_S * 1000))
         command = ("EVAL", script, len(keys), *map(self.full_key, keys), *arguments)
         return await self.execute(action, *command, decode=decode)
 

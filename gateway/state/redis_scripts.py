@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+# Prepended to each script that writes. Redis may execute it long after its caller gave up, if it was stopped
+# meanwhile; a change that was answered with an error must not happen then. The deadline is the last argument.
+CHECK_DEADLINE = """
+local time = redis.call('TIME')
+if time[1] * 1000 + math.floor(time[2] / 1000) > tonumber(table.remove(ARGV)) then
+  return redis.error_reply('EXPIRED')
+end
+"""
+# Prepended to each change of what the API set. The last key is that of the revision, the last argument the
+# highest one that the caller knows: a lower one means that Redis has lost its data.
+CHECK_LOSS = """
+if tonumber(redis.call('GET', KEYS[#KEYS]) or '0') < tonumber(table.remove(ARGV)) then
+  return -1
+end
+"""
 SET_DESIRED_MODEL = """
 if ARGV[3] ~= '' then
   local stored = redis.call('HGET', KEYS[1], ARGV[1])
@@ -9,11 +24,11 @@ if ARGV[3] ~= '' then
     return 0
   end
 end
-local revision = redis.call('INCR', KEYS[2])
+local revision = redis.call('INCR', KEYS[#KEYS])
 if ARGV[5] then
   revision = tonumber(ARGV[5])
 end
-redis.call('SET', KEYS[3], ARGV[2])
+redis.call('SET', KEYS[2], ARGV[2])
 if ARGV[4] then
   redis.call('HSET', KEYS[1], ARGV[1], string.format('{"revision":%d,', revision) .. ARGV[4])
 else
@@ -28,15 +43,48 @@ else
   redis.call('HDEL', KEYS[1], ARGV[1])
 end
 redis.call('SET', KEYS[2], ARGV[2])
+redis.call('INCR', KEYS[#KEYS])
 return 1
 """
-# Return a hash only if it changed since the last read.
+SET_CORDON = """
+redis.call(ARGV[2], KEYS[1], ARGV[1])
+redis.call('INCR', KEYS[#KEYS])
+return 1
+"""
+# Return the revision of the state, and a hash only if it changed since the last read.
 READ_IF_CHANGED = """
+local revision = tonumber(redis.call('GET', KEYS[#KEYS]) or '0')
 local change = redis.call('GET', KEYS[2])
 if change and change == ARGV[1] then
-  return {change}
+  return {revision, change}
 end
-return {change or '', redis.call('HGETALL', KEYS[1])}
+return {revision, change or '', redis.call('HGETALL', KEYS[1])}
+"""
+READ_CORDONS = """
+return {tonumber(redis.call('GET', KEYS[#KEYS]) or '0'), redis.call('SMEMBERS', KEYS[1])}
+"""
+# Write the last known state again after a loss, unless another gateway has done so: hashes with their
+# changes, then the cordons. The arguments are the new revision, a name for the changes, and for each the
+# number of its entries, followed by the entries.
+RESTORE = """
+if tonumber(redis.call('GET', KEYS[#KEYS]) or '0') >= tonumber(ARGV[1]) then
+  return 0
+end
+local position = 3
+for number = 1, #KEYS - 2, 2 do
+  redis.call('DEL', KEYS[number])
+  for index = position + 1, position + 2 * tonumber(ARGV[position]), 2 do
+    redis.call('HSET', KEYS[number], ARGV[index], ARGV[index + 1])
+  end
+  redis.call('SET', KEYS[number + 1], ARGV[2])
+  position = position + 2 * tonumber(ARGV[position]) + 1
+end
+redis.call('DEL', KEYS[#KEYS - 1])
+for index = position + 1, position + tonumber(ARGV[position]) do
+  redis.call('SADD', KEYS[#KEYS - 1], ARGV[index])
+end
+redis.call('SET', KEYS[#KEYS], ARGV[1])
+return 1
 """
 BEGIN_LOAD = """
 local before = redis.call('HGET', KEYS[1], ARGV[1])

@@ -94,6 +94,7 @@ class MemoryStateStore:
     """State of one process, which is lost when it exits."""
 
     is_shared: ClassVar[bool] = False
+    loss_count: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._state = DesiredState()

@@ -126,8 +126,11 @@ def try_fault(copy: Path, fault: Fault, known_test: str) -> Outcome:
         if unit_tests and (test := run_tests(copy, "-n0", *LANES["make test"], *unit_tests)):
             return Outcome("unit", test)
         for lane, selection in LANES.items():
-            if test := run_tests(copy, *PARALLEL, *selection):
-                return Outcome(lane, test)
+            unrelated: list[str] = []  # tests that fail because of the load, and not alone
+            while test := run_tests(copy, *PARALLEL, *selection, *unrelated):
+                if run_tests(copy, "-n0", *selection, test):
+                    return Outcome(lane, test)
+                unrelated.append(f"--deselect={test}")
         return Outcome(SURVIVED, "")
     finally:
         path.write_text(text)

@@ -12,9 +12,6 @@ from tests.support.fleet import QUICK, Fleet, fleet_of
 from tests.support.wait import wait_until
 
 STAGED = {"parameters": {"staged": True}}
-HANGS = pytest.mark.fault(
-    "a replica accepts connections and never answers, while models are managed"
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +36,7 @@ def measure(response: httpx.Response, max_s: float) -> httpx.Response:
     return response
 
 
-@HANGS
+@pytest.mark.fault("a replica accepts connections and never answers, while models")
 def test_the_index_and_labels_do_not_wait_for_a_replica_that_hangs(fleet: Fleet, hung: str) -> None:
     for _ in range(3):
         measure(fleet.client.post("/v2/repository/index"), 3).raise_for_status()
@@ -48,7 +45,7 @@ def test_the_index_and_labels_do_not_wait_for_a_replica_that_hangs(fleet: Fleet,
     measure(fleet.client.delete(path), 3).raise_for_status()
 
 
-@HANGS
+@pytest.mark.fault("a replica accepts connections and never answers, while models")
 @pytest.mark.parametrize("body", [{}, STAGED], ids=["load", "staged load"])
 def test_a_load_reaches_the_others_at_once_and_the_replica_that_hung_later(
     fleet: Fleet, hung: str, body: dict[str, object]
@@ -64,7 +61,7 @@ def test_a_load_reaches_the_others_at_once_and_the_replica_that_hung_later(
     assert unloaded.status_code == 200, unloaded.text
 
 
-@HANGS
+@pytest.mark.fault("a replica accepts connections and never answers, while models")
 def test_an_unload_reaches_the_others_at_once_and_the_replica_that_hung_later(
     fleet: Fleet, hung: str
 ) -> None:

@@ -130,3 +130,22 @@ def test_a_half_character_is_written_as_an_escape() -> None:
     with pipe() as (reading, writing):
         LineWriter(writing).enqueue("a\udc80b\n")
         assert read_lines(reading, "a") == [r"a\udc80b"]
+
+
+def test_a_writer_whose_thread_fails_goes_on_and_counts_the_failure() -> None:
+    failures: list[int] = []
+
+    def fail_once(count: int) -> str:
+        if not failures:
+            failures.append(count)
+            raise MemoryError
+        return "notice"
+
+    with pipe() as (reading, writing):
+        writer = LineWriter(writing, max_bytes=1000, format_notice=fail_once)
+        while not writer.dropped_count:
+            writer.enqueue(f"{LINE}\n")
+        dropped = writer.dropped_count
+        read_lines(reading, "notice")
+        assert failures
+        assert writer.dropped_count > dropped

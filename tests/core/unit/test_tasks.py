@@ -1,0 +1,40 @@
+"""Background loops: whatever a step raises, the loop goes on, and the failure is logged and counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import pytest
+
+from gateway import tasks
+from gateway.metrics import Metrics
+from gateway.tasks import cancel_tasks, repeat
+
+
+async def test_a_background_loop_goes_on_after_an_unexpected_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps: list[int] = []
+    is_done = asyncio.Event()
+
+    async def step() -> None:
+        steps.append(len(steps))
+        if len(steps) == 1:
+            raise ZeroDivisionError("the first step")
+        is_done.set()
+        await asyncio.sleep(10)
+
+    loop = asyncio.create_task(repeat("probe", step))
+    with anyio.fail_after(10):
+        await is_done.wait()
+    await cancel_tasks([loop])
+    assert "the background loop probe failed and goes on" in caplog.text
+    assert "ZeroDivisionError: the first step" in caplog.text
+    metrics = Metrics()
+    metrics.flush()
+    value = metrics.registry.get_sample_value(
+        "gateway_background_failures_total", {"loop": "probe"}
+    )
+    assert value == 1
+    assert not tasks.background_failures
