@@ -121,6 +121,18 @@ class Conflict(GatewayError):
     status, code = 409, "CONFLICT"
 
 
+class ChangeInProgress(Conflict):
+    """Something else is changing the model, or has changed it meanwhile."""
+
+    code = "CHANGE_IN_PROGRESS"
+
+    def __init__(self, model: str, change: str) -> None:
+        super().__init__(
+            f"model {quote_text(model)} is being changed by another call: {change}; "
+            "try again when that has ended"
+        )
+
+
 class ModelControlModeConflict(Conflict):
     """Triton's message is the same for modes poll and none, so this one names both."""
 

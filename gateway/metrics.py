@@ -182,6 +182,11 @@ class Metrics:
         )
         for labels in product(("load", "unload"), ACTION_INITIATORS, ("done", "failed")):
             self.model_actions.labels(*labels)
+        self.model_conflicts = create.counter(
+            "gateway_model_conflicts_total",
+            "Corrections of a model on a replica that followed one which something else had undone.",
+            ("model", "replica"),
+        )
 
     def _create_on_demand_metrics(self, create: MetricFactory) -> None:
         self.on_demand_loads = create.counter(

@@ -49,31 +49,35 @@ class LabelManager:
             label = parse_label(document)
         except InvalidLabel as exc:
             raise MalformedRequest(str(exc)) from None
-        self._check_model(model)
-        self._check_not_declared(model, name)
-        labels = self._state.labels.get(model, {})
-        if name not in labels and len(labels) >= MAX_LABELS:
-            raise Conflict(
-                f"model {quote_text(model)} has {len(labels)} labels, which is the maximum; delete one first"
-            )
-        await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
-        for version in label.versions:
-            self._check_version(model, version)
-        await self._state.set_label(model, name, label)
+        async with self._state.lock_model(model):
+            self._check_model(model)
+            self._check_not_declared(model, name)
+            labels = self._state.labels.get(model, {})
+            if name not in labels and len(labels) >= MAX_LABELS:
+                raise Conflict(
+                    f"model {quote_text(model)} has {len(labels)} labels, which is the maximum; "
+                    "delete one first"
+                )
+            await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
+            for version in label.versions:
+                self._check_version(model, version)
+            await self._state.set_label(model, name, label)
         return self._describe(model, name, label)
 
     async def delete_label(self, model: str, name: str) -> dict[str, Any]:
         """Delete a label and return its description. Raises `UnknownLabel` or `Conflict`."""
-        label = self._find_label(model, name)
-        self._check_not_declared(model, name)
-        description = self._describe(model, name, label)
-        await self._state.set_label(model, name, None)
+        async with self._state.lock_model(model):
+            label = self._find_label(model, name)
+            self._check_not_declared(model, name)
+            description = self._describe(model, name, label)
+            await self._state.set_label(model, name, None)
         return description
 
     async def delete_labels(self, model: str) -> None:
-        for name in list(self._state.labels.get(model, {})):
-            if not self._is_declared(model, name):
-                await self._state.set_label(model, name, None)
+        async with self._state.lock_model(model):
+            for name in list(self._state.labels.get(model, {})):
+                if not self._is_declared(model, name):
+                    await self._state.set_label(model, name, None)
 
     def describe_label(self, model: str, name: str) -> dict[str, Any]:
         return self._describe(model, name, self._find_label(model, name))

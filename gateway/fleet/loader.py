@@ -22,7 +22,9 @@ from gateway.fleet.shared_state import SharedState, StartedLoad
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
+from gateway.messages import quote_text
 from gateway.names import quote_path_segment
+from gateway.state.loads import is_in_progress
 from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
 from gateway.triton.grpc.errors import GrpcUnreachable
@@ -82,6 +84,27 @@ class ActionProgress:
         return False
 
 
+class LoadTimedOut(DeadlinePassed):
+    """The action may still end in Triton. No header of the request sets this limit."""
+
+    def __init__(self, action: ModelAction, limit_s: float) -> None:
+        GatewayError.__init__(
+            self,
+            f"model {quote_text(action.model)} was not {action.verb}ed within {limit_s:g} s, the limit that "
+            "GATEWAY_LOAD_TIMEOUT_S sets",
+        )
+
+
+@dataclass(frozen=True)
+class LoadError:
+    """A failed load, and what the replica had before it."""
+
+    replica: str
+    message: str
+    confirmed_load: str
+    was_ready: bool
+
+
 @dataclass(eq=False, repr=False)
 class ModelLoader:
     """Runs actions on replicas, and keeps their errors."""
@@ -90,8 +113,8 @@ class ModelLoader:
     _signatures: SignatureCache
     _state: SharedState
     _load_timeout_s: float
-    # Model → where and why its last load failed.
-    load_errors: dict[str, str] = field(default_factory=dict)
+    # By model: the last load that failed.
+    _load_errors: dict[str, LoadError] = field(default_factory=dict)
     # Replicas whose model control mode allows neither loads nor unloads.
     uncontrollable_replicas: set[str] = field(default_factory=set)
     # Called with the model of each action that has ended.
@@ -119,7 +142,7 @@ class ModelLoader:
             if started_load is not None and not isinstance(exc, TRANSPORT_ERRORS):
                 # A failed load leaves the previous one in place.
                 resulting_load = started_load.confirmed_load
-            self._record_failure(replica, action, exc)
+            self._record_failure(replica, action, started_load, exc)
             if self._pool.is_responsive(replica):
                 await self._pool.monitor.probe(replica)
             raise
@@ -130,13 +153,47 @@ class ModelLoader:
                 await self._state.end_load(replica.name, model, started_load, resulting_load)
         metric.labels(action.verb, initiator, "done").inc()
         self.uncontrollable_replicas.discard(replica.name)
-        self.load_errors.pop(model, None)
+        self.forget_error(model)
 
-    def _record_failure(self, replica: Replica, action: ModelAction, error: GatewayError) -> None:
+    def forget_error(self, model: str) -> None:
+        self._load_errors.pop(model, None)
+
+    def list_errors(self) -> dict[str, str]:
+        """Return where and why the last load of each model failed, unless it has succeeded there since."""
+        self._load_errors = {
+            model: error
+            for model, error in self._load_errors.items()
+            if not self._is_resolved(model, error)
+        }
+        return {
+            model: f"on {error.replica}: {error.message}"
+            for model, error in self._load_errors.items()
+        }
+
+    def _is_resolved(self, model: str, error: LoadError) -> bool:
+        """Return whether any gateway has loaded the model since, or the replica has left."""
+        replica = self._pool.find_replica(error.replica)
+        if replica is None:
+            return True
+        if not replica.index.is_ready(model):
+            return False
+        load = self._state.loads.get(error.replica, {}).get(model, "")
+        is_loaded = not is_in_progress(load) and load != error.confirmed_load
+        return is_loaded or not error.was_ready
+
+    def _record_failure(
+        self,
+        replica: Replica,
+        action: ModelAction,
+        started_load: StartedLoad | None,
+        error: GatewayError,
+    ) -> None:
         if isinstance(error, ModelControlModeConflict):
             self.uncontrollable_replicas.add(replica.name)
         elif action.is_load:
-            self.load_errors[action.model] = f"on {replica.name}: {error.detail}"
+            load = "" if started_load is None else started_load.confirmed_load
+            is_ready = replica.index.is_ready(action.model)
+            self._load_errors[action.model] = LoadError(replica.name, error.detail, load, is_ready)
 
     async def _wait_while_reachable(
         self, replica: Replica, work: Coroutine[Any, Any, None]
@@ -156,8 +213,24 @@ class ModelLoader:
                 await cancel_tasks([task])
 
     async def _apply_action(self, replica: Replica, action: ModelAction) -> None:
+        if not action.is_load:
+            await self._wait_for_load(replica, action)
         await self._send_action(replica, action)
         await self._wait_for_index(replica, action)
+
+    async def _wait_for_load(self, replica: Replica, action: ModelAction) -> None:
+        """Wait until no load of the model is in progress: some Tritons do not survive an unload then."""
+        model = action.model
+        with anyio.move_on_after(self._load_timeout_s):
+            while True:
+                await self._state.refresh_loads()
+                load = self._state.loads.get(replica.name, {}).get(model, "")
+                is_started = is_in_progress(load) and self._state.store.is_available
+                if not is_started and not replica.index.is_loading(model):
+                    return
+                await asyncio.sleep(ACTION_POLL_S)
+                await self._pool.monitor.probe(replica)
+        raise LoadTimedOut(action, self._load_timeout_s)
 
     async def _send_action(self, replica: Replica, action: ModelAction) -> None:
         grpc_target = replica.address.grpc_target
@@ -170,6 +243,8 @@ class ModelLoader:
                 replica.grpc_tls,
                 replica.management_metadata,
             )
+        except DeadlinePassed as exc:
+            raise LoadTimedOut(action, self._load_timeout_s) from exc
         except GrpcUnreachable as exc:
             await self._pool.monitor.probe(replica)
             if self._pool.replica_state(replica) is not HealthState.UP:
@@ -206,4 +281,4 @@ class ModelLoader:
                 if progress.is_done(replica.index, is_current=is_up):
                     return
                 await asyncio.sleep(max(ACTION_POLL_S, replica.index_schedule.duration_s))
-        raise DeadlinePassed(self._load_timeout_s)
+        raise LoadTimedOut(action, self._load_timeout_s)

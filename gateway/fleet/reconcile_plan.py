@@ -17,6 +17,8 @@ from gateway.state.loads import is_in_progress
 INITIAL_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 300.0
 MAX_BACKOFF_DOUBLINGS: Final = 16  # more than MAX_BACKOFF_S needs; keeps the power a float
+CORRECTION_MEMORY_S: Final = 60.0  # a correction that is needed again later is a new one
+CONFLICT_CORRECTIONS: Final = 2  # something else changes a model whose corrections it undid twice
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,10 @@ class Backoff:
         doublings = min(self.failures, MAX_BACKOFF_DOUBLINGS)
         pause_s = min(INITIAL_BACKOFF_S * 2**doublings, MAX_BACKOFF_S)
         return Backoff(self.failures + 1, now + pause_s, reason)
+
+
+def with_correction(corrections: Backoff | None, now: float) -> Backoff:
+    """Count a successful action; its failures are those that something else undid soon afterwards."""
+    if corrections is None or now > corrections.not_before + CORRECTION_MEMORY_S:
+        return Backoff(0, now)
+    return corrections.with_failure(now)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeVar
 
 import anyio
 
@@ -15,7 +15,13 @@ from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.loader import ModelLoader
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import ReadinessMonitor
-from gateway.fleet.reconcile_plan import Backoff, ModelAction, plan_actions
+from gateway.fleet.reconcile_plan import (
+    CONFLICT_CORRECTIONS,
+    Backoff,
+    ModelAction,
+    plan_actions,
+    with_correction,
+)
 from gateway.fleet.replica import Replica
 from gateway.fleet.shared_state import SharedState
 from gateway.tasks import repeat
@@ -30,12 +36,38 @@ MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
 
 LEADER_LEASE: Final = "leader"
 ActionKey = tuple[str, str]  # replica, model
+T = TypeVar("T")
 
 
 @dataclass
 class ModelLock:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiters: int = 0
+
+
+@dataclass(frozen=True)
+class ModelProblems:
+    """Failed loads and conflicts, by the names of the models."""
+
+    load_errors: Mapping[str, str] = field(
+        default_factory=dict
+    )  # where and why the last load failed
+    conflicts: Mapping[str, list[str]] = field(
+        default_factory=dict
+    )  # replicas: something else changes it
+
+    def with_report(self, report: Mapping[str, Any]) -> ModelProblems:
+        """Add those in the report of another gateway, which can be of any form."""
+        load_errors, conflicts = report.get("load_errors"), report.get("conflicts")
+        return ModelProblems(
+            {**keep_values(load_errors, str), **self.load_errors},
+            {**keep_values(conflicts, list), **self.conflicts},
+        )
+
+
+def keep_values(table: Any, kind: type[T]) -> dict[str, T]:
+    entries = table.items() if isinstance(table, dict) else ()
+    return {name: value for name, value in entries if isinstance(value, kind)}
 
 
 @dataclass(eq=False, repr=False)
@@ -50,6 +82,9 @@ class Reconciler:
     action_tasks: dict[ActionKey, asyncio.Task[None]] = field(default_factory=dict)
     _locks: dict[str, ModelLock] = field(default_factory=dict)
     _backoffs: dict[ActionKey, Backoff] = field(default_factory=dict)
+    # Of actions that succeeded: something else that changes the model undoes them again and again.
+    _corrections: dict[ActionKey, Backoff] = field(default_factory=dict)
+    _published_problems: ModelProblems = ModelProblems()
     _known_replicas: set[str] = field(default_factory=set)
     _absent_since: dict[str, float] = field(default_factory=dict)  # replicas that have stored state
 
@@ -64,6 +99,7 @@ class Reconciler:
         await self._forget_removed_replicas()
         if self.is_leader:
             self._start_missing_actions()
+        await self._publish_problems()
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
         with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
             await self._pool.changes.wait()
@@ -100,9 +136,33 @@ class Reconciler:
         return task
 
     def forget_failures(self, *, replica: str | None = None, model: str | None = None) -> None:
-        for key in list(self._backoffs):
-            if key[0] == replica or key[1] == model:
-                del self._backoffs[key]
+        for table in (self._backoffs, self._corrections):
+            for key in list(table):
+                if key[0] == replica or key[1] == model:
+                    del table[key]
+
+    def _list_problems(self) -> ModelProblems:
+        """Return what this gateway knows."""
+        conflicts: dict[str, list[str]] = {}
+        for (replica, model), corrections in self._corrections.items():
+            if corrections.failures >= CONFLICT_CORRECTIONS:
+                conflicts.setdefault(model, []).append(replica)
+        return ModelProblems(self._loader.list_errors(), conflicts)
+
+    async def _publish_problems(self) -> None:
+        problems = self._list_problems()
+        if problems != self._published_problems or problems != ModelProblems():
+            with suppress(StateUnavailable):  # the store logs it
+                await self._state.exchange_reports(**asdict(problems))
+                self._published_problems = problems
+
+    async def collect_problems(self) -> ModelProblems:
+        """Return what all gateways with this state know."""
+        problems = self._list_problems()
+        with suppress(StateUnavailable):
+            for report in await self._state.exchange_reports():
+                problems = problems.with_report(report)
+        return problems
 
     async def _forget_removed_replicas(self) -> None:
         """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
@@ -111,7 +171,7 @@ class Reconciler:
         removed = (self._known_replicas - current) | self._find_absent_replicas(current)
         self._known_replicas = current
         self._loader.uncontrollable_replicas &= current
-        for name in {key[0] for key in self._backoffs} - current:
+        for name in {key[0] for key in (*self._backoffs, *self._corrections)} - current:
             self.forget_failures(replica=name)
         for name in removed & self._state.cordoned if self.is_leader else ():
             with suppress(StateUnavailable):  # another replica may get the address
@@ -154,8 +214,9 @@ class Reconciler:
     def _can_start_action(self, key: ActionKey) -> bool:
         if key in self.action_tasks or key[1] in self._locks:
             return False
-        backoff = self._backoffs.get(key, Backoff())
-        return asyncio.get_running_loop().time() >= backoff.not_before
+        now = asyncio.get_running_loop().time()
+        tables = (self._backoffs, self._corrections)
+        return all(now >= table.get(key, Backoff()).not_before for table in tables)
 
     def _start_action(
         self, replica: Replica, action: ModelAction, work: Coroutine[Any, Any, None]
@@ -172,12 +233,56 @@ class Reconciler:
     async def _run_action(self, replica: Replica, action: ModelAction) -> None:
         key = (replica.name, action.model)
         what = f"{action.verb}ing model {action.model} on {replica.name}"
-        log.warning("%s to reach the desired state", what)
         try:
-            await self._loader.run(replica, action, "reconciler")
+            if not await self._run_if_needed(replica, action, what):
+                return
         except GatewayError as exc:
             now = asyncio.get_running_loop().time()
             self._backoffs[key] = self._backoffs.get(key, Backoff()).with_failure(now)
             log.warning("%s failed: %s", what, exc.detail)
         else:
             self._backoffs.pop(key, None)
+            self._record_correction(key)
+
+    async def _run_if_needed(self, replica: Replica, action: ModelAction, what: str) -> bool:
+        """Run the action, unless another gateway has changed what is desired; return whether it ran.
+
+        A load is recorded before the desired state is read again, and an unload by another gateway changes
+        the desired state before it looks for loads: one of them notices the other.
+        """
+        model = action.model
+        async with AsyncExitStack() as stack:
+            started_load = None
+            if action.is_load and action.load_id:
+                started_load = await self._state.begin_load(replica.name, model)
+            elif not action.is_load:
+                lease = self._state.lease(f"model:{model}")
+                if not await stack.enter_async_context(lease):
+                    return False
+            await self._state.refresh_desired_models()
+            load = "" if started_load is None else started_load.confirmed_load
+            desired = self._state.merge_model(model)
+            wanted = {} if desired is None else {model: desired}
+            if action not in plan_actions(wanted, replica.index, {model: load}):
+                if started_load is not None:
+                    await self._state.end_load(replica.name, model, started_load, load)
+                return False
+            log.warning("%s to reach the desired state", what)
+            await self._loader.run(replica, action, "reconciler", started_load)
+        return True
+
+    def _record_correction(self, key: ActionKey) -> None:
+        """Count the corrections that something else undoes; each waits longer than the one before."""
+        now = asyncio.get_running_loop().time()
+        corrections = with_correction(self._corrections.get(key), now)
+        self._corrections[key] = corrections
+        if corrections.failures:
+            replica, model = key
+            self._pool.metrics.model_conflicts.labels(model, replica).inc()
+            if corrections.failures == CONFLICT_CORRECTIONS:
+                log.warning(
+                    "something else loads or unloads model %s on %s against the desired state: another "
+                    "program, or a gateway with another GATEWAY_STATE; corrections are made less often",
+                    model,
+                    replica,
+                )

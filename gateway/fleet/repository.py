@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, Final
 
 from gateway.admission import AdmissionQueue
-from gateway.errors import Conflict, GatewayError, UnknownModel, UnknownModelToLoad
+from gateway.errors import (
+    ChangeInProgress,
+    Conflict,
+    GatewayError,
+    UnknownModel,
+    UnknownModelToLoad,
+)
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED, UNLOAD_DEPENDENTS
@@ -29,7 +36,7 @@ from gateway.fleet.operations import OperationRunner
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.readiness import ReadinessMonitor
 from gateway.fleet.reconcile_plan import ModelAction, is_outdated, merge_declared_models
-from gateway.fleet.reconciler import Reconciler
+from gateway.fleet.reconciler import ModelProblems, Reconciler
 from gateway.fleet.replica import Replica
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.fleet.shared_state import SharedState, StartedLoad
@@ -112,6 +119,10 @@ class Repository:
             if load != desired.load_id and is_outdated(desired, load)
         ]
 
+    async def collect_problems(self) -> ModelProblems:
+        """Return what went wrong with models, as all gateways with this state know it."""
+        return await self._reconciler.collect_problems()
+
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
         await self._pool.monitor.probe_all(MAX_INDEX_WAIT_S)
@@ -144,10 +155,10 @@ class Repository:
 
     async def forget(self, model: str) -> None:
         """Delete the desired state of a model whose files were removed."""
-        async with self._reconciler.lock_model(model):
+        async with self._lock_model(model) as known_revision:
             if model in self.state.desired_models:
-                await self._set_desired_model(model, None)
-            self.loader.load_errors.pop(model, None)
+                await self._set_desired_model(model, None, known_revision)
+            self.loader.forget_error(model)
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""
@@ -172,7 +183,7 @@ class Repository:
         model = report.model
         is_staged = bool(parameters.get(STAGED))
         parameters = {name: value for name, value in parameters.items() if name != STAGED}
-        async with self._reconciler.lock_model(model):
+        async with self._lock_model(model) as known_revision:
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if not await self._find_model(model):
                 raise UnknownModelToLoad(model)
@@ -180,7 +191,7 @@ class Repository:
             staged_loads: Mapping[Replica, StartedLoad] = {}
             if is_staged:
                 # Raises if the state cannot be changed, before any replica is.
-                await self._set_desired_model(model, before, before.revision if before else 0)
+                await self._set_desired_model(model, before, known_revision)
                 staged_loads = await self._load_in_stages(report, parameters)
             # Recorded before the desired state, so that another gateway's reconciler does not load it too.
             started_loads = {
@@ -189,16 +200,15 @@ class Repository:
                 if replica not in staged_loads
             }
             try:
-                revision = await self._set_desired_model(
-                    model, DesiredModel(True, dict(parameters))
-                )
+                desired = DesiredModel(True, dict(parameters))
+                revision = await self._set_desired_model(model, desired, known_revision)
             except BaseException:
                 await self.state.end_loads(model, staged_loads, "")
                 await self.state.end_loads(model, started_loads, None)
                 raise
-            desired = self.state.merge_models()[model]
-            await self.state.end_loads(model, staged_loads, desired.load_id)
-            action = ModelAction(model, True, desired.parameters, desired.load_id)
+            merged = self.state.merge_models()[model]
+            await self.state.end_loads(model, staged_loads, merged.load_id)
+            action = ModelAction(model, True, merged.parameters, merged.load_id)
             await self._run_on_replicas(report, action, started_loads)
             return await self._conclude(report, before, revision)
 
@@ -219,13 +229,13 @@ class Repository:
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
     ) -> OperationReport:
         model, with_dependents = report.model, bool(parameters.get(UNLOAD_DEPENDENTS))
-        async with self._reconciler.lock_model(model):
+        async with self._lock_model(model) as known_revision:
             if model in self.state.declared_models:
                 raise Conflict(
                     f"model {quote_text(model)} is declared in the models file; remove it there first"
                 )
             if not await self._find_model(model):
-                return await self._unload_absent(report)
+                return await self._unload_absent(report, known_revision)
             if not with_dependents and (
                 dependents := await find_dependents(self._pool, self._signatures, model)
             ):
@@ -234,34 +244,50 @@ class Repository:
             # Without the desired state, the next request loads an on-demand model again.
             is_on_demand = self.on_demand_models.matches(model)
             desired = None if is_on_demand else DesiredModel(False, {})
-            revision = await self._set_desired_model(model, desired)
+            revision = await self._set_desired_model(model, desired, known_revision)
             accepted = {UNLOAD_DEPENDENTS: True} if with_dependents else {}
             await self._run_on_replicas(report, ModelAction(model, False, accepted), {})
             return await self._conclude(report, before, revision)
 
-    async def _unload_absent(self, report: OperationReport) -> OperationReport:
+    async def _unload_absent(self, report: OperationReport, revision: int) -> OperationReport:
         if report.model not in self.state.desired_models:
             raise UnknownModel(report.model)
-        await self._set_desired_model(report.model, None)
-        self.loader.load_errors.pop(report.model, None)
+        await self._set_desired_model(report.model, None, revision)
+        self.loader.forget_error(report.model)
         report.replica_count = len(self._pool.replicas)
         report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
         return report
 
+    @asynccontextmanager
+    async def _lock_model(self, model: str) -> AsyncIterator[int]:
+        """Exclude other changes of the model, and yield the revision of its desired state.
+
+        Raises `ChangeInProgress`.
+        """
+        async with self._reconciler.lock_model(model), self.state.lock_model(model):
+            yield self.state.get_revision(model)
+
     async def _set_desired_model(
-        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+        self, model: str, desired: DesiredModel | None, expected_revision: int
     ) -> int:
-        revision = await self.state.set_desired_model(model, desired, expected_revision)
+        """Return the new revision.
+
+        Raises `ChangeInProgress` if the state has another revision than expected: another gateway can get the
+        lease while this process is stopped.
+        """
+        if not await self.state.set_desired_model(model, desired, expected_revision):
+            await self.state.refresh()
+            raise ChangeInProgress(model, self.state.describe_change(model))
         self._reconciler.forget_failures(model=model)
-        return revision
+        return self.state.get_revision(model)
 
     async def _conclude(
         self, report: OperationReport, before: DesiredModel | None, revision: int
     ) -> OperationReport:
         """Revert the desired state if every replica refused. Raises the report's error."""
         if report.is_refused:
-            # A later call through another gateway may have succeeded, whose desired state stays.
-            await self._set_desired_model(report.model, before, revision)
+            with suppress(ChangeInProgress):  # a later change stays
+                await self._set_desired_model(report.model, before, revision)
         if report.errors:
             raise report.build_error()
         return report

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from gateway.errors import StateUnavailable
+import anyio
+
+from gateway.errors import ChangeInProgress, StateUnavailable
 from gateway.fleet.models_file import DeclaredModel, ModelsFile
 from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
 from gateway.fleet.replica import Replica
-from gateway.messages import describe_difference, quote_text
+from gateway.messages import describe_difference, join_names, quote_text
 from gateway.state.desired import (
     DesiredModel,
     StateStore,
@@ -23,13 +25,15 @@ from gateway.state.desired import (
     with_desired_model,
     with_version_label,
 )
-from gateway.state.loads import Loads, new_load_token, with_load, without_replica
+from gateway.state.loads import Loads, is_in_progress, new_load_token, with_load, without_replica
 from gateway.tasks import cancel_tasks, repeat
 from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
 
 LEASE_RENEWAL_S: Final = 1.5
+LEASE_POLL_S: Final = 0.1
+MAX_CHANGE_WAIT_S: Final = 5.0  # for another change of the same model
 OUTAGE_PAUSE_S: Final = 2.0
 T = TypeVar("T")
 
@@ -53,6 +57,7 @@ class SharedState:
         self._stored_labels: LabelTable = {}
         self._models_file = models_file
         self._can_upload = can_upload
+        self._stored_models: Mapping[str, DesiredModel] = {}
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
         # Replica and model → the arguments of an `end_load` that the store did not record.
         self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
@@ -72,16 +77,7 @@ class SharedState:
 
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
-            stored = await self.store.read_desired_models()
-            previous = self.desired_models
-            self.desired_models, ignored = filter_uploads(stored, can_upload=self._can_upload)
-            if self._is_known and self.desired_models != previous:
-                difference = describe_difference(previous, self.desired_models)
-                log.info("the desired state has changed: %s", difference)
-            self._is_known = True
-            for model in ignored.keys() - self._ignored_models.keys():
-                log.warning("desired state of model %s is ignored: %s", model, ignored[model])
-            self._ignored_models = ignored
+            await self._read_desired_models()
             self._stored_labels = await self.store.read_labels()
             self.loads = await self._read_loads()
             self.cordoned = await self.store.read_cordons()
@@ -90,20 +86,43 @@ class SharedState:
 
     # Desired models.
 
-    async def set_desired_model(
-        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
-    ) -> int:
-        """Store the desired state of a model, and return its revision; 0 without a desired state.
+    async def refresh_desired_models(self) -> None:
+        with suppress(StateUnavailable):
+            await self._read_desired_models()
 
-        If `expected_revision` is given, a change by another gateway since then stays.
+    async def _read_desired_models(self) -> None:
+        self._stored_models = await self.store.read_desired_models()
+        previous = self.desired_models
+        can_upload = self._can_upload
+        self.desired_models, ignored = filter_uploads(self._stored_models, can_upload=can_upload)
+        if self._is_known and self.desired_models != previous:
+            difference = describe_difference(previous, self.desired_models)
+            log.info("the desired state has changed: %s", difference)
+        self._is_known = True
+        for model in ignored.keys() - self._ignored_models.keys():
+            log.warning("desired state of model %s is ignored: %s", model, ignored[model])
+        self._ignored_models = ignored
+
+    def get_revision(self, model: str) -> int:
+        """Return the revision of the stored desired state of a model; 0 if it has none."""
+        stored = self._stored_models.get(model)
+        return 0 if stored is None else stored.revision
+
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int
+    ) -> bool:
+        """Store the desired state of a model, unless the stored one has another revision than expected.
+
+        Returns whether it was stored.
         """
         revision = await self.store.set_desired_model(model, desired, expected_revision)
         if not revision:
-            return 0
+            return False
         if desired is not None:
             desired = replace(desired, revision=desired.revision or revision)
+        self._stored_models = with_desired_model(self._stored_models, model, desired)
         self.desired_models = with_desired_model(self.desired_models, model, desired)
-        return 0 if desired is None else desired.revision
+        return True
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
         await self.store.set_label(model, name, label)
@@ -154,6 +173,39 @@ class SharedState:
                 await cancel_tasks([renewal])
                 with suppress(StateUnavailable):
                     await self._try_store(lambda: self.store.release_lease(name))
+
+    @asynccontextmanager
+    async def lock_model(self, model: str) -> AsyncIterator[None]:
+        """Exclude other changes of a model, by all gateways that share this state, and read the last one.
+
+        Raises `ChangeInProgress` after some seconds.
+        """
+        async with AsyncExitStack() as stack:
+            is_granted = False
+            with anyio.move_on_after(MAX_CHANGE_WAIT_S):
+                while not is_granted:
+                    async with AsyncExitStack() as attempt:
+                        is_granted = await attempt.enter_async_context(self.lease(f"model:{model}"))
+                        if is_granted:
+                            stack.push_async_exit(attempt.pop_all())
+                    if not is_granted:
+                        await asyncio.sleep(LEASE_POLL_S)
+            await self.refresh()
+            if not is_granted:
+                raise ChangeInProgress(model, self.describe_change(model))
+            yield
+
+    def describe_change(self, model: str) -> str:
+        """Return what is known of a change of the model by another gateway."""
+        replicas = [
+            name for name, loads in self.loads.items() if is_in_progress(loads.get(model, ""))
+        ]
+        if replicas:
+            return f"a load on {join_names(sorted(replicas))} is in progress"
+        desired = self.desired_models.get(model)
+        if desired is not None and not desired.is_loaded:
+            return "it is being unloaded, or was unloaded meanwhile"
+        return "an upload, a removal, a load or a change of its labels"
 
     async def renew_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether no other gateway has it.

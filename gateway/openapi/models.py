@@ -46,6 +46,10 @@ LISTED_MODEL_SCHEMA = {
         ),
         "last_error": STRING_SCHEMA
         | {"description": "Reason and replica of the last failed load."},
+        "conflicts": build_list_schema(
+            STRING_SCHEMA,
+            "Replicas on which something else loads or unloads the model against the desired state.",
+        ),
     },
     "required": ["name", "versions", "ready"],
 }

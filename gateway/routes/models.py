@@ -19,6 +19,7 @@ from gateway.fleet.index import (
     merge_indexes,
 )
 from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.reconciler import ModelProblems
 from gateway.fleet.replica import Replica
 from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
@@ -52,6 +53,9 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     Details of replicas require the right to see the fleet.
     """
     repository, caller = services.repository, get_caller(request)
+    problems = (
+        await repository.collect_problems() if Right.fleet in caller.rights else ModelProblems()
+    )
     declared, desired = repository.state.declared_models, repository.state.desired_models
     indexes = services.pool.list_usable_indexes()
     expected_names = {*declared, *desired}
@@ -76,8 +80,10 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
             }
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
-            if name in repository.loader.load_errors:
-                model["last_error"] = repository.loader.load_errors[name]
+            if name in problems.load_errors:
+                model["last_error"] = problems.load_errors[name]
+            if name in problems.conflicts:
+                model["conflicts"] = problems.conflicts[name]
     return {
         "models": list(models.values()),
         "object": "list",

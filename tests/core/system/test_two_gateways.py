@@ -1,0 +1,124 @@
+"""Two gateways before one real Triton that change the same model at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.errors import assert_error
+from tests.support.fleet import QUICK, repository
+from tests.support.metrics import metric
+from tests.support.redis_server import RedisServer
+from tests.support.servers import Triton, gateway
+from tests.support.wait import wait_until
+
+LOAD = "/v2/repository/models/late/load"
+UNLOAD = "/v2/repository/models/late/unload"
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    with Triton(repository(tmp_path_factory.mktemp("two") / "models"), "echo") as triton:
+        triton.wait()
+        yield triton
+
+
+@pytest.fixture
+def gateways(triton: Triton, tmp_path: Path) -> Iterator[list[httpx.Client]]:
+    """Two gateways that share their state in Redis."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(RedisServer(tmp_path))
+        settings = {**QUICK, "state": redis.url()}
+        yield [stack.enter_context(gateway(triton.options.url, **settings))[0] for _ in range(2)]
+
+
+def read_model(client: httpx.Client, name: str = "late") -> dict[str, object]:
+    models = {model["name"]: model for model in client.get("/v1/models").json()["models"]}
+    return dict(models[name])
+
+
+@pytest.mark.fault("a model is loaded and unloaded at once, through two gateways")
+def test_a_change_of_a_model_waits_for_that_of_another_gateway_and_then_fails(
+    triton: Triton, gateways: list[httpx.Client]
+) -> None:
+    one, other = gateways
+    trouble = triton.repository / "late" / "trouble"
+    trouble.write_text("hold")
+    begun = one.post(LOAD, headers={"Prefer": "respond-async"}).headers["location"]
+    wait_until(lambda: read_model(other).get("wished") == "loaded")
+    for response in (
+        other.post(UNLOAD),
+        other.put("/v1/models/late/labels/stable", json={"version": 1}),
+    ):
+        assert_error(response, 409, "CHANGE_IN_PROGRESS")
+        assert f"a load on {triton.address} is in progress" in response.json()["error"]
+    trouble.unlink()
+    wait_until(lambda: one.get(begun).json()["operation"] == "succeeded")
+    assert other.post(UNLOAD).status_code == 200
+
+
+@pytest.mark.fault("a model is loaded and unloaded at once, through two gateways")
+def test_loads_and_unloads_that_race_through_two_gateways_take_effect_in_turn(
+    triton: Triton, gateways: list[httpx.Client]
+) -> None:
+    statuses: Counter[tuple[int, str]] = Counter()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            for response in pool.map(
+                lambda client, path: client.post(path), gateways, (LOAD, UNLOAD)
+            ):
+                statuses[response.status_code, response.json().get("code", "")] += 1
+            for client in gateways:
+                client.post("/v2/repository/index")
+            wished = {str(read_model(client)["wished"]) for client in gateways}
+            assert len(wished) == 1
+            is_wanted = wished == {"loaded"}
+            wait_until(lambda want=is_wanted: read_model(gateways[0])["ready"] == want)
+    assert statuses.keys() <= {(200, ""), (409, "CHANGE_IN_PROGRESS")}
+    assert httpx.get(f"http://{triton.address}/v2/health/live").status_code == 200
+
+
+@pytest.mark.fault("two gateways with states of their own")
+def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
+    triton: Triton, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                gateway(triton.options.url, **QUICK, state=f"file://{tmp_path}/{name}/state.json")
+            )
+            for name in ("one", "other")
+        ]
+        clients = [client for client, _ in started]
+        assert clients[0].post(UNLOAD).status_code == 200
+        clients[1].post(LOAD)
+        for client, command in started:
+            command.wait_for("something else loads or unloads model late")
+            wait_until(
+                lambda client=client: read_model(client).get("conflicts") == [triton.address]
+            )
+            series = f'gateway_model_conflicts_total{{model="late",replica="{triton.address}"}}'
+            wait_until(lambda client=client, series=series: metric(client, series) >= 2)
+        # A change through the API of a gateway counts as a new wish.
+        assert clients[0].post(LOAD).status_code == 200
+        wait_until(lambda: "conflicts" not in read_model(clients[0]))
+
+
+def test_the_error_of_a_load_is_reported_by_all_gateways_until_the_model_is_loaded(
+    triton: Triton, gateways: list[httpx.Client]
+) -> None:
+    trouble = triton.repository / "foreign" / "trouble"
+    trouble.write_text("raise")
+    assert gateways[0].post(LOAD.replace("late", "foreign")).status_code == 422
+    for client in gateways:
+        wait_until(lambda client=client: "last_error" in read_model(client, "foreign"))
+    trouble.unlink()
+    assert gateways[1].post(LOAD.replace("late", "foreign")).status_code == 200
+    for client in gateways:
+        wait_until(lambda client=client: "last_error" not in read_model(client, "foreign"))
