@@ -28,7 +28,7 @@ ADDED = {"x-request-id", "x-content-type-options"}
 
 
 @dataclass(frozen=True)
-class Got:
+class RawResponse:
     """An answer; names of headers in lower case."""
 
     status: int
@@ -69,7 +69,7 @@ class Wire:
         target: str,
         headers: Iterable[tuple[str, str]] = (),
         body: bytes | Iterable[bytes] = b"",
-    ) -> Got:
+    ) -> RawResponse:
         """A body in pieces goes out chunked."""
         self.send(method, target, headers, body)
         return self.read(method)
@@ -96,16 +96,16 @@ class Wire:
             self.socket.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
         self.socket.sendall(b"0\r\n\r\n")
 
-    def read(self, method: str = "GET") -> Got:
+    def read(self, method: str = "GET") -> RawResponse:
         while (head := self._head())[0] < 200:
             pass
         status, headers = head
         fields = dict(headers)
         if method == "HEAD":
-            return Got(status, headers, b"")
+            return RawResponse(status, headers, b"")
         if fields.get("transfer-encoding") == "chunked":
-            return Got(status, headers, b"".join(self._chunks()))
-        return Got(status, headers, self._file.read(int(fields["content-length"])))
+            return RawResponse(status, headers, b"".join(self._chunks()))
+        return RawResponse(status, headers, self._file.read(int(fields["content-length"])))
 
     def _head(self) -> tuple[int, Headers]:
         first = self._file.readline().decode("latin-1")
@@ -123,16 +123,18 @@ class Wire:
         assert self._file.readline() == b"\r\n"
 
 
-def ask(port: int, *request: Any) -> Got:
+def ask(port: int, *request: Any) -> RawResponse:
     with Wire(port) as wire:
         return wire.ask(*request)
 
 
 # The fake's answers by what stands in the target; any other is answered whole.
-SAID = b'{"said":"by the fake"}'
+FAKE_BODY = b'{"said":"by the fake"}'
 
 
-WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n" + SAID
+WHOLE = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n" + FAKE_BODY
+)
 
 
 ODD = (
@@ -165,15 +167,17 @@ class Fake:
 
     port: int
     opened: int = 0  # connections, but those that only look whether it lives
-    begun: queue.Queue[bytes] = field(default_factory=queue.Queue)  # heads, before the bodies
+    heads: queue.Queue[bytes] = field(
+        default_factory=queue.Queue
+    )  # recorded before the bodies arrive
     requests: queue.Queue[tuple[bytes, bytes]] = field(default_factory=queue.Queue)
     chunks: queue.Queue[int] = field(default_factory=queue.Queue)  # how many each body came in
     # When a connection ended that had half a request, or half an answer.
-    broken_off: queue.Queue[float] = field(default_factory=queue.Queue)
+    aborted: queue.Queue[float] = field(default_factory=queue.Queue)
 
     def clear(self) -> None:
         """Forget what it recorded."""
-        for record in (self.begun, self.requests, self.broken_off):
+        for record in (self.heads, self.requests, self.aborted):
             with record.mutex:
                 record.queue.clear()
 
@@ -192,7 +196,7 @@ class Fake:
                 while self._exchange(connection, file, first=first):
                     first = False
             except (EOFError, OSError):
-                self.broken_off.put(time.monotonic())
+                self.aborted.put(time.monotonic())
 
     def _exchange(self, connection: socket.socket, file: BufferedReader, *, first: bool) -> bool:
         """A request and its answer; false at the orderly end of the connection."""
@@ -206,7 +210,7 @@ class Fake:
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
             return False
         self.opened += first
-        self.begun.put(head)
+        self.heads.put(head)
         length = re.search(rb"\ncontent-length: (\d+)", head)  # and not the inference header's
         body = file.read(int(length[1])) if length else b""
         if length and len(body) < int(length[1]):

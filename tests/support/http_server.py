@@ -191,13 +191,13 @@ class Answer:
     @property
     def error(self) -> str:
         """The sentence of a refusal, whose form is that of every error."""
-        told = json.loads(self.body)
+        document = json.loads(self.body)
         assert self.header(b"content-type") == b"application/json"
-        assert list(told) == ["error", "code", "request_id"]
-        assert told["request_id"].encode() == self.header(b"x-request-id")
-        assert (self.status, told["code"]) == (400, "MALFORMED_REQUEST")
+        assert list(document) == ["error", "code", "request_id"]
+        assert document["request_id"].encode() == self.header(b"x-request-id")
+        assert (self.status, document["code"]) == (400, "MALFORMED_REQUEST")
         assert self.header(b"connection") == b"close"
-        sentence: str = told["error"]
+        sentence: str = document["error"]
         return sentence
 
 
@@ -252,8 +252,8 @@ class Client:
         rest, self._unread = self._unread, b""
         return rest
 
-    def is_told_nothing(self) -> bool:
-        """Nothing came of all that the server could do by now."""
+    def receives_nothing(self) -> bool:
+        """Return whether the server, given time for all that it has to do, sent nothing."""
         self._stage.settle()
         self.socket.setblocking(False)
         try:
@@ -365,7 +365,7 @@ class Work:
     """An application that works until it is let, and tells how that went."""
 
     reads: bool = True
-    begun: threading.Event = field(default_factory=threading.Event)
+    started: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -373,7 +373,7 @@ class Work:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read(receive) if self.reads else b""
-            self.begun.set()
+            self.started.set()
             await self.may_end.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
@@ -383,7 +383,7 @@ class Work:
 
 
 def begins(work: Work) -> bool:
-    return work.begun.wait(PATIENCE_S)
+    return work.started.wait(PATIENCE_S)
 
 
 LIKE_A_REQUEST = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -414,12 +414,12 @@ FAST: dict[str, Any] = {
 def refused(client: Client) -> tuple[int, str]:
     """The status and code of the refusal that comes, in the form of every error."""
     answer = client.answer()
-    told = json.loads(answer.body)
-    assert list(told) == ["error", "code", "request_id"]
-    assert told["request_id"].encode() == answer.header(b"x-request-id")
+    document = json.loads(answer.body)
+    assert list(document) == ["error", "code", "request_id"]
+    assert document["request_id"].encode() == answer.header(b"x-request-id")
     assert answer.header(b"connection") == b"close"
     assert client.rest() == b""
-    return answer.status, told["code"]
+    return answer.status, document["code"]
 
 
 TOO_SLOW = (408, "REQUEST_TOO_SLOW")

@@ -432,7 +432,7 @@ def test_a_replica_that_is_killed_in_a_stream_costs_only_its_requests(tmp_path: 
                 client.async_stream_infer("cancellable", [seconds])
             # A request that has not reached the model could be sent to the other replica.
             for each in folders:
-                wait_until((each / "cancellable" / "begun").exists)
+                wait_until((each / "cancellable" / "started").exists)
             killed.kill()
             first = [outcomes.get(timeout=TIMEOUT_S) for _ in range(4)]
             failed = [str(error) for _, error in first if error is not None]

@@ -352,7 +352,7 @@ class EndlessInferences(grpc.GenericRpcHandler):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self.begun: Queue[str] = Queue()
+        self.started: Queue[str] = Queue()
         self.cancelled: Queue[float] = Queue()
         self._metadata = service_pb2.ServerMetadataResponse(
             version=".".join(map(str, (*SAFE_CANCEL_VERSION, 0)))
@@ -379,7 +379,7 @@ class EndlessInferences(grpc.GenericRpcHandler):  # type: ignore[misc]
             ended.set()
 
         if context.add_callback(record_cancellation):
-            self.begun.put(method)
+            self.started.put(method)
             ended.wait(2 * TIMEOUT_S)
         return b""
 
@@ -405,7 +405,7 @@ def cancel_inference(channel: grpc.Channel, method: str, endless: EndlessInferen
         call = channel.unary_unary(method).future(REQUEST, timeout=TIMEOUT_S)
     else:
         call = channel.stream_stream(method)(iter([REQUEST]), timeout=TIMEOUT_S)
-    assert endless.begun.get(timeout=TIMEOUT_S) == method
+    assert endless.started.get(timeout=TIMEOUT_S) == method
     began = time.monotonic()
     call.cancel()
     return endless.cancelled.get(timeout=TIMEOUT_S) - began

@@ -252,12 +252,12 @@ def waiting(seconds: float) -> triton_grpc.InferInput:
 
 
 def forget_ends(folder: Path) -> None:
-    for note in ("begun", "ends"):
+    for note in ("started", "ends"):
         (folder / "cancellable" / note).unlink(missing_ok=True)
 
 
 def wait_for_begin(folder: Path) -> None:
-    wait_until((folder / "cancellable" / "begun").exists)
+    wait_until((folder / "cancellable" / "started").exists)
 
 
 def cancelled_after(folder: Path) -> float:

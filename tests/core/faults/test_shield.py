@@ -51,7 +51,7 @@ import pytest
 
 from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, MAX_KEY_BYTES
 from tests.support.errors import assert_error
-from tests.support.fake_triton import SAID, Fake, Got, Wire, ask, fake_triton, port_of
+from tests.support.fake_triton import FAKE_BODY, Fake, RawResponse, Wire, ask, fake_triton, port_of
 from tests.support.model_zoo.zoo import Model, Names, T, identity, write_repository
 from tests.support.servers import Triton, gateway, gateway_before
 from tests.support.wait import TIMEOUT_S
@@ -138,7 +138,7 @@ def recorded(fake: Fake) -> tuple[dict[str, list[str]], bytes]:
     return headers, body
 
 
-def assert_refused(fake: Fake, got: Got, status: int, code: str, words: str = "") -> None:
+def assert_refused(fake: Fake, got: RawResponse, status: int, code: str, words: str = "") -> None:
     """In our words; and Triton never had a whole request."""
     told = json.loads(got.body)
     assert (got.status, told["code"]) == (status, code), told
@@ -178,7 +178,7 @@ def test_a_forms_type_is_never_sent_on(
         [("Content-Type", "application/json"), ("Content-Type", content_type)],
         [("Connection", "x"), ("Content-Type", content_type), ("Content-Type", content_type)],
     ):
-        assert ask(gateway, method, path, headers, GOOD_JSON).body == SAID
+        assert ask(gateway, method, path, headers, GOOD_JSON).body == FAKE_BODY
         sent, body = recorded(fake)
         assert "urlencoded" not in str(sent).lower()
         assert sent.get("content-type", []) == ["application/json"] * (len(headers) == 2)
@@ -189,7 +189,9 @@ def test_a_forms_type_is_never_sent_on(
 @pytest.mark.parametrize("content_type", ["application/json", "text/x", "multipart/form-data; a=b"])
 def test_any_other_type_is(faked: tuple[Fake, int], content_type: str) -> None:
     fake, gateway = faked
-    assert ask(gateway, "POST", INFER, [("Content-Type", content_type)], GOOD_JSON).body == SAID
+    assert (
+        ask(gateway, "POST", INFER, [("Content-Type", content_type)], GOOD_JSON).body == FAKE_BODY
+    )
     assert recorded(fake)[0]["content-type"] == [content_type]
 
 
@@ -257,7 +259,7 @@ def test_what_is_screened_is_what_triton_reads(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
     name, deep = "Inference-Header-Content-Length", b"[" * 60_000
     headers = [("Connection", f"{name}, Content-Encoding, Content-Length"), (name, "4")]
-    assert ask(gateway, "POST", INFER, headers, b"{}  " + deep).body == SAID
+    assert ask(gateway, "POST", INFER, headers, b"{}  " + deep).body == FAKE_BODY
     assert recorded(fake)[0][name.lower()] == ["4"]
     for path in (GENERATE, f"{GENERATE}_stream"):
         got = ask(gateway, "POST", path, [(name, "0")], deep)
@@ -349,7 +351,7 @@ def test_small_pieces_reach_triton_as_large_ones(faked: tuple[Fake, int]) -> Non
         for _ in range(count):
             wire.socket.sendall(b"4\r\nabcd\r\n")
         wire.socket.sendall(b"0\r\n\r\n")
-        assert wire.read("POST").body == SAID
+        assert wire.read("POST").body == FAKE_BODY
     # The gateway reads what a model takes, now and then: that has no body.
     # The gateway reads what a model takes, now and then: that has no body.
     assert next(filter(None, (recorded(fake)[1] for _ in range(count)))) == b"abcd" * count
@@ -402,7 +404,7 @@ def test_triton_gets_a_compressed_body_inflated(
     got = ask(
         gateway, "POST", INFER, [("Content-Encoding", encoding)], pieces(sent) if chunked else sent
     )
-    assert got.body == SAID
+    assert got.body == FAKE_BODY
     headers, arrived = recorded(fake)
     assert arrived == body
     assert "content-encoding" not in headers
@@ -417,7 +419,10 @@ def test_an_encoding_that_triton_does_not_have_is_415(faked: tuple[Fake, int]) -
         got = ask(gateway, "POST", INFER, [("Content-Encoding", encoding)], GOOD_JSON)
         assert_refused(fake, got, 415, "UNSUPPORTED_BODY", "gzip")
     for encoding in ("identity", "Identity"):
-        assert ask(gateway, "POST", INFER, [("Content-Encoding", encoding)], GOOD_JSON).body == SAID
+        assert (
+            ask(gateway, "POST", INFER, [("Content-Encoding", encoding)], GOOD_JSON).body
+            == FAKE_BODY
+        )
         assert "content-encoding" not in recorded(fake)[0]
 
 
@@ -461,7 +466,7 @@ def test_accept_encoding_has_no_weight_that_is_no_number(
 ) -> None:
     """One of 1e999 ends tritonserver 2.51, on any request of an inference."""
     fake, gateway = faked
-    assert ask(gateway, "POST", INFER, [("Accept-Encoding", value)], GOOD_JSON).body == SAID
+    assert ask(gateway, "POST", INFER, [("Accept-Encoding", value)], GOOD_JSON).body == FAKE_BODY
     sent = recorded(fake)[0].get("accept-encoding", [""])
     assert sent == [ACCEPTED[value]]
     got = client.post(INFER, json=GOOD, headers={"Accept-Encoding": value})

@@ -48,12 +48,12 @@ class Model:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = f"/v1/models/{name}"
-        self._begun, self._ends = folder / name / "begun", folder / name / "ends"
-        for note in (self._begun, self._ends):
+        self._started, self._ends = folder / name / "started", folder / name / "ends"
+        for note in (self._started, self._ends):
             note.unlink(missing_ok=True)
 
-    def begun(self) -> int:
-        return self._begun.stat().st_size if self._begun.exists() else 0
+    def started(self) -> int:
+        return self._started.stat().st_size if self._started.exists() else 0
 
     def ends(self) -> list[tuple[str, float, float]]:
         """How, after how many seconds, and when."""
@@ -142,7 +142,7 @@ def test_who_leaves_stops_the_inference(
     asked = model(name)
     path = f"{asked.path}/infer" if verb == "infer" else f"{asked.path}:predict"
     with asking(client, path, waiting(LONG_S, key=DIALECTS[verb])):
-        wait_until(asked.begun)
+        wait_until(asked.started)
     left = time.time()
     ((how, _, at),) = asked.wait_for_ends()
     print(f"stopped {at - left:.3f} s after the client left")
@@ -160,7 +160,7 @@ def test_a_deadline_stops_it_as_well(client: httpx.Client, model: Callable[[str]
         )
         print(f"late by {1000 * (time.monotonic() - began - deadline_s):.0f} ms")
         assert (answer.status_code, answer.json()["code"]) == (504, "DEADLINE_PASSED")
-        if asked.begun():  # in time, on this machine
+        if asked.started():  # in time, on this machine
             break
     assert {how for how, _, _ in asked.wait_for_ends()} == {"cancelled"}
 
@@ -170,7 +170,7 @@ def test_any_other_model_runs_to_its_end(
 ) -> None:
     asked = model(PATIENT.name)
     with asking(client, f"{asked.path}/infer", waiting(0.5)):
-        wait_until(asked.begun)
+        wait_until(asked.started)
     ((how, after_s, _),) = asked.wait_for_ends()
     assert how == "finished"
     assert after_s >= 0.5
@@ -185,9 +185,9 @@ def test_a_batch_that_is_cut_is_joined_in_order_and_stopped_in_all_its_pieces(
     answer = client.post(f"{asked.path}/infer", json=waiting(*seconds))
     assert answer.json()["outputs"]["Y"] == pytest.approx(seconds)
     assert [how for how, _, _ in asked.wait_for_ends(pieces)] == ["finished"] * pieces
-    # They run one after the other; those that have not begun never do, or end at once.
+    # They run one after the other; those that have not started never do, or end at once.
     with asking(client, f"{asked.path}/infer", waiting(*[LONG_S] * 10)):
-        wait_until(lambda: asked.begun() > pieces)
+        wait_until(lambda: asked.started() > pieces)
     asked.wait_for_ends(pieces + 1)
     assert ready(client, CANCELLABLE.name)
     *stopped, (last, _, _) = asked.ends()[pieces:]
@@ -235,7 +235,7 @@ def test_no_connection_is_left_that_a_stopping_triton_would_wait_for(
         )
 
     with asking(client, f"{asked.path}/infer", waiting(LONG_S)):
-        wait_until(asked.begun)
+        wait_until(asked.started)
         assert connected()
     asked.wait_for_ends()
     wait_until(lambda: not connected())
@@ -326,7 +326,7 @@ def test_what_may_have_run_is_not_sent_again(
             for asker in askers:
                 asker.start()
             # One on each, and behind it another one.
-            wait_until(lambda: asked.begun() >= 2 and outstanding(client) == 4)
+            wait_until(lambda: asked.started() >= 2 and outstanding(client) == 4)
             other.kill()
             for asker in askers:
                 asker.join()

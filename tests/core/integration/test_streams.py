@@ -67,7 +67,7 @@ def streaming(
         yield answer
 
 
-def told(text: str) -> list[tuple[str, str, Any]]:
+def parse_events(text: str) -> list[tuple[str, str, Any]]:
     """The events: name, id, data."""
     found = []
     for event in text.split("\n\n")[:-1]:
@@ -92,14 +92,14 @@ class Notes:
     """What the model has written down, since these notes were made."""
 
     def __init__(self, folder: Path) -> None:
-        self._begun, self._cancelled = (
-            folder / "ticking" / name for name in ("begun", "cancelled")
+        self._started, self._cancelled = (
+            folder / "ticking" / name for name in ("started", "cancelled")
         )
-        for note in (self._begun, self._cancelled):
+        for note in (self._started, self._cancelled):
             note.unlink(missing_ok=True)
 
-    def begun(self) -> bool:
-        return self._begun.exists()
+    def started(self) -> bool:
+        return self._started.exists()
 
     def cancelled(self) -> bool:
         return self._cancelled.exists() and self._cancelled.read_text().endswith("\n")
@@ -113,8 +113,8 @@ def test_what_a_decoupled_model_says_of_itself_works_as_pasted(client: httpx.Cli
     described = client.get("/v1/models/ticking").json()
     line = shlex.split(described["curl"])
     pasted = subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    assert told(pasted.stdout)[-1][0] == "end"
-    assert "outputs" in told(pasted.stdout)[0][2]
+    assert parse_events(pasted.stdout)[-1][0] == "end"
+    assert "outputs" in parse_events(pasted.stdout)[0][2]
     program = [sys.executable, "-c", described["python"]]
     printed = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert "'NUMBER'" in printed.stdout
@@ -131,7 +131,7 @@ def test_each_answer_is_an_event_as_it_is_made(client: httpx.Client) -> None:
             for piece in answer.iter_text():
                 arrived_at += [time.time()] * piece.count("data: ")
                 text += piece
-        events = told(text)
+        events = parse_events(text)
         assert [name for name, _, _ in events] == [""] * 5 + ["end"]
         assert [number for _, number, _ in events] == ["1", "2", "3", "4", "5", ""]
         answers = [data for _, _, data in events[:-1]]
@@ -156,7 +156,7 @@ def test_the_first_event_is_as_from_triton_itself(
 ) -> None:
     with streaming(client, ticks(1)) as answer:
         pieces = answer.iter_text()
-        ((_, _, data),) = told(next(pieces))
+        ((_, _, data),) = parse_events(next(pieces))
         assert "end" in "".join(pieces)  # whoever leaves at the very end races with it in Triton
     assert data["outputs"]["NUMBER"] == first_of(zoo_triton).as_numpy("NUMBER").tolist()
 
@@ -179,7 +179,7 @@ def first_of(triton: EmbeddedTriton) -> triton_grpc.InferResult:
 
 def test_a_failure_in_the_middle_is_an_event_and_the_end_follows(client: httpx.Client) -> None:
     with streaming(client, ticks(-2)) as answer:
-        events = told(answer.read().decode())
+        events = parse_events(answer.read().decode())
     assert [name for name, _, _ in events] == ["", "", "error", "end"]
     error = events[2][2]
     assert error.keys() == {"error", "code", "request_id"}
@@ -215,7 +215,7 @@ def test_any_model_may_be_streamed(client: httpx.Client) -> None:
     with client.stream(
         "POST", path, content="a text", headers={"Accept": EVENTS, "Content-Type": "text/plain"}
     ) as answer:
-        events = told(answer.read().decode())
+        events = parse_events(answer.read().decode())
     assert [(name, data.get("outputs")) for name, _, data in events] == [
         ("", {"Y": "a text"}), ("end", None),
     ]  # fmt: skip
@@ -245,15 +245,17 @@ def test_who_does_not_stream_a_model_that_answers_several_times_is_told_how(
 
 
 @pytest.mark.fault("a client disconnects")
-@pytest.mark.parametrize("begun", [True, False], ids=["in the middle", "before the first"])
-def test_who_leaves_cancels_the_inference(client: httpx.Client, folder: Path, begun: bool) -> None:
+@pytest.mark.parametrize("started", [True, False], ids=["in the middle", "before the first"])
+def test_who_leaves_cancels_the_inference(
+    client: httpx.Client, folder: Path, started: bool
+) -> None:
     notes = Notes(folder)
     with socket.create_connection(address_of(client), TIMEOUT_S) as connection:
-        connection.sendall(request_of(ticks(300, 0.1 if begun else 0.5)))
-        if begun:
+        connection.sendall(request_of(ticks(300, 0.1 if started else 0.5)))
+        if started:
             assert connection.recv(10)
         else:
-            wait_until(notes.begun)
+            wait_until(notes.started)
         left = time.time()
     wait_until(notes.cancelled)  # which is so only of one that is not at its end
     print(f"seen by the model after {notes.cancelled_at - left:.2f} s")
@@ -267,7 +269,7 @@ def test_a_deadline_is_for_each_answer_and_cancels_when_it_passes(
         headers = {"X-Request-Timeout": str(3 * pause_s)}
         with streaming(client, ticks(4, pause_s), **headers) as answer:
             text = answer.read().decode()
-        if answer.status_code == 200 and len(told(text)) == 5:
+        if answer.status_code == 200 and len(parse_events(text)) == 5:
             break
     else:
         raise AssertionError("no stream came to its end")
@@ -277,7 +279,7 @@ def test_a_deadline_is_for_each_answer_and_cancels_when_it_passes(
         with streaming(client, ticks(4, 5 * deadline_s), **headers) as answer:
             answer.read()
         assert (answer.status_code, answer.json()["code"]) == (504, "DEADLINE_PASSED")
-        if notes.begun():  # in time, on this machine
+        if notes.started():  # in time, on this machine
             break
     wait_until(notes.cancelled)
 
@@ -289,7 +291,7 @@ def test_a_hundred_streams_of_a_hundred_events_lose_mix_and_turn_nothing(
         headers = {"Accept": EVENTS}
         answer = await across.post(PATH, json=ticks(100), headers=headers)
         identity = answer.headers["x-request-id"]
-        events = told(answer.text)
+        events = parse_events(answer.text)
         assert {data["id"] for _, _, data in events[:-1]} == {identity}
         assert events[-1][0] == "end"
         return [data["outputs"]["NUMBER"][0] for _, _, data in events[:-1]]

@@ -30,7 +30,16 @@ import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import serialize_error
-from tests.support.fake_triton import SAID, Fake, Got, Headers, Wire, ask, fake_triton, port_of
+from tests.support.fake_triton import (
+    FAKE_BODY,
+    Fake,
+    Headers,
+    RawResponse,
+    Wire,
+    ask,
+    fake_triton,
+    port_of,
+)
 from tests.support.model_zoo.zoo import LABELS, TICKING, Model, Names, T, identity, write_repository
 from tests.support.servers import gateway_before, triton_on_free_ports
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
@@ -64,7 +73,7 @@ class Doors:
     gateway: int
     url: str
 
-    def both(self, *request: Any) -> tuple[Got, Got]:
+    def both(self, *request: Any) -> tuple[RawResponse, RawResponse]:
         return ask(self.triton, *request), ask(self.gateway, *request)
 
 
@@ -97,7 +106,7 @@ def faked(shared_fake: tuple[Fake, int]) -> tuple[Fake, int]:
     return shared_fake
 
 
-def assert_error(got: Got, status: int, code: str) -> str:
+def assert_error(got: RawResponse, status: int, code: str) -> str:
     """The shape of every error; its sentence."""
     assert got.status == status, got.body
     assert got.header("content-type") == "application/json"
@@ -602,7 +611,7 @@ def test_shared_memory_never_reaches_triton_however_it_is_spelled(
                 assert got.status in (400, 403, 404), (method, target)
                 assert json.loads(got.body).keys() == {"error", "code", "request_id"}
         assert fake.requests.empty()
-        assert wire.ask("GET", "/v2").body == SAID
+        assert wire.ask("GET", "/v2").body == FAKE_BODY
     assert fake.requests.get(timeout=TIMEOUT_S)[0].startswith(b"GET /v2 ")
 
 
@@ -796,7 +805,7 @@ def test_only_the_headers_that_are_tritons_business_reach_it(faked: tuple[Fake, 
     ]
     passed = [f"{name.lower()}: {value}" for name, value in PASSED]
     for body, framings in bodies:
-        assert ask(gateway, "POST", target, [*PASSED, *STOPPED], body).body == SAID
+        assert ask(gateway, "POST", target, [*PASSED, *STOPPED], body).body == FAKE_BODY
         head, got = fake.requests.get(timeout=TIMEOUT_S)
         first, *lines = head.decode("latin-1").splitlines()
         assert first == f"POST {target} HTTP/1.1"
@@ -894,13 +903,13 @@ def test_a_client_may_leave(faked: tuple[Fake, int], leaves: Callable[[Wire], No
     for _ in range(3):
         with Wire(gateway) as wire:
             leaves(wire)
-            fake.begun.get(timeout=TIMEOUT_S)
+            fake.heads.get(timeout=TIMEOUT_S)
         try:
-            fake.broken_off.get(timeout=TIMEOUT_S)
+            fake.aborted.get(timeout=TIMEOUT_S)
         except queue.Empty:
             raise AssertionError("the request to Triton is still open") from None
     with Wire(gateway) as wire:
         for _ in range(5):
-            assert wire.ask("GET", "/v2").body == SAID
+            assert wire.ask("GET", "/v2").body == FAKE_BODY
         assert wire.ask("GET", "/livez").status == 200
     assert fake.opened - before in (3, 4)  # the first may find a connection of an earlier test

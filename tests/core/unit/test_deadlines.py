@@ -129,7 +129,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(
         if drips:
             drip(client, b"a" * 3000)
         assert refused(client) == TOO_SLOW
-        assert work.cancelled.wait(PATIENCE_S) if before == ENOUGH else not work.begun.is_set()
+        assert work.cancelled.wait(PATIENCE_S) if before == ENOUGH else not work.started.is_set()
 
 
 def test_a_body_that_is_slow_but_not_too_slow_is_taken(hasty: Stage) -> None:
@@ -163,7 +163,7 @@ def echo_later(work: Work) -> ASGIApp:
     """Reads nothing until it may."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        work.begun.set()
+        work.started.set()
         await work.may_end.wait()
         await echo(scope, receive, send)
 

@@ -260,7 +260,7 @@ def test_any_requests_in_any_pieces_are_answered_in_their_order(
             assert answer.header(b"x-target") == each.asked.raw_path
             assert answer.body == each.asked.body
         assert house.asked == [each.asked for each in told]
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
 
 
 def test_a_small_body_is_given_when_it_is_whole(stage: Stage) -> None:
@@ -299,7 +299,7 @@ def test_the_pieces_of_a_large_body_are_given_as_they_come(stage: Stage) -> None
         size = len(ENOUGH) + 4 + len(rest)
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
         client.say(ENOUGH[1:])
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         client.say(ENOUGH[:1])
         client.head()
         assert client.chunk() == b"<%b>" % ENOUGH
@@ -310,7 +310,7 @@ def test_the_pieces_of_a_large_body_are_given_as_they_come(stage: Stage) -> None
         given = b"".join(iter(client.chunk, b""))
         assert given.replace(b"<", b"").replace(b">", b"") == rest
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         client.say(b"%x\r\n%b\r\n" % (len(ENOUGH), ENOUGH))
         client.head()
         assert client.chunk() == b"<ab%b>" % ENOUGH
@@ -345,7 +345,7 @@ def test_a_trailer_is_never_a_header_of_this_request_or_the_next(
             )
         )
         assert client.answer().body == b"ok"
-        assert client.is_told_nothing()  # no 100 either
+        assert client.receives_nothing()  # no 100 either
         client.say(b"hm")
         assert client.answer().body == b"hm"
     assert [asked.headers for asked in stage.asked] == [(HOST_X, CHUNKED), (HOST_X, length(2))]
@@ -637,7 +637,7 @@ def test_an_answers_head_leaves_with_its_first_body_and_not_before(stage: Stage)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start())
-        work.begun.set()
+        work.started.set()
         await work.may_end.wait()
         await send(part(b"hello"))
         await send(last())
@@ -647,7 +647,7 @@ def test_an_answers_head_leaves_with_its_first_body_and_not_before(stage: Stage)
         before = packets(client)
         client.say(GET)
         assert begins(work)
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         stage.let(work.may_end)
         assert client.answer().body == b"hello"
         assert packets(client) - before == 2
@@ -673,7 +673,7 @@ def test_an_empty_part_sends_the_head_ahead(stage: Stage) -> None:
     with stage.client() as client:
         client.say(GET)
         assert client.head() == OK + b"x-a: b\r\ntransfer-encoding: chunked"
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         stage.let(work.may_end)
         assert [*iter(client.chunk, b"")] == [b"hello"]
 
@@ -692,7 +692,7 @@ def test_pipelined_requests_are_answered_in_order_whoever_is_ready_first(stage: 
     with stage.client() as client:
         client.say(b"".join(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths))
         assert begins(work)
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         assert stage.asked == []  # one at a time
         stage.let(work.may_end)
         assert [client.answer().header(b"x-target") for _ in paths] == paths
@@ -803,7 +803,7 @@ def test_what_follows_the_last_request_is_not_looked_at(
     with stage.client() as client:
         client.say(*((wire, more) if apart else (wire + more,)))
         assert begins(work)
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         stage.let(work.may_end)
         assert client.answer().body == b"ok"
         assert client.rest() == b""
@@ -849,7 +849,7 @@ def test_an_idle_connection_is_closed_and_one_that_works_is_not() -> None:
         assert silent.rest() == b""
         assert early.rest() == b""
         assert time.monotonic() - began > 0.98
-        assert busy.is_told_nothing()  # although its time would be over as well
+        assert busy.receives_nothing()  # although its time would be over as well
         stage.let(work.may_end)
         assert busy.answer().status == 200
 
@@ -868,7 +868,7 @@ class Reader(Work):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for message in self.first:
             await send(dict(message))
-        self.begun.set()
+        self.started.set()
         await self.may_end.wait()
         body = await read(receive)
         if self.first:
@@ -882,7 +882,7 @@ def test_a_client_that_asks_is_told_to_go_on_when_its_body_is_wanted(stage: Stag
     with stage.client() as client:
         client.say(EXPECTING)
         assert begins(reader)
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         stage.let(reader.may_end)
         assert client.answer() == Answer(100, ())
         client.say(b"he", b"ll")
@@ -911,7 +911,7 @@ def test_a_client_is_not_told_to_go_on_after_the_answer_began(stage: Stage) -> N
         stage.let(reader.may_end)
         client.head()
         assert client.chunk() == b"<"
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         client.say(b"hell")
         assert [*iter(client.chunk, b"")] == [b"hell"]
 
@@ -944,7 +944,7 @@ def test_a_client_without_a_body_is_not_told_to_go_on(stage: Stage, head: bytes)
 def test_a_client_of_http_1_0_is_not_told_to_go_on(stage: Stage) -> None:
     with stage.client() as client:
         client.say(b"POST / HTTP/1.0\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         client.say(b"ok")
         assert client.answer().body == b"ok"
 
@@ -966,7 +966,7 @@ def test_a_pipelined_client_is_told_to_go_on_after_the_answer_before(stage: Stag
         assert client.answer() == Answer(100, ())
         client.say(b"hell" + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
         assert client.answer().body == b"hell"
-        assert client.is_told_nothing()  # what is expected of one is not of the next
+        assert client.receives_nothing()  # what is expected of one is not of the next
         client.say(b"ok")
         assert client.answer().body == b"ok"
 
@@ -1029,7 +1029,7 @@ def test_the_next_request_waits_for_an_application_that_goes_on_after_its_answer
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await answers_early(scope, receive, send)
-        work.begun.set()
+        work.started.set()
         await work.may_end.wait()
         work.ended.set()
 
@@ -1041,7 +1041,7 @@ def test_the_next_request_waits_for_an_application_that_goes_on_after_its_answer
         stage.app = echo
         client.say(bytes(100_000))
         client.say(GET)
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         stage.let(work.may_end)
         assert client.answer().status == 200
         assert client.is_still_served()
@@ -1181,7 +1181,7 @@ def test_garbage_in_a_body_is_refused_and_the_application_is_not_waited_for(
         assert client.rest() == b""
         if apart:
             assert work.cancelled.wait(PATIENCE_S)
-    assert not work.begun.is_set()
+    assert not work.started.is_set()
 
 
 def test_garbage_in_a_body_cuts_an_answer_that_began(stage: Stage) -> None:
@@ -1482,7 +1482,7 @@ def test_a_client_that_leaves_before_its_body_is_whole_is_not_worked_for(stage: 
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
         stage.settle()
     assert work.cancelled.wait(PATIENCE_S)
-    assert not work.begun.is_set()
+    assert not work.started.is_set()
 
 
 def test_a_client_that_leaves_before_the_whole_answer_is_not_worked_for(stage: Stage) -> None:
@@ -1511,7 +1511,7 @@ def test_a_client_that_leaves_after_its_answer_cancels_nothing(stage: Stage) -> 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await read(receive)
         await say(send, b"ok")
-        work.begun.set()
+        work.started.set()
         seen.append(await receive())
         await work.may_end.wait()
         await turns(3)
@@ -1535,7 +1535,7 @@ def test_who_waits_for_the_client_to_leave_is_told_so_or_cancelled(stage: Stage)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await read(receive)
-        work.begun.set()
+        work.started.set()
         try:
             seen.append(await receive())
         except asyncio.CancelledError:
@@ -1729,7 +1729,7 @@ def test_an_upload_waits_for_an_application_that_does_not_read(
     size = 48 * MIB
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        work.begun.set()
+        work.started.set()
         await work.may_end.wait()
         more = True
         while more:
@@ -1745,7 +1745,7 @@ def test_an_upload_waits_for_an_application_that_does_not_read(
     wire += (b"%x\r\n%b\r\n0\r\n\r\n" % (size, bytes(size))) if is_chunked else bytes(size)
     with stage.client(SO_SNDBUF=64 * KIB) as client:
         took = client.fill(wire)
-        assert work.begun.is_set()
+        assert work.started.is_set()
         assert took < size / 2
         stage.let(work.may_end)
         client.say(wire[took:])
@@ -1805,7 +1805,7 @@ def test_a_request_is_answered_while_the_server_stops_and_is_the_last() -> None:
         assert begins(work)
         stop()
         client.say(GET)
-        assert client.is_told_nothing()
+        assert client.receives_nothing()
         stage.let(work.may_end)
         assert client.answer().header(b"connection") == b"close"
         assert client.rest() == b""

@@ -193,8 +193,8 @@ class TritonPythonModel:
         return self.made(given)
 
     def note_begin(self) -> None:
-        """A file has a byte for each request that was begun."""
-        with (self.folder / "begun").open("a") as file:
+        """A file has a byte for each request that was started."""
+        with (self.folder / "started").open("a") as file:
             file.write(".")
 
     def made(self, *values: Any) -> Any:

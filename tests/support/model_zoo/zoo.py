@@ -149,7 +149,7 @@ TICKING = Model(
     decoupled=True,
 )  # fmt: skip
 
-# Waits as long as it is told to, and looks whether it is cancelled; only the first says so in its config.
+# Waits for as long as its input says, or until it is cancelled; only the first says so in its config.
 CANCELLABLE = Model(
     "cancellable", "patient", (T("SECONDS", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 4,
     {"cancellable": "true"},
